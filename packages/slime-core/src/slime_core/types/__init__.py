@@ -1,0 +1,21 @@
+"""The vocabulary that slime's packages share. Importing it does not import torch."""
+
+from slime_core.types.rollout import EvalReport, RolloutBatch
+from slime_core.types.sample import Group, Message, Prompt, Sample, Status
+from slime_core.types.train import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, TrainStep
+
+__all__ = [
+    "EvalReport",
+    "Group",
+    "Message",
+    "Prompt",
+    "Rendezvous",
+    "RolloutBatch",
+    "Sample",
+    "Status",
+    "SyncReport",
+    "TrainReport",
+    "TrainSample",
+    "TrainShard",
+    "TrainStep",
+]

@@ -1,0 +1,90 @@
+"""What one round of generation hands on, and how it is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from slime_core.errors import DataError
+from slime_core.types.sample import Group, Sample
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(kw_only=True)
+class RolloutBatch:
+    """One rollout: finished, scored groups of samples.
+
+    Attributes:
+        rollout_id: Number of the rollout, from 0.
+        groups: One list of samples per prompt.
+        source_state: State of the data source *after* this rollout, as plain values.
+        metrics: Named numbers for tracking.
+        seconds: Wall time per phase, such as ``generate`` and ``reward``.
+    """
+
+    rollout_id: int
+    groups: list[Group]
+    source_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, group by group."""
+        return [sample for group in self.groups for sample in group]
+
+    def to_jsonl(self) -> str:
+        """The batch as JSON lines: a head, then a line per sample. Floats survive to the last bit."""
+        head = {
+            "format_version": FORMAT_VERSION,
+            "rollout_id": self.rollout_id,
+            "group_sizes": [len(group) for group in self.groups],
+            "source_state": self.source_state,
+            "metrics": self.metrics,
+            "seconds": self.seconds,
+        }
+        return "".join(json.dumps(row) + "\n" for row in [head, *(sample.to_dict() for sample in self.samples)])
+
+    @classmethod
+    def from_jsonl(cls, text: str) -> RolloutBatch:
+        """The reverse of :meth:`to_jsonl`.
+
+        Raises:
+            DataError: The text is of another format version, or has fewer or more samples than its head says.
+        """
+        lines = text.splitlines()
+        if not lines:
+            raise DataError("a rollout file is empty; delete it and generate that rollout again")
+        head = json.loads(lines[0])
+        if head.get("format_version") != FORMAT_VERSION:
+            raise DataError(f"rollout format_version {head.get('format_version')!r}; this slime reads {FORMAT_VERSION}")
+        sizes = head["group_sizes"]
+        if len(lines) - 1 != sum(sizes):
+            raise DataError(f"rollout {head['rollout_id']}: {len(lines) - 1} samples, its head says {sum(sizes)}")
+        samples = iter(Sample.from_dict(json.loads(line)) for line in lines[1:])
+        return cls(
+            rollout_id=head["rollout_id"],
+            groups=[[next(samples) for _ in range(size)] for size in sizes],
+            source_state=head["source_state"],
+            metrics=head["metrics"],
+            seconds=head["seconds"],
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class EvalReport:
+    """Scores on held-out prompts.
+
+    Attributes:
+        rollout_id: Rollouts trained on before this evaluation.
+        pass_rates: Mean reward per evaluation set.
+        samples: The samples per evaluation set.
+        seconds: Wall time of the whole evaluation.
+    """
+
+    rollout_id: int
+    pass_rates: dict[str, float]
+    samples: dict[str, list[Sample]]
+    seconds: float
