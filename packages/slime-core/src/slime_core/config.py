@@ -39,7 +39,8 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.advantage_estimator not in ADVANTAGE_ESTIMATORS:
             raise ConfigError(
-                f"--advantage-estimator {self.advantage_estimator} is unknown; allowed: {', '.join(ADVANTAGE_ESTIMATORS)}"
+                f"--advantage-estimator {self.advantage_estimator} is unknown; "
+                f"allowed: {', '.join(ADVANTAGE_ESTIMATORS)}"
             )
         if self.kl_loss_type not in KL_LOSS_TYPES:
             raise ConfigError(f"--kl-loss-type {self.kl_loss_type} is unknown; allowed: {', '.join(KL_LOSS_TYPES)}")

@@ -1,7 +1,7 @@
 """Flags as data: a config dataclass's field carries its own command-line text, so a table of flags needs no parser.
 
-A field made by :func:`flag` of a frozen dataclass ``lr_decay: float`` is the flag ``--lr-decay``. The launcher turns such
-fields into one strict command line; anyone else just builds the dataclass. Nothing here imports torch.
+A field made by :func:`flag` of a frozen dataclass ``lr_decay: float`` is the flag ``--lr-decay``. The launcher turns
+such fields into one strict command line; anyone else just builds the dataclass. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ class Sample:
         if isinstance(self.reward, dict):
             if key is None or key not in self.reward:
                 raise DataError(
-                    f"sample {self.index}: the reward has the entries {sorted(self.reward)}; choose one with --reward-key"
+                    f"sample {self.index}: the reward has the entries {sorted(self.reward)}; "
+                    "choose one with --reward-key"
                 )
             return float(self.reward[key])
         if self.reward is None:
@@ -118,7 +119,8 @@ class Sample:
                 raise DataError(f"sample {self.index}: {name} has {len(values)} entries, response_length is {length}")
         if self.weight_versions and len(self.weight_versions) != length:
             raise DataError(
-                f"sample {self.index}: weight_versions has {len(self.weight_versions)} entries, response_length is {length}"
+                f"sample {self.index}: weight_versions has {len(self.weight_versions)} entries, "
+                f"response_length is {length}"
             )
         if self.loss_mask is not None and any(value not in (0, 1) for value in self.loss_mask):
             raise DataError(f"sample {self.index}: loss_mask may hold 0 and 1 only, got {sorted(set(self.loss_mask))}")
