@@ -1,0 +1,1 @@
+"""SGLang engines: their flags, their processes, the router before them."""

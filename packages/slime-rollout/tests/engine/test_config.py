@@ -1,0 +1,47 @@
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_core.flags import flag_specs
+from slime_rollout.engine.config import EngineConfig
+
+
+def test_every_field_but_the_pass_through_is_a_flag():
+    names = {spec.dest for spec in flag_specs(EngineConfig)}
+    assert names == {field.name for field in dataclasses.fields(EngineConfig)} - {"sglang_args"}
+
+
+def test_defaults_are_this_interpreter_and_two_threads():
+    config = EngineConfig()
+    assert config.python == sys.executable
+    assert config.threads == 2
+    assert EngineConfig(engine_threads=1).threads == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rollout_num_gpus_per_engine": 0}, "--rollout-num-gpus-per-engine 0 must be 1 or more"),
+        ({"sglang_server_concurrency": 0}, "--sglang-server-concurrency 0"),
+        ({"engine_threads": 0}, "--engine-threads 0"),
+        ({"engine_startup_timeout": 0.0}, "--engine-startup-timeout 0.0"),
+        ({"sglang_router_port": 70000}, "--sglang-router-port 70000"),
+        ({"router_policy": "roundrobin"}, "--router-policy roundrobin is unknown; allowed: cache_aware"),
+        ({"engine_python": "/nonexistent/python"}, "--engine-python /nonexistent/python is not an executable file"),
+        ({"sglang_args": {"--page-size": "1"}}, "'--page-size' is no flag's name"),
+        ({"sglang_args": {"page_size": "1"}}, "'page_size' is no flag's name"),
+        ({"sglang_args": {"page-size": False}}, "--sglang-page-size: got False"),
+    ],
+)
+def test_a_bad_value_is_named(values, message):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**values)
+    assert message in str(caught.value)
+
+
+def test_reading_the_flags_imports_no_torch():
+    code = "import sys, slime_rollout.engine.config; sys.exit(bool({'torch', 'aiohttp'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
