@@ -1,0 +1,149 @@
+"""What to generate, and how it is scored: one frozen record, checked when it is built. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slime_core.errors import ConfigError
+from slime_core.flags import flag
+
+RULES = ("exact", "first_integer")
+DEFAULT_RULE = "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Prompts, sampling, rewards and evaluation.
+
+    Raises:
+        ConfigError: A value is outside its range, or two settings contradict each other.
+    """
+
+    hf_checkpoint: str = flag(help="Hugging Face directory with the tokenizer", metavar="DIR")
+    prompt_data: str = flag(help="JSONL file of prompts; PATH@[a:b] takes rows a to b as Python does", metavar="PATH")
+    input_key: str | None = flag(None, help="field of the prompt in a row; without it `prompt`, then `input`")
+    label_key: str | None = flag(None, help="field of the answer in a row; without it `label` where there is one")
+    metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
+    apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
+    rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts")
+    n_samples_per_prompt: int = flag(1, help="samples of each prompt: the size of a group", unit="samples")
+    rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
+    rollout_seed: int = flag(42, help="seed of that shuffle")
+    rollout_temperature: float = flag(1.0, help="sampling temperature; the trainer divides its logits by it too")
+    rollout_top_p: float = flag(1.0, help="nucleus sampling: smallest set of tokens with this much probability")
+    rollout_top_k: int = flag(-1, help="sample from this many likeliest tokens; -1 for all", unit="tokens")
+    rollout_max_prompt_len: int | None = flag(None, help="leave out prompts longer than this", unit="tokens")
+    rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens")
+    rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
+    rollout_stop_token_ids: tuple[int, ...] = flag((), help="token ids that end a response, besides the model's own")
+    rollout_warm_prompts: bool = flag(
+        False, help="let the engine read each prompt once before a group's samples are asked for"
+    )
+    rollout_concurrency: int = flag(1024, help="most requests in flight at once", unit="requests")
+    rollout_request_timeout: float = flag(1800.0, help="time limit of one generation request", unit="seconds")
+    rm_type: str | None = flag(
+        None, choices=RULES, help=f"rule that scores a response; without --custom-rm-path `{DEFAULT_RULE}`"
+    )
+    custom_rm_path: str | None = flag(
+        None, help="own reward function: pkg.mod.fn, pkg.mod:fn or file.py:fn", metavar="PATH"
+    )
+    rm_timeout: float = flag(60.0, help="time limit of one call of an own reward function", unit="seconds")
+    reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary")
+    eval_prompt_data: tuple[str, ...] = flag(
+        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`"
+    )
+    n_samples_per_eval_prompt: int = flag(1, help="samples of each held-out prompt", unit="samples")
+    eval_temperature: float | None = flag(
+        None, help="sampling temperature of evaluation, 0 for greedy; else as in rollouts"
+    )
+    eval_top_p: float | None = flag(None, help="nucleus sampling of evaluation; else as in rollouts")
+    eval_top_k: int | None = flag(None, help="top-k of evaluation; else as in rollouts", unit="tokens")
+    eval_max_response_len: int | None = flag(
+        None, help="longest response of evaluation; else as in rollouts", unit="tokens"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_sampling()
+        self._check_rewards()
+        self.eval_sets  # noqa: B018  a property that checks what it reads
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The held-out sets: name to path, in the order given."""
+        given = self.eval_prompt_data
+        if len(given) == 1:
+            return {"eval": given[0]}
+        if len(given) % 2:
+            raise ConfigError(
+                f"--eval-prompt-data got {len(given)} values ({' '.join(given)}); give pairs of NAME PATH, or one PATH"
+            )
+        names = given[::2]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(
+                f"--eval-prompt-data gives the name {', '.join(repeated)} twice; give every set its own name"
+            )
+        return dict(zip(names, given[1::2], strict=True))
+
+    @property
+    def rule(self) -> str | None:
+        """The rule that scores; ``None`` when an own function does."""
+        if self.custom_rm_path is not None:
+            return None
+        return self.rm_type or DEFAULT_RULE
+
+    def _check_counts(self) -> None:
+        for name in (
+            "rollout_batch_size",
+            "n_samples_per_prompt",
+            "rollout_max_prompt_len",
+            "rollout_max_response_len",
+            "rollout_concurrency",
+            "n_samples_per_eval_prompt",
+            "eval_max_response_len",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_flag_name(name)} {value} is less than 1; give 1 or more")
+        for name in ("rollout_request_timeout", "rm_timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{_flag_name(name)} {value} is no time limit; give seconds above 0")
+
+    def _check_sampling(self) -> None:
+        if not (self.rollout_temperature > 0 and math.isfinite(self.rollout_temperature)):
+            raise ConfigError(
+                f"--rollout-temperature {self.rollout_temperature} must be above 0: "
+                "the trainer divides by it, and greedy samples of one prompt are all the same"
+            )
+        if self.eval_temperature is not None and not (
+            self.eval_temperature >= 0 and math.isfinite(self.eval_temperature)
+        ):
+            raise ConfigError(f"--eval-temperature {self.eval_temperature} is negative; give 0 (greedy) or more")
+        for name in ("rollout_top_p", "eval_top_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"{_flag_name(name)} {value} must be above 0 and at most 1; 1 leaves no token out")
+        for name in ("rollout_top_k", "eval_top_k"):
+            value = getattr(self, name)
+            if value is not None and value != -1 and value < 1:
+                raise ConfigError(f"{_flag_name(name)} {value} must be at least 1, or -1 to leave no token out")
+        if any(not text for text in self.rollout_stop):
+            raise ConfigError("--rollout-stop has an empty string, which would end every response; leave it out")
+        if negative := [token for token in self.rollout_stop_token_ids if token < 0]:
+            raise ConfigError(f"--rollout-stop-token-ids {negative[0]} is negative; token ids count from 0")
+
+    def _check_rewards(self) -> None:
+        if self.rm_type is not None and self.rm_type not in RULES:
+            raise ConfigError(
+                f"--rm-type {self.rm_type} is unknown; allowed: {', '.join(RULES)}; or give --custom-rm-path"
+            )
+        if self.rm_type is not None and self.custom_rm_path is not None:
+            raise ConfigError(
+                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
+            )
+
+
+def _flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,74 @@
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_core.flags import flag_specs
+from slime_rollout.config import RULES, RolloutConfig
+
+GOOD = {"hf_checkpoint": "model", "prompt_data": "train.jsonl", "rollout_batch_size": 4}
+
+
+def make(**changes):
+    return RolloutConfig(**{**GOOD, **changes})
+
+
+def test_every_field_is_a_flag_with_help():
+    specs = {spec.dest: spec for spec in flag_specs(RolloutConfig)}
+    assert set(specs) == {field.name for field in dataclasses.fields(RolloutConfig)}
+    assert all(spec.help for spec in specs.values())
+    assert specs["rollout_stop_token_ids"].type is int
+    assert specs["eval_prompt_data"].nargs == "+"
+    assert specs["apply_chat_template"].is_switch
+    assert specs["rm_type"].choices == RULES
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout_batch_size": 0}, "--rollout-batch-size 0"),
+        ({"n_samples_per_prompt": -1}, "--n-samples-per-prompt -1"),
+        ({"rollout_max_response_len": 0}, "--rollout-max-response-len 0"),
+        ({"rollout_max_prompt_len": 0}, "--rollout-max-prompt-len 0"),
+        ({"rollout_concurrency": 0}, "--rollout-concurrency 0"),
+        ({"n_samples_per_eval_prompt": 0}, "--n-samples-per-eval-prompt 0"),
+        ({"rollout_temperature": 0.0}, "--rollout-temperature 0.0 must be above 0"),
+        ({"rollout_temperature": float("nan")}, "--rollout-temperature nan"),
+        ({"eval_temperature": -0.5}, "--eval-temperature -0.5"),
+        ({"rollout_top_p": 0.0}, "--rollout-top-p 0.0"),
+        ({"eval_top_p": 1.5}, "--eval-top-p 1.5"),
+        ({"rollout_top_k": 0}, "--rollout-top-k 0"),
+        ({"rollout_stop": ("\n", "")}, "--rollout-stop has an empty string"),
+        ({"rollout_stop_token_ids": (3, -2)}, "--rollout-stop-token-ids -2"),
+        ({"rollout_request_timeout": 0.0}, "--rollout-request-timeout 0.0"),
+        ({"rm_timeout": float("inf")}, "--rm-timeout inf"),
+        ({"rm_type": "telepathy"}, "allowed: exact, first_integer"),
+        ({"rm_type": "exact", "custom_rm_path": "a.b"}, "give one of them"),
+        ({"eval_prompt_data": ("a", "a.jsonl", "b")}, "give pairs of NAME PATH"),
+        ({"eval_prompt_data": ("a", "1.jsonl", "a", "2.jsonl")}, "the name a twice"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(changes, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make(**changes)
+
+
+def test_eval_sets():
+    assert make().eval_sets == {}
+    assert make(eval_prompt_data=("x.jsonl",)).eval_sets == {"eval": "x.jsonl"}
+    assert make(eval_prompt_data=("a", "1.jsonl", "b", "2.jsonl")).eval_sets == {"a": "1.jsonl", "b": "2.jsonl"}
+
+
+def test_rule_is_exact_unless_something_else_scores():
+    assert make().rule == "exact"
+    assert make(rm_type="first_integer").rule == "first_integer"
+    assert make(custom_rm_path="pkg.mod.fn").rule is None
+
+
+def test_reading_the_flag_table_imports_no_framework():
+    code = "import sys, slime_rollout.config; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
