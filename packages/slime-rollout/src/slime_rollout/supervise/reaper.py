@@ -1,0 +1,218 @@
+"""The supervisor process, and the walk over a process tree that it needs.
+
+It is run by its path (``python -I -S reaper.py …``), so it uses the standard library only and is up in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.02
+# Besides the pipe, the parent's pid is compared this often: a child that the parent forked in C without exec holds a
+# copy of the pipe's write end, and would keep it open after the parent's death.
+PARENT_CHECK_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """One process, told apart from a later one with the same pid.
+
+    Attributes:
+        pid: Process id.
+        start_time: When it started, in clock ticks after boot.
+    """
+
+    pid: int
+    start_time: int
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants re-parented to this process instead of to init."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """State, parent's pid and start time of a process; ``None`` if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  (pathlib would double the start-up time)
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    # Fields of proc(5) after the command's name: 3 state, 4 ppid, … 22 starttime.
+    return fields[0].decode(), int(fields[1]), int(fields[19])
+
+
+def descendants(root: int) -> list[Process]:
+    """All living processes below ``root``, parents before children. Zombies are left out."""
+    children: dict[int, list[int]] = {}
+    alive: dict[int, Process] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        stat = _stat(int(name)) if name.isdigit() else None
+        if stat is None:
+            continue
+        state, parent, start_time = stat
+        children.setdefault(parent, []).append(int(name))
+        if state not in "ZX":
+            alive[int(name)] = Process(int(name), start_time)
+    order, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        queue += below
+        order += [alive[pid] for pid in below if pid in alive]
+    return order
+
+
+def send_signal(process: Process, signum: int) -> None:
+    """Send a signal to this very process, never to a later one that got its pid."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        stat = _stat(process.pid)
+        if stat is not None and stat[2] == process.start_time:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(handle, signum)
+    finally:
+        os.close(handle)
+
+
+def end_descendants(grace: float, *, reap: Callable[[], object], hurry: Callable[[], bool] = lambda: False) -> None:
+    """End every process below this one, which must be a subreaper.
+
+    Args:
+        grace: Seconds between SIGTERM and SIGKILL.
+        reap: Called often; collects exited children.
+        hurry: Whether to stop waiting and send SIGKILL now.
+    """
+    deadline = time.monotonic() + grace
+    asked: set[Process] = set()
+    while alive := descendants(os.getpid()):
+        late = hurry() or time.monotonic() > deadline
+        for process in alive:
+            if late:
+                send_signal(process, signal.SIGKILL)
+            elif process not in asked:
+                send_signal(process, signal.SIGTERM)
+                asked.add(process)
+        time.sleep(POLL_SECONDS)
+        reap()
+    reap()
+
+
+class Supervisor:
+    """Runs one command; ends it, and all that it started, when asked to or when the parent is gone."""
+
+    def __init__(self, command: list[str], *, pipe_fd: int, parent: int, grace: float) -> None:
+        self.command = command
+        self.pipe_fd = pipe_fd
+        self.parent = parent
+        self.grace = grace
+        self.signals: list[int] = []
+        self.exit_code: int | None = None
+        self.child = 0
+
+    def run(self) -> int:
+        """Supervise until nothing is left.
+
+        Returns:
+            The command's exit code; 128 + n if signal n ended it; 127 if it could not be started.
+        """
+        become_subreaper()
+        wakeup = self._install_signals()
+        try:
+            self._spawn()
+        except OSError as error:
+            print(f"cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
+            return 127
+        self._wait(wakeup)
+        if self.exit_code is None:
+            self._ask_command_to_end()
+        end_descendants(self.grace, reap=self._reap, hurry=self._hurry)
+        return self.exit_code if self.exit_code is not None else 1
+
+    def _install_signals(self) -> int:
+        """Record signals, and make them wake :func:`select.select`; returns the descriptor to select on."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        os.set_blocking(read_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, lambda received, _frame: self.signals.append(received))
+        signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
+        return read_end
+
+    def _spawn(self) -> None:
+        # This process has one thread, so here the parent-death signal does follow the process. It asks the command
+        # to end if somebody kills the supervisor; a subreaper above (`run_under_supervisor`) then ends the rest.
+        ask = functools.partial(_prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+        self.child = subprocess.Popen(self.command, preexec_fn=ask).pid
+
+    def _wait(self, wakeup: int) -> None:
+        """Until the command ends, a signal comes, or the parent is gone."""
+        while True:
+            self._reap()
+            if self.exit_code is not None or self.signals or os.getppid() != self.parent:
+                return
+            ready, _, _ = select.select([self.pipe_fd, wakeup], [], [], PARENT_CHECK_SECONDS)
+            if wakeup in ready:
+                os.read(wakeup, 4096)
+            if self.pipe_fd in ready and not os.read(self.pipe_fd, 4096):
+                return
+
+    def _ask_command_to_end(self) -> None:
+        """Let the command close its own children in order before everybody gets a signal."""
+        stat = _stat(self.child)
+        if stat is not None:
+            send_signal(Process(self.child, stat[2]), self.signals[0] if self.signals else signal.SIGTERM)
+        deadline = time.monotonic() + self.grace
+        while self.exit_code is None and time.monotonic() < deadline and not self._hurry():
+            time.sleep(POLL_SECONDS)
+            self._reap()
+
+    def _hurry(self) -> bool:
+        return len(self.signals) > 1
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self.child:
+                    code = os.waitstatus_to_exitcode(status)
+                    self.exit_code = code if code >= 0 else 128 - code
+
+
+def main() -> int:
+    """Read the command line and supervise."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pipe-fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    return Supervisor(args.command, pipe_fd=args.pipe_fd, parent=args.parent, grace=args.grace).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

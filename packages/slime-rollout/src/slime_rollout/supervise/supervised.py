@@ -1,0 +1,174 @@
+"""The starter's end of a supervised process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from slime_core.errors import SlimeError
+from slime_rollout.supervise import reaper
+
+_STOP_MARGIN_SECONDS = 10.0
+
+
+class SupervisionError(SlimeError):
+    """A supervised process tree that could not be started or ended."""
+
+
+class Supervised:
+    """A command that runs under a supervisor of its own, and ends when this process ends.
+
+    The pipe's write end is close-on-exec, so no program that this process starts inherits it, and a child that Python
+    forks without exec (``multiprocessing`` with ``fork``) closes its copy. A child forked in C without exec keeps a
+    copy; for that case the supervisor also looks once a second whether its parent is still the same.
+
+    Use :meth:`start`. As a context manager it stops the tree on exit. Dropping the last reference stops it, too.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], pipe: io.FileIO, *, grace: float, log_path: Path | None
+    ) -> None:
+        self._process = process
+        self._pipe = pipe
+        self._grace = grace
+        self.log_path = log_path
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        cwd: Path | None = None,
+        grace: float = 5.0,
+        stdin: int | None = subprocess.DEVNULL,
+    ) -> Supervised:
+        """Start ``command`` in a session of its own.
+
+        Args:
+            command: Program and arguments.
+            env: Its whole environment; this process's if ``None``.
+            log_path: File that its output is appended to; this process's own output if ``None``.
+            cwd: Its working directory.
+            grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
+            stdin: As in :class:`subprocess.Popen`.
+
+        Raises:
+            SupervisionError: The log file or the working directory cannot be used.
+        """
+        read_end, write_end = os.pipe()
+        pipe = io.FileIO(write_end, "w")
+        _closed_in_forked_children().add(pipe)
+        supervisor = [sys.executable, "-I", "-S", reaper.__file__]
+        supervisor += ["--pipe-fd", str(read_end), "--parent", str(os.getpid()), "--grace", str(grace), "--"]
+        try:
+            with _output(log_path) as output:
+                process = subprocess.Popen(
+                    [*supervisor, *command],
+                    env=env,
+                    cwd=cwd,
+                    stdin=stdin,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output is not None else None,
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            pipe.close()
+            raise SupervisionError(f"cannot start {command[0]}: {error}") from error
+        finally:
+            os.close(read_end)
+        return cls(process, pipe, grace=grace, log_path=log_path)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The command's exit code, or ``None`` while anything of it is left.
+
+        128 + n means that signal n ended the command; a negative number, that a signal ended the supervisor.
+        """
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the whole tree to end; the exit code as in :meth:`poll`.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended after ``timeout`` seconds.
+        """
+        return self._process.wait(timeout)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the supervisor: the first SIGTERM or SIGINT ends the tree gracefully, a second at once."""
+        self._process.send_signal(signum)
+
+    def request_stop(self) -> None:
+        """Ask the supervisor to end the tree, without waiting."""
+        self._pipe.close()
+
+    def stop(self, timeout: float | None = None) -> int:
+        """End the tree and wait for it; does nothing to one that has ended.
+
+        Args:
+            timeout: Longest wait in seconds; by default enough for both grace periods.
+
+        Raises:
+            SupervisionError: Something is left after ``timeout``.
+        """
+        self.request_stop()
+        limit = timeout if timeout is not None else 2 * self._grace + _STOP_MARGIN_SECONDS
+        try:
+            return self._process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise SupervisionError(
+                f"the supervisor {self.pid} is still busy {limit:g} s after it was told to stop"
+            ) from None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines of the log; empty without one."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 400 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def _output(log_path: Path | None) -> Iterator[int | None]:
+    if log_path is None:
+        yield None
+        return
+    with log_path.open("ab") as file:
+        yield file.fileno()
+
+
+@functools.cache
+def _closed_in_forked_children() -> weakref.WeakSet[io.FileIO]:
+    """The pipes of this process that a child forked without exec closes at once."""
+    pipes: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for pipe in list(pipes):
+            pipe.close()
+
+    os.register_at_fork(after_in_child=close_all)
+    return pipes

@@ -1,0 +1,68 @@
+"""The process that the user's shell waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import types
+from collections.abc import Iterator, Sequence
+
+from slime_rollout.supervise import reaper
+from slime_rollout.supervise.supervised import Supervised
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
+    """Run a command; return when it and everything it started is gone.
+
+    The first SIGINT, SIGTERM or SIGHUP is passed to the command, which gets ``grace`` seconds to end in order; a second
+    one ends the tree at once. If this process is killed, the supervisor ends the tree; if the supervisor is killed,
+    this process does. It takes over the whole process: call it from a main thread that has started no other children.
+
+    Args:
+        command: Program and arguments. It inherits standard input and output, but runs in a session of its own.
+        grace: Seconds between SIGTERM and SIGKILL, for the command and then for what it leaves behind.
+
+    Returns:
+        The command's exit code; 128 + n if signal n ended it.
+    """
+    reaper.become_subreaper()
+    received: list[int] = []
+    with _forwarding(received) as targets:
+        supervised = Supervised.start(command, grace=grace, stdin=None)
+        targets.append(supervised)
+        for signum in received:  # those that came before there was anybody to pass them to
+            supervised.signal(signum)
+        code = supervised.wait()
+        reaper.end_descendants(grace, reap=_reap, hurry=lambda: len(received) > 1)
+    if code < 0:
+        print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
+        return 128 - code
+    return code
+
+
+@contextlib.contextmanager
+def _forwarding(received: list[int]) -> Iterator[list[Supervised]]:
+    """Pass signals to the supervised trees in the list that is yielded; put the old handlers back at the end."""
+    targets: list[Supervised] = []
+
+    def forward(signum: int, _frame: types.FrameType | None) -> None:
+        received.append(signum)
+        for supervised in targets:
+            supervised.signal(signum)
+
+    old = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
+    try:
+        yield targets
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0] != 0:
+            pass

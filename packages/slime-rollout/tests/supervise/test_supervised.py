@@ -1,0 +1,137 @@
+"""Real processes are started and killed here."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slime_rollout.supervise import Supervised, SupervisionError
+
+GRACE = 1.0
+START = "from slime_rollout.supervise import Supervised\ns = Supervised.start(command, grace=1.0)\n"
+
+
+@pytest.fixture
+def tree(marked):
+    with Supervised.start(marked.tree(), grace=GRACE) as supervised:
+        marked.wait_ready()
+        yield supervised
+
+
+def test_stop_ends_the_whole_tree_and_nothing_else(marked, tree, bystander):
+    assert len(marked.pids()) > 4
+    tree.stop()
+    assert marked.pids() == []
+    assert bystander.poll() is None
+    assert tree.poll() == 128 + signal.SIGTERM
+    assert tree.stop() == tree.poll()
+
+
+def test_stubborn_process_is_killed_only_after_its_grace(marked, tree):
+    started = time.monotonic()
+    tree.request_stop()
+    marked.wait_until(lambda: len(marked.pids()) <= 2, what="only the stubborn one and the supervisor")
+    assert time.monotonic() - started < GRACE
+    assert len(marked.pids("\0stubborn")) == 1
+    marked.wait_gone(GRACE + 5)
+
+
+def test_command_that_ends_takes_its_descendants_along(marked):
+    with Supervised.start(marked.tree("sys.exit(7)"), grace=GRACE) as supervised:
+        assert supervised.wait(20) == 7
+        assert marked.pids() == []
+
+
+def test_sigterm_to_the_supervisor_ends_the_tree(marked, tree):
+    os.kill(tree.pid, signal.SIGTERM)
+    assert tree.wait(10) == 128 + signal.SIGTERM
+    assert marked.pids() == []
+
+
+def test_second_signal_does_not_wait_for_the_grace_period(marked):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    with Supervised.start(marked.tree(stubborn), grace=60.0) as supervised:
+        marked.wait_ready()
+        supervised.signal(signal.SIGTERM)
+        time.sleep(0.2)  # two pending signals of one kind are one
+        supervised.signal(signal.SIGTERM)
+        assert supervised.wait(10) == 128 + signal.SIGKILL
+        assert marked.pids() == []
+
+
+def test_killed_starter_leaves_nothing(marked, bystander):
+    with marked.starter(START + "time.sleep(600)") as starter:
+        marked.wait_ready()
+        starter.kill()
+    marked.wait_gone()
+
+
+def test_starter_killed_at_once_leaves_nothing(marked):
+    with marked.starter(START + "os.kill(os.getpid(), signal.SIGKILL)") as starter:
+        starter.wait(20)
+    marked.wait_gone()
+
+
+def test_child_forked_by_python_does_not_keep_the_tree_alive(marked):
+    body = START + "if os.fork() == 0:\n    print('forked'); time.sleep(4); os._exit(0)\ntime.sleep(600)"
+    with marked.starter(body) as starter:
+        marked.wait_ready()
+        starter.kill()
+        marked.wait_until(lambda: not marked.pids("\0stubborn"), 3.5, "end of the tree before the forked child")
+    marked.wait_gone()
+
+
+def test_child_forked_in_c_does_not_keep_the_tree_alive(marked):
+    body = START + "import ctypes\nif ctypes.CDLL(None).fork() == 0:\n    time.sleep(8); os._exit(0)\ntime.sleep(600)"
+    with marked.starter(body) as starter:
+        marked.wait_ready()
+        starter.kill()
+        marked.wait_until(lambda: not marked.pids("\0stubborn"), 6.0, "end of the tree before the forked child")
+    marked.wait_gone()
+
+
+def test_log_tail_exit_code_and_environment(tmp_path):
+    code = "print(*range(50), sep=chr(10), flush=True); print(os.environ['WORD'], file=sys.stderr); sys.exit(3)"
+    log = tmp_path / "log.txt"
+    with Supervised.start(
+        [sys.executable, "-c", "import os, sys; " + code], env={"WORD": "here"}, log_path=log
+    ) as supervised:
+        assert supervised.wait(20) == 3
+        assert supervised.log_tail(3) == "48\n49\nhere"
+
+
+def test_program_that_does_not_exist(tmp_path):
+    with Supervised.start(["/nonexistent/program"], log_path=tmp_path / "log.txt") as supervised:
+        assert supervised.wait(20) == 127
+        assert "cannot start /nonexistent/program" in supervised.log_tail()
+
+
+def test_log_in_a_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(SupervisionError, match="No such file or directory"):
+        Supervised.start(["true"], log_path=tmp_path / "missing" / "log.txt")
+
+
+def test_stop_that_takes_too_long_is_an_error(marked, tree):
+    with pytest.raises(SupervisionError, match="still busy"):
+        tree.stop(timeout=0.01)
+
+
+def test_supervisor_is_up_quickly():
+    started = time.monotonic()
+    with Supervised.start(["true"]) as supervised:
+        supervised.wait(20)
+    assert time.monotonic() - started < 3.0
+
+
+def test_pipe_does_not_leak_into_other_programs():
+    with Supervised.start(["sleep", "600"], grace=GRACE) as supervised:
+        other = subprocess.Popen(["sleep", "600"], close_fds=False)
+        try:
+            supervised.request_stop()
+            supervised.wait(10)
+        finally:
+            other.kill()
+            other.wait()
