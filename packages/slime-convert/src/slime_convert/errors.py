@@ -1,0 +1,33 @@
+"""The errors of slime-convert. A message says what was given, what is allowed, and what to do."""
+
+
+class ConvertError(Exception):
+    """Base of every error that slime-convert raises on purpose. The command line prints its text and exits with 2."""
+
+
+class HfConfigError(ConvertError):
+    """A Hugging Face directory or its ``config.json`` is missing, unreadable or incomplete."""
+
+
+class UnsupportedModelError(ConvertError):
+    """A model family, or a setting of a known family, that slime-convert cannot convert."""
+
+
+class ShapeMismatchError(ConvertError):
+    """Shape flags, or a checkpoint's recorded arguments, contradict the Hugging Face config."""
+
+
+class WeightError(ConvertError):
+    """A weight is missing, unknown, or has another shape than the model's config says."""
+
+
+class CheckpointError(ConvertError):
+    """A directory is no readable ``torch_dist`` checkpoint."""
+
+
+class GgufError(ConvertError):
+    """A GGUF file is missing, ambiguous, or cannot be read."""
+
+
+class OutputError(ConvertError):
+    """The output directory already exists or cannot be written."""

@@ -1,0 +1,177 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from slime_convert import SHAPE_FLAGS, ConvertError, ModelShape, check_flags
+from slime_convert.errors import HfConfigError, ShapeMismatchError, UnsupportedModelError
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_importing_the_shape_does_not_import_torch():
+    code = "import sys, slime_convert.shape; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("tied", [True, False])
+def test_config_written_by_transformers_is_read_back(tmp_path, config_class, tied):
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    sizes = {**LLAMA, "tie_word_embeddings": tied, "head_dim": 32, "rope_parameters": rope}
+    sizes.pop("model_type")
+    config_class(**sizes).save_pretrained(tmp_path)
+    assert ModelShape.from_hf_config(tmp_path) == ModelShape(
+        family=config_class.model_type,
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=32,
+        vocab_size=101,
+        max_position_embeddings=256,
+        rotary_base=5e5,
+        norm_epsilon=1e-5,
+        qk_layernorm=config_class is Qwen3Config,
+        untie_embeddings_and_output_weights=not tied,
+    )
+
+
+def test_old_and_new_places_of_the_rotary_settings_agree():
+    old = ModelShape.from_hf_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING})
+    new = ModelShape.from_hf_config({**LLAMA, "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}})
+    assert old == new
+    assert (old.rotary_base, old.use_rope_scaling, old.rope_scaling_factor) == (5e5, True, 32.0)
+
+
+def test_heads_without_groups_and_head_dim_left_out():
+    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    shape = ModelShape.from_hf_config(config)
+    assert (shape.num_query_groups, shape.kv_channels, shape.rotary_base) == (4, 16, 10000.0)
+    assert "--group-query-attention" not in shape.to_megatron_flags()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen3"]),
+        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen3"]),
+        ({"attention_bias": True}, UnsupportedModelError, ["attention_bias true", "false"]),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, ['hidden_act "gelu"', '"silu"']),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, UnsupportedModelError, ["'linear'", "'llama3'"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, HfConfigError, ["low_freq_factor"]),
+        ({"num_hidden_layers": None}, HfConfigError, ["num_hidden_layers", "integer"]),
+        ({"num_key_value_heads": 3}, HfConfigError, ["num_query_groups 3", "multiple"]),
+        ({"vocab_size": 0}, HfConfigError, ["vocab_size 0", "positive"]),
+    ],
+)
+def test_refused_configs_say_what_is_wrong(change, error, words):
+    with pytest.raises(error) as caught:
+        ModelShape.from_hf_config({**LLAMA, **change})
+    assert isinstance(caught.value, ConvertError)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_directory_that_is_no_model_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(HfConfigError, match=r"config\.json.*give a Hugging Face model directory"):
+        ModelShape.from_hf_config(tmp_path)
+
+
+def test_flags_of_a_shape_agree_with_it():
+    shape = ModelShape.from_hf_config({**LLAMA, "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}})
+    check_flags(shape, parse(shape.to_megatron_flags()))
+    check_flags(shape, {"group_query_attention": True, "position_embedding_type": "rope", "rotary_percent": 1.0})
+
+
+def test_all_contradictions_stand_in_one_message():
+    shape = ModelShape.from_hf_config(LLAMA)
+    given = {
+        "num_layers": 3,
+        "rotary_base": 1e6,
+        "qk_layernorm": True,
+        "rope_scaling_factor": 8.0,
+        "hidden_size": 64,
+        "vocab_size": None,
+        "use_rope_scaling": False,
+    }
+    with pytest.raises(ShapeMismatchError) as caught:
+        check_flags(shape, given)
+    message = str(caught.value)
+    assert message.startswith("4 shape flags contradict the model's config")
+    for part in [
+        "--num-layers 3",
+        "says 2",
+        "--rotary-base 1000000",
+        "says 10000",
+        "--qk-layernorm",
+        "no rope scaling",
+    ]:
+        assert part in message
+    assert "--hidden-size" not in message and "\n" not in message
+
+
+def test_each_flag_that_is_compared_is_refused_when_it_differs():
+    shape = ModelShape.from_hf_config({**LLAMA, "rope_parameters": LLAMA3_SCALING})
+    for flag in SHAPE_FLAGS:
+        if flag.compared and not flag.is_switch:
+            wrong = "other" if flag.type is str else flag.expected(shape) + 1
+            with pytest.raises(ShapeMismatchError, match=flag.name):
+                check_flags(shape, {flag.dest: wrong})
+
+
+def test_every_field_reaches_the_recorded_arguments():
+    shape = ModelShape.from_hf_config(LLAMA)
+    assert replace(shape, num_query_groups=4).to_megatron_args()["group_query_attention"] is False
+    args = shape.to_megatron_args()
+    assert args["group_query_attention"] is True and args["add_bias_linear"] is False and args["num_query_groups"] == 2
+    json.dumps(args)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "divisible_by", "padded"),
+    [
+        (151936, 1, 128, 151936),
+        (151936, 2, 128, 152064),
+        (154880, 8, 64, 155136),
+        (101, 1, 128, 128),
+        (128, 1, 128, 128),
+    ],
+)
+def test_padded_vocabulary(vocab, tp, divisible_by, padded):
+    shape = ModelShape.from_hf_config({**LLAMA, "vocab_size": vocab})
+    assert shape.padded_vocab_size(tp, divisible_by) == padded
+
+
+def parse(words):
+    """Values by dest, read the way a command line would."""
+    by_name = {flag.name: flag for flag in SHAPE_FLAGS}
+    given, words = {}, iter(words)
+    for word in words:
+        flag = by_name[word]
+        given[flag.dest] = True if flag.is_switch else flag.type(next(words))
+    return given
