@@ -52,18 +52,18 @@ class RolloutBatch:
         """The reverse of :meth:`to_jsonl`.
 
         Raises:
-            DataError: The text is of another format version, or has fewer or more samples than its head says.
+            DataError: The text is cut off, is of another format version, or has fewer or more samples than its head
+                says.
         """
-        lines = text.splitlines()
-        if not lines:
+        if not text:
             raise DataError("a rollout file is empty; delete it and generate that rollout again")
-        head = json.loads(lines[0])
+        head, *rows = [_parse(line, number) for number, line in enumerate(text.splitlines(), start=1)]
         if head.get("format_version") != FORMAT_VERSION:
             raise DataError(f"rollout format_version {head.get('format_version')!r}; this slime reads {FORMAT_VERSION}")
         sizes = head["group_sizes"]
-        if len(lines) - 1 != sum(sizes):
-            raise DataError(f"rollout {head['rollout_id']}: {len(lines) - 1} samples, its head says {sum(sizes)}")
-        samples = iter(Sample.from_dict(json.loads(line)) for line in lines[1:])
+        if len(rows) != sum(sizes):
+            raise DataError(f"rollout {head['rollout_id']}: {len(rows)} samples, its head says {sum(sizes)}")
+        samples = iter([Sample.from_dict(row) for row in rows])
         return cls(
             rollout_id=head["rollout_id"],
             groups=[[next(samples) for _ in range(size)] for size in sizes],
@@ -71,6 +71,16 @@ class RolloutBatch:
             metrics=head["metrics"],
             seconds=head["seconds"],
         )
+
+
+def _parse(line: str, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"line {number} of a rollout file is not JSON ({error}); generate that rollout again") from None
+    if not isinstance(row, dict):
+        raise DataError(f"line {number} of a rollout file is no JSON object; generate that rollout again")
+    return row
 
 
 @dataclasses.dataclass(kw_only=True)

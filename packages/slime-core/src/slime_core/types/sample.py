@@ -136,14 +136,17 @@ class Sample:
         """The reverse of :meth:`to_dict`.
 
         Raises:
-            DataError: A key is unknown or missing.
+            DataError: A key is unknown or missing, or the status is none.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):
             raise DataError(f"a sample has no fields {unknown}; known: {sorted(names)}")
         if missing := sorted({"index", "group_index", "prompt"} - values.keys()):
             raise DataError(f"a sample needs the fields {missing}")
-        return cls(**{**values, "status": Status(values.get("status", Status.PENDING))})
+        status = values.get("status", Status.PENDING)
+        if status not in list(Status):
+            raise DataError(f"sample {values['index']}: status {status!r} is unknown; allowed: {', '.join(Status)}")
+        return cls(**{**values, "status": Status(status)})
 
 
 Group = list[Sample]

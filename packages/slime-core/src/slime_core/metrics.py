@@ -1,0 +1,96 @@
+"""What a rollout looks like in numbers. Plain numbers; no torch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from slime_core.errors import DataError
+from slime_core.types import Sample, Status
+
+
+def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) -> dict[str, float]:
+    """Named numbers that describe a rollout.
+
+    - ``raw_reward``: mean reward of the scored samples (left out when there is none).
+    - ``response_len/mean``, ``/max``, ``/min``: response tokens.
+    - ``truncated_ratio``, ``aborted_ratio``, ``failed_ratio``: share of samples with that status.
+    - ``zero_std/count``: groups whose rewards are all equal, and which therefore teach GRPO nothing; ``zero_std/ratio``
+      their share.
+
+    Args:
+        samples: The samples of a rollout. No samples give no metrics.
+        reward_key: Which entry of a reward given by name.
+
+    Raises:
+        DataError: A reward is given by name and ``reward_key`` is none of its entries.
+    """
+    if not samples:
+        return {}
+    lengths = [sample.response_length for sample in samples]
+    groups = _rewards_by_group(samples, reward_key)
+    rewards = [reward for group in groups for reward in group]
+    metrics = {
+        "response_len/mean": sum(lengths) / len(lengths),
+        "response_len/max": float(max(lengths)),
+        "response_len/min": float(min(lengths)),
+    }
+    for status in (Status.TRUNCATED, Status.ABORTED, Status.FAILED):
+        metrics[f"{status}_ratio"] = sum(sample.status == status for sample in samples) / len(samples)
+    if rewards:
+        constant = sum(min(group) == max(group) for group in groups)
+        metrics["raw_reward"] = math.fsum(rewards) / len(rewards)
+        metrics["zero_std/count"] = float(constant)
+        metrics["zero_std/ratio"] = constant / len(groups)
+    return metrics
+
+
+def pass_rates(samples: Iterable[Sample], reward_key: str | None = None, correct: float = 1.0) -> dict[str, float]:
+    """``pass@k`` for k = 1, 2, 4 … up to the smallest group: the mean over groups of :func:`pass_at_k`.
+
+    Args:
+        samples: Scored samples; unscored ones are left out.
+        reward_key: Which entry of a reward given by name.
+        correct: Rewards of at least this count as correct.
+
+    Returns:
+        Rates by name; none without scored samples.
+    """
+    groups = _rewards_by_group(samples, reward_key)
+    rates = {}
+    k = 1
+    while groups and k <= min(map(len, groups)):
+        solved = [pass_at_k(len(group), sum(reward >= correct for reward in group), k) for group in groups]
+        rates[f"pass@{k}"] = math.fsum(solved) / len(solved)
+        k *= 2
+    return rates
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that k samples hold a correct one: ``1 − C(n − c, k) / C(n, k)``.
+
+    Chen et al. 2021, equation 1.
+
+    Args:
+        num_samples: n, the samples drawn.
+        num_correct: c, how many of them are correct.
+        k: 1 to n.
+
+    Raises:
+        DataError: ``0 ≤ c ≤ n`` or ``1 ≤ k ≤ n`` does not hold.
+    """
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise DataError(
+            f"pass@{k} of {num_samples} samples, {num_correct} correct: correct must be 0 to {num_samples}, "
+            f"k must be 1 to {num_samples}"
+        )
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def _rewards_by_group(samples: Iterable[Sample], reward_key: str | None) -> list[list[float]]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None:
+            groups[sample.group_index].append(sample.scalar_reward(reward_key))
+    return list(groups.values())

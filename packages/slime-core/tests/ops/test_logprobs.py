@@ -1,0 +1,170 @@
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core.errors import ConfigError, DataError
+from slime_core.ops import log_probs_and_entropy
+
+WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
+
+
+def by_the_definition(logits, targets, temperature, vocab_size):
+    """Softmax, log-prob and entropy of each row, number by number in float64."""
+    log_probs, entropies = [], []
+    for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
+        scaled = [value / temperature for value in row[:vocab_size]]
+        top = max(scaled)
+        total = math.fsum(math.exp(value - top) for value in scaled)
+        log_p = [value - top - math.log(total) for value in scaled]
+        log_probs.append(log_p[target])
+        entropies.append(-math.fsum(math.exp(lp) * lp for lp in log_p))
+    return log_probs, entropies
+
+
+@given(
+    tokens=st.integers(0, 7),
+    vocab=st.integers(1, 9),
+    padding=st.integers(0, 3),
+    chunk=st.none() | st.integers(1, 8),
+    temperature=st.sampled_from([1.0, 0.3, 2.5]),
+    scale=st.sampled_from([0.1, 3.0, 300.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_the_definition(tokens, vocab, padding, chunk, temperature, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, vocab + padding, generator=generator, dtype=torch.float64) * scale
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    log_probs, entropy = log_probs_and_entropy(
+        logits, targets, temperature=temperature, vocab_size=vocab, with_entropy=True, chunk_size=chunk
+    )
+    expected = by_the_definition(logits, targets, temperature, vocab)
+    assert log_probs.tolist() == pytest.approx(expected[0], rel=1e-12, abs=1e-12)
+    assert entropy.tolist() == pytest.approx(expected[1], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, None])
+@pytest.mark.parametrize("output", ["log_probs", "entropy", "both"])
+def test_gradcheck(chunk, output):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 4, 2])
+
+    def function(values):
+        outputs = log_probs_and_entropy(
+            values, targets, temperature=0.7, vocab_size=5, with_entropy=True, chunk_size=chunk
+        )
+        return {"log_probs": outputs[0], "entropy": outputs[1], "both": outputs}[output]
+
+    assert torch.autograd.gradcheck(function, (logits,))
+
+
+def test_padding_has_no_probability_and_no_gradient():
+    logits = torch.zeros(2, 6, requires_grad=True)
+    with torch.no_grad():
+        logits[:, 4:] = 1e4
+    log_probs, _ = log_probs_and_entropy(logits, torch.tensor([0, 3]), vocab_size=4)
+    assert log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
+    log_probs.sum().backward()
+    assert logits.grad[:, 4:].abs().max() == 0
+    assert logits.grad[0].tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25, 0, 0])
+
+
+def test_bf16_logits_are_summed_in_fp32():
+    generator = torch.Generator().manual_seed(1)
+    exact = torch.randn(5, 4000, generator=generator)
+    targets = torch.randint(0, 4000, (5,), generator=generator)
+    rounded = exact.bfloat16().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(rounded, targets, with_entropy=True, chunk_size=2)
+    reference = rounded.detach().double().requires_grad_()
+    expected = torch.log_softmax(reference, -1)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(log_probs, expected[range(5), targets].float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1).float(), rtol=0, atol=5e-6)
+    log_probs.sum().backward()
+    expected[range(5), targets].sum().backward()
+    assert rounded.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.grad.double(), reference.grad, rtol=2**-8, atol=1e-9)
+
+
+def test_extreme_and_forbidden_tokens_bring_no_nan():
+    logits = torch.tensor([[3e4, -3e4, 0.0], [0.0, -torch.inf, 1.0]], requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(logits, torch.tensor([1, 2]), with_entropy=True)
+    assert log_probs.tolist() == pytest.approx([-6e4, -math.log(1 + math.exp(-1))])
+    (log_probs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(entropy).all()
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_only_the_logits_themselves_are_kept_for_backward():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        logits = torch.randn(64, 100, dtype=torch.bfloat16).requires_grad_()
+        log_probs_and_entropy(logits, torch.zeros(64, dtype=torch.long), with_entropy=True)
+    large = [tensor for tensor in kept if tensor.numel() > 64]
+    assert {tensor.data_ptr() for tensor in large} == {logits.data_ptr()}
+
+
+def test_without_entropy_there_is_none():
+    assert log_probs_and_entropy(torch.zeros(1, 2), torch.tensor([1]))[1] is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"temperature": 0.0}, "temperature 0.0 must be above 0"),
+        ({"temperature": math.nan}, "temperature nan must be above 0"),
+        ({"chunk_size": 0}, "chunk_size 0 must be 1 or more"),
+        ({"vocab_size": 9}, "vocab_size 9 must be between 1 and the 4 columns"),
+    ],
+)
+def test_bad_settings(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        log_probs_and_entropy(torch.zeros(2, 4), torch.tensor([0, 1]), **kwargs)
+
+
+def test_bad_data():
+    with pytest.raises(DataError, match=r"got \[2, 4\] and \[3\]"):
+        log_probs_and_entropy(torch.zeros(2, 4), torch.tensor([0, 1, 2]))
+    with pytest.raises(DataError, match="token id 3 is outside the vocabulary of 3"):
+        log_probs_and_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), vocab_size=3)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What two gloo processes computed, each with half of the columns."""
+    folder = tmp_path_factory.mktemp("gloo")
+    command = [sys.executable, str(WORKER), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=90)
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["even", "padded", "empty second shard", "bf16", "masked shard"])
+def test_split_by_vocabulary_equals_whole(two_ranks, name):
+    """Two ranks give the log-probs, entropies and, side by side, the gradients of one."""
+    first, second = (results[name] for results in two_ranks)
+    whole = first["logits"].detach().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        whole, first["targets"], temperature=first["temperature"], vocab_size=first["vocab_size"], with_entropy=True
+    )
+    (log_probs @ first["upstream"] + entropy @ first["upstream"].flip(0)).backward()
+    tolerance = 1e-12 if whole.dtype == torch.float64 else 2e-6
+    for rank in (first, second):
+        torch.testing.assert_close(rank["log_probs"], log_probs.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(rank["entropy"], entropy.detach(), rtol=tolerance, atol=tolerance)
+    joined = torch.cat([first["grad"], second["grad"]], dim=1)
+    one_ulp = 2**-8 if whole.dtype == torch.bfloat16 else tolerance
+    torch.testing.assert_close(joined, whole.grad, rtol=one_ulp, atol=tolerance)

@@ -1,0 +1,69 @@
+"""One of two gloo ranks with half of the vocabulary each: ``vocab_parallel_worker.py FOLDER RANK``."""
+
+import datetime
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from slime_core.ops import log_probs_and_entropy
+
+# name: (columns over both ranks, vocabulary, type)
+CASES = {
+    "even": (10, 10, torch.float64),
+    "padded": (12, 9, torch.float64),
+    "empty second shard": (12, 5, torch.float64),
+    "bf16": (600, 590, torch.bfloat16),
+    "masked shard": (8, 8, torch.float64),
+}
+
+
+def run_case(name, rank):
+    columns, vocab_size, dtype = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    logits = (4 * torch.randn(7, columns, generator=generator, dtype=torch.float64)).to(dtype)
+    targets = torch.randint(0, vocab_size, (7,), generator=generator)
+    if name == "masked shard":  # some row has no possible token on the second rank
+        logits[3, columns // 2 :], targets[3] = -torch.inf, 1
+    upstream = torch.randn(7, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+    half = columns // 2
+    shard = logits[:, rank * half : (rank + 1) * half].clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        shard,
+        targets,
+        temperature=0.8,
+        group=dist.group.WORLD,
+        vocab_size=vocab_size,
+        with_entropy=True,
+        chunk_size=3 - rank,  # ranks need not agree on it
+    )
+    (log_probs @ upstream + entropy @ upstream.flip(0)).backward()
+    return {
+        "logits": logits,
+        "targets": targets,
+        "temperature": 0.8,
+        "vocab_size": vocab_size,
+        "upstream": upstream,
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "grad": shard.grad,
+    }
+
+
+def main():
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    torch.save({name: run_case(name, rank) for name in CASES}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

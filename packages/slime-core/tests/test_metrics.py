@@ -1,0 +1,68 @@
+import itertools
+
+import pytest
+
+from slime_core.errors import DataError
+from slime_core.metrics import pass_at_k, pass_rates, rollout_metrics
+from slime_core.types import Sample, Status
+
+
+def make_sample(group, reward, length=2, status=Status.COMPLETED):
+    return Sample(
+        index=0, group_index=group, prompt="p", tokens=[1] * (length + 1), response_length=length, reward=reward,
+        status=status,
+    )  # fmt: skip
+
+
+def test_a_rollout_in_numbers():
+    samples = [
+        make_sample(0, 1.0, 2),
+        make_sample(0, 0.0, 6, Status.TRUNCATED),
+        make_sample(1, 0.5, 4),
+        make_sample(1, 0.5, 4),
+        make_sample(1, None, 0, Status.ABORTED),
+    ]
+    assert rollout_metrics(samples) == {
+        "raw_reward": 0.5,
+        "response_len/mean": 3.2,
+        "response_len/max": 6.0,
+        "response_len/min": 0.0,
+        "truncated_ratio": 0.2,
+        "aborted_ratio": 0.2,
+        "failed_ratio": 0.0,
+        "zero_std/count": 1.0,
+        "zero_std/ratio": 0.5,
+    }
+
+
+def test_no_samples_and_no_rewards():
+    assert rollout_metrics([]) == {}
+    assert "raw_reward" not in rollout_metrics([make_sample(0, None)])
+    assert pass_rates([]) == {}
+
+
+def test_rewards_by_name():
+    samples = [make_sample(0, {"a": 1.0, "b": 3.0})]
+    assert rollout_metrics(samples, "b")["raw_reward"] == 3.0
+    with pytest.raises(DataError, match="--reward-key"):
+        rollout_metrics(samples, "c")
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_pass_at_k_counts_the_subsets(n):
+    """The share of the k-subsets of n samples that hold a correct one, listed."""
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
+def test_pass_at_k_refuses_impossible_counts(n, correct, k):
+    with pytest.raises(DataError, match=f"pass@{k} of {n} samples"):
+        pass_at_k(n, correct, k)
+
+
+def test_pass_rates_go_up_to_the_smallest_group():
+    samples = [make_sample(0, reward) for reward in (1, 0, 0, 0)] + [make_sample(1, reward) for reward in (1, 1, 0)]
+    assert pass_rates(samples) == pytest.approx({"pass@1": (1 / 4 + 2 / 3) / 2, "pass@2": (1 / 2 + 1) / 2})
+    assert pass_rates(samples, correct=2.0) == {"pass@1": 0.0, "pass@2": 0.0}

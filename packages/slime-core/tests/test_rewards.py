@@ -1,0 +1,75 @@
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core.errors import DataError
+from slime_core.rewards import normalize_group_rewards
+
+GROUPED = st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), max_size=30)
+
+
+def by_the_paper(rewards, groups, subtract_mean, divide_by_std, eps):
+    """Shao et al. 2024, section 4.1.2, one sample at a time."""
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        peers = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        mean = sum(peers) / len(peers)
+        variance = sum((r - mean) ** 2 for r in peers) / (len(peers) - 1) if len(peers) > 1 else 0.0
+        value = reward - mean if subtract_mean else reward
+        result.append(value / (math.sqrt(variance) + eps) if divide_by_std and variance > 0 else value)
+    return result
+
+
+@given(GROUPED, st.booleans(), st.booleans())
+def test_equals_the_paper_for_uneven_interleaved_groups(rows, subtract_mean, divide_by_std):
+    groups = [group for group, _ in rows]
+    rewards = [round(reward, 2) for _, reward in rows]  # no spreads so small that the loop above loses them
+    ours = normalize_group_rewards(rewards, groups, subtract_mean=subtract_mean, divide_by_std=divide_by_std)
+    assert ours == pytest.approx(by_the_paper(rewards, groups, subtract_mean, divide_by_std, 1e-6), rel=1e-9, abs=1e-9)
+
+
+def test_a_known_group():
+    # mean 0.5, unbiased std sqrt(4 * 0.25 / 3)
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    assert normalize_group_rewards([1, 0, 0, 1], [7] * 4) == pytest.approx([expected, -expected, -expected, expected])
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -7.7, 1e300])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_equal_rewards_give_exact_zeros(value, size):
+    assert normalize_group_rewards([value] * size, [0] * size) == [0.0] * size
+
+
+def test_without_the_mean_a_lone_or_constant_reward_stays():
+    assert normalize_group_rewards([3.0, 2.0, 2.0], [0, 1, 1], subtract_mean=False) == [3.0, 2.0, 2.0]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
+def test_any_finite_reward_gives_a_finite_result_without_overflow(rewards):
+    normalized = normalize_group_rewards([r / 4 for r in rewards], [0] * len(rewards))
+    assert all(math.isfinite(value) for value in normalized)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=20), st.randoms())
+def test_the_order_of_samples_does_not_matter(rows, rng: random.Random):
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    straight = normalize_group_rewards([r for _, r in rows], [g for g, _ in rows])
+    shuffled = normalize_group_rewards([rows[i][1] for i in order], [rows[i][0] for i in order])
+    assert shuffled == [straight[i] for i in order]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_names_its_sample(bad):
+    with pytest.raises(DataError, match=rf"samples 41 \({bad}\)"):
+        normalize_group_rewards([1.0, bad], [0, 0], sample_indices=[40, 41])
+    with pytest.raises(DataError, match=rf"samples 1 \({bad}\)"):
+        normalize_group_rewards([1.0, bad], [0, 0])
+
+
+def test_lengths_must_agree():
+    with pytest.raises(DataError, match="2 rewards but 1 group"):
+        normalize_group_rewards([1.0, 2.0], [0])

@@ -1,0 +1,233 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError, DataError
+from slime_core.rewards import normalize_group_rewards
+from slime_core.schedule import build_shards, check_batch_sizes
+from slime_core.types import RolloutBatch, Sample, Status
+
+GRPO = AlgorithmConfig()
+
+
+def make_sample(index, group, *, prompt=4, response=3, reward=0.0, status=Status.COMPLETED, **fields):
+    tokens = [100 + group] * prompt + list(range(response))
+    return Sample(
+        index=index, group_index=group, prompt="p", tokens=tokens, response_length=response, reward=reward,
+        status=status, **fields,
+    )  # fmt: skip
+
+
+def make_batch(group_sizes, lengths=None, rewards=None, prompt=4):
+    groups, index = [], 0
+    for group, size in enumerate(group_sizes):
+        groups.append([])
+        for _ in range(size):
+            groups[-1].append(
+                make_sample(
+                    index, group, prompt=prompt,
+                    response=lengths[index] if lengths else 3,
+                    reward=rewards[index] if rewards else float(index % 2),
+                )
+            )  # fmt: skip
+            index += 1
+    return RolloutBatch(rollout_id=3, groups=groups)
+
+
+def shards_of(batch, *, dp=1, mbs=1, gbs=None, **kwargs):
+    return build_shards(
+        batch, algorithm=kwargs.pop("algorithm", GRPO), temperature=0.8, data_parallel_size=dp, micro_batch_size=mbs,
+        global_batch_size=gbs or len(batch.samples), **kwargs,
+    )  # fmt: skip
+
+
+@st.composite
+def workloads(draw):
+    """Any rollout that the sizes divide, with groups of any size and order."""
+    dp, mbs, per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    gbs = dp * mbs * per_rank
+    total = gbs * draw(st.integers(1, 3))
+    sizes = []
+    while sum(sizes) < total:
+        sizes.append(min(draw(st.integers(1, 9)), total - sum(sizes)))
+    lengths = draw(st.lists(st.integers(0, 50), min_size=total, max_size=total))
+    return make_batch(sizes, lengths), {"dp": dp, "mbs": mbs, "gbs": gbs}
+
+
+@given(workloads(), st.booleans())
+def test_invariants(workload, together):
+    batch, sizes = workload
+    shards = shards_of(batch, **sizes, keep_groups_together=together)
+    assert len(shards) == sizes["dp"]
+    assert shards == shards_of(batch, **sizes, keep_groups_together=together)
+    trained = [sample.index for shard in shards for sample in shard.samples]
+    assert sorted(trained) == [sample.index for sample in batch.samples]
+    for step in range(len(batch.samples) // sizes["gbs"]):
+        steps = [shard.steps[step] for shard in shards]
+        assert len({len(part.micro_batches) for part in steps}) == 1
+        assert all(1 <= len(members) <= sizes["mbs"] for part in steps for members in part.micro_batches)
+        members = [
+            shard.samples[position]
+            for shard, part in zip(shards, steps, strict=True)
+            for micro_batch in part.micro_batches
+            for position in micro_batch
+        ]
+        expected = range(step * sizes["gbs"], (step + 1) * sizes["gbs"])
+        assert sorted(sample.index for sample in members) == list(expected)
+        assert {part.global_samples for part in steps} == {sizes["gbs"]}
+        assert {part.global_tokens for part in steps} == {sum(sum(sample.loss_mask) for sample in members)}
+    for shard in shards:
+        placed = [position for part in shard.steps for members in part.micro_batches for position in members]
+        assert placed == list(range(len(shard.samples)))
+        assert (shard.rollout_id, shard.temperature) == (3, 0.8)
+
+
+@given(workloads())
+def test_single_samples_fill_the_ranks_evenly(workload):
+    batch, sizes = workload
+    for shard in shards_of(batch, **sizes):
+        for step in shard.steps:
+            assert [len(members) for members in step.micro_batches] == [sizes["mbs"]] * (
+                sizes["gbs"] // sizes["dp"] // sizes["mbs"]
+            )
+
+
+def test_ranks_are_balanced_by_tokens():
+    lengths = [100, 1, 1, 1, 50, 50, 1, 1]
+    for shards in (shards_of(make_batch([8], lengths), dp=2, mbs=2), shards_of(make_batch([8], lengths), dp=2, mbs=4)):
+        loads = [sum(sample.response_length for sample in shard.samples) for shard in shards]
+        assert sorted(loads) == [102, 103]
+
+
+def test_the_heaviest_micro_batch_comes_first():
+    (shard,) = shards_of(make_batch([6], [1, 30, 2, 9, 4, 20]), mbs=1)
+    assert [sample.response_length for sample in shard.samples] == [30, 20, 9, 4, 2, 1]
+
+
+@pytest.mark.parametrize(("mbs", "count"), [(8, 2), (4, 4), (16, 1)])
+def test_groups_stay_together(mbs, count):
+    """Four prompts of eight samples over two ranks: whole groups per rank, and per micro-batch where they fit."""
+    lengths = [1 + (7 * index) % 13 for index in range(32)]
+    shards = shards_of(make_batch([8] * 4, lengths), dp=2, mbs=mbs, keep_groups_together=True)
+    owners = [{sample.group_index for sample in shard.samples} for shard in shards]
+    assert owners[0].isdisjoint(owners[1])
+    assert [len(groups) for groups in owners] == [2, 2]
+    for shard in shards:
+        (step,) = shard.steps
+        assert len(step.micro_batches) == count
+        for members in step.micro_batches:
+            groups = [shard.samples[position].group_index for position in members]
+            assert len(set(groups)) == max(1, mbs // 8)
+            assert all(groups.count(group) == min(mbs, 8) for group in groups)
+
+
+def test_uneven_groups_stay_whole_and_the_ranks_still_keep_pace():
+    shards = shards_of(make_batch([6, 2, 4, 4]), dp=2, mbs=4, keep_groups_together=True)
+    assert [len(shard.steps[0].micro_batches) for shard in shards] == [2, 2]
+    for group in range(4):
+        holders = [rank for rank, shard in enumerate(shards) for s in shard.samples if s.group_index == group]
+        assert len(set(holders)) == 1
+
+
+def test_one_group_over_two_ranks_is_split():
+    shards = shards_of(make_batch([8]), dp=2, mbs=4, keep_groups_together=True)
+    assert [len(shard.samples) for shard in shards] == [4, 4]
+
+
+def test_fewer_groups_than_ranks_can_share_makes_smaller_micro_batches():
+    """Three groups on two ranks: the rank with one group cuts it, so that both run equally many micro-batches."""
+    shards = shards_of(make_batch([4, 4, 4]), dp=2, mbs=6, keep_groups_together=True)
+    assert sorted(len(shard.samples) for shard in shards) == [4, 8]
+    counts = {len(shard.steps[0].micro_batches) for shard in shards}
+    assert counts == {2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "subtract", "divide"),
+    [
+        ({}, True, True),
+        ({"disable_grpo_std_normalization": True}, True, False),
+        ({"disable_rewards_normalization": True}, False, False),
+    ],
+)
+def test_rewards_are_normalised_per_group(flags, subtract, divide):
+    rewards = [1.0, 0.0, 0.5, 3.0, 3.0, 2.0]
+    (shard,) = shards_of(make_batch([4, 2], rewards=rewards), mbs=6, algorithm=AlgorithmConfig(**flags))
+    expected = normalize_group_rewards(rewards, [0, 0, 0, 0, 1, 1], subtract_mean=subtract, divide_by_std=divide)
+    by_index = sorted(shard.samples, key=lambda sample: sample.index)
+    assert [sample.reward for sample in by_index] == expected
+    assert [sample.raw_reward for sample in by_index] == rewards
+
+
+def test_rewards_by_name_need_a_key():
+    batch = RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, reward={"score": 1.0, "format": 0.0})]])
+    assert shards_of(batch, reward_key="score")[0].samples[0].raw_reward == 1.0
+    with pytest.raises(DataError, match="choose one with --reward-key"):
+        shards_of(batch)
+
+
+@pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED])
+@pytest.mark.parametrize("reward", [None, 7.0, math.nan])
+def test_aborted_and_failed_samples_count_but_train_nothing(status, reward):
+    group = [
+        make_sample(0, 0, reward=1.0),
+        make_sample(1, 0, reward=0.0),
+        make_sample(2, 0, reward=reward, status=status),
+    ]
+    batch = RolloutBatch(rollout_id=0, groups=[group])
+    (shard,) = shards_of(batch, mbs=3)
+    lost = next(sample for sample in shard.samples if sample.index == 2)
+    assert (lost.loss_mask, lost.reward) == ([0, 0, 0], 0.0)
+    assert (shard.steps[0].global_samples, shard.steps[0].global_tokens) == (3, 6)
+    kept = {sample.index: sample.reward for sample in shard.samples if sample.index < 2}
+    assert [kept[0], kept[1]] == normalize_group_rewards([1.0, 0.0], [0, 0])
+
+
+def test_a_sample_that_failed_before_tokenization_is_no_empty_sequence():
+    lost = Sample(index=1, group_index=0, prompt="p", status=Status.FAILED)
+    (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0), lost]]), mbs=2)
+    assert {sample.index: sample.tokens for sample in shard.samples}[1] == [0]
+
+
+def test_masks_and_engine_log_probs_are_handed_on():
+    sample = make_sample(0, 0, loss_mask=[1, 0, 1], rollout_log_probs=[-0.1, -0.2, -0.3])
+    (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[sample]]))
+    assert shard.samples[0].loss_mask == [1, 0, 1]
+    assert shard.samples[0].rollout_log_probs == [-0.1, -0.2, -0.3]
+    assert shard.steps[0].global_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_samples": 100, "global_batch_size": 64}, r"100 samples .* --global-batch-size 64; .* such as 50"),
+        (
+            {"num_samples": 20, "global_batch_size": 10},
+            r"10 must be a multiple of data-parallel size 2 × .* 3 = 6; .* 12",
+        ),
+        ({"global_batch_size": 0}, "--global-batch-size 0 must be 1 or more"),
+        ({"micro_batch_size": -1}, "--micro-batch-size -1 must be 1 or more"),
+        ({"data_parallel_size": 0}, "data-parallel size 0 must be 1 or more"),
+    ],
+)
+def test_sizes_that_do_not_divide(sizes, message):
+    good = {"num_samples": 12, "global_batch_size": 6, "data_parallel_size": 2, "micro_batch_size": 3}
+    check_batch_sizes(**good)
+    with pytest.raises(ConfigError, match=message):
+        check_batch_sizes(**(good | sizes))
+
+
+def test_bad_data():
+    with pytest.raises(DataError, match="rollout 3 has no samples"):
+        shards_of(make_batch([]), gbs=1)
+    with pytest.raises(DataError, match="sample 0 has no reward"):
+        shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, reward=None)]]))
+    with pytest.raises(DataError, match=r"samples 0 \(nan\)"):
+        shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, reward=math.nan)]]))
+    with pytest.raises(DataError, match="sample 0 has a response but no prompt tokens"):
+        shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, prompt=0)]]))
+    with pytest.raises(ConfigError, match="does not split into steps"):
+        shards_of(make_batch([3]), gbs=2)
