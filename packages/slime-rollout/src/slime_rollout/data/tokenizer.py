@@ -1,0 +1,75 @@
+"""Prompts to token ids, with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_core.errors import ConfigError, DataError
+from slime_core.types import Prompt
+
+
+def load_tokenizer(hf_checkpoint: str) -> Any:
+    """The tokenizer of a Hugging Face directory. transformers is imported here, not with this package.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(hf_checkpoint)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"--hf-checkpoint {hf_checkpoint} has no tokenizer that transformers can load ({reason}); "
+            "give a directory with tokenizer.json"
+        ) from error
+
+
+class PromptEncoder:
+    """Turns prompts into token ids.
+
+    Text without a template is tokenized as the tokenizer does by itself, so a model that expects a first token such
+    as BOS gets it; once, even if the text already begins with it. A rendered template brings its own special tokens.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        apply_chat_template: Render prompts with its chat template; text then is one user message.
+
+    Raises:
+        ConfigError: A template is asked for and the tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: Any, *, apply_chat_template: bool) -> None:
+        if apply_chat_template and not tokenizer.chat_template:
+            raise ConfigError(
+                f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path} has no chat template; "
+                "leave the flag out, or use a chat model's directory"
+            )
+        self._tokenizer = tokenizer
+        self._template = apply_chat_template
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            DataError: The prompt gives no token, or the template refuses it.
+        """
+        if self._template:
+            text, special = self._render(prompt), False
+        elif isinstance(prompt, str):
+            text, special = prompt, not prompt.startswith(self._tokenizer.bos_token or "\0")
+        else:
+            raise DataError("the prompt is chat messages; add --apply-chat-template, or write it as text")
+        tokens = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        if not tokens:
+            raise DataError(f"the prompt {prompt!r} gives no token; write a longer one")
+        return tokens
+
+    def _render(self, prompt: Prompt) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the model's; it raises what it likes
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return str(text)

@@ -1,0 +1,180 @@
+"""Reward functions of the user's: found by path, checked before the run, kept off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from slime_core.errors import ConfigError
+from slime_core.hooks import HookArgs
+from slime_core.types import Sample
+from slime_rollout.errors import RewardError
+
+_FLAG = "--custom-rm-path"
+_CALLS = 32  # at once: enough for functions that wait, few enough that those that compute end within their limit
+
+
+class CustomReward:
+    """A function ``(args, sample) -> float | dict[str, float]``, plain or ``async``.
+
+    A plain function runs in a thread of its own, so that a slow one delays no generation. One that passes the time
+    limit ends the run: its thread cannot be stopped, so it is left behind, and does not keep the process alive.
+
+    Args:
+        path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
+        hook_args: Every flag by its name, the function's first argument.
+        timeout: Time limit of one call, in seconds.
+
+    Raises:
+        ConfigError: There is no such function, or it does not take two arguments.
+    """
+
+    def __init__(self, path: str, hook_args: HookArgs, *, timeout: float) -> None:
+        self._path = path
+        self._function = load_function(path, _FLAG)
+        self._args = hook_args
+        self._timeout = timeout
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        _check_signature(self._function, path)
+
+    async def __call__(self, sample: Sample) -> float | dict[str, float]:
+        """The function's value for a sample.
+
+        Raises:
+            RewardError: It raised, took too long, or returned no number.
+        """
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_CALLS))
+        try:
+            async with slots, asyncio.timeout(self._timeout):
+                value = await self._call(sample)
+        except TimeoutError:
+            raise RewardError(
+                f"{_FLAG} {self._path} took more than {self._timeout:g} s for sample {sample.index}; "
+                "make it faster or raise --rm-timeout"
+            ) from None
+        return self._number(value, sample)
+
+    async def _call(self, sample: Sample) -> Any:
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                return await self._function(self._args, sample)
+            value = await _in_thread(self._function, self._args, sample)
+            return await value if inspect.isawaitable(value) else value
+        except (Exception, SystemExit) as error:
+            raise RewardError(
+                f"{_FLAG} {self._path} raised {type(error).__name__} for sample {sample.index}: {error}"
+            ) from error
+
+    def _number(self, value: Any, sample: Sample) -> float | dict[str, float]:
+        entries = value if isinstance(value, dict) else {"": value}
+        if not entries or not all(_is_number(entry) for entry in entries.values()):
+            raise RewardError(
+                f"{_FLAG} {self._path} returned {value!r} for sample {sample.index}; "
+                "return a finite number, or a dictionary of them by name"
+            )
+        if isinstance(value, dict):
+            return {str(key): float(entry) for key, entry in value.items()}
+        return float(value)
+
+
+def load_function(path: str, flag: str) -> Callable[..., Any]:
+    """Find a function by its path.
+
+    Args:
+        path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
+        flag: The flag that gave it, for messages.
+
+    Raises:
+        ConfigError: The path has another form, the module does not load, or holds no such function.
+    """
+    module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not module_path or not name.isidentifier() or path.endswith(".py"):
+        raise ConfigError(f"{flag} {path} names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn")
+    try:
+        module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
+    except Exception as error:  # the user's module runs here, and raises what it likes
+        raise ConfigError(f"{flag} {path}: {module_path} does not load: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ConfigError(f"{flag} {path}: {module_path} has no function {name}; it has {', '.join(known) or 'none'}")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Import a file by its place; once per process, so that two hooks of one file share its globals."""
+    file = file.resolve(strict=True)
+    name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_signature(function: Callable[..., Any], path: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a built-in that does not tell
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError(
+            f"{_FLAG} {path} takes {signature}; a reward function takes two arguments, (args, sample)"
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, str) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a plain function in a daemon thread.
+
+    Not an executor: Python joins an executor's threads at exit, so one stuck function would keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (function(*args), None)
+        except BaseException as error:
+            outcome = (None, error)
+        try:
+            loop.call_soon_threadsafe(deliver, outcome)
+        except RuntimeError:  # the loop ended before the function did
+            return
+
+    threading.Thread(target=run, name="slime-reward", daemon=True).start()
+    value, error = await done
+    if error is not None:
+        raise error
+    return value

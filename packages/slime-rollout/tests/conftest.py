@@ -1,0 +1,125 @@
+"""A small trained tokenizer, prompt files, and an HTTP server whose answers a test scripts."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory):
+    """A byte-level BPE tokenizer with a chat template."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>", "<|start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["12 + 30 = 42", "say a number: 3"] * 5, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Write rows as a JSONL file and return its path."""
+
+    def write(rows, name="prompts.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def good_reply(text="42", tokens=(5, 6), version="default", finish=None, **meta):
+    """What SGLang answers to /generate."""
+    return {
+        "text": text,
+        "output_ids": list(tokens),
+        "meta_info": {
+            "finish_reason": finish or {"type": "stop", "matched": 0},
+            "weight_version": version,
+            "completion_tokens": len(tokens),
+            "output_token_logprobs": [[-0.5 - place, token, None] for place, token in enumerate(tokens)],
+            **meta,
+        },
+    }
+
+
+class ScriptedEngine:
+    """Answers each POST /generate by calling ``answer(number, body)``: a reply, an HTTP status, or a coroutine."""
+
+    def __init__(self):
+        self.bodies = []
+        self.in_flight = self.most_in_flight = 0
+        self.answer: Callable = lambda number, body: good_reply()
+        self.url = ""
+
+    async def _handle(self, request):
+        number, body = len(self.bodies), await request.json()
+        self.bodies.append(body)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            answer = self.answer(number, body)
+            answer = await answer if asyncio.iscoroutine(answer) else answer
+        finally:
+            self.in_flight -= 1
+        if answer is None:
+            request.transport.close()
+            return web.Response()
+        if isinstance(answer, int):
+            return web.Response(status=answer, text=f"scripted {answer}")
+        if isinstance(answer, str):
+            return web.Response(text=answer)
+        return web.json_response(answer)
+
+    def run(self, ready, stop):
+        async def serve():
+            app = web.Application()
+            app.router.add_post("/generate", self._handle)
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+            ready.set()
+            while not stop.is_set():
+                await asyncio.sleep(0.01)
+            await runner.cleanup()
+
+        asyncio.run(serve())
+
+
+@pytest.fixture
+def engine():
+    """A server for failures that a real engine does not show on demand."""
+    scripted, ready, stop = ScriptedEngine(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=scripted.run, args=(ready, stop), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    yield scripted
+    stop.set()
+    thread.join(20)
+
+
+@pytest.fixture
+def reply():
+    """Builds SGLang's answer to /generate."""
+    return good_reply

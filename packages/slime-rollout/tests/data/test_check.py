@@ -1,0 +1,55 @@
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.errors import DataError
+from slime_rollout.config import RolloutConfig
+from slime_rollout.data import check_prompt_data, check_prompt_file
+
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+def config(path, **changes):
+    return RolloutConfig(**{"hf_checkpoint": "none", "prompt_data": path, "rollout_batch_size": 1, **changes})
+
+
+def test_counts_every_file_of_a_run(write_rows):
+    train = write_rows([{"prompt": "a", "label": "1"}] * 5, "train.jsonl")
+    held_out = write_rows([{"prompt": "b", "label": "2"}] * 3, "held_out.jsonl")
+    given = config(f"{train}@[1:]", eval_prompt_data=("sums", held_out))
+    assert check_prompt_data(given) == {f"{train}@[1:]": 4, held_out: 3}
+
+
+def test_a_bad_held_out_file_is_found_too(write_rows, tmp_path):
+    train = write_rows([{"prompt": "a", "label": "1"}])
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+        check_prompt_data(config(train, eval_prompt_data=(str(tmp_path / "none.jsonl"),)))
+
+
+def test_chat_messages_need_the_template(write_rows):
+    path = write_rows([{"prompt": "a", "label": "4"}, {"prompt": CHAT, "label": "4"}])
+    with pytest.raises(DataError, match=":2: the prompt is chat messages; add --apply-chat-template"):
+        check_prompt_file(path, config(path))
+    assert len(check_prompt_file(path, config(path, apply_chat_template=True))) == 2
+
+
+def test_a_rule_needs_a_label_that_it_can_use(write_rows):
+    path = write_rows([{"prompt": "a", "label": "4"}, {"prompt": "b"}])
+    with pytest.raises(DataError, match=":2: no label, which --rm-type exact compares with"):
+        check_prompt_file(path, config(path))
+    path = write_rows([{"prompt": "a", "label": "four"}])
+    with pytest.raises(DataError, match=":1: the label 'four' has no integer first"):
+        check_prompt_file(path, config(path, rm_type="first_integer"))
+    assert len(check_prompt_file(path, config(path, custom_rm_path="pkg.mod.fn"))) == 1
+
+
+def test_checking_loads_no_tokenizer_and_no_http(write_rows):
+    path = write_rows([{"prompt": "a", "label": "1"}])
+    code = (
+        "import sys; from slime_rollout.config import RolloutConfig; from slime_rollout.data import check_prompt_data; "
+        f"check_prompt_data(RolloutConfig(hf_checkpoint='none', prompt_data={path!r}, rollout_batch_size=1)); "
+        "print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,56 @@
+import logging
+
+import pytest
+
+from slime_core.errors import DataError
+from slime_rollout.config import RolloutConfig
+from slime_rollout.data import PromptDataset, PromptEncoder, load_tokenizer
+
+
+@pytest.fixture
+def load(tokenizer_dir):
+    encoder = PromptEncoder(load_tokenizer(tokenizer_dir), apply_chat_template=False)
+
+    def build(path, **changes):
+        config = RolloutConfig(
+            **{"hf_checkpoint": tokenizer_dir, "prompt_data": path, "rollout_batch_size": 1, **changes}
+        )
+        return PromptDataset.load(path, config, encoder)
+
+    return build
+
+
+def test_long_prompts_are_left_out_and_counted(load, write_rows, caplog):
+    path = write_rows([{"prompt": "12 + 30 = " * times, "label": "42"} for times in (1, 9, 2)])
+    lengths = [len(prompt.tokens) for prompt in load(path)._prompts]
+    with caplog.at_level(logging.WARNING):
+        kept = load(path, rollout_max_prompt_len=lengths[2])
+    assert [len(prompt.tokens) for prompt in kept._prompts] == [lengths[0], lengths[2]]
+    assert f"left out 1 of 3 prompts, longer than {lengths[2]} tokens" in caplog.text
+
+
+def test_no_prompt_short_enough(load, write_rows):
+    path = write_rows([{"prompt": "12 + 30 = ", "label": "42"}])
+    with pytest.raises(DataError, match="all 1 prompts are longer than --rollout-max-prompt-len 1; the shortest has"):
+        load(path, rollout_max_prompt_len=1)
+
+
+def test_samples_of_a_group_share_nothing(load, write_rows):
+    path = write_rows([{"prompt": "a", "label": "1", "metadata": {"tags": ["x"]}}])
+    dataset = load(path)
+    first, second = dataset.group(0, group_index=7, first_index=14, size=2)
+    assert (first.index, second.index, first.group_index, second.group_index) == (14, 15, 7, 7)
+    assert first.label == "1"
+    assert first.response_length == 0
+    first.tokens.append(9)
+    first.metadata["tags"].append("y")
+    assert second.tokens == dataset.group(0, group_index=0, first_index=0, size=1)[0].tokens
+    assert second.metadata == {"tags": ["x"]}
+
+
+def test_the_digest_tells_data_sets_apart(load, write_rows):
+    rows = [{"prompt": "a", "label": "1"}, {"prompt": "b", "label": "2"}]
+    digest = load(write_rows(rows)).digest
+    assert load(write_rows(rows, "copy.jsonl")).digest == digest
+    assert load(write_rows(rows[::-1])).digest != digest
+    assert load(write_rows([rows[0], {"prompt": "b", "label": "3"}])).digest != digest

@@ -1,0 +1,99 @@
+import pytest
+
+from slime_core.errors import DataError
+from slime_rollout.data.jsonl import RowFields, read_prompts, split_slice
+
+
+def test_a_row_keeps_all_it_says(write_rows):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    path = write_rows(
+        [
+            {"prompt": "2 + 2 =", "label": 4, "level": "easy", "metadata": {"source": "sums", "level": "hard"}},
+            {"input": messages, "label": None},
+        ]
+    )
+    first, second = read_prompts(path)
+    assert (first.prompt, first.label) == ("2 + 2 =", "4")
+    assert first.metadata == {"level": "hard", "source": "sums"}
+    assert (second.prompt, second.label, second.metadata) == (messages, None, {})
+    assert second.where == f"{path}:2"
+
+
+def test_named_fields(write_rows):
+    path = write_rows([{"question": "2 + 2 =", "answer": "4", "info": {"a": 1}, "prompt": "not this"}])
+    (row,) = read_prompts(path, RowFields(input_key="question", label_key="answer", metadata_key="info"))
+    assert (row.prompt, row.label, row.metadata) == ("2 + 2 =", "4", {"prompt": "not this", "a": 1})
+
+
+def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n  \n{"prompt": "b"}')
+    assert [row.where for row in read_prompts(str(path))] == [f"{path}:2", f"{path}:5"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "a"', "no valid JSON"),
+        ('{"prompt": NaN}', "no valid JSON"),
+        (b'{"prompt": "\xff"}', "no valid JSON"),
+        ('["a"]', "must be a JSON object, got a list"),
+        ('{"text": "a"}', "no field 'prompt' or 'input' for the prompt; the row has ['text']"),
+        ('{"prompt": 7}', "'prompt' must be a string or a list of chat messages, got a number"),
+        ('{"prompt": null}', "got null"),
+        ('{"prompt": ""}', "got an empty string"),
+        ('{"prompt": []}', "got an empty list"),
+        ('{"prompt": {"role": "user", "content": "a"}}', "got an object"),
+        ('{"prompt": ["a"]}', "'prompt', message 1 must be an object"),
+        ('{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}', "message 2 needs a 'role'"),
+        ('{"prompt": [{"role": "user", "content": 5}]}', "message 1 needs 'content' as a string, got a number"),
+        ('{"prompt": "a", "label": ["b"]}', "'label' must be a string or a number, got a list"),
+        ('{"prompt": "a", "label": true}', "'label' must be a string or a number, got true or false"),
+        ('{"prompt": "a", "metadata": "b"}', "'metadata' must be an object, got a string"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path, line, words):
+    path = tmp_path / "p.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b'{"prompt": "good"}\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        read_prompts(str(path))
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_label_key_that_was_given_must_be_there(write_rows):
+    path = write_rows([{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
+    with pytest.raises(DataError, match=r":2: no field 'answer', which --label-key names; the row has \['prompt'\]"):
+        read_prompts(path, RowFields(label_key="answer"))
+
+
+def test_files_that_cannot_serve(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        read_prompts(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_prompts(str(tmp_path))
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    with pytest.raises(DataError, match="is empty"):
+        read_prompts(str(tmp_path / "empty.jsonl"))
+
+
+@pytest.mark.parametrize("text", ["[2:5]", "[:3]", "[-2:]", "[:]", "[-4:-1]", "[:-9]", "[3:99]"])
+def test_a_slice_takes_the_rows_that_python_takes(write_rows, text):
+    path = write_rows([{"prompt": str(number)} for number in range(10)])
+    expected = [str(number) for number in eval(f"list(range(10)){text}")]
+    assert [row.prompt for row in read_prompts(f"{path}@{text}")] == expected
+
+
+def test_an_empty_slice_is_an_error(write_rows):
+    path = write_rows([{"prompt": "a"}])
+    with pytest.raises(DataError, match="leaves no row: the file has 1"):
+        read_prompts(f"{path}@[3:9]")
+
+
+def test_only_a_whole_slice_is_one():
+    assert split_slice("a@b/c.jsonl") == ("a@b/c.jsonl", slice(None))
+    assert split_slice("c.jsonl@[3]") == ("c.jsonl@[3]", slice(None))
+    assert split_slice("c.jsonl@[-:2]") == ("c.jsonl@[-:2]", slice(None))
+    assert split_slice("c.jsonl@[1:2]") == ("c.jsonl", slice(1, 2))

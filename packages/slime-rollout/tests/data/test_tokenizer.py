@@ -1,0 +1,64 @@
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from slime_core.errors import ConfigError, DataError
+from slime_rollout.data import PromptEncoder, load_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tokenizer_dir):
+    return load_tokenizer(tokenizer_dir)
+
+
+def with_bos(tokenizer):
+    """The same tokenizer, now putting <|start|> in front as Llama's does."""
+    tokenizer.bos_token = "<|start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+    )
+    return tokenizer
+
+
+def test_text_is_tokenized_as_the_tokenizer_does(tokenizer):
+    encoder = PromptEncoder(tokenizer, apply_chat_template=False)
+    tokens = encoder.encode("12 + 30 =")
+    assert tokenizer.decode(tokens) == "12 + 30 ="
+    assert tokens == tokenizer("12 + 30 =")["input_ids"]
+
+
+def test_a_first_token_comes_once(tokenizer):
+    encoder = PromptEncoder(with_bos(tokenizer), apply_chat_template=False)
+    plain = encoder.encode("12 + 30 =")
+    assert plain[0] == 1
+    assert plain.count(1) == 1
+    assert encoder.encode("<|start|>12 + 30 =") == plain
+
+
+def test_the_template_renders_messages_and_text_alike(tokenizer):
+    encoder = PromptEncoder(with_bos(tokenizer), apply_chat_template=True)
+    tokens = encoder.encode([{"role": "user", "content": "2 + 2?"}])
+    assert tokenizer.decode(tokens) == "<|start|>user:2 + 2?<|end|><|start|>assistant:"
+    assert encoder.encode("2 + 2?") == tokens
+
+
+def test_messages_without_the_template(tokenizer):
+    with pytest.raises(DataError, match="add --apply-chat-template"):
+        PromptEncoder(tokenizer, apply_chat_template=False).encode([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_refuses(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="the chat template refuses the messages: roles must alternate"):
+        PromptEncoder(tokenizer, apply_chat_template=True).encode("a")
+
+
+def test_no_template_to_apply(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template; leave the flag out"):
+        PromptEncoder(tokenizer, apply_chat_template=True)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match="has no tokenizer that transformers can load") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)

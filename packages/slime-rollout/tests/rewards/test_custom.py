@@ -1,0 +1,167 @@
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_core.hooks import HookArgs
+from slime_core.types import Sample
+from slime_rollout.config import RolloutConfig
+from slime_rollout.errors import RewardError
+from slime_rollout.rewards import CustomReward, RuleReward, load_function, make_reward
+
+ARGS = HookArgs({"bonus": 2})
+SAMPLE = Sample(index=3, group_index=0, prompt="2 + 2 =", label="4", response="4")
+
+SOURCE = """
+import asyncio, threading, time
+from functools import partial
+
+def plain(args, sample):
+    return args.bonus + (sample.response == sample.label)
+
+async def waits(args, sample):
+    await asyncio.sleep(0)
+    return {"score": 1, "style": True}
+
+def returns_awaitable(args, sample):
+    return waits(args, sample)
+
+def thread(args, sample):
+    return {"main": threading.current_thread() is threading.main_thread()}
+
+def one(sample): return 1.0
+def three(args, sample, extra): return 1.0
+def optional(args, sample, extra=None): return 1.0
+def broken(args, sample): return 1 / 0
+def leaves(args, sample): raise SystemExit(3)
+def nothing(args, sample): return None
+def text(args, sample): return "1.0"
+def not_finite(args, sample): return float("nan")
+def empty(args, sample): return {}
+def stuck(args, sample): time.sleep(30); return 1.0
+async def stuck_waiting(args, sample): await asyncio.sleep(30)
+not_callable = 5
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def score(path, timeout=20.0):
+    return asyncio.run(CustomReward(str(path), ARGS, timeout=timeout)(SAMPLE))
+
+
+def test_plain_and_async_functions(file):
+    assert score(f"{file}:plain") == 3.0
+    assert score(f"{file}:optional") == 1.0
+    assert score(f"{file}:waits") == {"score": 1.0, "style": 1.0}
+    assert score(f"{file}:returns_awaitable") == {"score": 1.0, "style": 1.0}
+
+
+def test_a_plain_function_runs_off_the_event_loop(file):
+    assert score(f"{file}:thread") == {"main": 0.0}
+
+
+@pytest.mark.parametrize("path", ["my_package.rewards.plain", "my_package.rewards:plain"])
+def test_a_function_of_a_package(tmp_path, monkeypatch, path):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text("")
+    (tmp_path / "my_package" / "rewards.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score(path) == 3.0
+
+
+def test_a_file_is_loaded_once(file):
+    assert load_function(f"{file}:plain", "--f") is load_function(f"{file}:plain", "--f")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("{file}", "names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn"),
+        ("{file}:", "names no function"),
+        ("plain", "names no function"),
+        ("{file}:nope", "has no function nope; it has broken, "),
+        ("{file}:not_callable", "has no function not_callable"),
+        ("{dir}/none.py:plain", "does not load: FileNotFoundError"),
+        ("no_such_package.rewards.plain", "does not load: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("{file}:one", "takes (sample); a reward function takes two arguments, (args, sample)"),
+        ("{file}:three", "takes (args, sample, extra)"),
+    ],
+)
+def test_a_function_that_cannot_serve_is_refused_before_the_run(file, path, words):
+    given = path.format(file=file, dir=file.parent)
+    with pytest.raises(ConfigError) as caught:
+        CustomReward(given, ARGS, timeout=1.0)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"--custom-rm-path {given}")
+
+
+def test_a_file_with_an_error_in_it(file):
+    file.write_text("def plain(args, sample) return 1")
+    with pytest.raises(ConfigError, match="does not load: SyntaxError"):
+        CustomReward(f"{file}:plain", ARGS, timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("broken", "raised ZeroDivisionError for sample 3: division by zero"),
+        ("leaves", "raised SystemExit for sample 3"),
+        ("nothing", "returned None for sample 3; return a finite number"),
+        ("text", "returned '1.0'"),
+        ("not_finite", "returned nan"),
+        ("empty", "returned {}"),
+    ],
+)
+def test_a_function_that_fails_is_named_with_the_sample(file, name, words):
+    with pytest.raises(RewardError) as caught:
+        score(f"{file}:{name}")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["stuck", "stuck_waiting"])
+def test_a_slow_function_ends_at_the_time_limit_and_keeps_nobody_waiting(file, name):
+    code = f"""
+import asyncio, time
+from slime_core.hooks import HookArgs
+from slime_core.types import Sample
+from slime_rollout.errors import RewardError
+from slime_rollout.rewards import CustomReward
+reward = CustomReward({f"{file}:{name}"!r}, HookArgs({{}}), timeout=0.2)
+try:
+    asyncio.run(reward(Sample(index=3, group_index=0, prompt="a")))
+except RewardError as error:
+    print(error)
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=True)
+    assert "took more than 0.2 s for sample 3; make it faster or raise --rm-timeout" in done.stdout
+    assert time.monotonic() - start < 25  # `stuck` sleeps for 30 s
+
+
+def test_waiting_for_a_turn_is_not_counted(file):
+    file.write_text("import time\ndef naps(args, sample): time.sleep(0.2); return 1.0\n")
+    reward = CustomReward(f"{file}:naps", ARGS, timeout=5.0)
+
+    async def many():
+        return await asyncio.gather(*(reward(SAMPLE) for _ in range(100)))
+
+    assert asyncio.run(many()) == [1.0] * 100
+    assert asyncio.run(many()) == [1.0] * 100  # a second event loop
+
+
+def test_the_settings_choose(file):
+    config = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
+    rule = make_reward(RolloutConfig(**config, rm_type="first_integer"), ARGS)
+    assert isinstance(rule, RuleReward)
+    assert asyncio.run(rule(SAMPLE)) == 1.0
+    own = make_reward(RolloutConfig(**config, custom_rm_path=f"{file}:plain"), ARGS)
+    assert asyncio.run(own(SAMPLE)) == 3.0
