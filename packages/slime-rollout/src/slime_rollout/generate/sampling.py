@@ -1,0 +1,68 @@
+"""How tokens are drawn, in training rollouts and in evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling settings of a request, without its seed.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: Nucleus of probability kept.
+        top_k: Likeliest tokens kept, -1 for all.
+        max_new_tokens: Longest response, in tokens.
+        stop: Strings that end a response; the text then ends before the string, the tokens after it.
+        stop_token_ids: Token ids that end a response, besides the model's own.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def for_rollout(cls, config: RolloutConfig) -> SamplingParams:
+        """The settings of training rollouts."""
+        return cls(
+            temperature=config.rollout_temperature,
+            top_p=config.rollout_top_p,
+            top_k=config.rollout_top_k,
+            max_new_tokens=config.rollout_max_response_len,
+            stop=config.rollout_stop,
+            stop_token_ids=config.rollout_stop_token_ids,
+        )
+
+    @classmethod
+    def for_evaluation(cls, config: RolloutConfig) -> SamplingParams:
+        """The settings of evaluation: a rollout's where evaluation has none of its own."""
+        own = {
+            "temperature": config.eval_temperature,
+            "top_p": config.eval_top_p,
+            "top_k": config.eval_top_k,
+            "max_new_tokens": config.eval_max_response_len,
+        }
+        rollout = cls.for_rollout(config)
+        return cls(**{**vars(rollout), **{name: value for name, value in own.items() if value is not None}})
+
+    def to_request(self, seed: int) -> dict[str, Any]:
+        """SGLang's ``sampling_params`` with the request's seed.
+
+        The seed counts only if the engine runs with ``--enable-deterministic-inference``.
+        """
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_new_tokens": self.max_new_tokens,
+            "stop": list(self.stop),
+            "stop_token_ids": list(self.stop_token_ids),
+            "sampling_seed": seed,
+        }

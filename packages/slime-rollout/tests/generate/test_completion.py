@@ -1,0 +1,57 @@
+import pytest
+
+from slime_core.types import Status
+from slime_rollout.errors import GenerationError
+from slime_rollout.generate import Completion
+
+
+def test_reads_a_reply(reply):
+    done = Completion.from_reply(reply(text="42", tokens=(5, 6), version="3"))
+    assert (done.text, done.tokens, done.log_probs) == ("42", [5, 6], [-0.5, -1.5])
+    assert done.weight_versions == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("finish", "status"),
+    [
+        ({"type": "stop", "matched": 0}, Status.COMPLETED),
+        ({"type": "length", "length": 2}, Status.TRUNCATED),
+        ({"type": "abort", "message": "Aborted by request"}, Status.ABORTED),
+    ],
+)
+def test_status(reply, finish, status):
+    assert Completion.from_reply(reply(finish=finish)).status is status
+
+
+def test_an_abort_before_the_first_token(reply):
+    empty = reply(text="", tokens=(), finish={"type": "abort", "message": "Aborted"})
+    empty["meta_info"]["output_token_logprobs"] = None
+    done = Completion.from_reply(empty)
+    assert (done.tokens, done.log_probs, done.weight_versions, done.reason) == ([], [], [], "Aborted")
+
+
+def test_weights_that_changed_midway(reply):
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 9}]
+    done = Completion.from_reply(reply(tokens=(5, 6, 7), version="2", weight_versions=spans))
+    assert done.weight_versions == [0, 2, 2]
+
+
+def test_a_version_that_slime_did_not_give(reply):
+    with pytest.raises(GenerationError, match="names its weight version 'nightly'"):
+        Completion.from_reply(reply(version="nightly"))
+
+
+def test_tokens_without_log_probs(reply):
+    with pytest.raises(GenerationError, match="gave 2 log-probs for 3 tokens"):
+        Completion.from_reply(reply(tokens=(5, 6), completion_tokens=3))
+
+
+@pytest.mark.parametrize("body", [[], {}, {"text": "a"}, {"text": "a", "meta_info": {"completion_tokens": 0}}, None])
+def test_something_else(body):
+    with pytest.raises(GenerationError, match="unknown form"):
+        Completion.from_reply(body)
+
+
+def test_an_unknown_finish_reason(reply):
+    with pytest.raises(GenerationError, match="unknown form"):
+        Completion.from_reply(reply(finish={"type": "boredom"}))

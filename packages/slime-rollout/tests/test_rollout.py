@@ -1,0 +1,184 @@
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from slime_core.errors import DataError
+from slime_core.interfaces import Rollout
+from slime_core.types import RolloutBatch, Status
+from slime_rollout.config import RolloutConfig
+from slime_rollout.errors import GenerationError, RewardError
+from slime_rollout.generate import sampling_seed
+from slime_rollout.rollout import RolloutManager
+
+ROWS = [{"prompt": f"say a number: {number}", "label": str(number)} for number in range(6)]
+
+
+@pytest.fixture
+def manager(engine, tokenizer_dir, write_rows):
+    """Builds a manager before the scripted engine, which answers with the prompt's last token as text."""
+    path = write_rows(ROWS)
+
+    def build(*, on_progress=None, **changes):
+        config = {
+            "hf_checkpoint": tokenizer_dir,
+            "prompt_data": path,
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 3,
+            "rm_type": "first_integer",
+            **changes,
+        }
+        return RolloutManager(RolloutConfig(**config), router_url=engine.url, run_seed=5, on_progress=on_progress)
+
+    return build
+
+
+def test_a_rollout(manager, engine, reply):
+    progress = []
+    given = manager(on_progress=lambda done, total: progress.append((done, total)))
+    assert isinstance(given, Rollout)
+    engine.answer = lambda number, body: reply(text=" 1.", tokens=(7, 8), version="3")
+    batch = given.generate(4)
+    assert (batch.rollout_id, [len(group) for group in batch.groups]) == (4, [3, 3])
+    assert [sample.index for sample in batch.samples] == list(range(6))
+    assert [sample.reward for sample in batch.samples] == [0, 0, 0, 1, 1, 1]
+    assert all(sample.status is Status.COMPLETED and sample.response_tokens == [7, 8] for sample in batch.samples)
+    assert progress == [(done, 6) for done in range(1, 7)]
+    assert batch.metrics["raw_reward"] == 0.5
+    assert batch.metrics["zero_std/count"] == 2
+    assert batch.metrics["response_tokens"] == 12
+    assert (batch.metrics["weight_version/min"], batch.metrics["weight_version/max"]) == (3, 3)
+    assert batch.seconds.keys() == {"generate", "reward"}
+    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+
+
+def test_every_sample_has_its_own_seed(manager, engine):
+    given = manager()
+    given.generate(0)
+    given.generate(1)
+    seeds = {body["sampling_params"]["sampling_seed"] for body in engine.bodies}
+    assert seeds == {sampling_seed(5, index) for index in range(12)}
+
+
+def test_the_state_after_a_rollout_continues_with_the_next(manager):
+    first = manager()
+    batch = first.generate(0)
+    second = manager()
+    second.load_state_dict(json.loads(json.dumps(batch.source_state)))
+    assert second.state_dict() == first.state_dict()
+    prompts = [[sample.prompt for sample in given.generate(1).samples] for given in (first, second)]
+    assert prompts[0] == prompts[1]
+
+
+def test_a_rollout_that_fails_takes_no_prompts(manager, engine, reply):
+    given = manager()
+    before = given.state_dict()
+    engine.answer = lambda number, body: 400 if number == 4 else reply()
+    with pytest.raises(GenerationError, match="refused a request"):
+        given.generate(0)
+    assert given.state_dict() == before
+    engine.answer = lambda number, body: reply()
+    assert [sample.index for sample in given.generate(0).samples] == list(range(6))
+
+
+def test_an_aborted_sample_ends_the_rollout(manager, engine, reply):
+    engine.answer = lambda number, body: reply(finish={"type": "abort", "message": "Aborted"})
+    with pytest.raises(GenerationError, match=r"aborted sample \d after 2 tokens"):
+        manager().generate(0)
+
+
+def test_a_reward_by_name_needs_its_key(manager, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def score(args, sample): return {'right': sample.index % 2, 'n': args.rm_timeout}\n"
+    )
+    own = {"rm_type": None, "custom_rm_path": f"{tmp_path}/own.py:score", "rm_timeout": 7.0}
+    batch = manager(**own, reward_key="right").generate(0)
+    assert [sample.reward for sample in batch.samples] == [{"right": float(i % 2), "n": 7.0} for i in range(6)]
+    assert batch.metrics["raw_reward"] == 0.5
+    with pytest.raises(DataError, match=r"the reward has the entries \['n', 'right'\]; choose one with --reward-key"):
+        manager(**own).generate(0)
+
+
+def test_a_reward_that_fails_ends_the_rollout(manager, tmp_path):
+    (tmp_path / "own.py").write_text("def score(args, sample): raise ValueError('no')\n")
+    given = manager(rm_type=None, custom_rm_path=f"{tmp_path}/own.py:score")
+    with pytest.raises(RewardError, match="raised ValueError"):
+        given.generate(0)
+
+
+def test_warm_prompts_are_asked_for_once_and_first(manager, engine):
+    manager(rollout_warm_prompts=True).generate(0)
+    lengths = [body["sampling_params"]["max_new_tokens"] for body in engine.bodies]
+    assert lengths == [1] * 2 + [1024] * 6
+    assert len({tuple(body["input_ids"]) for body in engine.bodies[:2]}) == 2
+
+
+def test_evaluation(manager, engine, reply, write_rows):
+    held_out = write_rows([{"prompt": "a", "label": "1"}, {"prompt": "b", "label": "2"}], "held_out.jsonl")
+    other = write_rows([{"prompt": "c", "label": "1"}], "other.jsonl")
+    given = manager(
+        eval_prompt_data=("sums", held_out, "other", other),
+        n_samples_per_eval_prompt=2,
+        eval_temperature=0.0,
+        eval_max_response_len=9,
+    )
+    before = given.state_dict()
+    engine.answer = lambda number, body: reply(text="1")
+    report = given.evaluate(7)
+    assert report.rollout_id == 7
+    assert report.pass_rates == {"sums": 0.5, "other": 1.0}
+    assert [sample.group_index for sample in report.samples["sums"]] == [0, 0, 1, 1]
+    assert given.state_dict() == before
+    asked = [body["sampling_params"] for body in engine.bodies]
+    assert {(one["temperature"], one["max_new_tokens"]) for one in asked} == {(0.0, 9)}
+    assert len({one["sampling_seed"] for one in asked}) == 6
+    given.evaluate(8)
+    again = [body["sampling_params"]["sampling_seed"] for body in engine.bodies[6:]]
+    assert sorted(again) == sorted(one["sampling_seed"] for one in asked)
+
+
+def test_without_held_out_sets_there_is_nothing_to_evaluate(manager, engine):
+    report = manager().evaluate(0)
+    assert (report.pass_rates, report.samples, engine.bodies) == ({}, {}, [])
+
+
+def test_works_in_a_thread(manager):
+    given, batches = manager(), []
+    thread = threading.Thread(target=lambda: batches.append(given.generate(0)))
+    thread.start()
+    thread.join(30)
+    assert len(batches[0].samples) == 6
+
+
+def test_ctrl_c_stops_a_rollout_and_the_position_stays(engine, tokenizer_dir, write_rows):
+    asked = threading.Event()
+
+    async def never(number, body):
+        asked.set()
+        await asyncio.sleep(120)
+
+    engine.answer = never
+    code = f"""
+from slime_rollout.config import RolloutConfig
+from slime_rollout.rollout import RolloutManager
+config = RolloutConfig(hf_checkpoint={tokenizer_dir!r}, prompt_data={write_rows(ROWS)!r}, rollout_batch_size=2)
+manager = RolloutManager(config, router_url={engine.url!r}, run_seed=0)
+try:
+    manager.generate(0)
+except KeyboardInterrupt:
+    print("position", manager.state_dict()["position"])
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert asked.wait(60)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=20)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (0, b"position 0\n", b"")
