@@ -15,7 +15,7 @@ def token_weights(
     *,
     global_samples: int,
     global_tokens: int,
-    per_token: bool,
+    per_token: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
