@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it. Makes the environments they need out of Python 3.11 and pip; each function is
+# quick when its environment is there already.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+TOOLS="$ROOT/.venv-tools"
+
+# The interpreter that everything is built on; uv must not download another one.
+find_python() {
+    local candidate
+    for candidate in python3.11 python3 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$candidate" -c 'import sys; print(sys._base_executable)'
+            return
+        fi
+    done
+    echo "error: found no Python 3.11 or newer on PATH; install one and run this again" >&2
+    return 2
+}
+
+# uv does not read pip's settings: pass on what pip was told about where packages are.
+hand_pip_settings_to_uv() {
+    local links="${PIP_FIND_LINKS:-$("$1" -m pip config get global.find-links 2>/dev/null || true)}"
+    if [ -n "$links" ] && [ -z "${UV_FIND_LINKS:-}" ]; then
+        # pip separates several places by white space, uv by commas.
+        UV_FIND_LINKS="$(echo "$links" | xargs | tr ' ' ',')"
+        export UV_FIND_LINKS
+    fi
+    if [ -n "${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"; fi
+    if [ -n "${PIP_CERT:-}" ]; then export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"; fi
+}
+
+# uv and tox, in an environment of their own, first on PATH.
+use_tools() {
+    local python wanted="$ROOT/scripts/requirements-tools.txt"
+    python="$(find_python)" || return
+    hand_pip_settings_to_uv "$python"
+    if ! cmp -s "$wanted" "$TOOLS/installed.txt"; then
+        echo "environment .venv-tools: uv and tox"
+        # Without pip of its own: a Debian python3 has no ensurepip.
+        "$python" -m venv --clear --without-pip "$TOOLS" || return
+        "$python" -m pip --python "$TOOLS/bin/python" install --quiet --requirement "$wanted" || return
+        cp "$wanted" "$TOOLS/installed.txt" || return
+    fi
+    export UV_PYTHON="${UV_PYTHON:-$python}" UV_PYTHON_DOWNLOADS=never
+    # An active environment of the caller's is not the one meant here, and uv would warn about it each time.
+    unset VIRTUAL_ENV PYTHONPATH
+    export PATH="$TOOLS/bin:$PATH"
+}
+
+# The five packages, to train with. Leaves alone what a developer has added.
+sync_trainer() {
+    echo "environment .venv: the five packages, Megatron-core and Ray"
+    (cd "$ROOT" && uv sync --all-packages --extra gguf --inexact)
+}
+
+# The engine's own interpreter, as in real deployments: SGLang's needs do not touch the trainer's.
+sync_engine() {
+    echo "environment .venv-engine: SGLang"
+    (cd "$ROOT" && UV_PROJECT_ENVIRONMENT=.venv-engine uv sync --package slime-rollout --extra sglang)
+}

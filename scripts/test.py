@@ -1,0 +1,277 @@
+"""Runs the tox environments, counts their tests and says what happened. Started by `scripts/test`.
+
+    scripts/test                    every environment
+    scripts/test core launch        only these
+    scripts/test --full             the tests marked `full` as well
+    scripts/test core -- -k kl      with options for pytest
+
+The last line is `N passed, N failed`, with `, N skipped` when tests were skipped. Logs and JUnit files lie in
+outputs/test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "outputs" / "test"
+STAMP = ROOT / ".tox" / "built-from"
+FULL_FACTOR = 6.0
+LAST_WORDS_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Env:
+    """A tox environment.
+
+    Attributes:
+        name: As in `[tool.tox]`.
+        minutes: Longest time it may take, generous because machines are shared.
+        light: May run beside another light one: it keeps one core busy and starts no servers.
+        engine: Its tests start SGLang, so `.venv-engine` must be there.
+    """
+
+    name: str
+    minutes: float
+    light: bool = False
+    engine: bool = False
+
+
+ENVS = (
+    Env("lint", 10, light=True),
+    Env("core", 8, light=True),
+    Env("convert", 10, light=True),
+    Env("megatron", 20),
+    Env("rollout", 20, engine=True),
+    Env("launch", 20, engine=True),
+    Env("integration", 40, engine=True),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one environment. A `note` is there when the counts do not tell the whole story."""
+
+    name: str
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    note: str = ""
+
+
+class Processes:
+    """Everything that was started, each in a process group of its own, so that nothing is left behind."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopping = False
+
+    @contextmanager
+    def start(self, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+        """Start `command`; its process group is gone when the block ends."""
+        with self._lock:
+            if self._stopping:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            yield process
+        finally:
+            self.stop(process)
+            with self._lock:
+                self._running.discard(process)
+
+    def stop(self, process: subprocess.Popen[str]) -> None:
+        """End a process group: politely, then not."""
+        if process.poll() is None:
+            _signal_group(process, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_SECONDS)
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+    def stop_all(self) -> None:
+        """End everything, and let nothing new start."""
+        with self._lock:
+            self._stopping = True
+            running = list(self._running)
+        for process in running:
+            _signal_group(process, signal.SIGTERM)
+
+
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def run_env(env: Env, pytest_args: Sequence[str], *, recreate: bool, factor: float, processes: Processes) -> Result:
+    """Run one environment to its end or its time limit, passing its output on line by line."""
+    report = LOGS / f"{env.name}.xml"
+    report.unlink(missing_ok=True)
+    command = ["tox", "run", "-e", env.name, *(["--recreate"] if recreate else []), "--", *pytest_args]
+    limit = env.minutes * 60 * factor
+    late = threading.Event()
+    started = time.monotonic()
+    with processes.start(command) as process, (LOGS / f"{env.name}.log").open("w", encoding="utf-8") as log:
+
+        def give_up() -> None:
+            late.set()
+            processes.stop(process)
+
+        timer = threading.Timer(limit, give_up)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                print(f"{env.name:>11} | {line.rstrip()}", flush=True)
+            code = process.wait()
+        finally:
+            timer.cancel()
+    note = f"stopped after {limit / 60:.0f} minutes" if late.is_set() else ""
+    return count(env.name, report, code, time.monotonic() - started, note)
+
+
+def count(name: str, report: Path, code: int, seconds: float, note: str = "") -> Result:
+    """Read a JUnit file. An environment without one is a single check that its exit code decides.
+
+    Args:
+        name: The environment.
+        report: Its JUnit file, which need not exist.
+        code: Exit code of tox.
+        seconds: Wall time.
+        note: Why it ended early, if it did.
+    """
+    if not report.exists():
+        is_check = name == "lint"
+        passed = int(is_check and code == 0)
+        return Result(name, passed, 1 - passed, 0, seconds, note or ("" if is_check else "no test ran"))
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total, failures, errors, skipped = (
+        sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
+    )
+    failed = failures + errors
+    passed = max(total - failed - skipped, 0)
+    if total == 0:
+        failed, note = 1, note or "no test ran"
+    elif code != 0 and failed == 0:
+        failed, note = 1, note or f"exit code {code}"
+    return Result(name, passed, failed, skipped, seconds, note)
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as aligned text."""
+    rows = [("environment", "passed", "failed", "skipped", "seconds", "")]
+    rows += [(r.name, str(r.passed), str(r.failed), str(r.skipped), f"{r.seconds:.0f}", r.note) for r in results]
+    return "\n".join(f"{a:<12} {b:>7} {c:>7} {d:>8} {e:>8}  {f}".rstrip() for a, b, c, d, e, f in rows)
+
+
+def last_line(results: Sequence[Result]) -> str:
+    """The line for programs."""
+    passed, failed, skipped = (sum(getattr(r, key) for r in results) for key in ("passed", "failed", "skipped"))
+    return f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else "")
+
+
+def build_engine(processes: Processes) -> int:
+    """Make `.venv-engine`; returns uv's exit code."""
+    environments = ROOT / "scripts" / "environments.sh"
+    with processes.start(["bash", "-c", f'source "{environments}" && sync_engine']) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"     engine | {line.rstrip()}", flush=True)
+        return process.wait()
+
+
+def settings_digest() -> str:
+    """Changes when any pyproject.toml does; tox itself does not see what an editable package declares."""
+    files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def stale(env: Env) -> bool:
+    """Whether an environment was built from other settings than today's."""
+    stamp = STAMP / env.name
+    return not stamp.exists() or stamp.read_text() != settings_digest()
+
+
+def parse(argv: Sequence[str]) -> tuple[list[Env], list[str], float]:
+    """The environments to run, pytest's options and the factor on time limits."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="scripts/test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("environments", nargs="*", metavar="ENV", help=", ".join(env.name for env in ENVS))
+    parser.add_argument("--full", action="store_true", help="run the tests marked `full`, too")
+    args = parser.parse_args(words[:at])
+    unknown = sorted(set(args.environments) - {env.name for env in ENVS})
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(env.name for env in ENVS)}")
+    chosen = [env for env in ENVS if not args.environments or env.name in args.environments]
+    marks = [] if args.full else ["-m", "not full"]
+    return chosen, [*marks, *words[at + 1 :]], FULL_FACTOR if args.full else 1.0
+
+
+def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
+    """Run the light ones two at a time, then the others one by one: they bring their own load."""
+
+    def one(env: Env) -> Result:
+        recreate = stale(env)
+        result = run_env(env, pytest_args, recreate=recreate, factor=factor, processes=processes)
+        if (ROOT / ".tox" / env.name / "bin").exists():
+            STAMP.mkdir(parents=True, exist_ok=True)
+            (STAMP / env.name).write_text(settings_digest())
+        return result
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        results = list(pool.map(one, [env for env in envs if env.light]))
+    heavy = [env for env in envs if not env.light]
+    if any(env.engine for env in heavy) and build_engine(processes) != 0:
+        results.append(Result("engine", 0, 1, 0, 0.0, "could not build .venv-engine"))
+        heavy = [env for env in heavy if not env.engine]
+    return results + [one(env) for env in heavy]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what was asked for; returns the exit code."""
+    envs, pytest_args, factor = parse(argv)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    processes = Processes()
+
+    def stop(number: int, _frame: object) -> None:
+        processes.stop_all()
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    results = run_all(envs, pytest_args, factor, processes)
+    print(f"\n{table(results)}\n{last_line(results)}", flush=True)
+    return int(any(r.failed for r in results) or not any(r.passed for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

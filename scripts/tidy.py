@@ -1,0 +1,71 @@
+"""House rules that no other tool checks: sizes, and nothing that belongs to one machine or one package index.
+
+Run by `scripts/test lint` and by pre-commit; prints one line per finding and exits with 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+# Written so that this file does not find itself.
+FORBIDDEN = {
+    "a package index's host name": re.compile(r"\b(?:test\.)?pypi\.(?:org)\b|\bpythonhosted\.(?:org)\b"),
+    "a path of one machine": re.compile(r"(?<![\w.~}/-])/(?:work|opt|root|home/\w+|Users/\w+)/\w"),
+}
+
+
+def find(path: str, text: str) -> Iterator[str]:
+    """Findings in one file, as `path:line: what`.
+
+    Args:
+        path: Name to report; the suffix decides which rules apply.
+        text: The file's content.
+    """
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        for what, pattern in FORBIDDEN.items():
+            if match := pattern.search(line):
+                yield f"{path}:{number}: {what}: {match.group()}"
+    if not path.endswith(".py"):
+        return
+    if len(lines) > MAX_FILE_LINES:
+        yield f"{path}:1: {len(lines)} lines; split it, {MAX_FILE_LINES} is the far end"
+    for node in ast.walk(ast.parse(text, path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.lineno}: {node.name} has {length} lines; {MAX_FUNCTION_LINES} is the far end"
+
+
+def files() -> list[str]:
+    """Files that are, or would be, committed."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return sorted({name for name in output.split("\0") if name and (ROOT / name).is_file()})
+
+
+def main() -> int:
+    """Check every file; returns the exit code."""
+    findings: list[str] = []
+    names = files()
+    for name in names:
+        try:
+            text = (ROOT / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        findings += find(name, text)
+    print("\n".join(findings) or f"tidy: {len(names)} files")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
