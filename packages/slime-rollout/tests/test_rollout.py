@@ -110,13 +110,6 @@ def test_a_reward_that_fails_ends_the_rollout(manager, tmp_path):
         given.generate(0)
 
 
-def test_warm_prompts_are_asked_for_once_and_first(manager, engine):
-    manager(rollout_warm_prompts=True).generate(0)
-    lengths = [body["sampling_params"]["max_new_tokens"] for body in engine.bodies]
-    assert lengths == [1] * 2 + [1024] * 6
-    assert len({tuple(body["input_ids"]) for body in engine.bodies[:2]}) == 2
-
-
 def test_evaluation(manager, engine, reply, write_rows):
     held_out = write_rows([{"prompt": "a", "label": "1"}, {"prompt": "b", "label": "2"}], "held_out.jsonl")
     other = write_rows([{"prompt": "c", "label": "1"}], "other.jsonl")

@@ -37,9 +37,6 @@ class RolloutConfig:
     rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens")
     rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
     rollout_stop_token_ids: tuple[int, ...] = flag((), help="token ids that end a response, besides the model's own")
-    rollout_warm_prompts: bool = flag(
-        False, help="let the engine read each prompt once before a group's samples are asked for"
-    )
     rollout_concurrency: int = flag(1024, help="most requests in flight at once", unit="requests")
     rollout_request_timeout: float = flag(1800.0, help="time limit of one generation request", unit="seconds")
     rm_type: str | None = flag(

@@ -146,8 +146,6 @@ class RolloutManager:
             concurrency=self._config.rollout_concurrency,
             timeout=self._config.rollout_request_timeout,
         ) as client:
-            if self._config.rollout_warm_prompts:
-                await _all_of([_warm(client, prompt) for prompt in _distinct_prompts(jobs)])
             await _all_of([self._run_one(client, job, watch) for job in jobs])
         return watch.seconds()
 
@@ -205,12 +203,3 @@ async def _all_of(tasks: Sequence[Any]) -> None:
                 group.create_task(task)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
-
-
-def _distinct_prompts(jobs: Sequence[_Job]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(tuple(sample.prompt_tokens) for sample, _, _ in jobs))
-
-
-async def _warm(client: EngineClient, prompt: tuple[int, ...]) -> None:
-    """Have the engine compute a prompt and keep it in its prefix cache. One token, which nobody reads."""
-    await client.generate(prompt, SamplingParams(temperature=0.0, max_new_tokens=1).to_request(0))
