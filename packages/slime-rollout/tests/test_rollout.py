@@ -1,9 +1,11 @@
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -175,3 +177,17 @@ except KeyboardInterrupt:
     finally:
         child.kill()
     assert (child.returncode, out, err) == (0, b"position 0\n", b"")
+
+
+def test_the_example_of_the_readme_runs(engine, tokenizer_dir, write_rows, capsys):
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(from slime_rollout.*?)```", page, re.DOTALL)[1]
+    for old, new in {
+        "path/to/model": tokenizer_dir,
+        "sums.jsonl": write_rows(ROWS),
+        "http://127.0.0.1:30000": engine.url,
+    }.items():
+        assert old in example
+        example = example.replace(old, new)
+    exec(example, {})
+    assert len(capsys.readouterr().out.splitlines()) == 16 * 8

@@ -58,7 +58,16 @@ def test_no_template_to_apply(tokenizer):
         PromptEncoder(tokenizer, apply_chat_template=True)
 
 
-def test_a_directory_without_a_tokenizer(tmp_path):
+def test_no_directory():
+    with pytest.raises(ConfigError, match=r"some/model is no directory; give a model's"):
+        load_tokenizer("some/model")
+
+
+@pytest.mark.parametrize("broken", [None, "{", '{"model": 5}'])
+def test_a_directory_without_a_tokenizer(tmp_path, broken):
+    if broken is not None:
+        (tmp_path / "tokenizer.json").write_text(broken)
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ConfigError, match="has no tokenizer that transformers can load") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError, DataError
@@ -12,13 +13,15 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
     """The tokenizer of a Hugging Face directory. transformers is imported here, not with this package.
 
     Raises:
-        ConfigError: There is none, or it cannot be read.
+        ConfigError: It is no directory, or has no tokenizer that can be read.
     """
+    if not Path(hf_checkpoint).is_dir():
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} is no directory; give a model's, with tokenizer.json in it")
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(hf_checkpoint)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever the many tokenizer classes raise for a broken file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} has no tokenizer that transformers can load ({reason}); "
