@@ -1,0 +1,5 @@
+"""Only this family."""
+
+from sglang.srt.models.llama import EntryClass
+
+__all__ = ["EntryClass"]

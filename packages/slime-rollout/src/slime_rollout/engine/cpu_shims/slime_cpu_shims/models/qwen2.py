@@ -1,0 +1,5 @@
+"""Only this family."""
+
+from sglang.srt.models.qwen2 import EntryClass
+
+__all__ = ["EntryClass"]

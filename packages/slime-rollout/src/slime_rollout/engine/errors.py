@@ -1,0 +1,23 @@
+"""What can go wrong with engines and the router."""
+
+from slime_core.errors import SlimeError
+
+
+class EngineError(SlimeError):
+    """Base of all errors of engines, the router and the weight channels."""
+
+
+class PortInUseError(EngineError):
+    """A port that was asked for is taken."""
+
+
+class EngineStartError(EngineError):
+    """An engine or the router did not come up."""
+
+
+class EngineDiedError(EngineError):
+    """An engine or the router ended by itself."""
+
+
+class WeightSyncError(EngineError):
+    """An engine refused new weights, or does not confirm their version."""

@@ -1,0 +1,74 @@
+"""TCP ports. No torch, no aiohttp."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime_rollout.engine.errors import PortInUseError
+
+_LOWEST = 15000
+_ATTEMPTS = 200
+
+
+def check_port_free(port: int, host: str = "127.0.0.1", *, flag: str | None = None) -> None:
+    """Check that a server could listen on a port.
+
+    Args:
+        port: TCP port.
+        host: Address to listen on.
+        flag: The flag that gave the port, for the message.
+
+    Raises:
+        PortInUseError: It is taken, or the address is not this machine's.
+    """
+    given = f"{flag} {port}" if flag else f"port {port}"
+    try:
+        with _listening(host, port):
+            pass
+    except OSError as error:
+        raise PortInUseError(
+            f"{given} cannot be used on {host} ({error.strerror or error}); "
+            "give another one, or none to have a free one chosen"
+        ) from error
+
+
+def free_port(host: str = "127.0.0.1", *, without: frozenset[int] | set[int] = frozenset()) -> int:
+    """A free port below those that the kernel gives to outgoing connections, which come and go by the hundred.
+
+    Args:
+        host: Address to listen on.
+        without: Ports not to return: those promised to a server that is not yet listening.
+
+    Raises:
+        PortInUseError: None was found.
+    """
+    below = _first_ephemeral_port()
+    for _ in range(_ATTEMPTS):
+        port = random.SystemRandom().randrange(_LOWEST, below)
+        if port in without:
+            continue
+        with contextlib.suppress(PortInUseError):
+            check_port_free(port, host)
+            return port
+    raise PortInUseError(f"no free port between {_LOWEST} and {below} on {host} in {_ATTEMPTS} attempts")
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[None]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+        server.listen()
+        yield
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 32768

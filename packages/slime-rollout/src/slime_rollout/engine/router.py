@@ -1,0 +1,137 @@
+"""sglang-router: one process in front of all engines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.errors import EngineDiedError, EngineStartError
+from slime_rollout.engine.ports import check_port_free
+from slime_rollout.http import HttpError, call
+from slime_rollout.supervise import Supervised
+
+GRACE_SECONDS = 1.0
+POLL_SECONDS = 0.1
+WORKER_TIMEOUT_SECONDS = 60.0
+LOG_LINES = 20
+
+# With the router's own defaults, an engine that was started again gets no requests for more than ten seconds.
+_RECOVERY_FLAGS = {
+    "cb-failure-threshold": "3",
+    "cb-timeout-duration-secs": "4",
+    "cb-success-threshold": "1",
+    "health-check-interval-secs": "5",
+    "health-check-timeout-secs": "20",
+    "health-failure-threshold": "3",
+    "health-success-threshold": "1",
+    "worker-startup-check-interval": "1",
+    "shutdown-grace-period-secs": "1",
+}
+
+
+def router_command(config: EngineConfig, *, port: int, prometheus_port: int) -> list[str]:
+    """The router's command line, for this process's own interpreter."""
+    flags = {
+        "host": config.sglang_router_ip,
+        "port": str(port),
+        "policy": config.router_policy,
+        "request-timeout-secs": str(config.sglang_router_request_timeout_secs),
+        "prometheus-host": "127.0.0.1",
+        "prometheus-port": str(prometheus_port),
+        "log-level": "warn",
+        **_RECOVERY_FLAGS,
+    }
+    arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    return [sys.executable, "-m", "sglang_router.launch_router", *arguments]
+
+
+class Router:
+    """A running router. Made by :meth:`start`, which returns at once; :meth:`is_ready` tells when it serves."""
+
+    def __init__(self, process: Supervised, url: str) -> None:
+        self._process = process
+        self.url = url
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, port: int, prometheus_port: int, log_path: Path) -> Router:
+        """Start the process; it ends when this one does.
+
+        Raises:
+            PortInUseError: The port is taken. Nothing was started.
+            SupervisionError: The log file cannot be written.
+        """
+        check_port_free(port, config.sglang_router_ip, flag="--sglang-router-port")
+        command = router_command(config, port=port, prometheus_port=prometheus_port)
+        host = config.sglang_router_ip
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return cls(Supervised.start(command, log_path=log_path, grace=GRACE_SECONDS), url)
+
+    def is_ready(self) -> bool:
+        """Whether the router itself answers. It has no workers at first.
+
+        Raises:
+            EngineStartError: It ended.
+        """
+        code = self._process.poll()
+        if code is not None:
+            raise EngineStartError(f"sglang-router {self.url} did not start (exit code {code}); {self.log_excerpt()}")
+        try:
+            call("GET", f"{self.url}/liveness", timeout=5.0)
+        except HttpError:
+            return False
+        return True
+
+    def add_workers(self, urls: list[str], *, timeout: float = WORKER_TIMEOUT_SECONDS) -> None:
+        """Give the router engines; return when it sends them requests.
+
+        Args:
+            urls: Addresses of engines that are ready.
+            timeout: Longest wait in seconds.
+
+        Raises:
+            EngineStartError: It does not take one of them.
+        """
+        try:
+            for url in urls:
+                call("POST", f"{self.url}/workers", {"url": url}, attempts=3)
+            deadline = time.monotonic() + timeout
+            while missing := sorted(set(urls) - self.healthy_workers()):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise EngineStartError(
+                        f"sglang-router {self.url} does not use {', '.join(missing)} after {timeout:g} s; "
+                        + self.log_excerpt()
+                    )
+                time.sleep(POLL_SECONDS)
+        except HttpError as error:
+            raise EngineStartError(f"sglang-router refused an engine: {error}; {self.log_excerpt()}") from error
+
+    def healthy_workers(self) -> set[str]:
+        """Addresses of the engines that get requests."""
+        answer: Any = call("GET", f"{self.url}/workers", attempts=3)
+        return {worker["url"] for worker in answer["workers"] if worker["is_healthy"]}
+
+    def check(self) -> None:
+        """Raise if the process has ended.
+
+        Raises:
+            EngineDiedError: It has.
+        """
+        code = self._process.poll()
+        if code is not None:
+            raise EngineDiedError(f"sglang-router {self.url} ended by itself (exit code {code}); {self.log_excerpt()}")
+
+    def log_excerpt(self) -> str:
+        """Where the log is, and its last lines."""
+        return f"the end of its log {self._process.log_path}:\n{self._process.log_tail(LOG_LINES)}"
+
+    def request_stop(self) -> None:
+        """Ask the process to end, without waiting."""
+        self._process.request_stop()
+
+    def stop(self) -> None:
+        """End the process; returns when it is gone."""
+        self._process.stop()

@@ -1,0 +1,220 @@
+"""One SGLang server: its command line, its environment, its process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime_rollout.engine.config import EngineConfig, SglangValue
+from slime_rollout.engine.errors import EngineDiedError, EngineStartError
+from slime_rollout.engine.ports import check_port_free
+from slime_rollout.http import HttpError, call
+from slime_rollout.supervise import Supervised
+
+CPU_SHIMS = Path(__file__).parent / "cpu_shims"
+# Seconds that a server gets to end by itself. It has nothing to save, and it would wait for idle clients.
+GRACE_SECONDS = 1.0
+HEALTH_TIMEOUT_SECONDS = 10.0
+LOG_LINES = 20
+# Tokens that the KV cache of a CPU engine holds.
+CPU_KV_TOKENS = 32768
+CPU_RUNNING_REQUESTS = 128
+FIRST_WEIGHT_VERSION = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """What one server serves, and where.
+
+    Attributes:
+        model_path: Hugging Face directory.
+        port: Port that it listens on.
+        host: Address that it listens on.
+        dtype: ``float32``, ``bfloat16`` …
+        context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.
+        seed: Seed of requests that bring none.
+        device: ``cpu`` or ``cuda``.
+        base_gpu_id: First GPU of this server. CUDA only.
+    """
+
+    model_path: str
+    port: int
+    host: str = "127.0.0.1"
+    dtype: str = "bfloat16"
+    context_length: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    base_gpu_id: int = 0
+
+
+def server_command(config: EngineConfig, spec: ServerSpec) -> list[str]:
+    """The command line of one server. The user's ``sglang_args`` win over what is chosen here."""
+    flags: dict[str, SglangValue] = {
+        "model-path": spec.model_path,
+        "host": spec.host,
+        "port": str(spec.port),
+        "dtype": spec.dtype,
+        "tp-size": str(config.rollout_num_gpus_per_engine),
+        "random-seed": str(spec.seed),
+        "weight-version": str(FIRST_WEIGHT_VERSION),
+        "skip-server-warmup": True,
+        "log-level-http": "warning",
+    }
+    if spec.context_length is not None:
+        flags["context-length"] = str(spec.context_length)
+    flags |= _cpu_flags(spec) if spec.device == "cpu" else _cuda_flags(spec)
+    flags |= config.sglang_args
+    return [config.python, "-m", "sglang.launch_server", *_as_arguments(flags)]
+
+
+def _cpu_flags(spec: ServerSpec) -> dict[str, SglangValue]:
+    return {
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "grammar-backend": "none",
+        "disable-overlap-schedule": True,
+        "cuda-graph-backend-decode": "disabled",
+        "cuda-graph-backend-prefill": "disabled",
+        "mem-fraction-static": "0.1",
+        "max-total-tokens": str(max(CPU_KV_TOKENS, spec.context_length or 0)),
+        "max-running-requests": str(CPU_RUNNING_REQUESTS),
+        # Without it an idle server keeps one core busy, and a trainer beside it runs at half its speed.
+        "sleep-on-idle": True,
+        # `sampling_seed` counts only with this.
+        "enable-deterministic-inference": True,
+    }
+
+
+def _cuda_flags(spec: ServerSpec) -> dict[str, SglangValue]:
+    """Written from SGLang's documentation; not run on CUDA."""
+    return {"base-gpu-id": str(spec.base_gpu_id), "enable-deterministic-inference": True}
+
+
+def _as_arguments(flags: Mapping[str, SglangValue]) -> list[str]:
+    arguments = []
+    for name, value in flags.items():
+        arguments.append(f"--{name}")
+        if isinstance(value, tuple):
+            arguments += value
+        elif isinstance(value, str):
+            arguments.append(value)
+    return arguments
+
+
+def server_environment(config: EngineConfig, spec: ServerSpec, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of one server: ``base`` (this process's by default) with what SGLang needs."""
+    environment = dict(os.environ if base is None else base)
+    # Compiled modules are half of the start-up; without them on disk every process compiles all of SGLang anew.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # The trainer learns from an answer to /health that the server is up; it need not cost a generated token.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    if Path(spec.model_path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        environment |= _cpu_environment(config, environment.get("PYTHONPATH"))
+    return environment
+
+
+def _cpu_environment(config: EngineConfig, python_path: str | None) -> dict[str, str]:
+    ranks = config.rollout_num_gpus_per_engine
+    environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime_cpu_shims.models",
+        "PYTHONPATH": os.pathsep.join([str(CPU_SHIMS), *([python_path] if python_path else [])]),
+        "OMP_NUM_THREADS": str(config.threads),
+        # Inductor would need a C++ compiler, and minutes.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return environment
+
+
+class SGLangServer:
+    """A running server. Made by :meth:`start`, which returns at once; :meth:`is_ready` tells when it serves."""
+
+    def __init__(self, process: Supervised, spec: ServerSpec) -> None:
+        self._process = process
+        self._was_ready = False
+        self.spec = spec
+
+    @classmethod
+    def start(cls, config: EngineConfig, spec: ServerSpec, *, log_path: Path) -> SGLangServer:
+        """Start the process; it ends when this one does.
+
+        Raises:
+            PortInUseError: The port is taken. Nothing was started.
+            SupervisionError: The log file cannot be written.
+        """
+        check_port_free(spec.port, spec.host)
+        process = Supervised.start(
+            server_command(config, spec),
+            env=server_environment(config, spec),
+            log_path=log_path,
+            grace=GRACE_SECONDS,
+        )
+        return cls(process, spec)
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        return f"http://{host}:{self.spec.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's supervisor."""
+        return self._process.pid
+
+    def is_ready(self) -> bool:
+        """Whether it answers requests now.
+
+        Raises:
+            EngineStartError: It ended before it ever answered.
+            EngineDiedError: It ended later.
+        """
+        self.check()
+        try:
+            call("GET", f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+        except HttpError:
+            return False
+        self._was_ready = True
+        return True
+
+    def check(self) -> None:
+        """Raise if the process has ended.
+
+        Raises:
+            EngineStartError: It ended before it ever answered.
+            EngineDiedError: It ended later.
+        """
+        code = self._process.poll()
+        if code is None:
+            return
+        kind = EngineDiedError if self._was_ready else EngineStartError
+        what = "ended by itself" if self._was_ready else "did not start"
+        raise kind(f"SGLang engine {self.url} {what} (exit code {code}); {self.log_excerpt()}")
+
+    def log_excerpt(self) -> str:
+        """Where the log is, and its last lines."""
+        return f"the end of its log {self._process.log_path}:\n{self._process.log_tail(LOG_LINES)}"
+
+    def request_stop(self) -> None:
+        """Ask the process to end, without waiting."""
+        self._process.request_stop()
+
+    def stop(self) -> None:
+        """End the process and all its children; returns when they are gone."""
+        self._process.stop()
+
+
+def importable_in(python: str, module: str) -> bool:
+    """Whether an interpreter can find a module. The module is not imported."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
