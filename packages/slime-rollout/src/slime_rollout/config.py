@@ -37,7 +37,7 @@ class RolloutConfig:
     rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens")
     rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
     rollout_stop_token_ids: tuple[int, ...] = flag((), help="token ids that end a response, besides the model's own")
-    rollout_concurrency: int = flag(1024, help="most requests in flight at once", unit="requests")
+    rollout_concurrency: int = flag(512, help="most requests in flight at once", unit="requests")
     rollout_request_timeout: float = flag(1800.0, help="time limit of one generation request", unit="seconds")
     rm_type: str | None = flag(
         None, choices=RULES, help=f"rule that scores a response; without --custom-rm-path `{DEFAULT_RULE}`"
