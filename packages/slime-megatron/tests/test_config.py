@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs
 from slime_megatron.config import MegatronConfig
@@ -45,6 +46,23 @@ def test_data_parallel_size():
     assert MegatronConfig(tensor_model_parallel_size=2).data_parallel_size(4) == 2
     with pytest.raises(ConfigError, match="3 trainer ranks"):
         MegatronConfig(tensor_model_parallel_size=2).data_parallel_size(3)
+
+
+def test_a_model_that_does_not_divide_is_named():
+    shape = ModelShape(
+        family="llama",
+        num_layers=1,
+        hidden_size=12,
+        ffn_hidden_size=12,
+        num_attention_heads=6,
+        num_query_groups=3,
+        kv_channels=2,
+        vocab_size=10,
+        max_position_embeddings=8,
+    )
+    MegatronConfig(tensor_model_parallel_size=3).check_fits(shape)
+    with pytest.raises(ConfigError, match="num_query_groups 3; allowed: 1, 3"):
+        MegatronConfig(tensor_model_parallel_size=2).check_fits(shape)
 
 
 def test_the_flag_table_needs_no_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
 
@@ -142,6 +143,26 @@ class MegatronConfig:
                 f"{self.tensor_model_parallel_size}; change one of them"
             )
         return world_size // model_parallel
+
+    def check_fits(self, shape: ModelShape) -> None:
+        """Check that the model divides over the tensor-parallel ranks. Can be asked before a run starts.
+
+        Raises:
+            ConfigError: It does not; the message says which size does not, and which numbers of ranks would do.
+        """
+        sizes = {
+            "num_attention_heads": shape.num_attention_heads,
+            "num_query_groups": shape.num_query_groups,
+            "ffn_hidden_size": shape.ffn_hidden_size,
+        }
+        for name, size in sizes.items():
+            if size % self.tensor_model_parallel_size:
+                limit = shape.num_query_groups
+                fitting = [str(n) for n in range(1, limit + 1) if all(s % n == 0 for s in sizes.values())]
+                raise ConfigError(
+                    f"--tensor-model-parallel-size {self.tensor_model_parallel_size} does not divide the model's "
+                    f"{name} {size}; allowed: {', '.join(fitting)}"
+                )
 
 
 def _flag(name: str) -> str:

@@ -1,0 +1,68 @@
+"""Which directory holds a checkpoint. No torch here, so that a launcher can ask before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_megatron.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete checkpoint.
+
+    Attributes:
+        directory: The directory with the ``torch_dist`` files.
+        iteration: Rollouts trained on; ``None`` for a converted model (``release``), which has no optimizer state.
+    """
+
+    directory: Path
+    iteration: int | None
+
+
+def iteration_directory(root: str | Path, iteration: int) -> Path:
+    """Where checkpoint ``iteration`` under ``root`` is, such as ``iter_0000007``."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def find_checkpoint(path: str | Path) -> CheckpointInfo:
+    """The newest checkpoint under ``path``, or ``path`` itself if it is an ``iter_*`` or ``release`` directory.
+
+    Raises:
+        CheckpointError: There is none; the message says what was looked for.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"checkpoint directory {root} does not exist; give one that slime or slime-convert wrote")
+    tracker = root / TRACKER
+    if tracker.is_file():
+        text = tracker.read_text().strip()
+        if text == RELEASE:
+            return _complete(root / RELEASE)
+        if text.isdecimal():
+            return _complete(iteration_directory(root, int(text)))
+        raise CheckpointError(f"{tracker} says {text!r}; it must hold a number or {RELEASE!r}")
+    return _complete(root)
+
+
+def _complete(directory: Path) -> CheckpointInfo:
+    """Check that ``directory`` holds a whole ``torch_dist`` checkpoint. Its metadata are written last."""
+    for name in ("metadata.json", ".metadata", "common.pt"):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"{directory} is no torch_dist checkpoint: it has neither {TRACKER} nor {name}; give a directory that "
+                "slime saved or that `slime-convert hf-to-torch-dist` wrote"
+            )
+    backend = json.loads((directory / "metadata.json").read_text()).get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{directory} is a {backend!r} checkpoint; only torch_dist can be loaded; convert it first"
+        )
+    number = re.fullmatch(r"iter_(\d+)", directory.name)
+    return CheckpointInfo(directory, int(number.group(1)) if number else None)

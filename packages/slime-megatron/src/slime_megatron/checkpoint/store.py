@@ -1,0 +1,236 @@
+"""Write and read checkpoints, together with the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from slime_convert.shape import ModelShape
+from slime_megatron.checkpoint.find import TRACKER, CheckpointInfo, iteration_directory
+from slime_megatron.config import MegatronConfig
+from slime_megatron.errors import CheckpointError
+from slime_megatron.model.gpt import PackedGPT
+from slime_megatron.trainer.optimizer import load_optimizer
+
+logger = logging.getLogger(__name__)
+
+# How Megatron lays the distributed optimizer's state out: whole parameters, so that it can be loaded at another
+# parallel size.
+_SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+# Arguments that make a model another one. (Megatron leaves num_query_groups at 1 where it is not used.)
+_COMPARED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "vocab_size",
+    "norm_epsilon",
+    "rotary_base",
+    "use_rope_scaling",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+
+
+def save_checkpoint(
+    config: MegatronConfig, shape: ModelShape, model: PackedGPT, optimizer: Any, scheduler: Any, iteration: int
+) -> Path:
+    """Write checkpoint ``iteration`` under ``config.save``.
+
+    It is written beside its place and moved there when every rank is done, so a directory named ``iter_*`` is
+    always whole.
+
+    Returns:
+        Its directory.
+
+    Raises:
+        CheckpointError: ``--save`` is not set, or the directory cannot be written.
+    """
+    if config.save is None:
+        raise CheckpointError("a checkpoint was asked for, but --save names no directory")
+    final = iteration_directory(config.save, iteration)
+    temporary = final.with_name(final.name + ".tmp")
+    _rank_0_first(_make_empty, temporary)
+    state = model_state(model)
+    state |= {
+        "args": _arguments(config, shape),
+        "iteration": iteration,
+        "checkpoint_version": 3.0,
+        "rng_state": _random_state(),
+        "opt_param_scheduler": scheduler.state_dict(),
+    }
+    if not config.no_save_optim:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=dict(_SHARDING))
+    dist_checkpointing.save(state, str(temporary), content_metadata=dict(_SHARDING))
+    _rank_0_first(_publish, temporary, final, iteration)
+    return final
+
+
+def load_weights(info: CheckpointInfo, shape: ModelShape, model: PackedGPT) -> None:
+    """Load a checkpoint's weights, and nothing else, into ``model``, whatever the parallel size it was saved at.
+
+    Raises:
+        CheckpointError: The checkpoint is of a model of another shape.
+    """
+    _load(info, shape, model, model_state(model))
+
+
+def load_checkpoint(
+    info: CheckpointInfo, config: MegatronConfig, shape: ModelShape, model: PackedGPT, optimizer: Any, scheduler: Any
+) -> int:
+    """Load all that a run needs to continue: weights, optimizer, schedule and random state.
+
+    Returns:
+        The checkpoint's iteration.
+
+    Raises:
+        CheckpointError: It has no optimizer state, or its kind of optimizer or its shape is another.
+    """
+    common = dist_checkpointing.load_common_state_dict(str(info.directory))
+    saved = _saved_arguments(common)
+    if info.iteration is None or saved.get("no_save_optim", True):
+        raise CheckpointError(
+            f"{info.directory} holds no optimizer state, so no run can continue from it; give it as --load to start a "
+            "new run with its weights"
+        )
+    for name in ("use_distributed_optimizer", "bf16"):
+        if saved[name] != getattr(config, name):
+            raise CheckpointError(
+                f"{info.directory} was saved {_with(saved[name], name)}, this run is {_with(not saved[name], name)}; "
+                "use the same to continue it"
+            )
+    state = model_state(model)
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=dict(_SHARDING))
+    same_layout = saved["tensor_model_parallel_size"] == config.tensor_model_parallel_size
+    if same_layout:
+        state["rng_state"] = _random_state()
+    loaded = _load(info, shape, model, state)
+    load_optimizer(optimizer, loaded["optimizer"])
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = config.lr, config.min_lr
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if same_layout:
+        _restore_random_state(loaded["rng_state"])
+    else:
+        logger.warning("the tensor-parallel size has changed, so random states start from --seed again")
+    return info.iteration
+
+
+def model_state(model: PackedGPT) -> dict[str, Any]:
+    """The model's part of a checkpoint's state dict."""
+    return {"model": model.sharded_state_dict(metadata=dict(_SHARDING))}
+
+
+def _load(info: CheckpointInfo, shape: ModelShape, model: PackedGPT, state: dict[str, Any]) -> dict[str, Any]:
+    saved = _saved_arguments(dist_checkpointing.load_common_state_dict(str(info.directory)))
+    wanted = shape.to_megatron_args()
+    wrong = [
+        f"{name} is {saved[name]} in the checkpoint and {wanted[name]} here"
+        for name in _COMPARED
+        if name in saved and saved[name] != wanted[name]
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{info.directory} is of another model: {'; '.join(wrong)}; give the checkpoint of this one"
+        )
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
+    model.load_state_dict(loaded["model"])
+    return loaded
+
+
+def _saved_arguments(common: dict[str, Any]) -> dict[str, Any]:
+    saved = common.get("args", {})
+    return saved if isinstance(saved, dict) else dict(vars(saved))
+
+
+def _with(switch: bool, name: str) -> str:
+    return f"{'with' if switch else 'without'} --{name.replace('_', '-')}"
+
+
+def _arguments(config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
+    return {
+        **shape.to_megatron_args(),
+        "padded_vocab_size": shape.padded_vocab_size(config.tensor_model_parallel_size),
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "bf16": config.bf16,
+        "no_save_optim": config.no_save_optim,
+    }
+
+
+def _random_state() -> ShardedObject:
+    """This tensor-parallel rank's random states; data-parallel replicas have the same."""
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject(
+        "rng_state",
+        [state],
+        (parallel_state.get_tensor_model_parallel_world_size(),),
+        (parallel_state.get_tensor_model_parallel_rank(),),
+        replica_id=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def _restore_random_state(states: list[dict[str, Any]]) -> None:
+    [state] = states
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _rank_0_first(action: Any, *args: Any) -> None:
+    """Let rank 0 do something while the others wait; all of them raise what went wrong there."""
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action(*args)
+        except OSError as error:
+            problem = [f"cannot write the checkpoint: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise CheckpointError(problem[0])
+
+
+def _make_empty(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _publish(temporary: Path, final: Path, iteration: int) -> None:
+    """Move a finished checkpoint to its place and name it the newest."""
+    if final.exists():
+        replaced = final.with_name(final.name + ".old")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        temporary.rename(final)
+        shutil.rmtree(replaced)
+    else:
+        temporary.rename(final)
+    tracker = final.parent / TRACKER
+    newer = tracker.with_name(tracker.name + ".tmp")
+    newer.write_text(str(iteration))
+    newer.replace(tracker)

@@ -1,0 +1,134 @@
+"""Stand-ins that let Megatron-core, which speaks to ``torch.cuda``, run on a CPU-only torch.
+
+They change the whole process, so they are installed only inside trainer workers, and never where CUDA is available.
+What they cover is what Megatron-core 0.16.1 touches on this package's paths, found by running it: the current
+device, streams and synchronisation that have nothing to wait for, a generator for the "device" random state,
+``device="cuda"`` in five tensor factories, ``.cuda()``, and type names such as ``torch.cuda.FloatTensor``, by which
+its optimizers tell precisions apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._device
+
+from slime_core.errors import SlimeError
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
+_MARK = "_slime_cpu_device"
+
+
+class DeviceError(SlimeError):
+    """The device layer was asked for where it cannot work."""
+
+
+def install_cpu_device() -> None:
+    """Install the stand-ins in this process. A second call does nothing.
+
+    Raises:
+        DeviceError: CUDA is available, or Megatron was imported before.
+    """
+    if getattr(torch.cuda, _MARK, False):
+        return
+    if torch.cuda.is_available():
+        raise DeviceError("the CPU stand-ins are for machines without CUDA, and CUDA is available here; use the GPU")
+    if "megatron.core" in sys.modules:
+        raise DeviceError("megatron.core was imported before the CPU stand-ins; call install_cpu_device() first")
+    setattr(torch.cuda, _MARK, True)
+    _stand_in_for_the_runtime()
+    _stand_in_for_random_state()
+    _redirect_factories()
+    _redirect_methods()
+    # Megatron decorates small functions with torch.compile. On a CPU that would start a C++ compiler for each of them.
+    torch.compile = lambda function: function  # type: ignore[assignment]
+
+
+def _set(owner: object, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _nothing() -> Callable[..., None]:
+    """A new function that does nothing: torch refuses to register one function under two names."""
+    return lambda *args, **kwargs: None
+
+
+def _stand_in_for_the_runtime() -> None:
+    _set(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        device_count=lambda: 1,
+        set_device=_nothing(),
+        synchronize=_nothing(),
+        empty_cache=_nothing(),
+        stream=lambda *args, **kwargs: contextlib.nullcontext(),
+        _lazy_init=_nothing(),
+        _lazy_call=lambda call, **kwargs: call(),
+    )
+    _set(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing())
+
+
+def _stand_in_for_random_state() -> None:
+    """A generator of its own for the "device", so that the CPU's random state stays what the program made it."""
+    generator = torch.Generator()
+
+    def get_state(device: object = None) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_state(state: torch.Tensor, device: object = None) -> None:
+        generator.set_state(state)
+
+    def manual_seed(seed: int) -> None:
+        generator.manual_seed(seed)
+
+    class Generators:
+        def __getitem__(self, index: object) -> torch.Generator:
+            return generator
+
+    _set(torch.cuda, get_rng_state=get_state, set_rng_state=set_state, manual_seed=manual_seed)
+    _set(torch.cuda, default_generators=Generators())
+    _set(torch.cuda.random, get_rng_state=get_state, set_rng_state=set_state)
+
+
+def _is_cuda(device: object) -> bool:
+    return str(device).startswith("cuda")
+
+
+def _redirect_factories() -> None:
+    # torch remembers its factories on first use to honour `with torch.device("meta")`. It must remember the
+    # original ones, or code that builds a model that way (transformers does) silently gets wrong tensors.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def _redirect_methods() -> None:
+    original_type = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original_type(self, *args, **kwargs)
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    def itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    _set(torch.Tensor, type=type_name, cuda=itself)
+    _set(torch.nn.Module, cuda=itself)

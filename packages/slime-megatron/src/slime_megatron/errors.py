@@ -1,0 +1,13 @@
+"""The trainer's errors."""
+
+from __future__ import annotations
+
+from slime_core.errors import SlimeError
+
+
+class TrainingError(SlimeError):
+    """Training cannot go on: a number is not finite, or ranks disagree."""
+
+
+class CheckpointError(SlimeError):
+    """A directory is no checkpoint, or a checkpoint does not fit the run."""

@@ -1,0 +1,1 @@
+"""Megatron-core models over packed batches. Importing this imports Megatron: select the device first."""

@@ -1,0 +1,114 @@
+"""Megatron's gradient buffers, Adam and learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slime_megatron.config import MegatronConfig
+from slime_megatron.model.gpt import PackedGPT
+
+
+def wrap_model(model: PackedGPT, config: MegatronConfig) -> Any:
+    """Give the model Megatron's fp32 gradient buffers, reduced over the data-parallel ranks."""
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
+        ),
+        model,
+    )
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_optimizer(wrapped: Any, config: MegatronConfig) -> Any:
+    """Megatron's optimizer with AdamW inside."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=config.bf16,
+            params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+        ),
+        [wrapped],
+    )
+    for part in optimizer.chained_optimizers:
+        _prepare_adam(part.optimizer)
+        if isinstance(part, DistributedOptimizer):
+            _keep_step_on_load(part)
+    return optimizer
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Load a checkpoint's optimizer state, as ``optimizer.sharded_state_dict`` asked for it."""
+    optimizer.load_state_dict(state)
+    for part in optimizer.chained_optimizers:
+        for param_state in part.optimizer.state.values():
+            # Megatron-core 0.16.1 gives all parameters one step tensor, which each of them would then count up.
+            param_state["step"] = param_state["step"].clone()
+
+
+def _keep_step_on_load(part: DistributedOptimizer) -> None:
+    """Let the distributed optimizer load torch's Adam.
+
+    Megatron-core 0.16.1 takes Adam's step from the parameter groups, does not keep it per parameter in a checkpoint,
+    and then asks for it per parameter (its own Adams have none).
+    """
+    load = part._set_main_param_and_optimizer_states
+
+    def load_with_step(model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = part.model_param_group_index_map[model_param]
+        main_param = part.optimizer.param_groups[group]["params"][place]
+        load(model_param, {"step": part.optimizer.state[main_param]["step"], **tensors})
+
+    part._set_main_param_and_optimizer_states = load_with_step
+
+
+def _prepare_adam(adam: torch.optim.Optimizer | None) -> None:
+    """Use torch's fused kernel, and make Adam's state now: checkpoints are loaded into it, before the first step."""
+    if not isinstance(adam, torch.optim.AdamW):
+        return
+    for group in adam.param_groups:
+        group["fused"] = True
+        group["foreach"] = False
+        for param in group["params"]:
+            adam.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "exp_avg": torch.zeros_like(param.data),
+                "exp_avg_sq": torch.zeros_like(param.data),
+            }
+
+
+def build_scheduler(optimizer: Any, config: MegatronConfig) -> Any:
+    """The course of the learning rate, in optimizer steps. A resumed run follows today's flags, from the saved step
+    on."""
+    # Megatron wants a length even of a constant rate.
+    decay_steps = config.lr_decay_iters or config.lr_warmup_iters + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,190 @@
+"""`MegatronWorker`: one rank of the training half."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_core.interfaces import WeightChannel
+from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard
+from slime_megatron import sync
+from slime_megatron.checkpoint.find import find_checkpoint
+from slime_megatron.checkpoint.store import load_checkpoint, load_weights, save_checkpoint
+from slime_megatron.config import MegatronConfig
+from slime_megatron.device import Device
+from slime_megatron.errors import TrainingError
+from slime_megatron.model.build import build_model
+from slime_megatron.model.gpt import PackedGPT
+from slime_megatron.packing import PackedBatch, pack
+from slime_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_model
+from slime_megatron.trainer.parallel import join_ranks, leave_ranks, seed_everything
+from slime_megatron.trainer.step import MicroBatch, StepPlan, contributes, forward_backward, log_probs
+from slime_megatron.trainer.timing import PhaseTimer
+
+
+class RankTrainer:
+    """The model, its optimizer and, if the loss needs one, the reference model, on one rank.
+
+    Megatron is imported with this module, so the device must have been selected before;
+    :class:`slime_megatron.worker.MegatronWorker` sees to that.
+
+    Args:
+        config: Parallelism, optimizer, checkpoints.
+        algorithm: The loss.
+        shape: The model.
+        rendezvous: Where the ranks meet.
+        device: What this rank computes on.
+        resume_from: Checkpoint (or directory of checkpoints) to continue with optimizer and random state. Without
+            it, weights come from ``config.load``, then ``config.ref_load``, and are random if neither is given.
+
+    Raises:
+        ConfigError: The shape or the number of ranks does not fit the parallel sizes.
+        CheckpointError: A checkpoint is missing or does not fit.
+    """
+
+    def __init__(
+        self,
+        config: MegatronConfig,
+        algorithm: AlgorithmConfig,
+        shape: ModelShape,
+        rendezvous: Rendezvous,
+        device: Device,
+        resume_from: str | Path | None = None,
+    ) -> None:
+        self.config = config
+        self.algorithm = algorithm
+        self.shape = shape
+        self._device = device
+        join_ranks(config, rendezvous, device)
+        seed_everything(config.seed)
+        self.model = build_model(shape, config, device)
+        weights = config.load or config.ref_load
+        if resume_from is None and weights is not None:
+            load_weights(find_checkpoint(weights), shape, self.model)
+        self._wrapped = wrap_model(self.model, config)
+        self._optimizer = build_optimizer(self._wrapped, config)
+        self._scheduler = build_scheduler(self._optimizer, config)
+        self.iteration: int | None = None
+        if resume_from is not None:
+            self.iteration = load_checkpoint(
+                find_checkpoint(resume_from), config, shape, self.model, self._optimizer, self._scheduler
+            )
+        self._reference = self._build_reference(resume_from) if algorithm.needs_reference else None
+
+    def _build_reference(self, resume_from: str | Path | None) -> PackedGPT:
+        """A frozen model with ``ref_load``'s weights, else ``load``'s; a random one equals the random policy."""
+        source = self.config.ref_load or self.config.load
+        if source is None and resume_from is not None:
+            raise TrainingError("the KL loss needs the reference model when a run continues; name it with --ref-load")
+        seed_everything(self.config.seed)
+        reference = build_model(self.shape, self.config, self._device)
+        if source is not None:
+            load_weights(find_checkpoint(source), self.shape, reference)
+        reference.requires_grad_(False)
+        reference.eval()
+        return reference
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which shard of a rollout this rank trains on."""
+        return int(parallel_state.get_data_parallel_rank())
+
+    def train(self, shard: TrainShard) -> TrainReport:
+        """Train on one rollout: its optimizer steps, in order."""
+        timer = PhaseTimer(self._device.synchronize)
+        plans = [self._plan(shard, number) for number in range(len(shard.steps))]
+        if self._reference is not None:
+            for plan in plans:
+                with timer.phase("ref_log_probs", plan.tokens):
+                    for micro_batch in plan.micro_batches:
+                        micro_batch.ref_log_probs_N = self._evaluate(
+                            self._reference, micro_batch.batch, shard.temperature
+                        )
+        if len(plans) > 1:
+            for plan in plans:
+                with timer.phase("log_probs", plan.tokens):
+                    for micro_batch in plan.micro_batches:
+                        micro_batch.old_log_probs_N = self._evaluate(self.model, micro_batch.batch, shard.temperature)
+        steps = [self._optimize(plan, shard.temperature, timer) for plan in plans]
+        return TrainReport(
+            rollout_id=shard.rollout_id, steps=steps, seconds=dict(timer.seconds), tokens=dict(timer.tokens)
+        )
+
+    def log_probs(self, shard: TrainShard) -> list[list[float]]:
+        """Log-probs (nats) of every sample's response tokens under the current weights; 0 where the loss mask is 0."""
+        result = [[0.0] * sample.response_length for sample in shard.samples]
+        for step in shard.steps:
+            for positions in step.micro_batches:
+                trained = {shard.samples[position].index: position for position in positions}
+                batch = self._pack([shard.samples[position] for position in positions])
+                if batch is None:
+                    continue
+                log_probs_N = self._evaluate(self.model, batch, shard.temperature)
+                for sample, row in zip(batch.samples, batch.per_sample(log_probs_N), strict=True):
+                    result[trained[sample.index]] = row
+        return result
+
+    def push_weights(self, channel: WeightChannel, version: int) -> SyncReport:
+        """Send the current weights through ``channel``. All ranks gather; rank 0 sends."""
+        return sync.push_weights(self.model, self.shape, channel, version, self.config.update_weight_buffer_size)
+
+    def save(self, iteration: int) -> str:
+        """Write checkpoint ``iteration`` and return its directory."""
+        directory = save_checkpoint(self.config, self.shape, self.model, self._optimizer, self._scheduler, iteration)
+        self.iteration = iteration
+        return str(directory)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        leave_ranks()
+
+    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch | None:
+        """Samples with a trained token, packed on the device; ``None`` if there is none."""
+        samples = [sample for sample in samples if any(sample.loss_mask)]
+        if not samples:
+            return None
+        multiple_of = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        batch = pack(samples, share_prompts=self.config.share_prompts, multiple_of=multiple_of)
+        return batch.to(self._device.torch_device)
+
+    def _plan(self, shard: TrainShard, number: int) -> StepPlan:
+        """The micro-batches of a step, without the samples that contribute nothing to it."""
+        step = shard.steps[number]
+        plan = StepPlan(step)
+        for positions in step.micro_batches:
+            samples = [shard.samples[position] for position in positions]
+            batch = self._pack([sample for sample in samples if contributes(sample, self.algorithm)])
+            if batch is not None:
+                plan.micro_batches.append(MicroBatch(batch))
+        return plan
+
+    @torch.no_grad()
+    def _evaluate(self, model: PackedGPT, batch: PackedBatch, temperature: float) -> torch.Tensor:
+        return log_probs(model, batch, temperature=temperature, vocab_size=self.shape.vocab_size)[0]
+
+    def _optimize(self, plan: StepPlan, temperature: float, timer: PhaseTimer) -> dict[str, float]:
+        """One optimizer step, and its metrics."""
+        with timer.phase("forward_backward", plan.tokens):
+            self._wrapped.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            metrics = forward_backward(
+                self._wrapped, plan, self.algorithm, temperature=temperature, vocab_size=self.shape.vocab_size
+            )
+        with timer.phase("optimizer"):
+            learning_rate = float(self._optimizer.param_groups[0]["lr"])
+            _, grad_norm, _ = self._optimizer.step()
+            self._scheduler.step(increment=1)
+        metrics |= {"grad_norm": float(grad_norm), "lr": learning_rate}
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if broken:
+            raise TrainingError(
+                f"{', '.join(broken)} of an optimizer step are not finite, and the weights are lost; "
+                "continue from the last checkpoint with a smaller --lr or --clip-grad"
+            )
+        return metrics

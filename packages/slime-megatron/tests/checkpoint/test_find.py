@@ -1,0 +1,42 @@
+"""Checkpoints are found, and what is none is named."""
+
+import pytest
+
+from slime_megatron.checkpoint import find_checkpoint
+from slime_megatron.errors import CheckpointError
+
+
+def make(directory, backend="torch_dist"):
+    directory.mkdir(parents=True)
+    (directory / "metadata.json").write_text(f'{{"sharded_backend": "{backend}"}}')
+    (directory / ".metadata").write_bytes(b"")
+    (directory / "common.pt").write_bytes(b"")
+    return directory
+
+
+def test_the_newest_a_release_and_one_iteration(tmp_path):
+    first, second = make(tmp_path / "run" / "iter_0000003"), make(tmp_path / "run" / "iter_0000012")
+    tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("12\n")
+    found = find_checkpoint(tmp_path / "run")
+    assert (found.directory, found.iteration) == (second, 12)
+    assert find_checkpoint(first).iteration == 3
+    release = make(tmp_path / "run" / "release")
+    tracker.write_text("release")
+    found = find_checkpoint(tmp_path / "run")
+    assert (found.directory, found.iteration) == (release, None)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="neither latest_checkpointed_iteration"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("seven")
+    with pytest.raises(CheckpointError, match="'seven'"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(CheckpointError, match="iter_0000005"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="'zarr' checkpoint"):
+        find_checkpoint(make(tmp_path / "other", "zarr"))

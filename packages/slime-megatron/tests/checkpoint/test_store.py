@@ -1,0 +1,112 @@
+"""A run continues from its checkpoint as if it had never stopped, at any parallel size; other tools can read it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slime_core.config import AlgorithmConfig
+
+ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+LAYOUTS = {
+    "one rank": (1, {}),
+    "one rank, bf16": (1, {"bf16": True}),
+    "dp2 + distributed optimizer": (2, {"use_distributed_optimizer": True}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+}
+
+
+def rollouts(make_samples, make_shards, world, values):
+    """Three different rollouts of two steps."""
+    data_parallel = world // values.get("tensor_model_parallel_size", 1)
+    return [
+        make_shards(make_samples(seed=seed), data_parallel=data_parallel, steps=2, rollout_id=seed) for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_equals_one_that_never_stopped(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, layout
+):
+    world, values = LAYOUTS[layout]
+    model = tiny_model("qwen3")
+    config = tiny_config(
+        load=model.checkpoint,
+        save=str(tmp_path),
+        lr_warmup_iters=3,
+        lr_decay_iters=20,
+        lr_decay_style="cosine",
+        **values,
+    )
+    first, second, third = rollouts(make_samples, make_shards, world, values)
+    ranks.start(world, config, model.shape, ALGORITHM)
+    ranks.call("train", first)
+    directory = ranks.first("save", 1)
+    expected = [ranks.first("train", shards).steps for shards in (second, third)]
+    weights = ranks.first("weights")
+
+    assert Path(directory).name == "iter_0000001"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    ranks.start(world, config, model.shape, ALGORITHM, resume_from=str(tmp_path))
+    assert ranks.iteration == 1
+    assert [ranks.first("train", shards).steps for shards in (second, third)] == expected
+    assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
+
+
+@pytest.mark.parametrize("optimizer", [False, True], ids=["replicated optimizer", "distributed optimizer"])
+def test_a_run_may_continue_at_another_parallel_size(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, optimizer
+):
+    model = tiny_model("llama-tied")
+    common = {"load": model.checkpoint, "save": str(tmp_path), "use_distributed_optimizer": optimizer}
+    config = tiny_config(**common, tensor_model_parallel_size=2)
+    first, second, _ = rollouts(make_samples, make_shards, 1, {})
+    ranks.start(2, config, model.shape, ALGORITHM)
+    ranks.call("train", first)
+    ranks.call("save", 7)
+    expected = ranks.first("train", second).steps
+
+    ranks.start(1, tiny_config(**common), model.shape, ALGORITHM, resume_from=str(tmp_path))
+    one_rank = ranks.first("train", second).steps
+    split = make_shards(make_samples(seed=1), data_parallel=2, steps=2)
+    ranks.start(2, tiny_config(**common), model.shape, ALGORITHM, resume_from=str(tmp_path / "iter_0000007"))
+    two_replicas = ranks.first("train", split).steps
+    for steps in (one_rank, two_replicas):
+        for got, wanted in zip(steps, expected, strict=True):
+            for name in ("loss", "grad_norm", "kl_loss"):
+                assert got[name] == pytest.approx(wanted[name], abs=2e-5, rel=2e-5)
+
+
+def test_slime_convert_reads_a_training_checkpoint(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, hf_logits, tmp_path
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from slime_convert.convert import torch_dist_to_hf
+
+    model = tiny_model("llama-tied")
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path / "run"), tensor_model_parallel_size=2)
+    samples = make_samples(groups=2)
+    ranks.start(2, config, model.shape)
+    ranks.call("train", make_shards(samples))
+    ranks.call("save", 1)
+    logits = torch.from_numpy(ranks.first("logits", samples))
+
+    torch_dist_to_hf(tmp_path / "run", tmp_path / "hf", model.hf_directory)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert (hf_logits(exported, samples) - logits).abs().max() < 1e-4
+        assert (hf_logits(model.hf, samples) - logits).abs().max() > 1e-2
+
+
+def test_what_cannot_be_continued_is_named(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, rank_error
+):
+    model = tiny_model("qwen3")
+    ranks.start(1, tiny_config(save=str(tmp_path), no_save_optim=True), model.shape)
+    ranks.call("save", 1)
+    with pytest.raises(rank_error, match="holds no optimizer state"):
+        ranks.start(1, tiny_config(), model.shape, resume_from=str(tmp_path))
+    with pytest.raises(rank_error, match="of another model: qk_layernorm is True in the checkpoint"):
+        ranks.start(1, tiny_config(load=str(tmp_path)), tiny_model("llama-tied").shape)

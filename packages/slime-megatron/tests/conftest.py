@@ -1,0 +1,300 @@
+"""Fixtures: trainer ranks in processes that are reused, tiny models, samples."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
+from slime_megatron.config import MegatronConfig
+
+TIME_LIMIT = 120
+
+
+class RankError(Exception):
+    """What a rank raised; ``kind`` is the type's name."""
+
+    def __init__(self, kind, text):
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+        self.text = text
+
+
+class RankProcess:
+    def __init__(self):
+        self.connection, theirs = Pipe()
+        program = Path(__file__).with_name("rank_program.py")
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def stop(self):
+        self.connection.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Ranks:
+    """A group of ranks with a worker each."""
+
+    def __init__(self, pool):
+        self._pool = pool
+        self._members = []
+
+    def start(self, world, config, shape, algorithm=None, resume_from=None):
+        """Build workers on ``world`` ranks and return them as a group; the last group is closed."""
+        self.close()
+        while len(self._pool) < world:
+            self._pool.append(RankProcess())
+        self._members = self._pool[:world]
+        port = free_port()
+        algorithm = algorithm or AlgorithmConfig()
+        for rank, member in enumerate(self._members):
+            rendezvous = Rendezvous(rank=rank, world_size=world, address="127.0.0.1", port=port)
+            member.connection.send(("build", (config, algorithm, shape, rendezvous, resume_from), {}))
+        self.iteration = self._answers()[0]
+        return self
+
+    def call(self, name, *args, **kwargs):
+        """Call a command on every rank; a list of answers."""
+        for member in self._members:
+            member.connection.send((name, args, kwargs))
+        return self._answers()
+
+    def first(self, name, *args, **kwargs):
+        """The same, but only rank 0's answer."""
+        return self.call(name, *args, **kwargs)[0]
+
+    def close(self):
+        if self._members:
+            self.call("close")
+            self._members = []
+
+    def _answers(self):
+        answers = []
+        for member in self._members:
+            if not member.connection.poll(TIME_LIMIT):
+                self._abandon()
+                raise TimeoutError(f"a rank did not answer within {TIME_LIMIT} s")
+            try:
+                answers.append(member.connection.recv())
+            except EOFError as error:
+                self._abandon()
+                raise RuntimeError("a rank died") from error
+        errors = [answer for answer in answers if answer[0] == "error"]
+        if errors:
+            self._abandon()
+            raise RankError(*errors[0][1:])
+        return [answer[1] for answer in answers]
+
+    def _abandon(self):
+        """A group in which something failed may hang in a collective: start afresh."""
+        for member in self._members:
+            member.process.kill()
+            member.stop()
+            self._pool.remove(member)
+        self._members = []
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    pool = []
+    yield pool
+    for member in pool:
+        member.stop()
+
+
+@pytest.fixture
+def ranks(rank_pool):
+    group = Ranks(rank_pool)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="session")
+def rank_group():
+    return Ranks
+
+
+@pytest.fixture
+def rank_error():
+    return RankError
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """Builds settings for tiny models: large steps, so that a wrong gradient shows."""
+
+    def build(**values):
+        return MegatronConfig(**{"lr": 1e-2, "weight_decay": 0.1, "trainer_threads": 1, **values})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_samples():
+    def build(groups=4, per_group=4, prompt=9, response=5, vocab=500, seed=0, masks=False):
+        """Groups with prompts and responses of different lengths; rewards with zero mean in each group."""
+        rng = random.Random(seed)
+        samples = []
+        for group in range(groups):
+            prompt_tokens = [rng.randrange(vocab) for _ in range(prompt + group)]
+            for member in range(per_group):
+                length = response + rng.randrange(3)
+                mask = [int(not masks or rng.random() < 0.7) for _ in range(length)]
+                samples.append(
+                    TrainSample(
+                        index=len(samples) + 100,
+                        group_index=group,
+                        tokens=prompt_tokens + [rng.randrange(vocab) for _ in range(length)],
+                        response_length=length,
+                        loss_mask=mask,
+                        reward=(member - (per_group - 1) / 2) * 0.7,
+                        raw_reward=float(member),
+                        rollout_log_probs=[-rng.random() * 3 for _ in range(length)],
+                    )
+                )
+        return samples
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_shards():
+    def build(samples, *, data_parallel=1, micro_batch_size=None, steps=1, temperature=1.0, rollout_id=0):
+        """Samples dealt to ranks in turns, in steps of equal size."""
+        size = len(samples) // steps
+        shards = []
+        for rank in range(data_parallel):
+            own, train_steps = [], []
+            for number in range(steps):
+                members = samples[number * size : (number + 1) * size]
+                positions = []
+                for sample in members[rank::data_parallel]:
+                    positions.append(len(own))
+                    own.append(sample)
+                micro = micro_batch_size or len(positions)
+                train_steps.append(
+                    TrainStep(
+                        micro_batches=[positions[i : i + micro] for i in range(0, len(positions), micro)],
+                        global_samples=size,
+                        global_tokens=sum(sum(sample.loss_mask) for sample in members),
+                    )
+                )
+            shards.append(TrainShard(rollout_id=rollout_id, temperature=temperature, samples=own, steps=train_steps))
+        return shards
+
+    return build
+
+
+@dataclass
+class TinyModel:
+    """A random transformers model and the same weights as a converted checkpoint."""
+
+    hf: Any
+    hf_directory: str
+    shape: ModelShape
+    checkpoint: str
+
+
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Builds, once each: ``llama-tied``, ``llama3-rope`` (untied, scaled rotary frequencies), ``qwen3`` (untied)."""
+    from slime_convert.mapping import WeightMap
+    from slime_convert.torch_dist.writer import WeightSource, write_release
+
+    torch.set_num_threads(1)
+    made = {}
+
+    def build(name):
+        if name in made:
+            return made[name]
+        from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+        configs = {
+            "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+            "llama3-rope": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+            "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
+        }
+        torch.manual_seed(7)
+        hf = AutoModelForCausalLM.from_config(configs[name](), dtype=torch.float32).eval()
+        with torch.no_grad():
+            for param in hf.parameters():
+                # Weights large enough that logits, and what is wrong with them, are far from zero.
+                param.normal_(0, 0.15) if param.dim() > 1 else param.add_(0.1 * torch.randn_like(param))
+        directory = tmp_path_factory.mktemp(name)
+        hf.save_pretrained(directory / "hf")
+        shape = ModelShape.from_hf_config(directory / "hf")
+        weights = hf.state_dict()
+        weight_map = WeightMap(shape, shape.padded_vocab_size(1))
+        sources = [
+            WeightSource(
+                weight,
+                weight_map.megatron_shape(weight),
+                torch.float32,
+                lambda weight=weight: weight_map.from_hf(weight, weights.__getitem__),
+            )
+            for weight in weight_map.megatron_names()
+        ]
+        (directory / "torch_dist").mkdir()
+        write_release(directory / "torch_dist", sources, shape.to_megatron_args())
+        made[name] = TinyModel(hf, str(directory / "hf"), shape, str(directory / "torch_dist"))
+        return made[name]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def hf_logits():
+    """transformers' logits of the positions that predict response tokens, one sample after the other."""
+
+    def compute(hf, samples):
+        rows = []
+        for sample in samples:
+            logits = hf(torch.tensor([sample.tokens])).logits[0]
+            rows.append(logits[sample.prompt_length - 1 : len(sample.tokens) - 1])
+        return torch.cat(rows)
+
+    return compute

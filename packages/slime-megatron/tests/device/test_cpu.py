@@ -1,0 +1,45 @@
+"""The CPU stand-ins do what they say, once, and only before Megatron. Each case in a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without CUDA")
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_stand_ins():
+    result = run("""
+import torch
+from slime_megatron.device import install_cpu_device
+install_cpu_device()
+made = torch.empty
+install_cpu_device()
+assert torch.empty is made
+assert torch.zeros(2, device="cuda").device.type == "cpu"
+assert torch.zeros(2, device=torch.cuda.current_device()).cuda().type() == "torch.cuda.FloatTensor"
+assert torch.zeros(2, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+with torch.device("meta"):
+    assert torch.empty(2).is_meta and torch.nn.Linear(2, 2).weight.is_meta
+torch.manual_seed(1); state = torch.get_rng_state()
+torch.cuda.manual_seed(5); saved = torch.cuda.get_rng_state()
+assert torch.equal(torch.get_rng_state(), state)
+torch.cuda.manual_seed(6); assert not torch.equal(torch.cuda.get_rng_state(), saved)
+torch.cuda.set_rng_state(saved); assert torch.equal(torch.cuda.get_rng_state(), saved)
+""")
+    assert result.returncode == 0, result.stderr
+
+
+def test_too_late():
+    result = run("""
+import sys, types
+sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+from slime_megatron.device import install_cpu_device
+install_cpu_device()
+""")
+    assert "megatron.core was imported before" in result.stderr

@@ -1,0 +1,137 @@
+"""A trainer rank in a process of its own, for tests: takes commands from a pipe, holds one worker at a time.
+
+Run as ``python rank_program.py FD``. A command is ``(name, args, kwargs)``; the answer is ``("ok", value)`` or
+``("error", type, text)``.
+"""
+
+import faulthandler
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+
+class Channel:
+    """A weight channel that keeps what it is sent."""
+
+    def __init__(self):
+        self.events = []
+        self.tensors = {}
+
+    def begin(self, version):
+        self.events.append(("begin", version))
+
+    def send(self, bucket):
+        self.events.append(("send", sum(tensor.nbytes for _, tensor in bucket)))
+        self.tensors.update({name: tensor.clone() for name, tensor in bucket})
+
+    def end(self):
+        self.events.append(("end",))
+
+
+class Rank:
+    """The commands."""
+
+    worker = None
+
+    def build(self, config, algorithm, shape, rendezvous, resume_from=None):
+        from slime_megatron.worker import MegatronWorker
+
+        self.worker = MegatronWorker(config, algorithm, shape, rendezvous, resume_from)
+        return self.worker.iteration
+
+    def close(self):
+        if self.worker is not None:
+            worker, self.worker = self.worker, None
+            worker.close()
+
+    def train(self, shards):
+        """Several shards, one per data-parallel rank: this rank takes its own."""
+        return self.worker.train(shards[self.worker.data_parallel_rank])
+
+    def log_probs(self, shards):
+        return self.worker.log_probs(shards[self.worker.data_parallel_rank])
+
+    def save(self, iteration):
+        return self.worker.save(iteration)
+
+    def push(self, version):
+        channel = Channel()
+        report = self.worker.push_weights(channel, version)
+        return report, channel.events, _plain(channel.tensors)
+
+    def weights(self):
+        """The whole model under Hugging Face names."""
+        from slime_megatron.sync import full_weights
+
+        return _plain(dict(full_weights(self.worker.trainer.model, self.worker.trainer.shape)))
+
+    def set_weights(self, tensors):
+        """Load a whole model, given under Megatron names, by this rank's part of it."""
+        import torch
+        from megatron.core import parallel_state
+
+        from slime_convert.mapping import WeightMap
+
+        trainer = self.worker.trainer
+        weight_map = WeightMap(trainer.shape)
+        rank, world = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
+        with torch.no_grad():
+            for name, param in trainer.model.named_parameters():
+                full = torch.from_numpy(tensors[name])
+                param.copy_(weight_map.split_tp(name, full, world)[rank] if world > 1 else full)
+        trainer._optimizer.reload_model_params()
+
+    def logits(self, samples, share_prompts=False):
+        """Logits of every position that predicts a response token; whole vocabulary."""
+        import torch
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        from slime_megatron.packing import pack
+
+        trainer = self.worker.trainer
+        sequence_parallel = trainer.config.tensor_model_parallel_size if trainer.config.sequence_parallel else 1
+        batch = pack(samples, share_prompts=share_prompts, multiple_of=sequence_parallel)
+        with torch.no_grad():
+            local = trainer.model(batch).float()
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local, group=group)
+        return torch.cat(parts, dim=-1)[:, : trainer.shape.vocab_size].numpy()
+
+    def threads(self):
+        import torch
+
+        return torch.get_num_threads()
+
+
+def _plain(tensors):
+    """Tensors as arrays; bfloat16, which NumPy does not know, as float32."""
+    return {name: tensor.detach().float().numpy() for name, tensor in tensors.items()}
+
+
+def main():
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Connection(int(sys.argv[1]))
+    rank = Rank()
+    while True:
+        try:
+            name, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("ok", getattr(rank, name)(*args, **kwargs))
+            pickle.dumps(answer)
+        except Exception as error:
+            traceback.print_exc()
+            answer = ("error", type(error).__name__, str(error))
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    main()

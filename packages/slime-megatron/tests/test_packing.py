@@ -1,0 +1,106 @@
+"""Packing sees exactly what each sample alone would see, and computes a shared prompt once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_core.errors import DataError
+from slime_core.types import TrainSample
+from slime_megatron.packing import pack
+
+
+def sample(prompt, response, group=0, index=0, mask=None):
+    return TrainSample(
+        index=index,
+        group_index=group,
+        tokens=[*prompt, *response],
+        response_length=len(response),
+        loss_mask=mask or [1] * len(response),
+        reward=1.0,
+        raw_reward=1.0,
+    )
+
+
+def visible(batch):
+    """For each packed token, the packed tokens that its attention output is made of, read from the blocks."""
+    flat = []
+    for block in batch.attention.blocks:
+        for row, queries in enumerate(block.query_rows_GQ.tolist()):
+            keys = block.key_rows_GK[row].tolist()
+            for number in range(len(queries)):
+                if block.mask_G1QK is None:
+                    seen = keys[: number + 1]
+                else:
+                    seen = [
+                        key for key, kept in zip(keys, block.mask_G1QK[row, 0, number].tolist(), strict=True) if kept
+                    ]
+                flat.append((queries[number], seen))
+    return [flat[place] for place in batch.attention.output_rows_T.tolist()]
+
+
+TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(st.tuples(TOKENS, st.lists(TOKENS, min_size=1, max_size=4)), min_size=1, max_size=4),
+    share=st.booleans(),
+    multiple_of=st.sampled_from([1, 4]),
+    data=st.data(),
+)
+def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data):
+    samples = []
+    for number, (prompt, responses) in enumerate(groups):
+        for response in responses:
+            mask = data.draw(st.lists(st.integers(0, 1), min_size=len(response), max_size=len(response)))
+            samples.append(sample(prompt, response, number, len(samples), mask))
+    batch = pack(samples, share_prompts=share, multiple_of=multiple_of)
+
+    tokens, positions = batch.tokens_T.tolist(), batch.positions_T.tolist()
+    assert len(tokens) % multiple_of == 0
+    assert batch.computed_tokens <= len(tokens) < batch.computed_tokens + multiple_of
+    seen = visible(batch)
+    for place in range(batch.computed_tokens):
+        query, keys = seen[place]
+        assert query == place
+        assert [positions[key] for key in keys] == list(range(positions[place] + 1))
+    rows, targets = iter(batch.logit_rows_N.tolist()), iter(batch.targets_N.tolist())
+    for one, count in zip(batch.samples, batch.target_lengths, strict=True):
+        assert count == sum(one.loss_mask)
+        for number, kept in enumerate(one.loss_mask):
+            if kept:
+                end = one.prompt_length + number
+                _, keys = seen[next(rows)]
+                assert [tokens[key] for key in keys] == one.tokens[:end]
+                assert next(targets) == one.tokens[end]
+    assert next(rows, None) is None
+
+
+def test_sharing_computes_a_prompt_once():
+    samples = [
+        sample(range(40), range(100, 106), group, group * 8 + member) for group in range(16) for member in range(8)
+    ]
+    assert pack(samples, share_prompts=False).computed_tokens == 16 * 8 * 45
+    assert pack(samples, share_prompts=True).computed_tokens == 16 * (40 + 8 * 5)
+
+
+def test_only_equal_prompts_of_one_group_are_shared():
+    other_group = [sample([1, 2], [3, 4]), sample([1, 2], [3, 4], group=1)]
+    other_prompt = [sample([1, 2], [3, 4]), sample([1, 5], [3, 4])]
+    for samples in (other_group, other_prompt):
+        assert pack(samples, share_prompts=True).computed_tokens == 6
+
+
+def test_values_go_to_targets_and_back():
+    samples = [sample([1], [2, 3, 4], mask=[1, 0, 1]), sample([1], [5], index=1)]
+    batch = pack(samples, share_prompts=True)
+    picked = batch.trained([[0.5, 9.0, 0.25], [2.0]])
+    torch.testing.assert_close(picked, torch.tensor([0.5, 0.25, 2.0]))
+    assert batch.per_sample(picked) == [[0.5, 0.0, 0.25], [2.0]]
+
+
+@pytest.mark.parametrize("broken", [[], [sample([], [1])], [sample([1], [])]])
+def test_what_cannot_be_trained_on_is_refused(broken):
+    with pytest.raises(DataError):
+        pack(broken, share_prompts=True)

@@ -1,0 +1,31 @@
+"""A weight sync sends exactly the Hugging Face weights, in buckets, from rank 0."""
+
+import numpy as np
+import pytest
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_push_sends_the_hugging_face_weights(ranks, tiny_model, tiny_config, name, tensor_parallel):
+    model = tiny_model(name)
+    limit = 100_000
+    config = tiny_config(
+        load=model.checkpoint, tensor_model_parallel_size=tensor_parallel, update_weight_buffer_size=limit
+    )
+    ranks.start(tensor_parallel, config, model.shape)
+    (report, events, tensors), *others = ranks.call("push", 3)
+
+    expected = {key: value.numpy() for key, value in model.hf.state_dict().items()}
+    if model.hf.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(tensors[key], value, err_msg=key)
+    total = sum(value.nbytes for value in expected.values())
+    assert (report.version, report.tensors, report.bytes) == (3, len(expected), total)
+    assert events[0] == ("begin", 3) and events[-1] == ("end",)
+    sizes = [event[1] for event in events[1:-1]]
+    assert len(sizes) > 2 and sum(sizes) == total
+    largest = max(value.nbytes for value in expected.values())
+    assert all(size <= max(limit, largest) for size in sizes)
+    assert all(other_events == [] for _, other_events, _ in others)

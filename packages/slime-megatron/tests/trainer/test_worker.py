@@ -1,0 +1,217 @@
+"""A train step equals one written in plain PyTorch on transformers, however the work is divided."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from slime_core.config import AlgorithmConfig
+
+GRPO_WITH_KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+# Adam divides by √v + eps: with a tiny eps, rounding errors of vanishing gradients would become whole steps.
+ADAM_EPS = 1e-4
+
+
+def close(got, wanted, tolerance=1e-5):
+    return abs(got - wanted) <= tolerance * max(1.0, abs(wanted))
+
+
+def same_step(got, wanted, names=("loss", "pg_loss", "kl_loss", "grad_norm"), tolerance=1e-5):
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        for name in names:
+            assert close(one[name], other[name], tolerance), (name, one[name], other[name])
+
+
+def plain_log_probs(model, sample, temperature):
+    logits = model(torch.tensor([sample.tokens])).logits[0].float() / temperature
+    start = sample.prompt_length - 1
+    rows = logits[start : len(sample.tokens) - 1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(sample.tokens[sample.prompt_length :])[:, None])[:, 0]
+
+
+def plain_training(hf, steps, *, config, algorithm, temperature):
+    """GRPO with AdamW, sample by sample; the model after the last step, and each step's loss and gradient norm."""
+    model, reference = copy.deepcopy(hf), copy.deepcopy(hf)
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+    )
+    old = {}
+    with torch.no_grad():
+        for sample in (sample for samples in steps for sample in samples):
+            old[sample.index] = plain_log_probs(model, sample, temperature)
+    metrics = []
+    for samples in steps:
+        total = 0.0
+        optimizer.zero_grad()
+        for sample in samples:
+            mask = torch.tensor(sample.loss_mask)
+            new = plain_log_probs(model, sample, temperature)
+            with torch.no_grad():
+                ref = plain_log_probs(reference, sample, temperature)
+            ratio = (new - old[sample.index]).exp()
+            clipped = ratio.clamp(1 - algorithm.eps_clip, 1 + algorithm.clip_high)
+            loss = torch.maximum(-ratio * sample.reward, -clipped * sample.reward)
+            loss = loss + algorithm.kl_loss_coef * ((ref - new).exp() - 1 - (ref - new))
+            loss = (loss * mask).sum() / mask.sum().clamp(min=1) / len(samples)
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+        optimizer.step()
+        metrics.append({"loss": total, "grad_norm": float(norm)})
+    return model, metrics
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samples, make_shards, name, share_prompts):
+    model = tiny_model(name)
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, share_prompts=share_prompts)
+    samples = make_samples(groups=4, per_group=3, masks=True)
+    expected, metrics = plain_training(
+        model.hf, [samples[:6], samples[6:]], config=config, algorithm=GRPO_WITH_KL, temperature=0.8
+    )
+    ranks.start(1, config, model.shape, GRPO_WITH_KL)
+    report = ranks.first("train", make_shards(samples, steps=2, temperature=0.8))
+    same_step(report.steps, metrics, ("loss", "grad_norm"), 2e-6)
+    assert report.steps[0]["kl_loss"] < 1e-6 < report.steps[1]["kl_loss"]
+    weights = ranks.first("weights")
+    moved = 0.0
+    for key, value in expected.state_dict().items():
+        if key in weights:
+            np.testing.assert_allclose(weights[key], value.numpy(), atol=5e-6, rtol=0, err_msg=key)
+            moved = max(moved, float((value - model.hf.state_dict()[key]).abs().max()))
+    assert moved > 1e-3
+
+
+DIVISIONS = {
+    "micro-batches": (1, {}, 3),
+    "shared prompts": (1, {"share_prompts": True}, 4),
+    "full recomputation": (
+        1,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        None,
+    ),
+    "selective recomputation": (1, {"recompute_granularity": "selective"}, None),
+    "dp2": (2, {}, 3),
+    "dp2 + distributed optimizer": (2, {"use_distributed_optimizer": True}, 3),
+    "tp2": (2, {"tensor_model_parallel_size": 2}, 3),
+    "tp2 + sp + shared prompts": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "share_prompts": True},
+        5,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_worker(tiny_model, tiny_config, make_samples, make_shards, rank_pool, rank_group):
+    """Two rollouts of two steps each on one rank, in one micro-batch per step."""
+    group = rank_group(rank_pool)
+    model = tiny_model("qwen3")
+    samples = make_samples(masks=True)
+    group.start(1, tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS), model.shape, GRPO_WITH_KL)
+    reports = [group.first("train", make_shards(samples, steps=2)) for _ in range(2)]
+    result = samples, [step for report in reports for step in report.steps], group.first("weights")
+    group.close()
+    return result
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_how_the_work_is_divided_changes_nothing(ranks, one_worker, tiny_model, tiny_config, make_shards, division):
+    world, values, micro_batch_size = DIVISIONS[division]
+    samples, expected, weights = one_worker
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **values)
+    ranks.start(world, config, model.shape, GRPO_WITH_KL)
+    shards = make_shards(
+        samples, data_parallel=config.data_parallel_size(world), micro_batch_size=micro_batch_size, steps=2
+    )
+    for number in range(2):
+        reports = ranks.call("train", shards)
+        same_step(reports[0].steps, expected[2 * number : 2 * number + 2])
+        assert all(report.steps == reports[0].steps for report in reports)
+    for key, value in ranks.first("weights").items():
+        np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
+
+
+def test_loss_per_token_weighs_tokens_alike(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    """With one micro-batch per sample, and in one: the mean over all trained tokens either way."""
+    model = tiny_model("qwen3")
+    samples = make_samples(masks=True)
+    algorithm = AlgorithmConfig(calculate_per_token_loss=True)
+    losses = []
+    for micro_batch_size in (1, None):
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
+        report = ranks.first("train", make_shards(samples, micro_batch_size=micro_batch_size))
+        losses.append(report.steps[0])
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    expected = -sum(sum(sample.loss_mask) * sample.reward for sample in samples) / tokens
+    same_step(losses[:1], losses[1:], ("loss", "grad_norm"))
+    assert close(losses[0]["loss"], expected)
+
+
+def test_samples_that_contribute_nothing_are_skipped(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    model = tiny_model("qwen3")
+    samples = make_samples(groups=3)
+    flat = [dataclasses.replace(sample, reward=0.0) if sample.group_index == 1 else sample for sample in samples]
+    steps = []
+    for algorithm in (AlgorithmConfig(), AlgorithmConfig(use_kl_loss=True)):
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
+        steps.append(ranks.first("train", make_shards(flat)))
+    skipped, full = steps
+    assert skipped.tokens["forward_backward"] < full.tokens["forward_backward"] * 0.7
+    same_step(skipped.steps, full.steps, ("pg_loss", "grad_norm"))
+
+    nothing = [dataclasses.replace(sample, reward=0.0) for sample in samples]
+    ranks.start(1, tiny_config(load=model.checkpoint, weight_decay=0.0), model.shape)
+    before = ranks.first("weights")
+    report = ranks.first("train", make_shards(nothing))
+    assert report.steps[0]["grad_norm"] == 0.0
+    assert all(np.array_equal(value, before[key]) for key, value in ranks.first("weights").items())
+
+
+def test_log_probs_and_their_distance_from_the_engine(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    model = tiny_model("llama3-rope")
+    samples = make_samples(masks=True)
+    ranks.start(1, tiny_config(load=model.checkpoint, share_prompts=True), model.shape)
+    shards = make_shards(samples, micro_batch_size=5, temperature=0.7)
+    with torch.no_grad():
+        expected = [plain_log_probs(model.hf, sample, 0.7) * torch.tensor(sample.loss_mask) for sample in samples]
+    for got, wanted in zip(ranks.first("log_probs", shards), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(got), wanted, atol=2e-5, rtol=0)
+    engine = [torch.tensor(sample.rollout_log_probs) * torch.tensor(sample.loss_mask) for sample in samples]
+    difference = (torch.cat(expected) - torch.cat(engine)).abs()
+    trained = sum(sum(sample.loss_mask) for sample in samples)
+    step = ranks.first("train", shards).steps[0]
+    assert close(step["train_rollout_logprob_abs_diff"], float(difference.sum()) / trained, 1e-4)
+    assert close(step["train_rollout_logprob_abs_diff_max"], float(difference.max()), 1e-4)
+
+
+def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    model = tiny_model("qwen3")
+    config = tiny_config(
+        load=model.checkpoint, lr=0.1, lr_decay_style="linear", lr_warmup_iters=1, lr_decay_iters=5, bf16=True
+    )
+    ranks.start(1, config, model.shape, AlgorithmConfig(entropy_coef=0.01))
+    report = ranks.first("train", make_shards(make_samples(), steps=4))
+    assert [round(step["lr"], 6) for step in report.steps] == [0.0, 0.1, 0.075, 0.05]
+    assert report.seconds.keys() == {"log_probs", "forward_backward", "optimizer"}
+    assert all(0 < step["entropy_loss"] < np.log(500) for step in report.steps)
+    assert ranks.first("threads") == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(ranks, tiny_model, tiny_config, make_samples, make_shards, rank_error):
+    model = tiny_model("qwen3")
+    samples = [dataclasses.replace(sample, reward=float("inf")) for sample in make_samples(groups=1)]
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape)
+    with pytest.raises(rank_error, match="not finite") as caught:
+        ranks.first("train", make_shards(samples))
+    assert caught.value.kind == "TrainingError"
