@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,7 +286,7 @@ def _contradiction(flag: ShapeFlag, shape: ModelShape, value: Any) -> str | None
         return f"{flag.name} {_text(value)} is given, but the config has no rope scaling"
     if flag.is_switch:
         return None if expected else f"{flag.name} is given, but the config says no"
-    if value == expected:
+    if value == expected or (flag.type is float and math.isclose(value, expected, rel_tol=1e-6)):
         return None
     return f"{flag.name} {_text(value)} is given, but the config says {_text(expected)}"
 

@@ -1,0 +1,168 @@
+"""The command line: ``slime-convert gguf-to-hf | hf-to-torch-dist | torch-dist-to-hf``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from slime_convert.errors import ConvertError
+from slime_convert.progress import OnProgress, no_progress
+from slime_convert.shape import SHAPE_FLAGS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; ``sys.argv`` by default.
+
+    Returns:
+        0, or 2 after a user's mistake, which is told in one line on stderr.
+    """
+    # A terminated conversion tidies up like an interrupted one.
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        args = _parser().parse_args(argv)
+        args.run(args)
+    except ConvertError as error:
+        _say(f"slime-convert: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _say("slime-convert: interrupted; nothing was written")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line on stderr, exit code 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="slime-convert", description="Convert model checkpoints. No GPU is needed.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_gguf_to_hf(commands)
+    _add_hf_to_torch_dist(commands)
+    _add_torch_dist_to_hf(commands)
+    return parser
+
+
+def _add(commands: Any, name: str, run: Any, help_: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--force", action="store_true", help="replace an earlier output")
+    return parser
+
+
+def _add_gguf_to_hf(commands: Any) -> None:
+    parser = _add(commands, "gguf-to-hf", _gguf_to_hf, "GGUF file → Hugging Face directory (needs the gguf extra)")
+    parser.add_argument("--gguf", required=True, metavar="PATH", help="GGUF file, or directory with exactly one")
+    parser.add_argument("--save", required=True, metavar="DIR", help="directory to create")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="type of the written weights (default: float32, which is exact)",
+    )
+
+
+def _add_hf_to_torch_dist(commands: Any) -> None:
+    parser = _add(commands, "hf-to-torch-dist", _hf_to_torch_dist, "Hugging Face directory → Megatron torch_dist")
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory")
+    parser.add_argument("--save", required=True, metavar="DIR", help="checkpoint directory to create")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="pad the embedding to a multiple of N rows (default: 128)",
+    )
+    shape = parser.add_argument_group(
+        "model shape", "The shape is read from config.json; a flag given here must agree with it."
+    )
+    for flag in SHAPE_FLAGS:
+        if flag.is_switch:
+            shape.add_argument(flag.name, dest=flag.dest, action="store_true", help=flag.help)
+        else:
+            shape.add_argument(flag.name, dest=flag.dest, type=flag.type, help=flag.help)
+
+
+def _add_torch_dist_to_hf(commands: Any) -> None:
+    parser = _add(commands, "torch-dist-to-hf", _torch_dist_to_hf, "Megatron torch_dist → Hugging Face directory")
+    parser.add_argument("--input-dir", required=True, metavar="DIR", help="checkpoint, or one iteration of it")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="directory to create")
+    parser.add_argument(
+        "--origin-hf-dir", required=True, metavar="DIR", help="model that training began with (config, tokenizer)"
+    )
+    parser.add_argument(
+        "--max-shard-gib", type=_positive, default=5, metavar="N", help="largest safetensors file in GiB (default: 5)"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _gguf_to_hf(args: argparse.Namespace) -> None:
+    from slime_convert.gguf import gguf_to_hf
+
+    gguf_to_hf(args.gguf, args.save, dtype=args.dtype, force=args.force)
+
+
+def _hf_to_torch_dist(args: argparse.Namespace) -> None:
+    from slime_convert.convert import hf_to_torch_dist
+
+    hf_to_torch_dist(
+        args.hf_checkpoint,
+        args.save,
+        flags={flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS},
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+        force=args.force,
+        on_progress=_terminal_progress(),
+    )
+
+
+def _torch_dist_to_hf(args: argparse.Namespace) -> None:
+    from slime_convert.convert import torch_dist_to_hf
+
+    torch_dist_to_hf(
+        args.input_dir,
+        args.output_dir,
+        args.origin_hf_dir,
+        force=args.force,
+        max_shard_bytes=args.max_shard_gib * 2**30,
+        on_progress=_terminal_progress(),
+    )
+
+
+def _terminal_progress() -> OnProgress:
+    """A line that is drawn anew, on terminals only."""
+    if not sys.stderr.isatty():
+        return no_progress
+
+    def draw(done_bytes: int, total_bytes: int) -> None:
+        end = "\n" if done_bytes == total_bytes else ""
+        percent = 100 * done_bytes // max(total_bytes, 1)
+        sys.stderr.write(f"\r{done_bytes / 2**20:,.0f} / {total_bytes / 2**20:,.0f} MiB ({percent}%){end}")
+        sys.stderr.flush()
+
+    return draw
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(" ".join(line.split()) + "\n")
+
+
+def _interrupt(signum: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,184 @@
+"""`WeightMap`: one model's weights, translated between Megatron and Hugging Face. Pure: no file, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_convert.errors import WeightError
+from slime_convert.mapping import tensor_parallel
+from slime_convert.mapping.families import TABLES, HfWeight, Rule, named_sizes
+from slime_convert.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A row of the table for one layer."""
+
+    rule: Rule
+    layer: int
+
+
+class WeightMap:
+    """The weights of a model of a given shape, under both names.
+
+    Megatron's names are those of megatron-core's ``GPTModel`` with local layers, such as
+    ``decoder.layers.3.self_attention.linear_qkv.weight``, with the layer's number in the whole model (under pipeline
+    parallelism, add the stage's offset first). The names that Transformer Engine gives to fused norms
+    (``…linear_qkv.layer_norm_weight``, ``…linear_fc1.layer_norm_weight``) are understood too.
+
+    Args:
+        shape: The model.
+        padded_vocab_size: Rows of the embedding and the output layer in Megatron; by default no padding.
+
+    Raises:
+        WeightError: ``padded_vocab_size`` is less than the vocabulary.
+    """
+
+    def __init__(self, shape: ModelShape, padded_vocab_size: int | None = None) -> None:
+        self.shape = shape
+        self.padded_vocab_size = shape.vocab_size if padded_vocab_size is None else padded_vocab_size
+        if self.padded_vocab_size < shape.vocab_size:
+            raise WeightError(
+                f"padded_vocab_size {padded_vocab_size} must be at least the vocabulary size {shape.vocab_size}"
+            )
+        self._sizes = named_sizes(shape, self.padded_vocab_size)
+        self._weights = {_fill(weight.rule.megatron, weight.layer): weight for weight in _weights(shape)}
+        self._by_name = self._weights | {
+            _fill(weight.rule.engine_name, weight.layer): weight
+            for weight in self._weights.values()
+            if weight.rule.engine_name
+        }
+
+    def megatron_names(self) -> Iterator[str]:
+        """Every Megatron weight of the model, in the model's order. A tied output layer is none."""
+        return iter(self._weights)
+
+    def hf_names(self) -> Iterator[str]:
+        """Every Hugging Face weight of the model, in the model's order."""
+        for weight in self._weights.values():
+            for part in weight.rule.hf:
+                yield _fill(part.name, weight.layer)
+
+    def hf_parts(self, name: str) -> list[str]:
+        """The Hugging Face weights that one Megatron weight is made of."""
+        weight = self._find(name)
+        return [_fill(part.name, weight.layer) for part in weight.rule.hf]
+
+    def megatron_shape(self, name: str) -> tuple[int, ...]:
+        """The whole (not tensor-parallel) shape of a Megatron weight, with the vocabulary's padding."""
+        return self._lengths(self._find(name).rule.dims)
+
+    def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The Hugging Face weights inside a Megatron weight.
+
+        Args:
+            name: Megatron's name. ``output_layer.weight`` of a tied model yields nothing.
+            tensor: The whole weight; embedding and output layer may have any padding.
+
+        Returns:
+            Names and tensors, which may be views of ``tensor``.
+
+        Raises:
+            WeightError: Unknown name, or a shape other than the config's.
+        """
+        if name == "output_layer.weight" and not self.shape.untie_embeddings_and_output_weights:
+            return []
+        weight = self._find(name)
+        tensor = self._trim(name, weight.rule, tensor)
+        parts = weight.rule.layout.cut(tensor, self.shape)
+        return list(zip(self.hf_parts(name), parts, strict=True))
+
+    def from_hf(self, name: str, load: Callable[[str], Tensor]) -> Tensor:
+        """A Megatron weight, whole, from its Hugging Face weights.
+
+        Args:
+            name: Megatron's name.
+            load: Gives the Hugging Face weight of a name.
+
+        Returns:
+            The weight of shape :meth:`megatron_shape`; padded vocabulary rows are zero. It may share memory with what
+            ``load`` returned.
+
+        Raises:
+            WeightError: Unknown name, or a Hugging Face weight of another shape than the config says.
+        """
+        weight = self._find(name)
+        parts = [self._checked_part(part, weight.layer, load) for part in weight.rule.hf]
+        whole = weight.rule.layout.join(parts, self.shape)
+        missing = self.megatron_shape(name)[0] - whole.shape[0]
+        return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+
+    def split_tp(self, name: str, tensor: Tensor, tp: int) -> list[Tensor]:
+        """The shards of a Megatron weight for each of ``tp`` tensor-parallel ranks.
+
+        Raises:
+            WeightError: Unknown name, or the weight does not divide over ``tp`` ranks.
+        """
+        rule = self._find(name).rule
+        # Attention divides only in whole query groups, and the MLP's pair in each half.
+        groups = self.shape.num_query_groups
+        units = {"qkv": groups, "query": groups, "gate_up": tensor.shape[0] // 2}
+        dims = rule.dims.split()
+        if rule.split is not tensor_parallel.TensorParallel.REPLICATED:
+            axis = 1 if rule.split is tensor_parallel.TensorParallel.COLUMNS else 0
+            length = units.get(dims[axis], tensor.shape[axis])
+            if length % tp:
+                raise WeightError(
+                    f"{name} of shape {tuple(tensor.shape)} has {length} units to split, which do not divide over "
+                    f"{tp} tensor-parallel ranks; use a divisor of {length}"
+                )
+        return tensor_parallel.split(tensor, rule.split, tp)
+
+    def merge_tp(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        """A whole Megatron weight from its tensor-parallel shards in rank order.
+
+        Raises:
+            WeightError: Unknown name.
+        """
+        return tensor_parallel.merge(shards, self._find(name).rule.split)
+
+    def _find(self, name: str) -> _Weight:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise WeightError(
+                f"{name!r} is no weight of a {self.shape.family} model with {self.shape.num_layers} layers; "
+                f"weights look like {list(self._weights)[1]!r}; use whole-model layer numbers and no wrapper's prefix"
+            ) from None
+
+    def _lengths(self, dims: str) -> tuple[int, ...]:
+        return tuple(self._sizes[dim] for dim in dims.split())
+
+    def _trim(self, name: str, rule: Rule, tensor: Tensor) -> Tensor:
+        """``tensor`` without vocabulary padding, its shape checked."""
+        expected = self._lengths(rule.dims.replace("padded_vocab", "vocab"))
+        if rule.dims.startswith("padded_vocab") and tensor.dim() == 2 and tensor.shape[0] > expected[0]:
+            tensor = tensor[: expected[0]]
+        if tuple(tensor.shape) != expected:
+            raise WeightError(f"{name} has shape {tuple(tensor.shape)}, but the model's config says {expected}")
+        return tensor
+
+    def _checked_part(self, part: HfWeight, layer: int, load: Callable[[str], Tensor]) -> Tensor:
+        name = _fill(part.name, layer)
+        tensor, expected = load(name), self._lengths(part.dims)
+        if tuple(tensor.shape) != expected:
+            raise WeightError(f"{name} has shape {tuple(tensor.shape)}, but the model's config says {expected}")
+        return tensor
+
+
+def _weights(shape: ModelShape) -> Iterator[_Weight]:
+    """The table's rows for each layer, in the model's order: rows of a layer stand together."""
+    rules = [rule for rule in TABLES[shape.family] if rule.when(shape)]
+    in_layers = [rule for rule in rules if "{i}" in rule.megatron]
+    first = rules.index(in_layers[0])
+    yield from (_Weight(rule, 0) for rule in rules[:first])
+    yield from (_Weight(rule, layer) for layer in range(shape.num_layers) for rule in in_layers)
+    yield from (_Weight(rule, 0) for rule in rules[first + len(in_layers) :])
+
+
+def _fill(template: str, layer: int) -> str:
+    return template.replace("{i}", str(layer))

@@ -1,0 +1,12 @@
+"""How conversions say how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all, after each weight."""
+
+
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Say nothing."""

@@ -1,0 +1,93 @@
+"""Files and keys of a ``torch_dist`` checkpoint, as megatron-core 0.16 names them. No torch here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_convert.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+COMMON = "common.pt"
+FORMAT = "metadata.json"
+METADATA = ".metadata"
+FORMAT_RECORD = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+_LAYER = re.compile(r"^(?P<stack>decoder\.layers\.)(?P<layer>\d+)\.(?P<weight>.+)$")
+# On disk a norm before a linear layer has the name that Transformer Engine's fused layer gives it,
+# so that checkpoints of both kinds of model are the same (`sharded_state_dict_keys_map` in megatron-core).
+_FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight lies in a checkpoint.
+
+    Attributes:
+        keys: Keys of the tensors that make it up, joined along the first dimension; nearly always one.
+        layer: Index on the tensors' leading layer axis; ``None`` if they have no such axis.
+    """
+
+    keys: tuple[str, ...]
+    layer: int | None
+
+
+def places(name: str) -> list[Place]:
+    """Where a weight of this name may lie; the first is where megatron-core puts it for equal layers.
+
+    Args:
+        name: Of megatron-core's ``GPTModel`` with local layers.
+    """
+    match = _LAYER.match(name)
+    if match is None:
+        return [Place((name,), None)]
+    stack, layer, weight = match["stack"], int(match["layer"]), match["weight"]
+    spellings = [weight]
+    for norm, fused in _FUSED_NORMS.items():
+        if weight.startswith(norm):
+            spellings.insert(0, fused + weight.removeprefix(norm))
+    stacked = [Place((stack + spelling,), layer) for spelling in spellings]
+    single = [Place((f"{stack}{layer}.{spelling}",), None) for spelling in spellings]
+    if weight == "mlp.linear_fc1.weight":
+        # Models with unequal layers may keep the MLP's gate and up projections apart.
+        single.append(Place((f"{stack}{layer}.{weight}_w", f"{stack}{layer}.{weight}_v"), None))
+    return stacked + single
+
+
+def find_iteration(directory: str | Path) -> Path:
+    """The directory that holds ``.metadata``.
+
+    Args:
+        directory: A checkpoint (its tracker names the iteration), or one iteration of it.
+
+    Raises:
+        CheckpointError: It is neither.
+    """
+    path = Path(directory)
+    if (path / METADATA).is_file():
+        return path
+    advice = f"give a torch_dist checkpoint ({TRACKER} with release/ or iter_*/) or one iteration of it"
+    if not path.is_dir():
+        raise CheckpointError(f"there is no directory {path}; {advice}")
+    try:
+        tracked = (path / TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise CheckpointError(
+            f"{path} is no torch_dist checkpoint: it has no {METADATA} and no {TRACKER}; {advice}"
+        ) from None
+    found = path / (f"iter_{int(tracked):07d}" if tracked.isdigit() else tracked)
+    if tracked != RELEASE and not tracked.isdigit():
+        raise CheckpointError(f"{path / TRACKER} holds {tracked!r}; it must be {RELEASE!r} or a number; {advice}")
+    if not (found / METADATA).is_file():
+        raise CheckpointError(f"{path / TRACKER} names {found.name}, but {found / METADATA} is missing; {advice}")
+    return found

@@ -1,0 +1,71 @@
+"""Unpickling without running foreign code: plain types and torch's checkpoint records; anything else becomes inert.
+
+A checkpoint may come from anywhere, and `pickle` runs whatever it names. Here a name outside the list below becomes
+an empty :class:`Inert` object, so that Megatron's enums or plans in a file neither run nor stop the reading.
+It has the interface of the `pickle` module that ``torch.load(pickle_module=…)`` asks for.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import IO, Any
+
+_PLAIN = {
+    "argparse": {"Namespace"},
+    "builtins": {"bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+    "types": {"SimpleNamespace"},
+    "torch": {
+        *("Size", "device", "bfloat16", "bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+        *("uint8", "float8_e4m3fn", "float8_e5m2", "strided", "contiguous_format", "preserve_format"),
+        *("BFloat16Storage", "BoolStorage", "ByteStorage", "DoubleStorage", "FloatStorage", "HalfStorage"),
+        *("CharStorage", "IntStorage", "LongStorage", "ShortStorage"),
+    },
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
+
+
+class Inert:
+    """Stands for an object of a type that is not unpickled. It takes any arguments and any state, and keeps none."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Inert:
+        """An empty object."""
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def append(self, _: Any) -> None:
+        """Drop an item of a foreign list."""
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+
+class Unpickler(pickle.Unpickler):
+    """An unpickler that knows plain types and torch's checkpoint records only."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """The named type if it is plain, else :class:`Inert`."""
+        if global_name in _PLAIN.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        return Inert
+
+
+def load(file: IO[bytes], **kwargs: Any) -> Any:
+    """Unpickle one object from a binary file."""
+    return Unpickler(file, **kwargs).load()

@@ -1,0 +1,192 @@
+"""Reading a ``torch_dist`` checkpoint weight by weight, whatever parallelism wrote it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from slime_convert.errors import CheckpointError
+from slime_convert.torch_dist import plain_pickle
+from slime_convert.torch_dist.layout import COMMON, FORMAT, METADATA, Place, find_iteration, places
+
+
+class TorchDistReader:
+    """The weights of a ``torch_dist`` checkpoint; optimizer and random state are skipped.
+
+    Nothing of Megatron is imported, and nothing but plain types is unpickled. Weights are read from disk one by one.
+
+    Args:
+        directory: The checkpoint, or one iteration of it.
+
+    Raises:
+        CheckpointError: It is no readable ``torch_dist`` checkpoint.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = find_iteration(directory)
+        _check_format(self.directory)
+        self._metadata = _read_metadata(self.directory)
+        self._weights = {
+            key: record
+            for key, record in self._metadata.state_dict_metadata.items()
+            if isinstance(record, TensorStorageMetadata) and not _is_optimizer(key)
+        }
+        self._storage = FileSystemReader(self.directory)
+        self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    @property
+    def weight_keys(self) -> set[str]:
+        """Keys of the model's tensors, as they stand on disk (equal layers are stacked under one key)."""
+        return set(self._weights)
+
+    def args(self) -> Mapping[str, Any]:
+        """The arguments that ``common.pt`` records, by Megatron's names; empty if it records none.
+
+        Raises:
+            CheckpointError: ``common.pt`` is missing or damaged.
+        """
+        path = self.directory / COMMON
+        try:
+            common = torch.load(path, map_location="cpu", pickle_module=plain_pickle, weights_only=False)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(f"cannot read {path} ({error}); the checkpoint is incomplete, use another") from error
+        args = common.get("args") if isinstance(common, dict) else None
+        if args is None or isinstance(args, plain_pickle.Inert):
+            return {}
+        return args if isinstance(args, dict) else dict(vars(args))
+
+    def find(self, name: str) -> Place:
+        """Where a weight lies.
+
+        Raises:
+            CheckpointError: The checkpoint has no such weight.
+        """
+        for place in places(name):
+            if all(key in self._weights for key in place.keys):
+                return place
+        tried = ", ".join("+".join(place.keys) for place in places(name))
+        raise CheckpointError(
+            f"{self.directory} has no weight {name} (looked for {tried}); "
+            "use the checkpoint and the config of one model"
+        )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of one weight, without a layer axis."""
+        place = self.find(name)
+        sizes = [tuple(self._weights[key].size) for key in place.keys]
+        if place.layer is not None:
+            return sizes[0][1:]
+        return (sum(size[0] for size in sizes), *sizes[0][1:])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The element type of one weight."""
+        return self._weights[self.find(name).keys[0]].properties.dtype
+
+    def load(self, name: str) -> Tensor:
+        """One whole weight.
+
+        Args:
+            name: Of megatron-core's ``GPTModel`` with local layers, with the layer's number in the whole model.
+
+        Raises:
+            CheckpointError: The weight is missing, or its files are.
+        """
+        place = self.find(name)
+        parts = [self._read(key, place.layer) for key in place.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(self, key: str, layer: int | None) -> Tensor:
+        record = self._weights[key]
+        offsets, sizes = [0] * len(record.size), list(record.size)
+        if layer is not None:
+            if layer >= sizes[0]:
+                raise CheckpointError(f"{key} of {self.directory} has {sizes[0]} layers; layer {layer} was asked for")
+            offsets[0], sizes[0] = layer, 1
+        target = torch.empty(sizes, dtype=record.properties.dtype)
+        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, record, [chunk])
+        covered = sum(item.lengths.numel() for item in items)
+        if covered != target.numel():
+            raise CheckpointError(
+                f"{self.directory} holds {covered} of {target.numel()} elements of {key}; "
+                "it is incomplete (a rank's part is missing), use another"
+            )
+        try:
+            self._storage.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(
+                f"cannot read {key} from {self.directory} ({error}); use another checkpoint"
+            ) from error
+        return target if layer is None else target[0]
+
+
+class _IntoTensor(LoadPlanner):
+    """Copies what is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Nothing to set up: the plan is made by the reader."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """The reader makes the plan."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """There is one process."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Only tensors are read."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of the target that an item fills."""
+        part = self._target
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dim, offset, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The item is in place already."""
+
+
+def _is_optimizer(key: str) -> bool:
+    """Keys such as ``optimizer.state.exp_avg.…`` and ``chained_0.optimizer.…``."""
+    return key.startswith(("optimizer.", "chained_")) or ".optimizer." in key
+
+
+def _check_format(directory: Path) -> None:
+    path = directory / FORMAT
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path} ({error!r}); use a complete torch_dist checkpoint") from error
+    if found != "torch_dist":
+        raise CheckpointError(f"{directory} has format {found!r}; allowed: 'torch_dist'; save it with torch_dist")
+
+
+def _read_metadata(directory: Path) -> Metadata:
+    path = directory / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = plain_pickle.load(file)
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path} ({error}); the checkpoint is damaged, use another") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} holds no torch checkpoint metadata; the checkpoint is damaged, use another")
+    return metadata

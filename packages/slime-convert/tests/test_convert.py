@@ -1,0 +1,174 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from slime_convert import ModelShape
+from slime_convert.convert import check_args, hf_to_torch_dist, torch_dist_to_hf
+from slime_convert.errors import (
+    CheckpointError,
+    ConvertError,
+    HfConfigError,
+    OutputError,
+    ShapeMismatchError,
+    WeightError,
+)
+from slime_convert.torch_dist import TorchDistReader
+
+
+def weights_of(directory):
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_equal_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+def test_round_trip_is_bit_equal(origin, converted, tmp_path):
+    torch_dist_to_hf(converted, tmp_path / "back", origin)
+    assert_equal_bits(weights_of(tmp_path / "back"), weights_of(origin))
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (origin / name).read_bytes()
+    model, _ = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True, dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        ours = model(ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32)(ids).logits
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("where", ["release", "."])
+def test_shards_have_an_index_and_a_size(origin, converted, tmp_path, where):
+    torch_dist_to_hf(converted / where, tmp_path / "back", origin, max_shard_bytes=10_000)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 1 and files == sorted(set(index["weight_map"].values()))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    back = weights_of(tmp_path / "back")
+    assert_equal_bits(back, weights_of(origin))
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in back.values())
+    assert all(sum(t.nbytes for t in load_file(tmp_path / "back" / name).values()) <= 10_000 for name in files)
+
+
+def test_checkpoint_records_the_models_arguments(origin, converted):
+    shape = ModelShape.from_hf_config(origin)
+    args = TorchDistReader(converted).args()
+    assert args == shape.to_megatron_args() | {
+        "padded_vocab_size": 128,
+        "make_vocab_size_divisible_by": 128,
+        "params_dtype": "bfloat16",
+    }
+    check_args(shape, args, converted)
+    with pytest.raises(ShapeMismatchError, match=r"num_layers 3 \(config: 4\).*hidden_size 24 \(config: 48\)"):
+        check_args(ModelShape(**{**vars(shape), "num_layers": 4, "hidden_size": 48}), args, converted)
+
+
+def test_weights_of_another_type_are_told_in_the_config(origin, tmp_path):
+    wide = tmp_path / "wide"
+    AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32).save_pretrained(wide)
+    hf_to_torch_dist(wide, tmp_path / "td")
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "back", origin)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.float32
+
+
+def test_progress_ends_with_everything_done(origin, converted, tmp_path):
+    calls = []
+    torch_dist_to_hf(converted, tmp_path / "back", origin, on_progress=lambda *call: calls.append(call))
+    hf_to_torch_dist(origin, tmp_path / "td", on_progress=lambda *call: calls.append(call))
+    halves = [calls[: len(calls) // 2], calls[len(calls) // 2 :]]
+    for half in halves:
+        assert half == sorted(half) and half[-1][0] == half[-1][1] > 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(origin, converted, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(origin, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(ShapeMismatchError, match=r"num_layers 3 \(config: 4\)"):
+        torch_dist_to_hf(converted, tmp_path / "back", other)
+    # A checkpoint that records no arguments is checked by its weights.
+    common = converted / "release" / "common.pt"
+    torch.save({"iteration": 0}, common)
+    with pytest.raises(CheckpointError, match="has 3 layers; layer 3 was asked for"):
+        torch_dist_to_hf(converted, tmp_path / "back", other)
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 41}))
+    with pytest.raises(WeightError, match=r"linear_fc1\.weight has shape \(80, 24\), but the model's config says"):
+        torch_dist_to_hf(converted, tmp_path / "back", other)
+    assert not (tmp_path / "back").exists()
+
+
+def test_weights_that_would_be_lost_are_refused(origin, tmp_path):
+    extended = tmp_path / "extended"
+    shutil.copytree(origin, extended)
+    (extended / "model.safetensors.index.json").unlink()
+    save_file({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, extended / "extra.safetensors")
+    with pytest.raises(WeightError, match=r"1 weights that a \w+ model does not have, such as .*q_proj\.bias"):
+        hf_to_torch_dist(extended, tmp_path / "td")
+    assert list(tmp_path.iterdir()) == [extended]
+
+
+def test_an_incomplete_model_is_refused(origin, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(origin, broken)
+    shard = sorted(broken.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:50])
+    with pytest.raises(HfConfigError, match=r"cannot read .*safetensors"):
+        hf_to_torch_dist(broken, tmp_path / "td")
+    shard.unlink()
+    with pytest.raises(HfConfigError, match=r"cannot read .*safetensors"):
+        hf_to_torch_dist(broken, tmp_path / "td")
+    (broken / "model.safetensors.index.json").unlink()
+    with pytest.raises(WeightError, match=r"has no weight .*, which its config\.json asks for"):
+        hf_to_torch_dist(broken, tmp_path / "td")
+    for path in broken.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(HfConfigError, match=r"has no \*\.safetensors"):
+        hf_to_torch_dist(broken, tmp_path / "td")
+    assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_flags_are_checked(origin, tmp_path):
+    with pytest.raises(ShapeMismatchError, match="--num-layers 7"):
+        hf_to_torch_dist(origin, tmp_path / "td", flags={"num_layers": 7, "hidden_size": 24})
+    assert not any(tmp_path.iterdir())
+
+
+def test_existing_output_is_kept_unless_forced(origin, converted, tmp_path):
+    stamp = (converted / "release" / ".metadata").stat().st_mtime_ns
+    with pytest.raises(OutputError, match=r"exists already.*--force"):
+        hf_to_torch_dist(origin, converted)
+    assert (converted / "release" / ".metadata").stat().st_mtime_ns == stamp
+    hf_to_torch_dist(origin, converted, force=True)
+    assert (converted / "release" / ".metadata").stat().st_mtime_ns > stamp
+    assert list(tmp_path.iterdir()) == [converted]
+
+
+def test_inputs_are_never_replaced(origin, converted):
+    with pytest.raises(OutputError, match="is or holds the input"):
+        torch_dist_to_hf(converted, origin, origin, force=True)
+    with pytest.raises(OutputError, match="is or holds the input"):
+        torch_dist_to_hf(converted / "release", converted, origin, force=True)
+
+
+def test_a_failure_half_way_leaves_nothing(origin, tmp_path):
+    def fail(done_bytes, total_bytes):
+        if done_bytes > total_bytes // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hf_to_torch_dist(origin, tmp_path / "td", on_progress=fail)
+    assert not any(tmp_path.iterdir())
+
+
+def test_every_error_is_ours(tmp_path):
+    with pytest.raises(ConvertError):
+        hf_to_torch_dist(tmp_path / "none", tmp_path / "td")
+    with pytest.raises(ConvertError):
+        torch_dist_to_hf(tmp_path / "none", tmp_path / "hf", tmp_path / "none")

@@ -1,0 +1,213 @@
+"""What is written can be read by torch's own reader, and what megatron-core would write can be read by ours."""
+
+import io
+import json
+import pickle
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from slime_convert.errors import CheckpointError
+from slime_convert.torch_dist import TorchDistReader, WeightSource, find_iteration, plain_pickle, write_release
+
+NORM = "decoder.layers.{}.input_layernorm.weight"
+FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"
+
+
+def source(name, tensor):
+    return WeightSource(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+@pytest.fixture
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"embedding.word_embeddings.weight": torch.randn(7, 4, generator=generator)}
+    for layer in range(3):
+        tensors[NORM.format(layer)] = torch.randn(4, generator=generator).bfloat16()
+        tensors[FC1.format(layer)] = torch.randn(6, 4, generator=generator)
+    return tensors
+
+
+@pytest.fixture
+def written(tmp_path, weights):
+    write_release(tmp_path, [source(name, tensor) for name, tensor in weights.items()], {"num_layers": 3})
+    return tmp_path
+
+
+def test_written_weights_are_read_back(written, weights):
+    reader = TorchDistReader(written)
+    for name, tensor in weights.items():
+        loaded = reader.load(name)
+        assert torch.equal(loaded, tensor)
+        assert (reader.shape(name), reader.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+    assert reader.args() == {"num_layers": 3}
+
+
+def test_files_and_keys_are_those_that_megatron_core_asks_for(written, weights):
+    release = written / "release"
+    assert (written / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert {path.name for path in release.iterdir()} == {".metadata", "__0_0.distcp", "common.pt", "metadata.json"}
+    assert json.loads((release / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    assert torch.load(release / "common.pt")["args"] == {"num_layers": 3}
+    records = dcp.FileSystemReader(release).read_metadata().state_dict_metadata
+    assert records["decoder.layers.self_attention.linear_qkv.layer_norm_weight"].size == (3, 4)
+    assert records["decoder.layers.mlp.linear_fc1.weight"].size == (3, 6, 4)
+    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_2_3" in records
+
+
+def test_torch_loads_the_stacked_tensors(written, weights):
+    loaded = {
+        "embedding.word_embeddings.weight": torch.zeros(7, 4),
+        "decoder.layers.mlp.linear_fc1.weight": torch.zeros(3, 6, 4),
+        "decoder.layers.mlp.linear_fc1._extra_state/shard_0_3": io.BytesIO(),
+    }
+    dcp.load(loaded, checkpoint_id=written / "release", no_dist=True)
+    assert torch.equal(loaded["embedding.word_embeddings.weight"], weights["embedding.word_embeddings.weight"])
+    for layer, tensor in enumerate(loaded["decoder.layers.mlp.linear_fc1.weight"]):
+        assert torch.equal(tensor, weights[FC1.format(layer)])
+    assert loaded["decoder.layers.mlp.linear_fc1._extra_state/shard_0_3"] == [None]
+
+
+@pytest.fixture
+def iteration(tmp_path, weights):
+    """An iteration as a trainer leaves it: layers apart, gate and up apart, optimizer state, foreign types."""
+    path = tmp_path / "iter_0000012"
+    gate_up = weights[FC1.format(0)].chunk(2)
+    state = {
+        "embedding.word_embeddings.weight": weights["embedding.word_embeddings.weight"],
+        NORM.format(0): weights[NORM.format(0)],
+        FC1.format(0) + "_w": gate_up[0],
+        FC1.format(0) + "_v": gate_up[1],
+        "optimizer.state.exp_avg.embedding.word_embeddings.weight": torch.ones(7, 4),
+        "chained_0.optimizer.state.param.x": torch.ones(2),
+    }
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    record = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (path / "metadata.json").write_text(json.dumps(record))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
+    torch.save({"args": types.SimpleNamespace(num_layers=1, foreign=Foreign())}, path / "common.pt")
+    return path
+
+
+def test_a_trainers_iteration_is_read_and_its_optimizer_skipped(iteration, weights):
+    reader = TorchDistReader(iteration.parent)
+    assert reader.directory == iteration and TorchDistReader(iteration).directory == iteration
+    assert {key.split(".")[0] for key in reader.weight_keys} == {"embedding", "decoder"}
+    for name in ["embedding.word_embeddings.weight", NORM.format(0), FC1.format(0)]:
+        assert torch.equal(reader.load(name), weights[name])
+    assert reader.shape(FC1.format(0)) == (6, 4)
+
+
+def test_foreign_types_are_not_unpickled(iteration):
+    Foreign.unpickled = False
+    args = TorchDistReader(iteration).args()
+    assert args["num_layers"] == 1
+    assert isinstance(args["foreign"], plain_pickle.Inert) and not Foreign.unpickled
+    (iteration / ".metadata").write_bytes(pickle.dumps(Foreign()))
+    with pytest.raises(CheckpointError, match="holds no torch checkpoint metadata"):
+        TorchDistReader(iteration)
+    assert not Foreign.unpickled
+
+
+class Foreign:
+    unpickled = False
+
+    def __reduce__(self):
+        return (_unpickle, ())
+
+
+def _unpickle():
+    Foreign.unpickled = True
+    return Foreign()
+
+
+def test_metadata_with_a_trainers_plans_is_read(written, weights):
+    """megatron-core stores every rank's save plan beside the metadata."""
+    path = written / "release" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.all_local_plans = [dcp.SavePlan([])]
+    path.write_bytes(pickle.dumps(metadata))
+    assert torch.equal(TorchDistReader(written).load(NORM.format(2)), weights[NORM.format(2)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda root: (root / "release" / "metadata.json").unlink(), r"metadata\.json.*complete torch_dist"),
+        (
+            lambda root: (root / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+            "'zarr'; allowed: 'torch_dist'",
+        ),
+        (lambda root: (root / "release" / ".metadata").write_bytes(b"\x80\x04"), "damaged"),
+        (lambda root: (root / "release" / ".metadata").unlink(), "names release, but"),
+        (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("soon"), "'soon'; it must be 'release'"),
+        (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("7"), "names iter_0000007, but"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(written, damage, words):
+    damage(written)
+    with pytest.raises(CheckpointError, match=words):
+        TorchDistReader(written)
+
+
+def test_missing_parts_are_told_by_name(written):
+    reader = TorchDistReader(written)
+    with pytest.raises(CheckpointError, match=r"no weight output_layer\.weight"):
+        reader.load("output_layer.weight")
+    with pytest.raises(CheckpointError, match="has 3 layers; layer 3 was asked for"):
+        reader.load(FC1.format(3))
+    (written / "release" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="cannot read"):
+        reader.load(FC1.format(0))
+
+
+def test_a_ranks_missing_part_is_noticed(written):
+    path = written / "release" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks[1]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="holds 0 of 24 elements"):
+        TorchDistReader(written).load(FC1.format(1))
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        find_iteration(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"no torch_dist checkpoint.*give a torch_dist checkpoint"):
+        find_iteration(tmp_path)
+
+
+def test_layers_that_cannot_be_stacked_are_refused(tmp_path, weights):
+    gap = [source(NORM.format(layer), weights[NORM.format(layer)]) for layer in (0, 2)]
+    with pytest.raises(CheckpointError, match=r"0…1 with one shape.*got layers \[0, 2\]"):
+        write_release(tmp_path, gap, {})
+
+
+def test_a_weight_other_than_announced_is_refused(tmp_path):
+    wrong = WeightSource("output_layer.weight", (2, 2), torch.float32, lambda: torch.zeros(3, 2))
+    with pytest.raises(CheckpointError, match=r"announced as torch\.float32 \(2, 2\)"):
+        write_release(tmp_path, [wrong], {})
+
+
+def test_one_weight_at_a_time_is_in_memory(tmp_path):
+    """Sixteen layers of 1 MiB: all of them are never loaded at once."""
+    alive: set[int] = set()
+    most = 0
+
+    def load():
+        nonlocal most
+        tensor = torch.zeros(512, 512)
+        alive.add(id(tensor))
+        weakref.finalize(tensor, alive.discard, id(tensor))
+        most = max(most, len(alive))
+        return tensor
+
+    name = "decoder.layers.{}.mlp.linear_fc2.weight"
+    sources = [WeightSource(name.format(i), (512, 512), torch.float32, load) for i in range(16)]
+    write_release(tmp_path, sources, {})
+    assert most <= 3
+    assert Path(tmp_path / "release" / "__0_0.distcp").stat().st_size > 16 * 2**20

@@ -1,0 +1,19 @@
+# Shape flags of Qwen3-1.7B. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 28
+    --hidden-size 2048
+    --ffn-hidden-size 6144
+    --num-attention-heads 16
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --vocab-size 151936
+    --max-position-embeddings 40960
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --qk-layernorm
+)

@@ -1,0 +1,18 @@
+# Shape flags of SmolLM2-135M and SmolLM2-135M-Instruct. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 30
+    --hidden-size 576
+    --ffn-hidden-size 1536
+    --num-attention-heads 9
+    --group-query-attention
+    --num-query-groups 3
+    --kv-channels 64
+    --vocab-size 49152
+    --max-position-embeddings 8192
+    --use-rotary-position-embeddings
+    --rotary-base 100000
+    --normalization RMSNorm
+    --norm-epsilon 1e-05
+    --disable-bias-linear
+)
