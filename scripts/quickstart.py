@@ -208,12 +208,16 @@ class Stamp:
 
 @contextlib.contextmanager
 def waiting(what: str, log: Path) -> Iterator[Path]:
-    """A bar while something goes on; the line stays when it is done."""
+    """A bar while something goes on, one line afterwards; without a terminal a line before, too."""
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console()
+    if not console.is_terminal:
+        say(f"    {what} …")
     columns = (TextColumn("    {task.description}"), BarColumn(bar_width=30), TimeElapsedColumn())
     started = time.monotonic()
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
         yield log
     say(f"    {what} ({time.monotonic() - started:.1f} s)")

@@ -1,0 +1,167 @@
+"""`scripts/release`: on a workspace of two toy packages in every detail, and a dry run on the real ones."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+
+PROJECT = """\
+[build-system]
+requires = ["hatchling>=1.26,<2"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "0.2.1"
+requires-python = ">=3.11"
+dependencies = [{dependencies}]
+
+[project.optional-dependencies]
+test = ["pytest>=8"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["src/{module}"]
+
+[tool.hatch.build.targets.sdist]
+include = ["src", "tests", "CHANGELOG.md"]
+"""
+WORKSPACE = """\
+[tool.uv.workspace]
+members = ["packages/*"]
+
+[tool.uv]
+constraint-dependencies = []
+
+[tool.pytest.ini_options]
+addopts = "-q --import-mode=importlib -p no:cacheprovider"
+"""
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *words]
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def _package(root: Path, name: str, *, dependencies: str = "", test: str = "") -> None:
+    module = name.replace("-", "_")
+    directory = root / "packages" / name
+    for path, text in {
+        "pyproject.toml": PROJECT.format(name=name, module=module, dependencies=dependencies),
+        "CHANGELOG.md": f"# Changelog of {name}\n\n## 0.2.1\n\n- Fixes.\n\n## 0.2.0\n\n- First.\n",
+        f"src/{module}/__init__.py": "ANSWER = 42\n",
+        f"src/{module}/py.typed": "",
+        "tests/test_it.py": test or f"import {module}\n\ndef test_it():\n    assert {module}.ANSWER == 42\n",
+    }.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """Two packages, `toy-top` needs `toy-base`; all committed."""
+    root = tmp_path / "workspace"
+    root.mkdir()
+    (root / "pyproject.toml").write_text(WORKSPACE)
+    (root / ".gitignore").write_text("dist/\n")
+    _package(root, "toy-base")
+    _package(root, "toy-top", dependencies='"toy-base>=0.2,<0.3"')
+    _git(root, "init", "--quiet", "--initial-branch=main")
+    _commit(root)
+    return root
+
+
+def _commit(root: Path) -> None:
+    _git(root, "add", "--all")
+    _git(root, "commit", "--quiet", "--message", "toys")
+
+
+def _release(*words: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "scripts" / "release"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+
+
+def _tags(root: Path) -> list[str]:
+    return _git(root, "tag").split()
+
+
+def test_a_release_tests_what_it_built_and_tags_it(workspace: Path) -> None:
+    done = _release("toy-top", "--root", str(workspace))
+    assert done.returncode == 0, done.stderr
+    assert "1 passed" in done.stdout
+    assert _tags(workspace) == ["toy-top-v0.2.1"]
+    assert sorted(path.name for path in (workspace / "dist").iterdir()) == [
+        "toy_top-0.2.1-py3-none-any.whl",
+        "toy_top-0.2.1.tar.gz",
+    ]
+    again = _release("toy-top", "--root", str(workspace))
+    assert again.returncode == 2
+    assert "the tag toy-top-v0.2.1 is there already; raise the version" in again.stderr
+
+
+def test_a_dry_run_leaves_nothing_and_only_notes_changes(workspace: Path) -> None:
+    (workspace / "packages" / "toy-base" / "notes.txt").write_text("not committed")
+    done = _release("toy-base", "--dry-run", "--root", str(workspace))
+    assert done.returncode == 0, done.stderr
+    assert "note: 1 uncommitted changes (packages/toy-base/notes.txt" in done.stdout
+    assert _tags(workspace) == []
+    assert not (workspace / "dist").exists()
+
+
+def test_a_dirty_tree_is_refused(workspace: Path) -> None:
+    (workspace / "packages" / "toy-base" / "notes.txt").write_text("not committed")
+    done = _release("toy-base", "--root", str(workspace))
+    assert done.returncode == 2
+    assert "uncommitted changes (packages/toy-base/notes.txt …); commit them" in done.stderr
+    assert _tags(workspace) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "message"),
+    [
+        ("CHANGELOG.md", "## 0.2.1\n\n- Fixes.\n\n", "", "has no entry `## 0.2.1` (it has 0.2.0); write one"),
+        ("CHANGELOG.md", "## 0.2.1", "## 0.3.0\n\n- More.\n\n## 0.2.1", "the newest entry of"),
+        ("CHANGELOG.md", "- Fixes.", "", "the entry 0.2.1 of"),
+        ("pyproject.toml", "0.2.1", "two", "give one such as 0.1.1"),
+        ("pyproject.toml", "toy-base>=0.2,<0.3", "toy-base>=0.2", "give both bounds, such as toy-base>=0.2,<0.3"),
+        ("pyproject.toml", "toy-base>=0.2,<0.3", "toy-base>=0.1,<0.2", "but the workspace has 0.2.1; widen the bounds"),
+        ("src/toy_top/py.typed", None, None, "lacks toy_top/py.typed"),
+        ("tests/test_it.py", "== 42", "== 43", "1 failed"),
+        ("tests/test_it.py", "import toy_top\n", "import packaging, toy_top, yaml\n", "No module named 'yaml'"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_tagged(
+    workspace: Path, path: str, old: str | None, new: str | None, message: str
+) -> None:
+    file = workspace / "packages" / "toy-top" / path
+    if old is None or new is None:
+        file.unlink()
+    else:
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+    _commit(workspace)
+    done = _release("toy-top", "--root", str(workspace))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr
+    assert _tags(workspace) == []
+
+
+def test_an_unknown_package_is_told_which_there_are(workspace: Path) -> None:
+    done = _release("toy", "--root", str(workspace))
+    assert (done.returncode, done.stderr) == (2, "release: there is no packages/toy; there are toy-base, toy-top\n")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "package", [name if name == "slime-core" else pytest.param(name, marks=pytest.mark.full) for name in PACKAGES]
+)
+def test_every_package_could_be_released(package: str) -> None:
+    done = _release(package, "--dry-run", seconds=880)
+    assert done.returncode == 0, done.stderr
+    assert "the tag slime-" in done.stdout

@@ -1,0 +1,309 @@
+"""Release one package of the workspace. Started by `scripts/release`, which brings uv.
+
+Checks the version against the changelog and the tags, builds wheel and sdist, checks the built metadata, installs the
+wheel outside the workspace (siblings from wheels built here), runs the sdist's tests there, puts both files into
+`dist/` and sets the tag, such as `slime-convert-v0.1.1`. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import email.message
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+TEST_MARKS = "not full and not real"
+LIMIT_SECONDS = 1200.0
+
+
+class ReleaseError(Exception):
+    """The package cannot be released; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A member of the workspace.
+
+    Attributes:
+        directory: Where it lies.
+        name: Distribution name, from its pyproject.toml.
+        version: As declared there.
+    """
+
+    directory: Path
+    name: str
+    version: Version
+
+    @classmethod
+    def read(cls, directory: Path) -> Package:
+        """Read a package's pyproject.toml.
+
+        Raises:
+            ReleaseError: The version is none.
+        """
+        project = _read_toml(directory / "pyproject.toml")["project"]
+        try:
+            return cls(directory, project["name"], Version(project["version"]))
+        except InvalidVersion as error:
+            raise ReleaseError(f"{directory}/pyproject.toml: {error}; give one such as 0.1.1") from error
+
+    @property
+    def tag(self) -> str:
+        """Git tag of this version."""
+        return f"{self.name}-v{self.version}"
+
+    @property
+    def import_name(self) -> str:
+        """Name of the directory in `src/`."""
+        return next((self.directory / "src").glob("*/__init__.py")).parent.name
+
+
+@dataclass(frozen=True)
+class Built:
+    """The files made from a package."""
+
+    package: Package
+    wheel: Path
+    sdist: Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a release; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/release", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("package", help="a directory in packages/, such as slime-convert")
+    parser.add_argument("--dry-run", action="store_true", help="all but the tag; an uncommitted change is only noted")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    try:
+        release(args.root, args.package, dry_run=args.dry_run)
+    except ReleaseError as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def release(root: Path, name: str, *, dry_run: bool) -> None:
+    """Release a package of the workspace at `root`.
+
+    Raises:
+        ReleaseError: It cannot be released.
+    """
+    packages = {path.parent.name: Package.read(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))}
+    if name not in packages:
+        raise ReleaseError(f"there is no packages/{name}; there are {', '.join(packages)}")
+    package = packages[name]
+    say(f"{package.name} {package.version}")
+    check_changelog(package)
+    check_repository(root, package, dry_run=dry_run)
+    with tempfile.TemporaryDirectory(prefix="release-") as scratch:
+        outside = Path(scratch)
+        built = build(package, outside / "dist")
+        check_metadata(built, packages.values())
+        siblings = [build(packages[sibling], outside / "dist") for sibling in siblings_of(package, packages)]
+        check_outside(root, built, siblings, outside)
+        if not dry_run:
+            (root / "dist").mkdir(exist_ok=True)
+            for path in (built.wheel, built.sdist):
+                shutil.copy2(path, root / "dist" / path.name)
+    if dry_run:
+        say(f"dry run: everything holds; without --dry-run the tag {package.tag} would be set now")
+        return
+    run(["git", "tag", "--annotate", package.tag, "--message", f"{package.name} {package.version}"], cwd=root)
+    say(f"tagged {package.tag}; dist/{built.wheel.name} and dist/{built.sdist.name} are ready to upload")
+
+
+def check_changelog(package: Package) -> None:
+    """The newest entry of the changelog is this version, and says something.
+
+    Raises:
+        ReleaseError: It is not so.
+    """
+    path = package.directory / "CHANGELOG.md"
+    entries = re.split(r"^## ", path.read_text(encoding="utf-8") if path.exists() else "", flags=re.MULTILINE)[1:]
+    versions = [entry.split()[0] for entry in entries if entry.split()]
+    if str(package.version) not in versions:
+        raise ReleaseError(
+            f"{path} has no entry `## {package.version}` (it has {', '.join(versions) or 'none'}); write one"
+        )
+    if versions[0] != str(package.version):
+        raise ReleaseError(
+            f"pyproject.toml says {package.version} but the newest entry of {path} is {versions[0]}; make them agree"
+        )
+    if not entries[0].partition("\n")[2].strip():
+        raise ReleaseError(f"the entry {package.version} of {path} is empty; say what changed")
+    say("version and changelog agree")
+
+
+def check_repository(root: Path, package: Package, *, dry_run: bool) -> None:
+    """The tree is clean and the tag new. A dry run only notes what is not so.
+
+    Raises:
+        ReleaseError: It is not so, and this is no dry run.
+    """
+    problems = []
+    if changes := run(["git", "status", "--porcelain"], cwd=root).splitlines():
+        first = ", ".join(line[3:] for line in changes[:3])
+        problems.append(f"{len(changes)} uncommitted changes ({first} …); commit them, a tag names a commit")
+    if run(["git", "tag", "--list", package.tag], cwd=root).strip():
+        problems.append(f"the tag {package.tag} is there already; raise the version in pyproject.toml")
+    if problems and not dry_run:
+        raise ReleaseError("; ".join(problems))
+    for problem in problems:
+        say(f"note: {problem}")
+
+
+def build(package: Package, destination: Path) -> Built:
+    """Build wheel and sdist; the wheel is built from the sdist, so that the sdist is known to be whole.
+
+    Raises:
+        ReleaseError: It cannot be built.
+    """
+    run(["uv", "build", "--no-sources", "--quiet", "--out-dir", str(destination), str(package.directory)])
+    stem = f"{canonicalize_name(package.name).replace('-', '_')}-{package.version}"
+    (wheel,) = destination.glob(f"{stem}-*.whl")
+    say(f"built {wheel.name}")
+    return Built(package, wheel, destination / f"{stem}.tar.gz")
+
+
+def check_metadata(built: Built, packages: Iterable[Package]) -> None:
+    """What the wheel says about itself: name, version, typed, and bounds on siblings that today's siblings meet.
+
+    Raises:
+        ReleaseError: It is not so.
+    """
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = archive.namelist()
+        text = next(archive.read(name) for name in names if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(text)
+    package = built.package
+    if (metadata["Name"], metadata["Version"]) != (package.name, str(package.version)):
+        raise ReleaseError(f"{built.wheel.name} calls itself {metadata['Name']} {metadata['Version']}")
+    if f"{package.import_name}/py.typed" not in names:
+        raise ReleaseError(f"{built.wheel.name} lacks {package.import_name}/py.typed; its types would not be seen")
+    versions = {canonicalize_name(other.name): other.version for other in packages}
+    for requirement in map(Requirement, metadata.get_all("Requires-Dist", [])):
+        sibling = canonicalize_name(requirement.name)
+        if sibling in versions and sibling != canonicalize_name(package.name):
+            check_bounds(package, requirement, versions[sibling])
+    say("metadata holds: name, version, types, bounds on siblings")
+
+
+def check_bounds(package: Package, requirement: Requirement, version: Version) -> None:
+    """A sibling is bounded on both sides, and today's version lies between.
+
+    Raises:
+        ReleaseError: It is not so.
+    """
+    operators = {clause.operator for clause in requirement.specifier}
+    example = f"{requirement.name}>={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
+    if not (operators & {">=", ">", "==", "~="} and operators & {"<", "<=", "==", "~="}):
+        raise ReleaseError(f"{package.name} requires `{requirement}`; give both bounds, such as {example}")
+    if version not in requirement.specifier:
+        raise ReleaseError(f"{package.name} requires `{requirement}` but the workspace has {version}; widen the bounds")
+
+
+def siblings_of(package: Package, packages: dict[str, Package]) -> list[str]:
+    """Directories of the packages that this one needs, and that those need."""
+    by_name = {canonicalize_name(other.name): directory for directory, other in packages.items()}
+    found: list[str] = []
+    queue = [package]
+    while queue:
+        project = _read_toml(queue.pop().directory / "pyproject.toml")["project"]
+        for requirement in map(Requirement, project.get("dependencies", [])):
+            directory = by_name.get(canonicalize_name(requirement.name))
+            if directory is not None and directory not in found:
+                found.append(directory)
+                queue.append(packages[directory])
+    return found
+
+
+def check_outside(root: Path, built: Built, siblings: Sequence[Built], outside: Path) -> None:
+    """Install the wheel in an empty environment and run the sdist's tests there.
+
+    The wheels are named by path: a distribution of the same name on an index is never taken instead.
+
+    Raises:
+        ReleaseError: It cannot be installed, comes from elsewhere, or a test fails.
+    """
+    python = outside / "env" / "bin" / "python"
+    run(["uv", "venv", "--quiet", str(outside / "env")], cwd=outside)
+    pins = outside / "constraints.txt"
+    pins.write_text("\n".join(_read_toml(root / "pyproject.toml")["tool"]["uv"]["constraint-dependencies"]))
+    wheels = [f"{built.package.name}[test] @ {built.wheel.as_uri()}"]
+    wheels += [f"{sibling.package.name} @ {sibling.wheel.as_uri()}" for sibling in siblings]
+    install = ["uv", "pip", "install", "--quiet", "--no-config", "--python", str(python), "--constraints", str(pins)]
+    run([*install, *wheels], cwd=outside)
+    module = built.package.import_name
+    place = run([str(python), "-I", "-c", f"import {module}; print({module}.__file__)"], cwd=outside).strip()
+    if not Path(place).is_relative_to(outside / "env"):
+        raise ReleaseError(f"{module} was imported from {place}, not from the wheel")
+    say(f"installed outside the workspace: {module}")
+    with tarfile.open(built.sdist) as archive:
+        archive.extractall(outside / "sdist", filter="data")
+    source = next((outside / "sdist").iterdir())
+    shutil.rmtree(source / "src")
+    command = [str(python), "-m", "pytest", "-c", str(root / "pyproject.toml"), f"--rootdir={source}"]
+    engine = {"SLIME_ENGINE_PYTHON": str(root / ".venv-engine" / "bin" / "python")}
+    output = run([*command, "-m", TEST_MARKS, str(source / "tests")], cwd=source, env=engine)
+    say(output.strip().splitlines()[-1])
+
+
+def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Run a command and return its standard output.
+
+    Args:
+        command: Program and arguments.
+        cwd: Working directory.
+        env: Variables to add to this process's, less those that name an active environment.
+
+    Raises:
+        ReleaseError: It did not exit with 0; the text holds the end of its output.
+    """
+    environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_SECONDS,
+            env=environment | dict(env or {}),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ReleaseError(f"`{' '.join(command[:4])} …` took more than {LIMIT_SECONDS:.0f} s") from error
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        raise ReleaseError(f"`{' '.join(command[:4])} …` ended with exit code {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    print(text, flush=True)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
