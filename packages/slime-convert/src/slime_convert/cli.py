@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from slime_convert.errors import ConvertError
 from slime_convert.progress import OnProgress, no_progress
-from slime_convert.shape import SHAPE_FLAGS
+from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,12 +121,15 @@ def _gguf_to_hf(args: argparse.Namespace) -> None:
 
 
 def _hf_to_torch_dist(args: argparse.Namespace) -> None:
+    flags = {flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS}
+    # The likely mistakes are told before torch is imported, which takes seconds.
+    check_flags(ModelShape.from_hf_config(args.hf_checkpoint), flags)
     from slime_convert.convert import hf_to_torch_dist
 
     hf_to_torch_dist(
         args.hf_checkpoint,
         args.save,
-        flags={flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS},
+        flags=flags,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         force=args.force,
         on_progress=_terminal_progress(),
@@ -134,6 +137,7 @@ def _hf_to_torch_dist(args: argparse.Namespace) -> None:
 
 
 def _torch_dist_to_hf(args: argparse.Namespace) -> None:
+    ModelShape.from_hf_config(args.origin_hf_dir)
     from slime_convert.convert import torch_dist_to_hf
 
     torch_dist_to_hf(
