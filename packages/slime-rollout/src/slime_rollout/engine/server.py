@@ -82,6 +82,8 @@ def _cpu_flags(spec: ServerSpec) -> dict[str, SglangValue]:
         "mem-fraction-static": "0.1",
         "max-total-tokens": str(max(CPU_KV_TOKENS, spec.context_length or 0)),
         "max-running-requests": str(CPU_RUNNING_REQUESTS),
+        # Samples of one prompt arrive together: the first one's prefill serves the others.
+        "schedule-policy": "lpm",
         # Without it an idle server keeps one core busy, and a trainer beside it runs at half its speed.
         "sleep-on-idle": True,
         # `sampling_seed` counts only with this.
@@ -127,6 +129,8 @@ def _cpu_environment(config: EngineConfig, python_path: str | None) -> dict[str,
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime_cpu_shims.models",
         "PYTHONPATH": os.pathsep.join([str(CPU_SHIMS), *([python_path] if python_path else [])]),
         "OMP_NUM_THREADS": str(config.threads),
+        # Threads that wait by spinning make a step twenty times slower as soon as anything else needs their core.
+        "OMP_WAIT_POLICY": "PASSIVE",
         # Inductor would need a C++ compiler, and minutes.
         "TORCHDYNAMO_DISABLE": "1",
     }

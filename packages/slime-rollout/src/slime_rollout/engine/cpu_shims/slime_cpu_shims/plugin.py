@@ -5,14 +5,16 @@ import multiprocessing
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from slime_cpu_shims import sampling
+from slime_cpu_shims import attention, sampling
 
 BACKEND = "torch_native"
+ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def register():
     """Register all hooks. SGLang calls this."""
     _allow_reproducible_sampling()
+    _attend_to_many_sequences_at_once()
     _fork_children()
 
 
@@ -27,6 +29,11 @@ def _allow_reproducible_sampling():
     _replace("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", lambda self: None)
     _replace("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", sampling.murmur_hash32)
     _replace("sglang.srt.layers.sampler.multinomial_with_seed", sampling.multinomial_with_seed)
+
+
+def _attend_to_many_sequences_at_once():
+    HookRegistry.register(f"{ATTENTION}._run_sdpa_forward_decode", attention.decode, HookType.AROUND)
+    HookRegistry.register(f"{ATTENTION}._run_sdpa_forward_extend", attention.extend, HookType.AROUND)
 
 
 def _fork_children():

@@ -6,50 +6,19 @@ B: rows of the batch, V: vocabulary.
 import torch
 
 # MurmurHash3, x86 32-bit variant (Austin Appleby, 2011, public domain), over four 32-bit blocks: seed's low half,
-# seed's high half, position, column. int64 holds a product of two 32-bit numbers modulo 2^64; masking gives uint32.
-MASK = 0xFFFFFFFF
-C1, C2, M, N = 0xCC9E2D51, 0x1B873593, 5, 0xE6546B64
-F1, F2 = 0x85EBCA6B, 0xC2B2AE35
+# seed's high half, position, column. int32 products wrap around, which is all that the unsigned ones do.
+BITS = 32
 LENGTH = 16
 # Rows that are hashed together: their temporaries stay in the processor's cache.
 ROWS = 2
 
 
-def murmur_hash32(seed, positions, col_indices):
-    """The hash of (seed, position, column), as int64 in [0, 2^32).
-
-    Args:
-        seed: 64-bit seeds ``[B]``.
-        positions: Token positions ``[B]``.
-        col_indices: Columns ``[V]``.
-
-    Returns:
-        Hashes ``[B, V]``.
-    """
-    seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
-    h = torch.zeros_like(seed)
-    for block in (seed & MASK, (seed >> 32) & MASK, positions.to(torch.int64) & MASK):
-        h = _mix(h, _scramble(block))
-    h = _mix(h[:, None], _scramble(col_indices.to(torch.int64) & MASK)[None, :])
-    h ^= LENGTH
-    h ^= h >> 16
-    h = h.mul_(F1).bitwise_and_(MASK)
-    h ^= h >> 13
-    h = h.mul_(F2).bitwise_and_(MASK)
-    h ^= h >> 16
-    return h
+def _signed(constant):
+    return constant - (1 << BITS) if constant >> (BITS - 1) else constant
 
 
-def _rotl(x, bits):
-    return ((x << bits) | (x >> (32 - bits))) & MASK
-
-
-def _scramble(k):
-    return (_rotl((k * C1) & MASK, 15) * C2) & MASK
-
-
-def _mix(h, k):
-    return (_rotl(h ^ k, 13) * M + N) & MASK
+C1, C2, M, N = _signed(0xCC9E2D51), _signed(0x1B873593), 5, _signed(0xE6546B64)
+F1, F2 = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
 
 
 def multinomial_with_seed(logprobs, seed, positions):
@@ -57,24 +26,77 @@ def multinomial_with_seed(logprobs, seed, positions):
 
     Args:
         logprobs: Log-probs ``[B, V]``, not necessarily normalised.
-        seed: Seeds ``[B]``.
+        seed: 64-bit seeds ``[B]``.
         positions: Token positions ``[B]``.
 
     Returns:
         Sampled columns ``[B, 1]``, int64.
     """
-    columns = torch.arange(logprobs.shape[1])
-    seed, positions = seed.view(-1), positions.view(-1)
+    state = hash_of_seed(seed.view(-1), positions.view(-1))
+    columns = _scramble(torch.arange(logprobs.shape[1], dtype=torch.int32))
     rows = []
     for start in range(0, logprobs.shape[0], ROWS):
         part = slice(start, start + ROWS)
-        rows.append(_sample(logprobs[part], murmur_hash32(seed[part].to(torch.uint64), positions[part], columns)))
+        noise = _gumbel(hash_of_columns(state[part], columns))
+        rows.append(noise.add_(logprobs[part]).argmax(dim=1, keepdim=True))
     return torch.cat(rows)
 
 
-def _sample(logprobs, hashed):
-    uniform = hashed.to(torch.float64).div_(MASK)
-    # The ends are clamped as in SGLang: at 1 the noise would be infinite, so its cap is the hash's spacing.
-    uniform.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
-    noise = uniform.log_().neg_()
-    return noise.add_(logprobs).argmax(dim=1, keepdim=True)
+def murmur_hash32(seed, positions, col_indices):
+    """The hash of (seed, position, column), in place of SGLang's function of that name.
+
+    Args:
+        seed: 64-bit seeds ``[B]``.
+        positions: Token positions ``[B]``.
+        col_indices: Columns ``[V]``.
+
+    Returns:
+        Hashes ``[B, V]``, uint32.
+    """
+    return hash_of_columns(hash_of_seed(seed, positions), _scramble(_low_half(col_indices)))
+
+
+def hash_of_seed(seed, positions):
+    """The hash's state after its first three blocks ``[B]``, int32."""
+    seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
+    h = torch.zeros_like(seed, dtype=torch.int32)
+    for block in (seed, seed >> BITS, positions):
+        h = _mix(h, _scramble(_low_half(block)))
+    return h
+
+
+def hash_of_columns(state, columns):
+    """The finished hashes ``[B, V]``, uint32, from the state ``[B]`` and the scrambled columns ``[V]``."""
+    h = _mix(state[:, None], columns[None, :]).bitwise_xor_(LENGTH)
+    h.bitwise_xor_(_shift_right(h, 16)).mul_(F1)
+    h.bitwise_xor_(_shift_right(h, 13)).mul_(F2)
+    return h.bitwise_xor_(_shift_right(h, 16)).view(torch.uint32)
+
+
+def _low_half(x):
+    """The low 32 bits as int32."""
+    return x.to(torch.int64).bitwise_left_shift(BITS).bitwise_right_shift_(BITS).to(torch.int32)
+
+
+def _shift_right(x, bits):
+    """Zeros come in from the left, not copies of the sign."""
+    return (x >> bits).bitwise_and_((1 << (BITS - bits)) - 1)
+
+
+def _rotl(x, bits):
+    return (x << bits).bitwise_or_(_shift_right(x, BITS - bits))
+
+
+def _scramble(k):
+    return _rotl(k * C1, 15).mul_(C2)
+
+
+def _mix(h, k):
+    return _rotl(h ^ k, 13).mul_(M).add_(N)
+
+
+def _gumbel(hashed):
+    """Gumbel noise from uniform hashes, in float64. The ends are clamped as in SGLang, at one the noise is infinite."""
+    uniform = hashed.to(torch.float64).div_(torch.iinfo(torch.uint32).max)
+    uniform.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-BITS)).neg_()
+    return uniform.log_().neg_()

@@ -1,0 +1,117 @@
+"""Attention of many short sequences at once, for SGLang's torch-native backend.
+
+SGLang calls one scaled-dot-product attention per sequence and layer; with 128 short sequences that is half of the time
+of a decode step. Here sequences of like length share one call. Query heads of one KV head become extra query rows
+(grouped-query attention; Ainslie et al., 2023, arXiv:2305.13245), so K and V are not repeated.
+
+A sequence's padded length depends on itself alone, never on its neighbours, and rows of a batched call don't mix: what
+a sequence gets does not depend on which others are in the batch.
+
+B: sequences, Q: new tokens of a sequence, K: tokens in its cache, H: query heads, N: KV heads, G = H / N, D: head size,
+T: new tokens of all sequences.
+"""
+
+import itertools
+
+import torch
+from torch.nn.functional import embedding, scaled_dot_product_attention
+
+# Lengths are padded to multiples of these.
+QUERY_STEP = 16
+KEY_STEP = 64
+# Most mask entries (B·Q·K) of one call. A call of one long sequence may have more.
+MASK_ENTRIES = 1 << 20
+
+
+def attention(query_THD, output_THD, k_cache, v_cache, req_to_token, req_pool_indices, key_lens, query_lens, scaling):
+    """Causal attention of the new tokens of each sequence over its cached keys and values.
+
+    Args:
+        query_THD: Queries of the new tokens, sequence after sequence.
+        output_THD: Filled in.
+        k_cache: Keys ``[slots, N, D]``; the new tokens' are already there.
+        v_cache: Values, likewise.
+        req_to_token: Slots of each request's tokens ``[requests, longest]``.
+        req_pool_indices: Row of ``req_to_token`` for each sequence ``[B]``.
+        key_lens: Tokens in the cache for each sequence, the new ones included; B ints.
+        query_lens: New tokens of each sequence; B ints. They are the last ones.
+        scaling: Factor on the scores.
+
+    Returns:
+        ``output_THD``.
+    """
+    starts = list(itertools.accumulate(query_lens, initial=0))
+    for sequences in _alike(key_lens, query_lens):
+        start = torch.tensor([starts[i] for i in sequences])[:, None]
+        query_len = torch.tensor([query_lens[i] for i in sequences])[:, None]
+        key_len = torch.tensor([key_lens[i] for i in sequences])[:, None]
+        rows = _padded(query_lens[sequences[0]], QUERY_STEP)
+        columns = min(_padded(key_lens[sequences[0]], KEY_STEP), req_to_token.shape[1])
+        # Padding repeats a sequence's last query and last key; `real` and the mask leave the copies out.
+        row_BQ = torch.arange(rows).expand(len(sequences), rows)
+        real_BQ = row_BQ < query_len
+        row_BQ = torch.minimum(row_BQ, query_len - 1)
+        column_K = torch.arange(columns)
+        slot_BK = req_to_token[req_pool_indices[sequences][:, None], torch.minimum(column_K, key_len - 1)]
+        mask_BQK = column_K <= (key_len - query_len + row_BQ)[:, :, None]
+        token_BQ = start + row_BQ
+        out_BQHD = _grouped(
+            _take(query_THD, token_BQ), _take(k_cache, slot_BK), _take(v_cache, slot_BK), mask_BQK, scaling
+        )
+        output_THD[token_BQ[real_BQ]] = out_BQHD[real_BQ]
+    return output_THD
+
+
+def _take(rows, indices):
+    """``rows[indices]``; an embedding look-up does the same several times faster."""
+    return embedding(indices, rows.flatten(1)).unflatten(-1, rows.shape[1:])
+
+
+def _grouped(query_BQHD, key_BKND, value_BKND, mask_BQK, scaling):
+    """Attention with the query heads of one KV head as further query rows."""
+    rows, heads = query_BQHD.shape[1:3]
+    kv_heads = key_BKND.shape[2]
+    groups = heads // kv_heads
+    query = query_BQHD.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    key, value = (cached.transpose(1, 2).to(query.dtype) for cached in (key_BKND, value_BKND))
+    mask = mask_BQK.repeat(1, groups, 1)[:, None]
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _padded(length, step):
+    """One query stays one: a decode step needs no padding."""
+    return 1 if length == 1 else -(-length // step) * step
+
+
+def _alike(key_lens, query_lens):
+    """Indices of sequences of equal padded lengths, in parts whose mask is not too large."""
+    order = {}
+    for i, (key_len, query_len) in enumerate(zip(key_lens, query_lens, strict=True)):
+        order.setdefault((_padded(key_len, KEY_STEP), _padded(query_len, QUERY_STEP)), []).append(i)
+    for (columns, rows), sequences in order.items():
+        most = max(1, MASK_ENTRIES // (rows * columns))
+        for first in range(0, len(sequences), most):
+            yield sequences[first : first + most]
+
+
+def decode(original, backend, *args, **kwargs):
+    """Around SGLang's ``TorchNativeAttnBackend._run_sdpa_forward_decode``: one new token per sequence."""
+    if _is_special(args, kwargs, plain=7):
+        return original(backend, *args, **kwargs)
+    *tensors, seq_lens = args[:7]
+    return attention(*tensors, seq_lens.tolist(), [1] * len(seq_lens), kwargs["scaling"])
+
+
+def extend(original, backend, *args, **kwargs):
+    """Around SGLang's ``TorchNativeAttnBackend._run_sdpa_forward_extend``: several new tokens per sequence."""
+    if _is_special(args, kwargs, plain=9) or not kwargs["causal"]:
+        return original(backend, *args, **kwargs)
+    *tensors, seq_lens, _prefix_lens, query_lens = args[:9]
+    return attention(*tensors, seq_lens.tolist(), query_lens.tolist(), kwargs["scaling"])
+
+
+def _is_special(args, kwargs, plain):
+    """Encoders (given after the ``plain`` positional arguments) and sliding windows are left to SGLang."""
+    encoder = any(argument is not None for argument in args[plain:])
+    return encoder or kwargs["is_cross_attn"] or kwargs["sliding_window_size"] is not None

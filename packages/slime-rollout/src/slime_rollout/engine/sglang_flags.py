@@ -1,0 +1,185 @@
+"""The flags of the SGLang that is installed in some interpreter, read from its source.
+
+Importing SGLang takes seconds and needs its own interpreter; its flags stand in literal form in a few files.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from slime_core.errors import ConfigError
+from slime_rollout.engine.config import SglangValue
+
+# Flags that slime sets itself, and what to use instead.
+CONTROLLED: Mapping[str, str] = {
+    "model-path": "use --hf-checkpoint",
+    "model": "use --hf-checkpoint",
+    "config": "give the flags themselves",
+    "host": "slime's engines listen on this machine's loopback address",
+    "port": "slime chooses free ports for engines; --sglang-router-port sets the router's",
+    "tp-size": "use --rollout-num-gpus-per-engine",
+    "tensor-parallel-size": "use --rollout-num-gpus-per-engine",
+    "nnodes": "slime starts engines on single nodes",
+    "node-rank": "slime starts engines on single nodes",
+    "dist-init-addr": "slime starts engines on single nodes",
+    "nccl-port": "slime chooses free ports for engines",
+    "base-gpu-id": "slime places engines on GPUs",
+    "gpu-id-step": "slime places engines on GPUs",
+    "random-seed": "use --rollout-seed",
+    "weight-version": "slime numbers the weights",
+    "skip-server-warmup": "slime always sets it",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SglangFlag:
+    """One flag of SGLang.
+
+    Attributes:
+        name: Without the leading dashes, such as ``mem-fraction-static``.
+        takes_value: Whether a value follows it.
+        several: Whether several values may follow it.
+    """
+
+    name: str
+    takes_value: bool
+    several: bool = False
+
+
+def installed_flags(python: str) -> dict[str, SglangFlag]:
+    """All flags of the SGLang that ``python`` would import, by name.
+
+    Args:
+        python: An interpreter.
+
+    Raises:
+        ConfigError: It has no SGLang, or one whose flags are written in a way that is not understood.
+    """
+    root = _package_directory(python)
+    flags = {flag.name: flag for file in _files_with_flags(root / "srt") for flag in _flags_of(file)}
+    if "model-path" not in flags:
+        raise ConfigError(
+            f"the flags of the SGLang in {root} are not written as slime expects; it was tested with SGLang 0.5.23"
+        )
+    return flags
+
+
+def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, SglangFlag]) -> None:
+    """Check the user's ``--sglang-*`` flags against those that the installed SGLang has.
+
+    Args:
+        args: Values by name, without ``--sglang-``.
+        flags: What :func:`installed_flags` returned.
+
+    Raises:
+        ConfigError: One is unknown, with the nearest known one; or slime sets it itself; or its value is missing or
+            too much.
+    """
+    for name, value in args.items():
+        if name in CONTROLLED:
+            raise ConfigError(f"--sglang-{name} cannot be given: {CONTROLLED[name]}")
+        if name not in flags:
+            near = difflib.get_close_matches(name, sorted(set(flags) - set(CONTROLLED)), n=1)
+            hint = f"did you mean --sglang-{near[0]}?" if near else "see the flags of sglang.launch_server"
+            raise ConfigError(f"--sglang-{name} is no flag of the installed SGLang; {hint}")
+        flag = flags[name]
+        if flag.takes_value and value is True:
+            raise ConfigError(f"--sglang-{name} needs a value")
+        if not flag.takes_value and value is not True:
+            raise ConfigError(f"--sglang-{name} takes no value, got {value!r}")
+        if isinstance(value, tuple) and not flag.several:
+            raise ConfigError(f"--sglang-{name} takes one value, got {' '.join(value)!r}")
+
+
+def _package_directory(python: str) -> Path:
+    code = "import importlib.util as u; s = u.find_spec('sglang'); print(s.origin if s else '')"
+    # -S would be faster still, but then virtual environments and editable installs are not found.
+    result = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False
+    )
+    origin = result.stdout.strip()
+    if result.returncode != 0 or not origin:
+        raise ConfigError(
+            f"SGLang is not installed in {python}; install it there, or name the interpreter that has it with "
+            "--engine-python"
+        )
+    return Path(origin).parent
+
+
+def _files_with_flags(srt: Path) -> Iterator[Path]:
+    yield srt / "server_args.py"
+    yield from sorted((srt / "arg_groups" / "fields").glob("*.py"))
+
+
+def _flags_of(file: Path) -> Iterator[SglangFlag]:
+    if not file.is_file():
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.AnnAssign):
+            yield from _flags_of_field(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            yield from _flags_of_call(node)
+
+
+def _flags_of_field(node: ast.AnnAssign) -> Iterator[SglangFlag]:
+    """``name: A[type, "help"]`` and ``name: A[type, Arg(...)]``, where ``A`` is ``typing.Annotated``."""
+    annotation = node.annotation
+    if not (
+        isinstance(node.target, ast.Name)
+        and isinstance(annotation, ast.Subscript)
+        and ast.unparse(annotation.value) in ("A", "Annotated")
+        and isinstance(annotation.slice, ast.Tuple)
+    ):
+        return
+    kind = ast.unparse(annotation.slice.elts[0])
+    options = _options_of_arg(annotation.slice.elts[1:])
+    if _literal(options.get("no_cli")):
+        return
+    aliases = _literal(options.get("aliases"))
+    names = [str(_literal(options.get("cli_name")) or "--" + node.target.id.replace("_", "-"))]
+    names += aliases if isinstance(aliases, list) else []
+    several = _literal(options.get("nargs")) in ("+", "*") or ("ist[" in kind and "type_parser" not in options)
+    is_bool = "action" not in options and kind in ("bool", "Optional[bool]", "bool | None")
+    yield from _named(names, options, several=several, switch=is_bool)
+
+
+def _options_of_arg(metadata: Iterable[ast.expr]) -> dict[str, ast.expr]:
+    for item in metadata:
+        if isinstance(item, ast.Call) and ast.unparse(item.func) == "Arg":
+            return {keyword.arg: keyword.value for keyword in item.keywords if keyword.arg is not None}
+    return {}
+
+
+def _flags_of_call(node: ast.Call) -> Iterator[SglangFlag]:
+    """``parser.add_argument("--name", …)``."""
+    names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+    options = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+    several = _literal(options.get("nargs")) in ("+", "*")
+    yield from _named([str(name) for name in names], options, several=several)
+
+
+def _named(
+    names: Iterable[str], options: Mapping[str, ast.expr], *, several: bool, switch: bool = False
+) -> Iterator[SglangFlag]:
+    action = ast.unparse(options["action"]) if "action" in options else ""
+    both_ways = "BooleanOptional" in action
+    # A deprecated constant that has `choices` still takes its old value.
+    constant = "Const" in action and "choices" not in options
+    switch = switch or both_ways or constant or "store_true" in action or "StoreTrue" in action
+    for name in names:
+        if name.startswith("--"):
+            yield SglangFlag(name.removeprefix("--"), not switch, several and not switch)
+            if both_ways:
+                yield SglangFlag(name.replace("--", "no-", 1), takes_value=False)
+
+
+def _literal(node: ast.expr | None) -> object:
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
