@@ -1,0 +1,96 @@
+"""The benchmarks' arithmetic and the table that compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_the_formula_counts_what_torch_counts(kv_heads: int) -> None:
+    from _flops import forward_flops, training_flops
+
+    batch, length, logits = 3, 16, 5
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    ids = torch.arange(batch * length).view(batch, length) % 97
+    sizes = {"tokens": batch * length, "context": length, "logits": batch * logits}
+    with FlopCounterMode(display=False) as forward:
+        out = model(ids, logits_to_keep=logits).logits
+    assert out.shape == (batch, logits, 97)
+    rotary = 2 * 8 * length  # the only product that the formula leaves out: frequencies times positions
+    assert forward.get_total_flops() == forward_flops(config.to_dict(), **sizes) + rotary
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    both = forward.get_total_flops() + backward.get_total_flops()
+    assert both == pytest.approx(training_flops(config.to_dict(), **sizes), rel=0.02)
+
+
+def test_the_table_marks_what_lost_a_fifth() -> None:
+    from bench import table
+
+    def record(metric: str, value: float, more_is_better: bool | None) -> dict[str, object]:
+        return {"case": "a", "metric": metric, "value": value, "unit": "u", "more_is_better": more_is_better}
+
+    records = [
+        record("rate", 7.9, True),
+        record("rate kept", 8.1, True),
+        record("time", 12.6, False),
+        record("time kept", 12.4, False),
+        record("size", 99.0, None),
+        record("new", 1.0, True),
+    ]
+    before = {("a", str(each["metric"])): 10.0 for each in records[:-1]}
+    lines = table(records, before).splitlines()
+    assert lines[0].split() == ["case", "metric", "value", "unit", "baseline", "ratio"]
+    assert [line.endswith("worse") for line in lines[1:]] == [True, False, True, False, False, False]
+    assert lines[1].split() == ["a", "rate", "7.900", "u", "10.000", "0.79", "worse"]
+    assert lines[-1].split() == ["a", "new", "1.000", "u"]
+
+
+def test_every_benchmark_says_what_it_measures_and_its_baseline_can_be_read() -> None:
+    from bench import BENCHMARKS, baseline, first_line
+
+    names = [path.stem for path in BENCHMARKS.glob("[!_]*.py")]
+    assert "quickstart_vs_trl" in names
+    for name in names:
+        assert first_line(BENCHMARKS / f"{name}.py")
+    for path in (BENCHMARKS / "baselines").glob("*.json"):
+        assert path.stem in names
+        assert json.loads(path.read_text())["machine"]["cpu"]
+        assert baseline(path.stem)
+
+
+def test_our_seconds_add_up_to_the_step() -> None:
+    from quickstart_vs_trl import our_seconds
+
+    row = {
+        "perf/rollout_time": 5.0,
+        "perf/forward_backward_time": 4.0,
+        "perf/optimizer_time": 0.5,
+        "perf/ref_log_probs_time": 1.0,
+        "perf/update_weights_time": 0.25,
+        "perf/step_time": 11.0,
+    }
+    seconds = our_seconds(row)
+    assert seconds == pytest.approx(
+        {"generate": 5, "reference": 1, "train": 4.5, "send weights": 0.25, "other": 0.25, "step": 11}
+    )

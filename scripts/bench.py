@@ -1,0 +1,157 @@
+"""Run benchmarks, print a table, and compare with the committed figures. Started by `scripts/bench`.
+
+    scripts/bench                         all of them
+    scripts/bench quickstart_vs_trl       one
+    scripts/bench --list                  what there is
+
+Figures and facts about the machine go to outputs/bench/NAME.json. `ratio` is this run over the committed one in
+benchmarks/baselines/NAME.json, which names its machine too: on another one, compare figures that are ratios themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+OUTPUTS = ROOT / "outputs" / "bench"
+WORSE = 0.8
+VERSIONS = ("torch", "megatron-core", "transformers", "ray", "sglang-router")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what was asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run [all]")
+    parser.add_argument("--list", action="store_true", help="say what there is")
+    parser.add_argument("--quick", action="store_true", help="the smallest run that measures something")
+    parser.add_argument("--save-baseline", action="store_true", help="keep these figures as the ones to compare with")
+    args = parser.parse_args(argv)
+    known = {path.stem: path for path in sorted(BENCHMARKS.glob("[!_]*.py"))}
+    if unknown := sorted(set(args.names) - set(known)):
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    if args.list:
+        print("\n".join(f"{name:<24} {first_line(path)}" for name, path in known.items()))
+        return 0
+    sys.path.append(str(BENCHMARKS))
+    for name in args.names or known:
+        result = run(name, quick=args.quick)
+        path = write(name, result, OUTPUTS)
+        print(f"\n{name}\n{table(result['records'], baseline(name))}\n{path}", flush=True)
+        if args.save_baseline:
+            print(write(name, result, BENCHMARKS / "baselines"))
+    return 0
+
+
+def run(name: str, *, quick: bool) -> dict[str, Any]:
+    """Run one benchmark.
+
+    Returns:
+        `machine`: facts; `quick`; `records`: a list of `case`, `metric`, `value`, `unit`, `more_is_better`.
+    """
+    print(f"{name}: {first_line(BENCHMARKS / f'{name}.py')}", flush=True)
+    out = OUTPUTS / name
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    records = importlib.import_module(name).main(out, quick=quick)
+    return {"machine": machine(), "quick": quick, "records": [dataclasses.asdict(record) for record in records]}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load": round(os.getloadavg()[0], 1),
+        "gpu": _gpu(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def baseline(name: str) -> Mapping[tuple[str, str], float]:
+    """The committed figures by case and metric; empty without any."""
+    path = BENCHMARKS / "baselines" / f"{name}.json"
+    if not path.exists():
+        return {}
+    records = json.loads(path.read_text(encoding="utf-8"))["records"]
+    return {(record["case"], record["metric"]): record["value"] for record in records}
+
+
+def table(records: Sequence[Mapping[str, Any]], before: Mapping[tuple[str, str], float]) -> str:
+    """The figures as aligned text, with their ratio to the committed ones; `worse` marks what lost a fifth.
+
+    Args:
+        records: As in the JSON files.
+        before: From :func:`baseline`.
+    """
+    rows = [("case", "metric", "value", "unit", "baseline", "ratio", "")]
+    for record in records:
+        old = before.get((record["case"], record["metric"]))
+        ratio = record["value"] / old if old else None
+        shown = ("" if old is None else f"{old:.3f}", "" if ratio is None else f"{ratio:.2f}")
+        mark = "worse" if ratio is not None and is_worse(ratio, record["more_is_better"]) else ""
+        rows.append((record["case"], record["metric"], f"{record['value']:.3f}", record["unit"], *shown, mark))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    numbers = {2, 4, 5}
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def is_worse(ratio: float, more_is_better: bool | None) -> bool:
+    """Whether a figure lost more than a fifth against its baseline."""
+    if more_is_better is None:
+        return False
+    return ratio < WORSE if more_is_better else ratio > 1 / WORSE
+
+
+def write(name: str, result: Mapping[str, Any], directory: Path) -> Path:
+    """Write a result; returns the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def first_line(path: Path) -> str:
+    """The first line of a file's docstring, without importing it."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
