@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 
 class Channel:
@@ -103,6 +104,12 @@ class Rank:
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
         return torch.cat(parts, dim=-1)[:, : trainer.shape.vocab_size].numpy()
+
+    def children(self):
+        """Processes that this one has started."""
+        return [
+            child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
+        ]
 
     def threads(self):
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,10 @@ class MegatronWorker:
         from slime_megatron.device import select_device
 
         device = select_device(config.trainer_threads)
-        from slime_megatron.trainer.worker import RankTrainer
+        with warnings.catch_warnings():
+            # Megatron warns six times that it goes on without these two, as we mean it to.
+            warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")
+            from slime_megatron.trainer.worker import RankTrainer
 
         self.trainer: RankTrainer = RankTrainer(config, algorithm, shape, rendezvous, device, resume_from)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from slime_megatron.checkpoint import find_checkpoint
+from slime_core.errors import ConfigError
+from slime_megatron.checkpoint import find_checkpoint, reference_source
 from slime_megatron.errors import CheckpointError
 
 
@@ -40,3 +41,18 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="'zarr' checkpoint"):
         find_checkpoint(make(tmp_path / "other", "zarr"))
+
+
+def test_the_reference_is_never_a_trained_checkpoint(tmp_path):
+    own = make(tmp_path / "run" / "iter_0000003")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    base = make(tmp_path / "base" / "release").parent
+    (base / "latest_checkpointed_iteration.txt").write_text("release")
+    run = str(tmp_path / "run")
+    assert reference_source(None, None, None) is None
+    assert reference_source(str(base), None, None) == base
+    assert reference_source(str(base), None, own) == base
+    assert reference_source(run, str(base), run) == base
+    for load in (None, run):
+        with pytest.raises(ConfigError, match="--ref-load"):
+            reference_source(load, None, own)

@@ -42,6 +42,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(
     ranks.start(world, config, model.shape, ALGORITHM)
     ranks.call("train", first)
     directory = ranks.first("save", 1)
+    assert ranks.call("children") == [[]] * world
     expected = [ranks.first("train", shards).steps for shards in (second, third)]
     weights = ranks.first("weights")
 
@@ -51,6 +52,20 @@ def test_a_resumed_run_equals_one_that_never_stopped(
     assert ranks.iteration == 1
     assert [ranks.first("train", shards).steps for shards in (second, third)] == expected
     assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_checkpoint_may_be_taken_before_the_first_step(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, distributed
+):
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path), use_distributed_optimizer=distributed)
+    shards = make_shards(make_samples())
+    ranks.start(1, config, model.shape)
+    ranks.call("save", 0)
+    expected = ranks.first("train", shards).steps
+    ranks.start(1, config, model.shape, resume_from=str(tmp_path))
+    assert ranks.first("train", shards).steps == expected
 
 
 @pytest.mark.parametrize("optimizer", [False, True], ids=["replicated optimizer", "distributed optimizer"])

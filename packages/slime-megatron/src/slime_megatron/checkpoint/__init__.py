@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from slime_megatron.checkpoint.find import CheckpointInfo, find_checkpoint
+from slime_megatron.checkpoint.find import CheckpointInfo, find_checkpoint, reference_source
 
-__all__ = ["CheckpointInfo", "find_checkpoint"]
+__all__ = ["CheckpointInfo", "find_checkpoint", "reference_source"]

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime_core.errors import ConfigError
 from slime_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -49,6 +50,31 @@ def find_checkpoint(path: str | Path) -> CheckpointInfo:
             return _complete(iteration_directory(root, int(text)))
         raise CheckpointError(f"{tracker} says {text!r}; it must hold a number or {RELEASE!r}")
     return _complete(root)
+
+
+def reference_source(load: str | None, ref_load: str | None, resume_from: str | Path | None) -> Path | None:
+    """The directory that the frozen reference model's weights come from: ``ref_load``, else ``load``.
+
+    Returns:
+        The directory; ``None`` if neither is given, in a new run, where the random policy is its own reference.
+
+    Raises:
+        ConfigError: A run continues from its own checkpoints and nothing else is named: the reference would be a model
+            that has been trained already.
+    """
+    source = ref_load or load
+    if resume_from is not None and ref_load is None and (load is None or _root(load) == _root(resume_from)):
+        raise ConfigError(
+            f"the KL loss needs its reference model, but {resume_from}, from which the run continues, is trained "
+            "already; name the model that training began with by --ref-load"
+        )
+    return None if source is None else Path(source)
+
+
+def _root(path: str | Path) -> Path:
+    """The directory of checkpoints that ``path`` is, or is one of."""
+    directory = find_checkpoint(path).directory.resolve()
+    return directory.parent if directory.name == RELEASE or directory.name.startswith("iter_") else directory
 
 
 def _complete(directory: Path) -> CheckpointInfo:

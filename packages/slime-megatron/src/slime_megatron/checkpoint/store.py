@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from slime_convert.shape import ModelShape
 from slime_megatron.checkpoint.find import TRACKER, CheckpointInfo, iteration_directory
+from slime_megatron.checkpoint.writer import InProcessSave
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 from slime_megatron.model.gpt import PackedGPT
@@ -76,7 +77,7 @@ def save_checkpoint(
     }
     if not config.no_save_optim:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=dict(_SHARDING))
-    dist_checkpointing.save(state, str(temporary), content_metadata=dict(_SHARDING))
+    dist_checkpointing.save(state, str(temporary), InProcessSave(), content_metadata=dict(_SHARDING))
     _rank_0_first(_publish, temporary, final, iteration)
     return final
 

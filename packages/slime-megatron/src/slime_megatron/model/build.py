@@ -18,14 +18,24 @@ from slime_megatron.model.norm import RMSNorm
 from slime_megatron.model.rotary import rotary_frequencies
 
 
-def build_model(shape: ModelShape, config: MegatronConfig, device: Device) -> PackedGPT:
-    """A model with random weights, split over the tensor-parallel ranks.
+def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, random_weights: bool = True) -> PackedGPT:
+    """A model, split over the tensor-parallel ranks.
+
+    Args:
+        shape: The model.
+        config: The parallel layout and the precision.
+        device: Where it lives.
+        random_weights: Draw random weights. Without, matrices are zero: weights are to be loaded (and the vocabulary's
+            padding, which a checkpoint need not have, stays zero).
 
     Raises:
         ConfigError: The heads or the MLP do not divide over the tensor-parallel ranks.
     """
     config.check_fits(shape)
     transformer = transformer_config(shape, config, device)
+    if not random_weights:
+        for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+            setattr(transformer, name, torch.nn.init.zeros_)
     layer = _layer_spec(shape)
     return PackedGPT(
         inverse_frequencies_E=rotary_frequencies(shape),

@@ -54,6 +54,10 @@ def build_optimizer(wrapped: Any, config: MegatronConfig) -> Any:
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a checkpoint's optimizer state, as ``optimizer.sharded_state_dict`` asked for it."""
+    inner = state.get("optimizer", state)
+    if "state" in inner:
+        # Megatron-core 0.16.1 leaves a step of 0 out.
+        inner["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state)
     for part in optimizer.chained_optimizers:
         for param_state in part.optimizer.state.values():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
+import os
 import random
+import socket
 
 import numpy as np
 import torch
@@ -22,6 +25,9 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
         ConfigError: The number of ranks is no multiple of the model-parallel size.
     """
     config.data_parallel_size(rendezvous.world_size)
+    if device.is_cpu and ipaddress.ip_address(socket.gethostbyname(rendezvous.address)).is_loopback:
+        # gloo talks through the interface that the host's name leads to; a laptop's may be down, or lead elsewhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         device.backend,
         init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",

@@ -14,7 +14,7 @@ from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard
 from slime_megatron import sync
-from slime_megatron.checkpoint.find import find_checkpoint
+from slime_megatron.checkpoint.find import find_checkpoint, reference_source
 from slime_megatron.checkpoint.store import load_checkpoint, load_weights, save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
@@ -44,7 +44,7 @@ class RankTrainer:
             it, weights come from ``config.load``, then ``config.ref_load``, and are random if neither is given.
 
     Raises:
-        ConfigError: The shape or the number of ranks does not fit the parallel sizes.
+        ConfigError: The shape or the number of ranks does not fit the parallel sizes, or no reference is named.
         CheckpointError: A checkpoint is missing or does not fit.
     """
 
@@ -63,8 +63,8 @@ class RankTrainer:
         self._device = device
         join_ranks(config, rendezvous, device)
         seed_everything(config.seed)
-        self.model = build_model(shape, config, device)
         weights = config.load or config.ref_load
+        self.model = build_model(shape, config, device, random_weights=resume_from is None and weights is None)
         if resume_from is None and weights is not None:
             load_weights(find_checkpoint(weights), shape, self.model)
         self._wrapped = wrap_model(self.model, config)
@@ -79,11 +79,9 @@ class RankTrainer:
 
     def _build_reference(self, resume_from: str | Path | None) -> PackedGPT:
         """A frozen model with ``ref_load``'s weights, else ``load``'s; a random one equals the random policy."""
-        source = self.config.ref_load or self.config.load
-        if source is None and resume_from is not None:
-            raise TrainingError("the KL loss needs the reference model when a run continues; name it with --ref-load")
+        source = reference_source(self.config.load, self.config.ref_load, resume_from)
         seed_everything(self.config.seed)
-        reference = build_model(self.shape, self.config, self._device)
+        reference = build_model(self.shape, self.config, self._device, random_weights=source is None)
         if source is not None:
             load_weights(find_checkpoint(source), self.shape, reference)
         reference.requires_grad_(False)
