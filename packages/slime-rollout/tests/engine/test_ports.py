@@ -1,0 +1,37 @@
+import socket
+
+import pytest
+
+from slime_rollout.engine.errors import PortInUseError
+from slime_rollout.engine.ports import check_port_free, free_port
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_taken_port_is_named_with_its_flag(listening):
+    with pytest.raises(PortInUseError, match=rf"--sglang-router-port {listening} cannot be used on 127.0.0.1"):
+        check_port_free(listening, flag="--sglang-router-port")
+
+
+def test_an_address_of_another_machine():
+    with pytest.raises(PortInUseError, match=r"port 20000 cannot be used on 203\.0\.113\.1"):
+        check_port_free(20000, "203.0.113.1")
+
+
+def test_a_port_is_free_again_at_once(listening):
+    with socket.create_connection(("127.0.0.1", listening)):
+        pass
+    check_port_free(free_port())
+
+
+def test_free_ports_are_usable_and_not_those_promised_before():
+    ports: set[int] = set()
+    for _ in range(20):
+        ports.add(free_port(without=ports))
+    assert len(ports) == 20
+    with socket.create_server(("127.0.0.1", ports.pop())):
+        pass

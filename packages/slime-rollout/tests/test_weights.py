@@ -1,0 +1,59 @@
+import pickle
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from slime_core.interfaces import WeightChannel
+from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine.ports import free_port
+from slime_rollout.weights import TensorWeightChannel, engine_weight_version
+
+
+@pytest.fixture
+def channel():
+    return TensorWeightChannel((f"http://127.0.0.1:{free_port()}/",), tp_size=2)
+
+
+def test_it_is_a_weight_channel_and_survives_pickling(channel):
+    assert isinstance(channel, WeightChannel)
+    copy = pickle.loads(pickle.dumps(channel))
+    assert copy == channel
+    assert not copy.engine_urls[0].endswith("/")
+
+
+@pytest.mark.parametrize(
+    "action", [lambda channel: channel.send([("w", torch.ones(1))]), lambda channel: channel.end()]
+)
+def test_nothing_goes_without_begin(channel, action):
+    with pytest.raises(WeightSyncError, match=r"no update is open; call begin\(version\) first"):
+        action(channel)
+
+
+def test_an_engine_that_is_not_there_is_named_and_the_channel_stays_usable(channel):
+    for version in (3, 4):
+        with pytest.raises(
+            WeightSyncError, match=rf"weight version {version}: POST http://.*/pause_generation: no answer"
+        ):
+            channel.begin(version)
+    with pytest.raises(WeightSyncError, match="cannot ask for the weight version"):
+        engine_weight_version(channel.engine_urls[0])
+
+
+def test_tensors_of_all_kinds_are_copied_into_one_shared_buffer(channel):
+    before = torch.multiprocessing.get_sharing_strategy()
+    bucket = [
+        ("bf16", torch.arange(3, dtype=torch.bfloat16)),
+        ("scalar", torch.tensor(2.5)),
+        ("part", torch.arange(24.0).view(4, 6)[:, ::2]),
+        ("empty", torch.zeros(0, 3)),
+        ("parameter", torch.nn.Parameter(torch.ones(2, 2))),
+    ]
+    shared = channel._copied(bucket)
+    assert [(name, tensor.dtype, tensor.shape) for name, tensor in shared] == [(n, t.dtype, t.shape) for n, t in bucket]
+    assert all(copy.equal(tensor) for (_, copy), (_, tensor) in zip(shared, bucket, strict=True))
+    assert len({tensor.untyped_storage().data_ptr() for _, tensor in shared}) == 1
+    assert shared[0][1].is_shared()
+    again = channel._copied(bucket[:2])
+    assert again[0][1].data_ptr() == shared[0][1].data_ptr()
+    assert torch.multiprocessing.get_sharing_strategy() == before
