@@ -1,0 +1,138 @@
+"""Runs of the real launcher on tiny models, and what they left on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LAUNCHER = Path(sys.executable).with_name("slime-launch")
+RUN_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Assets:
+    """A tiny model in both formats, prompts for it, and the interpreter that serves it."""
+
+    hf: Path
+    torch_dist: Path
+    prompts: Path
+    engine_python: str
+
+
+def train_command(assets: Assets, work: Path, *extra: str, rollouts: int, save: bool = True) -> list[str]:
+    """An ordinary `slime-launch train` command; later flags in `extra` replace earlier ones."""
+    flags: dict[str, list[str]] = {
+        "--hf-checkpoint": [str(assets.hf)],
+        "--load": [str(assets.torch_dist)],
+        "--prompt-data": [str(assets.prompts)],
+        "--engine-python": [assets.engine_python],
+        "--output-dir": [str(work / "out")],
+        "--actor-num-nodes": ["1"],
+        "--actor-num-gpus-per-node": ["1"],
+        "--rollout-num-gpus": ["1"],
+        "--colocate": [],
+        "--num-rollout": [str(rollouts)],
+        "--rollout-batch-size": ["8"],
+        "--n-samples-per-prompt": ["8"],
+        "--global-batch-size": ["64"],
+        "--micro-batch-size": ["64"],
+        "--rollout-max-response-len": ["6"],
+        "--advantage-estimator": ["grpo"],
+        "--use-kl-loss": [],
+        "--kl-loss-coef": ["0.001"],
+        "--lr": ["1e-3"],
+        "--sglang-max-running-requests": ["64"],
+        "--sglang-max-total-tokens": ["8192"],
+        "--sglang-context-length": ["128"],
+        "--custom-rm-path": [f"{Path(__file__).with_name('reward.py')}:every_eighth_token"],
+    }
+    if save:
+        flags["--save"] = [str(work / "save")]
+    name = ""
+    for word in extra:
+        if word.startswith("--"):
+            name = word
+            flags[name] = []
+        else:
+            flags[name].append(word)
+    return [str(LAUNCHER), "train", *(word for flag, values in flags.items() for word in (flag, *values))]
+
+
+@contextmanager
+def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process group of its own; whatever happens, it is gone afterwards."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def run(command: list[str], log: Path, *, seconds: float = RUN_SECONDS) -> str:
+    """Run a launcher to its end; returns what it printed, and fails with that unless it exits with 0."""
+    with started(command, log) as process:
+        code = process.wait(seconds)
+    text = log.read_text(errors="replace")
+    assert code == 0, f"exit code {code}\n{text[-6000:]}"
+    return text
+
+
+def rows(work: Path, kind: str) -> list[dict[str, Any]]:
+    """The complete rows of one kind in a run's metrics.jsonl."""
+    path = work / "out" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    parsed = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in parsed if row["kind"] == kind]
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until `condition` holds while `process` lives."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while not condition():
+        alive, late = process.poll() is None, time.monotonic() > deadline
+        assert alive and not late, f"{what}: never came\n{log.read_text(errors='replace')[-6000:]}"
+        time.sleep(0.05)
+
+
+def tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The process and all its descendants now."""
+    top = psutil.Process(process.pid)
+    return [top, *top.children(recursive=True)]
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[str]:
+    """Wait until all are gone; returns what is left of them after `seconds`."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    left = []
+    for process in alive:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        except psutil.NoSuchProcess:
+            continue
+    return left
+
+
+def engine_python() -> str:
+    """The interpreter that has SGLang."""
+    default = Path(__file__).parents[1] / ".venv-engine" / "bin" / "python"
+    return os.environ.get("SLIME_ENGINE_PYTHON", str(default))

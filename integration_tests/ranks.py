@@ -1,0 +1,127 @@
+"""Trainer ranks in processes of their own, called together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_core.types import Rendezvous, TrainSample
+from slime_megatron.config import MegatronConfig
+from slime_megatron.worker import MegatronWorker
+
+CALL_SECONDS = 120.0
+
+
+class Ranks:
+    """`world_size` trainer ranks; a context manager that ends them.
+
+    Args:
+        world_size: Number of processes.
+        config: The trainer's settings.
+        algorithm: The loss.
+        shape: The model.
+    """
+
+    def __init__(self, world_size: int, config: MegatronConfig, algorithm: AlgorithmConfig, shape: ModelShape) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ends: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            meeting = Rendezvous(rank=rank, world_size=world_size, address="127.0.0.1", port=port)
+            process = context.Process(target=_serve, args=(theirs, config, algorithm, shape, meeting))
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function(worker, *args)` on every rank; the answers, rank by rank."""
+        for end in self._ends:
+            end.send((function, args))
+        answers = []
+        for rank, end in enumerate(self._ends):
+            assert end.poll(CALL_SECONDS), f"rank {rank} did not answer {function.__name__}"
+            good, answer = end.recv()
+            assert good, f"rank {rank}: {answer}"
+            answers.append(answer)
+        return answers
+
+
+def train(worker: MegatronWorker, shards: list[Any]) -> dict[str, float]:
+    """Train on one rollout; the metrics of its last optimizer step."""
+    return worker.train(shards[worker.data_parallel_rank]).steps[-1]
+
+
+def log_probs(worker: MegatronWorker, shards: list[Any]) -> list[list[float]]:
+    """Log-probs of each sample's response tokens."""
+    return worker.log_probs(shards[worker.data_parallel_rank])
+
+
+def push(worker: MegatronWorker, channel: Any, version: int) -> int:
+    """Send the weights; the version that the engines confirmed."""
+    return worker.push_weights(channel, version).version
+
+
+def save(worker: MegatronWorker, iteration: int) -> str:
+    """Write a checkpoint; its directory."""
+    return worker.save(iteration)
+
+
+def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
+    """Logits that predict every token of a text but the first, over the true vocabulary."""
+    import torch
+
+    from slime_megatron.packing import pack
+
+    sample = TrainSample(
+        index=0,
+        group_index=0,
+        tokens=tokens,
+        response_length=len(tokens) - 1,
+        loss_mask=[1] * (len(tokens) - 1),
+        reward=0.0,
+        raw_reward=0.0,
+    )
+    with torch.no_grad():
+        rows = worker.trainer.model(pack([sample], share_prompts=False))
+    return rows.float()[:, : worker.trainer.shape.vocab_size].tolist()
+
+
+def _serve(connection: Connection, *settings: Any) -> None:
+    try:
+        worker = MegatronWorker(*settings)
+    except Exception as error:
+        connection.recv()
+        connection.send((False, repr(error)))
+        return
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send((True, function(worker, *args)))
+        except Exception as error:
+            connection.send((False, repr(error)))
+    worker.close()
