@@ -1,0 +1,1 @@
+"""The strict command line: tables of flags in, typed settings out. Nothing here imports torch or Ray."""

@@ -1,0 +1,138 @@
+"""One strict parser made from tables of flags: no abbreviations, no unknown flag, and errors that fit on one line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from slime_core.flags import FlagSpec
+from slime_launch.errors import FlagError
+from slime_launch.flags.suggest import unknown_flag
+
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagGroup:
+    """Flags that ``--help`` shows under one title.
+
+    Attributes:
+        title: The heading.
+        flags: The flags, in the order shown.
+        description: A line under the heading, or an empty string.
+        hidden: Whether ``--help`` shows the description only.
+    """
+
+    title: str
+    flags: tuple[FlagSpec, ...]
+    description: str = ""
+    hidden: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message.removeprefix("argument "))
+
+
+def build_parser(
+    groups: Iterable[FlagGroup], *, prog: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """The parser of ``groups``. It leaves absent flags out of its result.
+
+    Args:
+        groups: All flags there are.
+        prog: Name of the command.
+        description: First lines of ``--help``.
+        epilog: Last lines of ``--help``.
+    """
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=description,
+        epilog=epilog or None,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for group in groups:
+        section = parser.add_argument_group(group.title, group.description or None)
+        for spec in group.flags:
+            _add(section, spec, hidden=group.hidden)
+    return parser
+
+
+def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Read a command line.
+
+    Args:
+        groups: The flags that ``parser`` was built from.
+        parser: From :func:`build_parser`.
+        argv: What was typed, without the command's name.
+
+    Returns:
+        The flags that were given, by ``dest``. A flag with several values gives a tuple, and
+        all of them when it is repeated.
+
+    Raises:
+        FlagError: An unknown flag, a value of the wrong type, a missing value, or a flag that must be given and is not.
+    """
+    known = {spec.name: spec for group in groups for spec in group.flags}
+    unknown = [word.split("=")[0] for word in argv if word.startswith("--") and word.split("=")[0] not in known]
+    if unknown := [name for name in unknown if name not in ("--help", "--")]:
+        raise FlagError("; ".join(unknown_flag(name, known) for name in dict.fromkeys(unknown)))
+    namespace, extras = parser.parse_known_args(argv)
+    if extras:
+        raise FlagError(_unexpected(extras[0], argv))
+    given = vars(namespace)
+    missing = [spec.name for spec in known.values() if spec.default is dataclasses.MISSING and spec.dest not in given]
+    if missing:
+        raise FlagError(f"missing {', '.join(missing)}; see --help")
+    several = {spec.dest for spec in known.values() if spec.nargs}
+    return {dest: tuple(value) if dest in several else value for dest, value in given.items()}
+
+
+def help_line(spec: FlagSpec) -> str:
+    """What ``--help`` says about one flag: text, unit, default."""
+    facts = [spec.unit] if spec.unit else []
+    if spec.default is dataclasses.MISSING:
+        facts.append("required")
+    elif not spec.is_switch and spec.default is not None and spec.default != ():
+        facts.append(f"default {spec.default}")
+    return f"{spec.help} [{'; '.join(facts)}]" if facts else spec.help
+
+
+def _add(section: argparse._ArgumentGroup, spec: FlagSpec, *, hidden: bool) -> None:
+    text = argparse.SUPPRESS if hidden else help_line(spec).replace("%", "%%")
+    if spec.is_switch:
+        section.add_argument(spec.name, dest=spec.dest, action="store_true", help=text)
+        return
+    several: dict[str, Any] = {"nargs": spec.nargs, "action": "extend"} if spec.nargs else {}
+    section.add_argument(
+        spec.name,
+        dest=spec.dest,
+        type=_reader(spec.type),
+        choices=spec.choices,
+        metavar=spec.metavar or (None if spec.choices else spec.type.__name__.upper()),
+        help=text,
+        **several,
+    )
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {TYPE_NAMES.get(kind, kind.__name__)}") from None
+
+    return read
+
+
+def _unexpected(word: str, argv: Sequence[str]) -> str:
+    """A word that belongs to no flag; the flag before it is the likely culprit."""
+    before = [other for other in argv[: list(argv).index(word)] if other.startswith("--")]
+    if not before:
+        return f"unexpected {word!r}; flags start with --"
+    return f"unexpected {word!r} after {before[-1]}; that flag takes no such value"

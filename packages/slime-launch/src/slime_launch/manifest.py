@@ -1,0 +1,83 @@
+"""The manifest: the one small file that says what a run can be continued from.
+
+It is written last, when the checkpoint of every trainer rank lies on disk, and it is replaced in one move. So
+whatever is found in ``--save`` besides it is either what it names, or older, or half-written and ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from slime_launch.errors import ManifestError
+
+FORMAT_VERSION = 1
+FILE_NAME = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What to continue from.
+
+    Attributes:
+        iteration: Rollouts trained on: the number of the checkpoint and of the next rollout.
+        checkpoint: The checkpoint's directory below ``--save``; ``None`` before the first one.
+        source_state: State of the data source after the last rollout trained on.
+        flags: Every flag's value, to see that the same run is continued.
+        output_dir: Where the run writes its metrics and logs.
+    """
+
+    iteration: int
+    checkpoint: str | None
+    source_state: dict[str, Any]
+    flags: dict[str, Any]
+    output_dir: str
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest so that a reader finds either the old one or this one, even after a power cut.
+
+    Args:
+        directory: The run's ``--save``.
+        manifest: What to write.
+    """
+    text = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}, indent=1)
+    partial = directory / f".{FILE_NAME}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(directory / FILE_NAME)
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest in ``directory``, or ``None`` if there is none.
+
+    Raises:
+        ManifestError: It is of another format, or no manifest at all, or its checkpoint is gone.
+    """
+    path = directory / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version = values.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise ManifestError(f"{path} has format_version {version}; this slime reads {FORMAT_VERSION}")
+        manifest = Manifest(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ManifestError(f"{path} is no manifest ({error}); remove it, or give another --save") from error
+    if manifest.checkpoint is not None and not (directory / manifest.checkpoint).is_dir():
+        raise ManifestError(
+            f"{path} names the checkpoint {manifest.checkpoint}, which is not there; put it back, or give another "
+            "--save"
+        )
+    return manifest

@@ -1,0 +1,129 @@
+"""Everything that can be found out before anything is started: files, directories, ports. Writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import tempfile
+from pathlib import Path
+
+from slime_convert.shape import ModelShape
+from slime_launch.errors import PreflightError
+from slime_launch.flags.settings import Settings
+from slime_launch.manifest import Manifest
+from slime_launch.resume import find_run
+from slime_launch.validate import check_settings, check_shape
+from slime_megatron.checkpoint import find_checkpoint
+from slime_rollout.data.check import check_prompt_data
+from slime_rollout.engine.server import importable_in
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A command that can be started.
+
+    Attributes:
+        settings: Its settings, with the weights to start from settled.
+        shape: The model's shape.
+        manifest: The run in ``--save`` that it continues, if there is one.
+        prompts: Rows per prompt file.
+    """
+
+    settings: Settings
+    shape: ModelShape
+    manifest: Manifest | None
+    prompts: dict[str, int]
+
+
+def preflight(settings: Settings) -> Checked:
+    """Check a command before Ray, an engine or a trainer is started.
+
+    Raises:
+        SlimeError: Something is wrong; says what and what to do.
+        ConvertError: The model's config cannot be used, or flags contradict it.
+    """
+    check_settings(settings)
+    check_hf_directory(Path(settings.rollout.hf_checkpoint))
+    shape = check_shape(settings)
+    prompts = check_prompt_data(settings.rollout)
+    manifest = find_run(settings)
+    settled = settle_weights(settings)
+    for flag, directory in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
+        if directory is not None:
+            check_writable(Path(directory), flag)
+    if settings.engine.sglang_router_port is not None:
+        check_port(settings.engine.sglang_router_ip, settings.engine.sglang_router_port, "--sglang-router-port")
+    if not importable_in(settings.engine.python, "sglang"):
+        raise PreflightError(
+            f"SGLang is not installed in {settings.engine.python}; name the interpreter that has "
+            "it with --engine-python"
+        )
+    return Checked(settings=settled, shape=shape, manifest=manifest, prompts=prompts)
+
+
+def check_hf_directory(directory: Path) -> None:
+    """The engines' directory: config, weights and tokenizer."""
+    if not directory.is_dir():
+        raise PreflightError(f"--hf-checkpoint {directory} is no directory; give a Hugging Face model directory")
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise PreflightError(
+            f"--hf-checkpoint {directory} has no tokenizer (tokenizer.json); give the model's own files"
+        )
+    if not any(directory.glob("*.safetensors")):
+        raise PreflightError(f"--hf-checkpoint {directory} has no *.safetensors; give a Hugging Face model directory")
+
+
+def settle_weights(settings: Settings) -> Settings:
+    """See that there are weights to start from.
+
+    ``--load`` may be ``--save``'s own, still empty directory; the run then starts from ``--ref-load``.
+
+    Raises:
+        SlimeError: A directory is no checkpoint.
+    """
+    megatron = settings.megatron
+    if megatron.ref_load is not None:
+        find_checkpoint(megatron.ref_load)
+    own = megatron.load is None or (megatron.load == megatron.save and not Path(megatron.load).exists())
+    if own and megatron.ref_load is not None:
+        return dataclasses.replace(settings, megatron=dataclasses.replace(megatron, load=megatron.ref_load))
+    if megatron.load is not None:
+        find_checkpoint(megatron.load)
+    return settings
+
+
+def check_writable(directory: Path, flag: str) -> None:
+    """A directory can be made, or written to if it is there. Leaves nothing behind.
+
+    Raises:
+        PreflightError: It cannot.
+    """
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slime-", dir=existing):
+            pass
+    except OSError as error:
+        place = "" if existing == directory else f" (in {existing})"
+        raise PreflightError(
+            f"{flag} {directory} can't be written{place}: {error.strerror}; give a directory that you may write to"
+        ) from error
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """A port is free.
+
+    Raises:
+        PreflightError: Something listens there, or the address is not this machine's.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PreflightError(
+                f"{flag} {port} can't be used on {host}: {error.strerror}; give a free port, or leave the flag out"
+            ) from error

@@ -1,0 +1,145 @@
+"""What survives a restart: which run lies in ``--save``, how far it is, and the rollouts written down since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_core.types import RolloutBatch
+from slime_launch.errors import ManifestError
+from slime_launch.flags.settings import Settings
+from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
+from slime_rollout.store import RolloutStore
+
+ROLLOUT_DIR = "rollouts"
+
+_FREE_FLAGS = """
+num_rollout save_interval eval_interval skip_eval_before_train save output_dir disable_tensorboard keep_rollouts
+actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine colocate
+ray_placement_timeout ray_object_store_memory
+tensor_model_parallel_size sequence_parallel micro_batch_size share_prompts
+recompute_granularity recompute_method recompute_num_layers update_weight_buffer_size distributed_timeout_minutes
+trainer_threads engine_python engine_threads engine_startup_timeout router_policy rollout_concurrency
+rollout_request_timeout rm_timeout rollout_warm_prompts
+eval_prompt_data n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len
+"""
+FREE_FLAGS = frozenset(_FREE_FLAGS.split())
+"""Flags that may differ when a run is continued: what the run is does not depend on them."""
+
+
+def find_run(settings: Settings) -> Manifest | None:
+    """The run that ``--save`` holds, if it holds one that this command continues.
+
+    Raises:
+        ManifestError: It holds another run, or parts of one whose manifest is gone.
+    """
+    if settings.megatron.save is None:
+        return None
+    save = Path(settings.megatron.save)
+    manifest = read_manifest(save)
+    if manifest is None:
+        if RolloutStore(save / ROLLOUT_DIR).ids():
+            raise ManifestError(
+                f"--save {save} holds rollouts of a run whose {FILE_NAME} is gone; give another directory, or remove "
+                f"{save / ROLLOUT_DIR}"
+            )
+        return None
+    if differences := changed_flags(manifest.flags, settings.flags()):
+        raise ManifestError(
+            f"--save {save} holds a run that was started with other flags ({', '.join(differences)}); give the same, "
+            "or another --save"
+        )
+    return manifest
+
+
+def changed_flags(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Flags that differ and may not, as ``--lr 1e-06 → 2e-06``. SGLang's own flags may change."""
+    names = sorted((old.keys() | new.keys()) - FREE_FLAGS)
+    return [
+        f"--{name.replace('_', '-')} {old.get(name)} → {new.get(name)}"
+        for name in names
+        if not name.startswith("sglang_") and old.get(name) != new.get(name)
+    ]
+
+
+class RunState:
+    """How far the run is. Its files change only here.
+
+    Args:
+        settings: The run's settings.
+        manifest: From :func:`find_run`; ``None`` for a new run.
+        output_dir: Where the run writes its metrics.
+    """
+
+    def __init__(self, settings: Settings, manifest: Manifest | None, *, output_dir: Path) -> None:
+        self._settings = settings
+        self._output_dir = output_dir
+        self._save = Path(settings.megatron.save) if settings.megatron.save is not None else None
+        self._committed = manifest.iteration if manifest is not None else 0
+        self._checkpoint = manifest.checkpoint if manifest is not None else None
+        self.iteration = self._committed
+        self.source_state = manifest.source_state if manifest is not None else None
+        self._store = RolloutStore((self._save or output_dir) / ROLLOUT_DIR)
+        self._writes = self._save is not None or settings.run.keep_rollouts
+
+    @property
+    def resume_from(self) -> Path | None:
+        """Checkpoint directory to continue from; ``None`` where the run starts from ``--load``."""
+        if self._save is None or self._checkpoint is None:
+            return None
+        return self._save / self._checkpoint
+
+    def begin(self, source_state: dict[str, Any]) -> None:
+        """Make a new run one that can be continued, before its first rollout."""
+        if self.source_state is None:
+            self.source_state = source_state
+            self._write_manifest()
+
+    def written_down(self, rollout_id: int) -> RolloutBatch | None:
+        """The rollout if it was generated, but not yet trained on, before a restart."""
+        if self._save is None or rollout_id not in self._store.ids():
+            return None
+        return self._store.read(rollout_id)
+
+    def write_down(self, batch: RolloutBatch) -> None:
+        """Write a rollout down, so that a restart trains on the same samples."""
+        if self._writes:
+            self._store.write(batch)
+
+    def trained(self, batch: RolloutBatch) -> None:
+        """The weights have seen ``batch``."""
+        self.iteration = batch.rollout_id + 1
+        self.source_state = batch.source_state
+
+    @property
+    def save_due(self) -> bool:
+        """Whether a checkpoint is wanted now: at every ``--save-interval`` and at the end."""
+        if self._save is None or self.iteration == self._committed:
+            return False
+        interval = self._settings.megatron.save_interval
+        at_end = self.iteration >= self._settings.run.num_rollout
+        return at_end or (interval is not None and self.iteration % interval == 0)
+
+    def commit(self, checkpoint: Path) -> None:
+        """Every rank has written ``checkpoint``: from here on the run continues from it."""
+        if self._save is None:
+            return
+        self._checkpoint = checkpoint.resolve().relative_to(self._save.resolve()).as_posix()
+        self._committed = self.iteration
+        self._write_manifest()
+        if not self._settings.run.keep_rollouts:
+            self._store.discard_through(self.iteration - 1)
+
+    def _write_manifest(self) -> None:
+        if self._save is None or self.source_state is None:
+            return
+        self._save.mkdir(parents=True, exist_ok=True)
+        manifest = Manifest(
+            iteration=self.iteration,
+            checkpoint=self._checkpoint,
+            source_state=self.source_state,
+            flags=self._settings.flags(),
+            output_dir=str(self._output_dir.resolve()),
+        )
+        write_manifest(self._save, manifest)

@@ -1,0 +1,81 @@
+"""Rules that span packages. Only arithmetic and text: nothing is read or started here."""
+
+from __future__ import annotations
+
+from slime_convert.shape import ModelShape, check_flags
+from slime_core.errors import ConfigError
+from slime_core.schedule import check_batch_sizes
+from slime_launch.flags.settings import Settings
+
+
+def global_batch_size(settings: Settings) -> int:
+    """Samples per optimizer step: given, or what the rollout and the number of steps leave.
+
+    Raises:
+        ConfigError: ``rollout_batch_size × n_samples_per_prompt ≠ global_batch_size × num_steps_per_rollout``.
+    """
+    prompts, size = settings.rollout.rollout_batch_size, settings.rollout.n_samples_per_prompt
+    steps, given = settings.run.num_steps_per_rollout, settings.megatron.global_batch_size
+    samples = prompts * size
+    if given is None and samples % steps == 0:
+        return samples // steps
+    if given is not None and given * steps == samples:
+        return given
+    ways = []
+    if samples % steps == 0:
+        ways.append(f"--global-batch-size {samples // steps}")
+    if given is not None and samples % given == 0:
+        ways.append(f"--num-steps-per-rollout {samples // given}")
+    if given is not None and given * steps % size == 0:
+        ways.append(f"--rollout-batch-size {given * steps // size}")
+    advice = " or ".join(ways[:2]) if ways else f"--num-steps-per-rollout to a divisor of {samples}"
+    raise ConfigError(
+        f"rollout_batch_size ({prompts}) × n_samples_per_prompt ({size}) = {samples} must equal global_batch_size "
+        f"({given if given is not None else 'not given'}) × num_steps_per_rollout ({steps}); set {advice}"
+    )
+
+
+def check_settings(settings: Settings) -> None:
+    """Check what no package can check alone.
+
+    Raises:
+        ConfigError: With the values and what to set.
+    """
+    cluster, megatron = settings.cluster, settings.megatron
+    check_batch_sizes(
+        num_samples=settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt,
+        global_batch_size=global_batch_size(settings),
+        data_parallel_size=megatron.data_parallel_size(cluster.actor_gpus),
+        micro_batch_size=megatron.micro_batch_size,
+    )
+    per_engine = settings.engine.rollout_num_gpus_per_engine
+    if cluster.rollout_gpus % per_engine:
+        raise ConfigError(
+            f"--rollout-num-gpus {cluster.rollout_gpus} must be a multiple of --rollout-num-gpus-per-engine "
+            f"{per_engine}"
+        )
+    if megatron.load is None and megatron.ref_load is None:
+        raise ConfigError(
+            "the trainer has no weights to start from: give --load DIR, a checkpoint that "
+            "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
+        )
+    if settings.run.eval_interval is not None and not settings.rollout.eval_sets:
+        raise ConfigError(
+            f"--eval-interval {settings.run.eval_interval} needs --eval-prompt-data, the held-out prompts"
+        )
+
+
+def check_shape(settings: Settings) -> ModelShape:
+    """The model's shape from ``--hf-checkpoint``, after the shape flags were compared with it.
+
+    Raises:
+        ConvertError: The config cannot be read, or flags contradict it: all of them in one message.
+    """
+    shape = ModelShape.from_hf_config(settings.rollout.hf_checkpoint)
+    check_flags(shape, settings.shape)
+    return shape
+
+
+def num_engines(settings: Settings) -> int:
+    """Number of SGLang servers."""
+    return settings.cluster.rollout_gpus // settings.engine.rollout_num_gpus_per_engine

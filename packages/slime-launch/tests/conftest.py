@@ -1,0 +1,88 @@
+"""A command line that passes every check that can be made without torch, to be broken in one place by each test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+HF_CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 499,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """Prompts, a Hugging Face directory and a checkpoint, as far as the checks before a run look at them."""
+    rows = [{"prompt": f"{i} + 1 =", "label": str(i + 1)} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text(json.dumps(HF_CONFIG))
+    (hf / "tokenizer.json").write_text("{}")
+    (hf / "model.safetensors").write_bytes(b"")
+    checkpoint = tmp_path / "dist" / "release"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
+    (checkpoint / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (checkpoint / ".metadata").write_bytes(b"")
+    (checkpoint / "common.pt").write_bytes(b"")
+    return tmp_path
+
+
+SERVER_ARGS = """
+class ServerArgs:
+    model_path: A[str, "model"]
+    mem_fraction_static: A[Optional[float], "part of memory"] = None
+    sleep_on_idle: A[bool, "no busy waiting"] = False
+    port: A[int, "port"] = 30000
+    cuda_graph_bs: A[Optional[List[int]], "batch sizes"] = None
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed_sglang(tmp_path_factory, monkeypatch):
+    """An SGLang as far as a launcher looks at it: a package with a list of flags, which is read and never imported."""
+    root = tmp_path_factory.mktemp("site")
+    (root / "sglang" / "srt").mkdir(parents=True)
+    (root / "sglang" / "__init__.py").write_text("")
+    (root / "sglang" / "srt" / "server_args.py").write_text(SERVER_ARGS)
+    monkeypatch.setenv("PYTHONPATH", str(root))
+
+
+@pytest.fixture
+def flags(workspace: Path) -> dict[str, str | None]:
+    """The flags of a good command; a switch has the value ``None``."""
+    return {
+        "--hf-checkpoint": str(workspace / "hf"),
+        "--load": str(workspace / "dist"),
+        "--save": str(workspace / "save"),
+        "--output-dir": str(workspace / "out"),
+        "--prompt-data": str(workspace / "train.jsonl"),
+        "--rollout-batch-size": "4",
+        "--n-samples-per-prompt": "2",
+        "--global-batch-size": "8",
+        "--num-rollout": "2",
+        "--colocate": None,
+    }
+
+
+def words(flags: dict[str, str | None]) -> list[str]:
+    return [word for name, value in flags.items() for word in ([name] if value is None else [name, value])]
+
+
+@pytest.fixture
+def to_words():
+    return words

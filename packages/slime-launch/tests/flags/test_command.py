@@ -1,0 +1,100 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slime_launch.errors import FlagError
+from slime_launch.flags.command import command, parse_train
+from slime_launch.flags.settings import Settings
+from slime_launch.flags.sglang import engine_python
+
+CLI = [sys.executable, "-m", "slime_launch.cli"]
+
+
+def test_typed_records_per_package(flags, to_words):
+    flags |= {"--lr": "2e-5", "--num-layers": "2", "--use-kl-loss": None, "--kl-loss-coef": "0.001", "--swiglu": None}
+    settings = parse_train(to_words(flags))
+    assert isinstance(settings, Settings)
+    assert settings.megatron.lr == 2e-5
+    assert settings.algorithm.use_kl_loss
+    assert settings.algorithm.kl_loss_coef == 0.001
+    assert settings.rollout.rollout_batch_size == 4
+    assert settings.cluster.colocate
+    assert settings.run.num_rollout == 2
+    assert settings.shape == {"num_layers": 2, "swiglu": True}
+
+
+def test_every_flag_reaches_hooks_by_name(flags, to_words):
+    values = parse_train([*to_words(flags), "--sglang-mem-fraction-static", "0.8"]).flags()
+    assert values["rollout_batch_size"] == 4
+    assert values["lr"] == 1e-6
+    assert values["sglang_mem_fraction_static"] == "0.8"
+
+
+def test_sglang_flags_reach_the_engine_under_their_own_names(flags, to_words):
+    settings = parse_train([*to_words(flags), "--sglang-mem-fraction-static", "0.8", "--sglang-sleep-on-idle"])
+    assert dict(settings.engine.sglang_args) == {"mem-fraction-static": "0.8", "sleep-on-idle": True}
+
+
+def test_an_sglang_flag_with_several_values(flags, to_words):
+    settings = parse_train([*to_words(flags), "--sglang-cuda-graph-bs", "1", "2", "--sglang-cuda-graph-bs", "4"])
+    assert dict(settings.engine.sglang_args) == {"cuda-graph-bs": ("1", "2", "4")}
+
+
+def test_an_sglang_flag_that_slime_sets_itself(flags, to_words):
+    with pytest.raises(FlagError, match="--sglang-port cannot be given: slime chooses free ports"):
+        parse_train([*to_words(flags), "--sglang-port", "1"])
+
+
+def test_slimes_own_flags_need_no_sglang(flags, to_words, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    assert parse_train([*to_words(flags), "--sglang-router-port", "4000"]).engine.sglang_router_port == 4000
+
+
+def test_a_mistyped_sglang_flag_is_caught(flags, to_words):
+    with pytest.raises(FlagError, match="did you mean --sglang-mem-fraction-static"):
+        parse_train([*to_words(flags), "--sglang-mem-fraction-statik", "0.8"])
+
+
+def test_no_two_flags_have_the_same_name():
+    groups, _ = command([])
+    names = [spec.name for group in groups for spec in group.flags]
+    dests = [spec.dest for group in groups for spec in group.flags]
+    assert len(set(names)) == len(names)
+    assert len(set(dests)) == len(dests)
+
+
+def test_engine_python_is_read_before_the_parser_exists():
+    assert engine_python(["--lr", "1"]) is None
+    assert engine_python(["--engine-python", "/a/python", "--lr", "1"]) == "/a/python"
+    assert engine_python(["--engine-python=/a/python"]) == "/a/python"
+    assert engine_python(["--engine-python"]) is None
+
+
+def test_help_groups_flags_and_is_quick():
+    start = time.monotonic()
+    done = subprocess.run([*CLI, "train", "--help"], capture_output=True, text=True, timeout=30, check=True)
+    seconds = time.monotonic() - start
+    for title in ("run:", "cluster:", "evaluation:", "algorithm:", "Megatron: training:", "Megatron: model shape:"):
+        assert f"\n{title}\n" in done.stdout
+    for flag in (
+        "--num-layers INT",
+        "--tensor-model-parallel-size INT",
+        "--sglang-router-port INT",
+        "--kl-loss-coef FLOAT",
+    ):
+        assert flag in done.stdout
+    assert "[prompts; required]" in done.stdout
+    print(f"--help took {seconds:.2f} s")
+    assert seconds < 3  # 0.3 s alone on the machine; the claim itself is the next test
+
+
+def test_help_imports_neither_torch_nor_ray():
+    program = (
+        "import sys; from slime_launch.cli import main; main(['train', '--help']);"
+        "heavy = {'torch', 'ray', 'transformers', 'rich', 'matplotlib', 'tensorboard', 'sglang'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,83 @@
+import pytest
+
+from slime_core.flags import FlagSpec
+from slime_launch.errors import FlagError
+from slime_launch.flags.parser import FlagGroup, build_parser, help_line, parse
+
+SPECS = (
+    FlagSpec(name="--num-rollout", dest="num_rollout", type=int, default=1, help="rounds", unit="rollouts"),
+    FlagSpec(name="--num-steps", dest="num_steps", type=int, default=1, help="steps"),
+    FlagSpec(name="--lr", dest="lr", type=float, default=1e-6, help="learning rate"),
+    FlagSpec(name="--colocate", dest="colocate", type=bool, default=False, help="share"),
+    FlagSpec(name="--eval-prompt-data", dest="eval_prompt_data", type=str, default=(), help="sets", nargs="+"),
+    FlagSpec(name="--kind", dest="kind", type=str, default="a", help="kind", choices=("a", "b")),
+)
+GROUPS = [FlagGroup("all", SPECS)]
+
+
+def read(*words: str, groups=GROUPS):
+    return parse(groups, build_parser(groups, prog="p", description="d"), words)
+
+
+def test_only_given_flags_come_back():
+    assert read("--num-rollout", "3", "--colocate") == {"num_rollout": 3, "colocate": True}
+
+
+def test_equals_sign_and_negative_numbers():
+    assert read("--num-rollout=-1", "--lr", "-0.5", "--num-steps", "-2") == {
+        "num_rollout": -1,
+        "lr": -0.5,
+        "num_steps": -2,
+    }
+
+
+def test_a_repeated_flag_with_several_values_appends():
+    assert read("--eval-prompt-data", "a", "1", "--lr", "2", "--eval-prompt-data", "b", "3") == {
+        "eval_prompt_data": ("a", "1", "b", "3"),
+        "lr": 2.0,
+    }
+
+
+def test_the_last_of_a_repeated_single_value_counts():
+    assert read("--num-rollout", "1", "--num-rollout", "2") == {"num_rollout": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-rolout", "3"], "unknown flag --num-rolout; did you mean --num-rollout?"),
+        (["--num_rollout=3"], "unknown flag --num_rollout; did you mean --num-rollout?"),
+        (["--num-roll", "3"], "unknown flag --num-roll; did you mean --num-rollout?"),
+        (["--zzz"], "unknown flag --zzz; see --help"),
+        (["--num-rollout", "three"], "--num-rollout: 'three' is not a whole number"),
+        (["--num-rollout", "3.5"], "--num-rollout: '3.5' is not a whole number"),
+        (["--lr", "fast"], "--lr: 'fast' is not a number"),
+        (["--num-rollout"], "--num-rollout: expected one argument"),
+        (["--kind", "c"], "--kind: invalid choice: 'c' (choose from 'a', 'b')"),
+        (["--colocate", "true"], "unexpected 'true' after --colocate; that flag takes no such value"),
+        (["stray"], "unexpected 'stray'; flags start with --"),
+    ],
+)
+def test_errors_are_one_line(words, message):
+    with pytest.raises(FlagError) as caught:
+        read(*words)
+    assert str(caught.value) == message
+
+
+def test_several_unknown_flags_in_one_message():
+    with pytest.raises(FlagError, match=r"--num-rolout.*--zzz"):
+        read("--num-rolout", "3", "--zzz")
+
+
+def test_a_flag_without_default_must_be_given():
+    import dataclasses
+
+    spec = FlagSpec(name="--data", dest="data", type=str, default=dataclasses.MISSING, help="file")
+    with pytest.raises(FlagError, match="missing --data"):
+        read("--lr", "1", groups=[FlagGroup("one", (*SPECS, spec))])
+    assert help_line(spec) == "file [required]"
+
+
+def test_help_shows_unit_and_default():
+    assert help_line(SPECS[0]) == "rounds [rollouts; default 1]"
+    assert help_line(SPECS[3]) == "share"

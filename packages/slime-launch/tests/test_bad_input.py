@@ -1,0 +1,189 @@
+"""Each mistake gets one clear line and exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLI = [sys.executable, "-m", "slime_launch.cli", "train"]
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()} | {
+        str(path): b"" for path in directory.rglob("*") if path.is_dir()
+    }
+
+
+@pytest.fixture
+def refused(workspace, to_words):
+    """Run a command that must be refused; gives its one line."""
+
+    def run(flags: dict[str, str | None]) -> str:
+        before = snapshot(workspace)
+        done = subprocess.run([*CLI, *to_words(flags)], capture_output=True, text=True, timeout=60, cwd=workspace)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert done.stdout == ""
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1, done.stderr
+        assert lines[0].startswith("slime-launch: ")
+        assert snapshot(workspace) == before
+        return lines[0]
+
+    return run
+
+
+def test_missing_data_file(refused, flags, workspace):
+    flags["--prompt-data"] = str(workspace / "absent.jsonl")
+    assert "absent.jsonl does not exist" in refused(flags)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{not json", "train.jsonl:3: no valid JSON"),
+        (
+            json.dumps({"prompt": 7, "label": "1"}),
+            "train.jsonl:3: 'prompt' must be a string or a list of chat messages",
+        ),
+        (json.dumps({"prompt": "1 + 1 ="}), "train.jsonl:3: "),
+    ],
+    ids=["malformed line", "prompt of another type", "missing label"],
+)
+def test_bad_row(refused, flags, workspace, line, expected):
+    path = workspace / "train.jsonl"
+    rows = path.read_text().splitlines()
+    rows[2] = line
+    path.write_text("\n".join(rows) + "\n")
+    assert expected in refused(flags)
+
+
+def test_missing_label_names_the_field(refused, flags, workspace):
+    flags["--label-key"] = "answer"
+    message = refused(flags)
+    assert "train.jsonl:1" in message
+    assert "'answer'" in message
+
+
+def test_held_out_data_is_read_too(refused, flags, workspace):
+    flags["--eval-prompt-data"] = str(workspace / "absent-eval.jsonl")
+    assert "absent-eval.jsonl does not exist" in refused(flags)
+
+
+def test_unknown_flag(refused, flags):
+    flags["--num-rolout"] = "3"
+    assert "unknown flag --num-rolout; did you mean --num-rollout?" in refused(flags)
+
+
+def test_unknown_sglang_flag(refused, flags):
+    flags["--sglang-mem-fraction"] = "0.5"
+    assert "unknown flag --sglang-mem-fraction; did you mean --sglang-mem-fraction-static?" in refused(flags)
+
+
+def test_wrong_type(refused, flags):
+    flags["--num-rollout"] = "many"
+    assert "--num-rollout: 'many' is not a whole number" in refused(flags)
+
+
+def test_batch_identity(refused, flags):
+    flags["--global-batch-size"] = "4"
+    assert (
+        "rollout_batch_size (4) × n_samples_per_prompt (2) = 8 must equal global_batch_size (4) × "
+        "num_steps_per_rollout (1); set --global-batch-size 8 or --num-steps-per-rollout 2"
+    ) in refused(flags)
+
+
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--hf-checkpoint"])
+def test_a_checkpoint_directory_that_is_none(refused, flags, workspace, flag):
+    empty = workspace / "empty"
+    empty.mkdir()
+    flags[flag] = str(empty)
+    message = refused(flags)
+    assert str(empty) in message
+
+
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--hf-checkpoint"])
+def test_a_checkpoint_directory_that_is_not_there(refused, flags, workspace, flag):
+    flags[flag] = str(workspace / "nowhere")
+    assert str(workspace / "nowhere") in refused(flags)
+
+
+def test_all_shape_mismatches_in_one_message(refused, flags):
+    flags |= {"--num-layers": "3", "--hidden-size": "128", "--num-attention-heads": "4", "--add-qkv-bias": None}
+    message = refused(flags)
+    for part in ("--num-layers 3", "--hidden-size 128", "--add-qkv-bias"):
+        assert part in message
+    assert "--num-attention-heads" not in message
+
+
+def test_port_in_use(refused, flags):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        flags["--sglang-router-port"] = str(port)
+        message = refused(flags)
+    assert f"--sglang-router-port {port} can't be used on 127.0.0.1: Address already in use" in message
+
+
+@pytest.mark.parametrize("flag", ["--save", "--output-dir"])
+def test_output_that_cannot_be_written(refused, flags, workspace, flag):
+    flags[flag] = str(workspace / "train.jsonl" / "below-a-file")
+    message = refused(flags)
+    assert f"{flag} " in message
+    assert "can't be written" in message
+
+
+def test_no_weights(refused, flags):
+    del flags["--load"]
+    assert "give --load DIR" in refused(flags)
+
+
+def test_no_room_for_engines(refused, flags):
+    del flags["--colocate"]
+    assert "give --rollout-num-gpus N, or --colocate" in refused(flags)
+
+
+def test_micro_batch_that_does_not_divide(refused, flags):
+    flags["--micro-batch-size"] = "3"
+    assert "--micro-batch-size 3" in refused(flags)
+
+
+def test_save_that_holds_another_run(refused, flags, workspace):
+    (workspace / "save").mkdir()
+    (workspace / "save" / "manifest.json").write_text(
+        json.dumps(
+            {
+                "format_version": 1,
+                "iteration": 1,
+                "checkpoint": None,
+                "source_state": {},
+                "flags": {"lr": 3e-4},
+                "output_dir": "x",
+            }
+        )
+    )
+    message = refused(flags)
+    assert "started with other flags" in message
+    assert "--lr 0.0003 → 1e-06" in message
+
+
+def test_save_whose_manifest_is_broken(refused, flags, workspace):
+    (workspace / "save").mkdir()
+    (workspace / "save" / "manifest.json").write_text("{")
+    assert "manifest.json is no manifest" in refused(flags)
+
+
+def test_no_sglang(refused, flags, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    assert "SGLang is not installed in" in refused(flags)
+
+
+def test_unknown_command():
+    done = subprocess.run([*CLI[:-1], "tarin"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "slime-launch: unknown command tarin; the one there is: train"

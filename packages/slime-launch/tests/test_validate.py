@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core.errors import ConfigError
+from slime_launch.flags.command import parse_train
+from slime_launch.validate import check_settings, global_batch_size, num_engines
+
+
+def settings(prompts=32, size=8, batch=None, steps=1, **more):
+    words = ["--hf-checkpoint", "hf", "--prompt-data", "p", "--num-rollout", "1", "--colocate", "--load", "l"]
+    words += ["--rollout-batch-size", str(prompts), "--n-samples-per-prompt", str(size)]
+    words += ["--num-steps-per-rollout", str(steps)]
+    words += ["--global-batch-size", str(batch)] if batch else []
+    for name, value in more.items():
+        words += ["--" + name.replace("_", "-"), str(value)]
+    return parse_train(words)
+
+
+def test_the_issue_of_the_batch_identity_in_words():
+    with pytest.raises(ConfigError) as caught:
+        global_batch_size(settings(batch=128))
+    assert str(caught.value) == (
+        "rollout_batch_size (32) × n_samples_per_prompt (8) = 256 must equal global_batch_size (128) × "
+        "num_steps_per_rollout (1); set --global-batch-size 256 or --num-steps-per-rollout 2"
+    )
+
+
+def test_without_a_global_batch_size_it_follows():
+    assert global_batch_size(settings(steps=2)) == 128
+
+
+@given(prompts=st.integers(1, 12), size=st.integers(1, 6), batch=st.integers(1, 80), steps=st.integers(1, 4))
+def test_the_advice_works(prompts, size, batch, steps):
+    command = settings(prompts, size, batch, steps)
+    if prompts * size == batch * steps:
+        assert global_batch_size(command) == batch
+        return
+    with pytest.raises(ConfigError) as caught:
+        global_batch_size(command)
+    for advice in str(caught.value).split("; set ")[1].split(" or "):
+        flag, _, value = advice.partition(" ")
+        values = {"prompts": prompts, "size": size, "batch": batch, "steps": steps}
+        names = {"--global-batch-size": "batch", "--num-steps-per-rollout": "steps", "--rollout-batch-size": "prompts"}
+        if value.isdigit():
+            global_batch_size(settings(**values | {names[flag]: int(value)}))
+
+
+def test_data_parallel_ranks_must_divide_the_batch():
+    check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=2))
+    with pytest.raises(ConfigError, match="--micro-batch-size 3"):
+        check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=3))
+
+
+def test_engines_of_several_gpus():
+    command = settings(batch=256, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=2)
+    check_settings(command)
+    assert num_engines(command) == 2
+    with pytest.raises(ConfigError, match="multiple of --rollout-num-gpus-per-engine 3"):
+        check_settings(settings(batch=256, actor_num_gpus_per_node=4, rollout_num_gpus_per_engine=3))
+
+
+def test_eval_interval_needs_held_out_prompts():
+    with pytest.raises(ConfigError, match="needs --eval-prompt-data"):
+        check_settings(settings(batch=256, eval_interval=5))
