@@ -1,0 +1,100 @@
+"""Waiting for Ray actors: signals are heard within a moment, the first failure ends the wait, and errors are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_core.errors import SlimeError
+from slime_launch.errors import RunError
+from slime_launch.watch import Watch
+
+POLL_SECONDS = 0.2
+LOG_LINES = 15
+
+
+def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambda: None) -> list[Any]:
+    """Wait for one call on each of some workers.
+
+    Args:
+        pending: Ray reference of the result → the worker that computes it.
+        on_poll: Called a few times a second meanwhile.
+
+    Returns:
+        The results, in the mapping's order.
+
+    Raises:
+        SlimeError: As raised by the worker.
+        Stopped: A signal asked the run to stop.
+        RunError: A worker died, or failed in another way; with the last lines of its log.
+    """
+    import ray
+
+    results: dict[Any, Any] = {}
+    waiting = list(pending)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
+        for ref in ready:
+            results[ref] = _result(ref, pending[ref])
+        for worker in pending.values():
+            worker.watch.check()
+        on_poll()
+    return [results[ref] for ref in pending]
+
+
+class Worker:
+    """A Ray actor with a name for messages and a log.
+
+    Args:
+        name: Such as ``trainer rank 0``.
+        handle: The actor's handle.
+        log_path: Where its output goes.
+        watch: Ends waits for this worker.
+    """
+
+    def __init__(self, name: str, handle: Any, log_path: Path, watch: Watch) -> None:
+        self.name = name
+        self.handle = handle
+        self.log_path = log_path
+        self.watch = watch
+
+    def start_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method; returns a reference for :func:`gather`."""
+        return getattr(self.handle, method).remote(*args, **kwargs)
+
+    def call(self, method: str, *args: Any, on_poll: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
+        """Call a method and wait for its result; errors as in :func:`gather`."""
+        return gather({self.start_call(method, *args, **kwargs): self}, on_poll=on_poll)[0]
+
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """The last lines of its log."""
+        if not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """End the actor at once."""
+        import ray
+
+        ray.kill(self.handle, no_restart=True)
+
+
+def _result(ref: Any, worker: Worker) -> Any:
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SlimeError):
+            raise cause from None
+        raise RunError(f"{worker.name} failed with {type(cause).__name__}: {cause}{_where(worker)}") from error
+    except RayActorError as error:
+        raise RunError(f"{worker.name} died{_where(worker)}") from error
+
+
+def _where(worker: Worker) -> str:
+    tail = worker.log_tail()
+    return f"; the last lines of {worker.log_path}:\n{tail}" if tail else f"; its log is {worker.log_path}"

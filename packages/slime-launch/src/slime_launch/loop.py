@@ -1,0 +1,169 @@
+"""The synchronous loop: generate, train, send the weights, again. Weight version k: trained on k rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+from slime_core.schedule import build_shards
+from slime_core.types import RolloutBatch, SyncReport, TrainReport
+from slime_launch.console import RunConsole, Wait
+from slime_launch.flags.settings import Settings
+from slime_launch.resume import RunState
+from slime_launch.rollouts import RolloutWorker
+from slime_launch.step_metrics import eval_row, rollout_row, step_line, train_rows
+from slime_launch.tracking import Tracker
+from slime_launch.trainers import TrainerGroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the loop turns.
+
+    Attributes:
+        settings: All of the run's settings.
+        global_batch_size: Samples per optimizer step.
+        trainers: The training half, its weights loaded.
+        rollout: The generation half, its engines serving.
+        state: What survives a restart.
+        tracker: Where metrics go.
+        console: Where the run speaks.
+    """
+
+    settings: Settings
+    global_batch_size: int
+    trainers: TrainerGroup
+    rollout: RolloutWorker
+    state: RunState
+    tracker: Tracker
+    console: RunConsole
+
+
+def run_sync(parts: Parts) -> None:
+    """Turn the crank from where the run stands to ``--num-rollout``."""
+    first, last = parts.state.iteration, parts.settings.run.num_rollout
+    restore_data_position(parts)
+    push_weights(parts, version=first)
+    evaluate_if_due(parts)
+    for rollout_id in range(first, last):
+        seconds: dict[str, float] = {}
+        with timed(seconds, "rollout"):
+            batch = next_batch(parts, rollout_id)
+        with timed(seconds, "train"):
+            report = train(parts, batch)
+        with timed(seconds, "update_weights"):
+            sync = push_weights(parts, version=rollout_id + 1)
+        record(parts, batch, report, sync, seconds)
+        parts.state.trained(batch)
+        save_if_due(parts)
+        evaluate_if_due(parts)
+
+
+def restore_data_position(parts: Parts) -> None:
+    """Continue the data where the run stands; a new run becomes one that can be continued."""
+    if parts.state.source_state is None:
+        parts.state.begin(parts.rollout.state_dict())
+    else:
+        parts.rollout.load_state_dict(parts.state.source_state)
+
+
+def next_batch(parts: Parts, rollout_id: int) -> RolloutBatch:
+    """The rollout to train on: the one written down before a restart, or a new one, which is written down first."""
+    batch = parts.state.written_down(rollout_id)
+    if batch is not None:
+        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
+        parts.rollout.load_state_dict(batch.source_state)
+        return batch
+    with parts.console.wait("generate") as wait:
+        batch = parts.rollout.generate(rollout_id, on_poll=watch_rollout(parts, wait))
+    parts.state.write_down(batch)
+    return batch
+
+
+def train(parts: Parts, batch: RolloutBatch) -> TrainReport:
+    """Split the rollout over the ranks and train on it."""
+    settings = parts.settings
+    shards = build_shards(
+        batch,
+        algorithm=settings.algorithm,
+        temperature=settings.rollout.rollout_temperature,
+        data_parallel_size=parts.trainers.data_parallel_size,
+        micro_batch_size=settings.megatron.micro_batch_size,
+        global_batch_size=parts.global_batch_size,
+        reward_key=settings.rollout.reward_key,
+        keep_groups_together=settings.megatron.share_prompts,
+    )
+    with parts.console.wait("train") as wait:
+        return parts.trainers.train(shards, on_poll=watch_trainers(parts, wait))
+
+
+def push_weights(parts: Parts, *, version: int) -> SyncReport:
+    """Send the trainer's weights to every engine."""
+    with parts.console.wait(f"send weights, version {version}") as wait:
+        return parts.trainers.push_weights(parts.rollout.channel(), version, on_poll=watch_trainers(parts, wait))
+
+
+def record(parts: Parts, batch: RolloutBatch, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:
+    """Write the metrics of one rollout, and its line."""
+    rollout_id, steps = batch.rollout_id, train_rows(report)
+    row = rollout_row(batch, report, sync, seconds, reward_key=parts.settings.rollout.reward_key)
+    first_step = rollout_id * parts.settings.run.num_steps_per_rollout
+    for number, metrics in enumerate(steps, first_step):
+        parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
+    parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row)
+    parts.console.line(step_line(rollout_id, parts.settings.run.num_rollout, row, steps[-1]))
+
+
+def save_if_due(parts: Parts) -> None:
+    """Write a checkpoint; it counts once the manifest names it."""
+    if not parts.state.save_due:
+        return
+    iteration = parts.state.iteration
+    with parts.console.wait(f"save checkpoint {iteration}", done=f"saved checkpoint {iteration}") as wait:
+        parts.state.commit(parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait)))
+
+
+def evaluate_if_due(parts: Parts) -> None:
+    """Score the held-out prompts: before the first rollout, at every interval, at the end; never twice at one place."""
+    run, iteration = parts.settings.run, parts.state.iteration
+    if not parts.settings.rollout.eval_sets or parts.tracker.has_eval(iteration):
+        return
+    at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0
+    due = not run.skip_eval_before_train if iteration == 0 else at_interval or iteration == run.num_rollout
+    if not due:
+        return
+    with parts.console.wait("evaluate") as wait:
+        report = parts.rollout.evaluate(iteration, on_poll=watch_rollout(parts, wait))
+    parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report))
+    rates = "  ".join(f"{name} {rate:.1%}" for name, rate in report.pass_rates.items())
+    parts.console.line(f"eval after {iteration} rollouts: {rates} ({report.seconds:.1f} s)")
+
+
+def watch_rollout(parts: Parts, wait: Wait) -> Callable[[], None]:
+    """What to call while the rollout worker is busy."""
+
+    def poll() -> None:
+        done, total, note = parts.rollout.progress()
+        wait.update(note, done=done, total=total)
+
+    return poll
+
+
+def watch_trainers(parts: Parts, wait: Wait) -> Callable[[], None]:
+    """What to call while the trainers are busy. An engine that dies meanwhile ends the wait, too."""
+
+    def poll() -> None:
+        parts.rollout.progress()
+        wait.update()
+
+    return poll
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Note how long the block took."""
+    start = time.monotonic()
+    yield
+    seconds[phase] = time.monotonic() - start

@@ -1,0 +1,197 @@
+"""Where the run lives: one placement group that holds trainer and engines.
+
+    bundles, in order     trainer rank 0 … trainer rank n-1 | engines        (disaggregated)
+                          trainer ranks and engines on the same bundles      (--colocate)
+
+A bundle is one GPU with a CPU core. On a machine without CUDA it is a CPU worker process: a logical core, of which the
+embedded Ray is given as many as the bundles need. (Bundles with GPUs were not run on CUDA.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime_launch.config import ClusterConfig
+from slime_launch.errors import PlacementError
+from slime_launch.watch import Watch
+
+POLL_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which bundle serves what.
+
+    Attributes:
+        bundles: Resources of each bundle.
+        trainer: Bundle of each trainer rank.
+        rollout: Bundles of the engines.
+        cuda: Whether a bundle holds a real GPU.
+    """
+
+    bundles: tuple[dict[str, float], ...]
+    trainer: tuple[int, ...]
+    rollout: tuple[int, ...]
+    cuda: bool
+
+    def trainer_resources(self) -> dict[str, float]:
+        """What one trainer rank asks of its bundle: half of it where the engines live there, too."""
+        share = 0.5 if self.rollout[0] == self.trainer[0] else 1.0
+        return {"num_cpus": 0.5, "num_gpus": share if self.cuda else 0.0}
+
+
+def plan_layout(cluster: ClusterConfig, *, cuda: bool) -> Layout:
+    """Lay trainer ranks and engines out on bundles.
+
+    Args:
+        cluster: How many of each, and whether they share.
+        cuda: Whether the machine has GPUs.
+    """
+    trainer = tuple(range(cluster.actor_gpus))
+    first = 0 if cluster.colocate else cluster.actor_gpus
+    rollout = tuple(range(first, first + cluster.rollout_gpus))
+    bundle = {"GPU": 1.0, "CPU": 1.0} if cuda else {"CPU": 1.0}
+    count = max(trainer[-1], rollout[-1]) + 1
+    return Layout(bundles=tuple(dict(bundle) for _ in range(count)), trainer=trainer, rollout=rollout, cuda=cuda)
+
+
+def threads_per_worker(workers: int, cores: int) -> int:
+    """CPU threads of each of ``workers`` processes that compute at the same time on ``cores`` cores."""
+    return max(1, cores // max(1, workers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the run lives.
+
+    Attributes:
+        group: The ready placement group.
+        layout: What was asked for.
+        trainer: Bundle of each trainer rank; ranks of one node follow each other.
+        rollout: Bundles of the engines.
+        gpus: Numbers of the engines' GPUs on their node; empty without CUDA.
+    """
+
+    group: Any
+    layout: Layout
+    trainer: tuple[int, ...]
+    rollout: tuple[int, ...]
+    gpus: tuple[int, ...]
+
+    def strategy(self, bundle: int) -> Any:
+        """Ray's way to say: on this bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+
+
+def place_run(
+    layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None] = lambda _: None
+) -> Placement:
+    """Get room for the run; arguments and errors as of :func:`reserve`."""
+    group = reserve(layout, timeout=timeout, watch=watch, on_wait=on_wait)
+    order = order_bundles(bundle_nodes(group))
+    rollout = tuple(order[place] for place in layout.rollout)
+    return Placement(
+        group=group,
+        layout=layout,
+        trainer=tuple(order[place] for place in layout.trainer),
+        rollout=rollout,
+        gpus=tuple(bundle_gpus(group, rollout)) if layout.cuda else (),
+    )
+
+
+def reserve(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None] = lambda _: None) -> Any:
+    """Get the placement group.
+
+    Args:
+        layout: What is needed.
+        timeout: Longest wait in seconds.
+        watch: Ends the wait.
+        on_wait: Told what is still missing while waiting.
+
+    Returns:
+        The ready placement group.
+
+    Raises:
+        PlacementError: There is no room, with what the cluster has and what is needed.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group(list(layout.bundles), strategy="PACK")
+    deadline = time.monotonic() + timeout
+    while not group.wait(POLL_SECONDS):
+        missing = shortage(layout, ray.available_resources(), ray.cluster_resources())
+        on_wait(missing)
+        watch.check()
+        if time.monotonic() > deadline:
+            remove_placement_group(group)
+            raise PlacementError(
+                f"no room on the Ray cluster after {timeout:g} s: {missing}; add nodes, ask for fewer GPUs, or wait "
+                "longer with --ray-placement-timeout"
+            )
+    return group
+
+
+def shortage(layout: Layout, free: dict[str, float], total: dict[str, float]) -> str:
+    """In words: what ``layout`` needs, what is free, and what there is."""
+    needed = {name: sum(bundle[name] for bundle in layout.bundles) for name in layout.bundles[0]}
+    return ", ".join(
+        f"{name} needed {amount:g}, free {free.get(name, 0):g} of {total.get(name, 0):g}"
+        for name, amount in needed.items()
+    )
+
+
+def order_bundles(nodes: dict[int, str]) -> list[int]:
+    """Bundles sorted so that those of one node are neighbours: ranks of one node then follow each other.
+
+    Args:
+        nodes: Node id of each bundle.
+    """
+    first_seen = {node: place for place, node in reversed(list(enumerate(nodes.values())))}
+    return sorted(nodes, key=lambda bundle: (first_seen[nodes[bundle]], bundle))
+
+
+def bundle_nodes(group: Any) -> dict[int, str]:
+    """Node id of each bundle of a ready placement group."""
+    from ray.util import placement_group_table
+
+    table = placement_group_table(group)["bundles_to_node_id"]
+    return {int(bundle): str(node) for bundle, node in sorted(table.items())}
+
+
+def bundle_gpus(group: Any, bundles: Sequence[int]) -> list[int]:
+    """Numbers of the GPUs that Ray gave to some bundles. (Not run on CUDA.)
+
+    Raises:
+        PlacementError: The bundles lie on several nodes; the engines' process starts them on its own node only.
+    """
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    nodes = bundle_nodes(group)
+    if len({nodes[bundle] for bundle in bundles}) > 1:
+        raise PlacementError(
+            f"the {len(bundles)} GPUs for generation lie on several nodes, which is not supported yet; ask for fewer "
+            "with --rollout-num-gpus"
+        )
+
+    ids = ray.remote(num_cpus=0, num_gpus=0.01)(ray.get_gpu_ids)
+    places = [
+        PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        for bundle in bundles
+    ]
+    found: list[list[int]] = ray.get([ids.options(scheduling_strategy=place).remote() for place in places])
+    return sorted(int(gpu) for gpus in found for gpu in gpus)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

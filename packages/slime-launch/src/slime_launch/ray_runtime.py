@@ -1,0 +1,155 @@
+"""Ray itself: started inside the run's process and gone with it, or the cluster that ``RAY_ADDRESS`` names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_launch.config import ClusterConfig
+from slime_launch.errors import PlacementError, RayDiedError
+from slime_launch.placement import plan_layout
+from slime_rollout.supervise.reaper import descendants
+
+MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 107 bytes
+ESSENTIAL = ("gcs_server", "raylet")
+KNOCK_SECONDS = 10.0
+TEMP_PREFIX = "slime-ray-"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RayRuntime:
+    """A Ray that runs.
+
+    Attributes:
+        cuda: Whether it has GPUs.
+        processes: Pid → name of its own processes, where it is embedded.
+    """
+
+    cuda: bool
+    processes: Mapping[int, str]
+
+    def check(self) -> None:
+        """Raise if one of its processes is gone: Ray itself would hang for a minute, or end this process.
+
+        Raises:
+            RayDiedError: Naming the process.
+        """
+        for pid, name in self.processes.items():
+            if not _is_alive(pid):
+                raise RayDiedError(f"Ray's {name} (process {pid}) ended by itself; the run cannot go on without it")
+
+
+@contextlib.contextmanager
+def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayRuntime]:
+    """Start Ray inside this process, or join a cluster, for the length of the block.
+
+    Args:
+        cluster: How much room the run needs.
+        address: The cluster's address; ``None`` to start one that ends with the block.
+
+    Yields:
+        What was started or joined.
+
+    Raises:
+        PlacementError: The cluster does not answer.
+    """
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            options = _embedded_options(cluster, stack.enter_context(_temp_dir()))
+        else:
+            options = {"address": address}
+        ray = _start(options)
+        stack.callback(ray.shutdown)
+        processes = _own_processes() if address is None else {}
+        yield RayRuntime(cuda=ray.cluster_resources().get("GPU", 0) > 0, processes=processes)
+
+
+def _own_processes() -> dict[int, str]:
+    """Ray's processes that nothing works without, among this process's children."""
+    names = {process.pid: _read(f"/proc/{process.pid}/comm").strip() for process in descendants(os.getpid())}
+    return {pid: name for pid, name in names.items() if name in ESSENTIAL}
+
+
+def _start(options: dict[str, Any]) -> Any:
+    """Initialise Ray; gives its module."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray  # its settings are read from the environment now, and never again
+
+    try:
+        _knock(options.get("address", ""))
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **options)
+    except ConnectionError as error:
+        raise PlacementError(
+            f"no Ray cluster answers at RAY_ADDRESS={options['address']} ({error}); start one with `ray start --head`, "
+            "or unset RAY_ADDRESS to let slime start Ray itself"
+        ) from error
+    except Exception as error:  # Ray raises this very class when its processes do not come up within its own time limit
+        raise PlacementError(f"Ray did not start: {error}; the machine may be overloaded, try again") from error
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for minutes.
+
+    Raises:
+        ConnectionError: Nobody listens at ``address``.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # such as `auto`
+    try:
+        socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(error.strerror or str(error)) from error
+
+
+def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
+    # Ray listens on all of the machine's addresses; a token of our own keeps strangers out.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    bundles = len(plan_layout(cluster, cuda=False).bundles)
+    return {
+        "num_cpus": max(bundles, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "object_store_memory": cluster.ray_object_store_memory,
+        "_temp_dir": str(directory),
+        "_system_config": {"enable_worker_prestart": False},
+    }
+
+
+@contextlib.contextmanager
+def _temp_dir() -> Iterator[Path]:
+    """A short-named directory that is removed afterwards, and with it what runs that were killed have left."""
+    base = Path(tempfile.gettempdir())
+    base = base if len(str(base)) <= MAX_TEMP_DIR else Path("/tmp")
+    for old in base.glob(f"{TEMP_PREFIX}[0-9]*-*"):
+        if old.stat().st_uid == os.getuid() and not _is_alive(int(old.name.split("-")[2])):
+            shutil.rmtree(old, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=base))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return bool(state) and state[0] not in "ZX"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,244 @@
+"""The generation half as the loop sees it: one Ray actor that holds the engines, the router and the rollout manager."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slime_core.errors import SlimeError
+from slime_core.hooks import HookArgs
+from slime_core.interfaces import WeightChannel
+from slime_core.types import EvalReport, RolloutBatch
+from slime_launch.calls import Worker, gather
+from slime_launch.placement import Placement
+from slime_launch.watch import Watch
+from slime_launch.worker_process import prepare
+
+if TYPE_CHECKING:
+    from slime_rollout.config import RolloutConfig
+    from slime_rollout.engine.config import EngineConfig
+
+CLOSE_SECONDS = 10.0
+PROGRESS_SECONDS = 0.5
+
+
+class Progress(NamedTuple):
+    """How far the rollout worker is with what it does: samples scored, of how many, or a few words."""
+
+    done: int | None = None
+    total: int | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """What the generation half needs.
+
+    Attributes:
+        engine: Settings of the engines and the router.
+        rollout: Settings of prompts, sampling and rewards.
+        num_engines: Number of SGLang servers.
+        dtype: ``float32`` or ``bfloat16``.
+        context_length: Longest prompt plus response in tokens; ``None`` leaves it to the model's config.
+        seed: The run's seed.
+        log_dir: Where engines and router write their logs.
+        flags: Every flag of the run, for user hooks.
+    """
+
+    engine: EngineConfig
+    rollout: RolloutConfig
+    num_engines: int
+    dtype: str
+    context_length: int | None
+    seed: int
+    log_dir: str
+    flags: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelSpec:
+    """What a weight channel is made of. Unlike the channel itself, it needs no torch.
+
+    Attributes:
+        engine_urls: The engines.
+        tp_size: Tensor-parallel size of one engine.
+    """
+
+    engine_urls: tuple[str, ...]
+    tp_size: int
+
+    def open(self) -> WeightChannel:
+        """The sending end."""
+        from slime_rollout.weights import TensorWeightChannel
+
+        return TensorWeightChannel(self.engine_urls, self.tp_size)
+
+
+class RolloutHost:
+    """Runs inside a Ray actor with two threads: one works, the other answers :meth:`progress`."""
+
+    def __init__(self, log_path: str, gpus: Sequence[int]) -> None:
+        prepare(log_path, threads=1)
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+        self._fleet: Any = None
+        self._manager: Any = None
+        self._tp_size = 1
+        self._is_up = False
+        self._progress = Progress()
+
+    def start(self, spec: RolloutSpec) -> None:
+        """Start router and engines, wait until they serve, and read the prompts."""
+        from slime_rollout.engine.fleet import EngineFleet
+        from slime_rollout.rollout import RolloutManager
+
+        self._tp_size = spec.engine.rollout_num_gpus_per_engine
+        self._fleet = EngineFleet.start(
+            spec.engine,
+            model_path=spec.rollout.hf_checkpoint,
+            num_engines=spec.num_engines,
+            dtype=spec.dtype,
+            context_length=spec.context_length,
+            seed=spec.seed,
+            log_dir=Path(spec.log_dir),
+            on_progress=self._count_processes,
+        )
+        self._is_up = True
+        self._progress = Progress(note="reading prompts")
+        self._manager = RolloutManager(
+            spec.rollout,
+            router_url=self._fleet.router_url,
+            run_seed=spec.seed,
+            hook_args=HookArgs(spec.flags),
+            on_progress=self._count_samples,
+        )
+
+    def channel(self) -> ChannelSpec:
+        """Where weights go: to these engines, which are all alive."""
+        self._fleet.check()
+        return ChannelSpec(engine_urls=tuple(self._fleet.engine_urls), tp_size=self._tp_size)
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """Generate and score one rollout."""
+        with self._blame_engines():
+            batch: RolloutBatch = self._manager.generate(rollout_id)
+        return batch
+
+    def evaluate(self, rollout_id: int) -> EvalReport:
+        """Score the held-out prompts."""
+        with self._blame_engines():
+            report: EvalReport = self._manager.evaluate(rollout_id)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the data source."""
+        state: dict[str, Any] = self._manager.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the data source where ``state`` was taken."""
+        self._manager.load_state_dict(state)
+
+    def progress(self) -> Progress:
+        """The last thing that happened; raises if an engine or the router is gone."""
+        if self._is_up:
+            self._fleet.check()
+        return self._progress
+
+    def close(self) -> None:
+        """Stop engines and router."""
+        self._is_up = False
+        if self._fleet is not None:
+            self._fleet.stop()
+
+    @contextlib.contextmanager
+    def _blame_engines(self) -> Iterator[None]:
+        """Where a request fails because an engine or the router is gone, say that, with the end of its log."""
+        self._progress = Progress()
+        try:
+            yield
+        except SlimeError:
+            self._fleet.check()
+            raise
+
+    def _count_processes(self, ready: int, total: int, seconds: float) -> None:
+        self._progress = Progress(note=f"engines and router ready: {ready} of {total}")
+
+    def _count_samples(self, done: int, total: int) -> None:
+        self._progress = Progress(done, total)
+
+
+class RolloutWorker:
+    """The rollout actor, from outside."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @classmethod
+    def start(cls, place: Placement, *, log_dir: Path, watch: Watch) -> RolloutWorker:
+        """Start the actor.
+
+        Args:
+            place: Where it goes.
+            log_dir: Where its output goes.
+            watch: Ends waits for the worker.
+        """
+        import ray
+
+        log_path = log_dir / "rollout.log"
+        actor = ray.remote(RolloutHost).options(
+            scheduling_strategy=place.strategy(place.rollout[0]), num_cpus=0.5, max_concurrency=2
+        )
+        return cls(Worker("the rollout worker", actor.remote(str(log_path), list(place.gpus)), log_path, watch))
+
+    def open(self, spec: RolloutSpec) -> tuple[Any, Worker]:
+        """Begin to start the engines; give the result to `calls.gather`."""
+        return self._worker.start_call("start", spec), self._worker
+
+    def channel(self) -> ChannelSpec:
+        """Where weights go; an engine that is gone is an error here."""
+        channel: ChannelSpec = self._worker.call("channel")
+        return channel
+
+    def generate(self, rollout_id: int, *, on_poll: Callable[[], None] = lambda: None) -> RolloutBatch:
+        """Generate and score one rollout."""
+        batch: RolloutBatch = self._worker.call("generate", rollout_id, on_poll=on_poll)
+        return batch
+
+    def evaluate(self, iteration: int, *, on_poll: Callable[[], None] = lambda: None) -> EvalReport:
+        """Score the held-out prompts after ``iteration`` rollouts."""
+        report: EvalReport = self._worker.call("evaluate", iteration, on_poll=on_poll)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the data source."""
+        state: dict[str, Any] = self._worker.call("state_dict")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the data source where ``state`` was taken."""
+        self._worker.call("load_state_dict", state)
+
+    def progress(self) -> Progress:
+        """How far it is; nothing if it cannot say so now.
+
+        Raises:
+            SlimeError: An engine, the router or the worker itself is gone.
+        """
+        import ray
+
+        ref = self._worker.start_call("progress")
+        ready, _ = ray.wait([ref], timeout=PROGRESS_SECONDS)
+        progress: Progress = gather({ref: self._worker})[0] if ready else Progress()
+        return progress
+
+    def close(self) -> None:
+        """Stop the engines in order, then end the actor."""
+        import ray
+
+        ray.wait([self._worker.start_call("close")], timeout=CLOSE_SECONDS)
+        self._worker.kill()

@@ -1,0 +1,61 @@
+"""From what the two halves report to named metrics and to the line of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slime_core.metrics import rollout_metrics
+from slime_core.types import EvalReport, RolloutBatch, SyncReport, TrainReport
+
+FROM_BATCH = ("weight_version_min", "weight_version_max", "response_tokens")
+
+
+def train_rows(report: TrainReport) -> list[dict[str, float]]:
+    """``train/*`` of each optimizer step."""
+    return [{f"train/{name}": value for name, value in step.items()} for step in report.steps]
+
+
+def rollout_row(
+    batch: RolloutBatch,
+    report: TrainReport,
+    sync: SyncReport,
+    seconds: Mapping[str, float],
+    *,
+    reward_key: str | None,
+) -> dict[str, float]:
+    """``rollout/*`` and ``perf/*`` of one rollout.
+
+    Args:
+        batch: The rollout.
+        report: Training on it.
+        sync: The push of the weights after it.
+        seconds: Wall time of the loop's own phases.
+        reward_key: Which entry of a reward given by name.
+    """
+    row = {f"rollout/{name}": value for name, value in rollout_metrics(batch.samples, reward_key).items()}
+    row |= {f"rollout/{name}": batch.metrics[name] for name in FROM_BATCH if name in batch.metrics}
+    phases = {**batch.seconds, **report.seconds, **seconds}
+    row |= {f"perf/{name}_time": value for name, value in phases.items()}
+    row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items()}
+    row["perf/update_weights_bytes"] = float(sync.bytes)
+    row["perf/step_time"] = sum(seconds.values())
+    if batch.seconds.get("generate"):
+        row["perf/tokens_per_second"] = batch.metrics.get("response_tokens", 0.0) / batch.seconds["generate"]
+    return row
+
+
+def eval_row(report: EvalReport) -> dict[str, float]:
+    """``eval/<name>`` of each held-out set."""
+    return {f"eval/{name}": rate for name, rate in report.pass_rates.items()} | {"perf/eval_time": report.seconds}
+
+
+def step_line(rollout_id: int, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
+    """One line about one rollout: what it was worth, what it did to the weights, and where the time went."""
+    words = [f"step {rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
+    words.append(f"reward {row.get('rollout/raw_reward', float('nan')):.3f}")
+    for name, title in (("loss", "loss"), ("kl_loss", "kl"), ("grad_norm", "grad norm")):
+        if f"train/{name}" in last_step:
+            words.append(f"{title} {last_step[f'train/{name}']:.4g}")
+    phases = (("rollout", "generate"), ("train", "train"), ("update_weights", "sync"))
+    words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
+    return "  ".join(words)

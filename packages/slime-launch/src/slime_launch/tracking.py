@@ -1,0 +1,113 @@
+"""Metrics on disk: ``metrics.jsonl``, which is the truth, and TensorBoard's event files, which are made from it.
+
+Every row has ``kind`` (``train``: one optimizer step; ``rollout``; ``eval``), ``step`` (optimizer steps for ``train``,
+else rollouts), ``rollout_id``, ``time`` (seconds since 1970), and the metrics by name, such as ``train/loss``.
+A run that is continued drops the rows after its checkpoint and writes the event files anew, so no curve folds back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+Row = dict[str, Any]
+
+
+def read_rows(output_dir: Path) -> list[Row]:
+    """All complete rows; a last line that a crash cut off is left out."""
+    path = output_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class Tracker:
+    """Writes metrics as they come.
+
+    Args:
+        output_dir: The run's directory; must exist.
+        iteration: Rollouts trained on so far; rows after it are dropped.
+        tensorboard: Whether to write event files.
+    """
+
+    def __init__(self, output_dir: Path, *, iteration: int = 0, tensorboard: bool = True) -> None:
+        self.rows = [row for row in read_rows(output_dir) if _is_before(row, iteration)]
+        path = output_dir / METRICS_FILE
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = _fresh_events(output_dir / TENSORBOARD_DIR) if tensorboard else None
+        for row in self.rows:
+            self._add_event(row)
+
+    def log(self, kind: str, *, step: int, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Write one row; it is on disk when this returns.
+
+        Args:
+            kind: ``train``, ``rollout`` or ``eval``.
+            step: Place on the x axis: optimizer steps for ``train``, else rollouts.
+            rollout_id: Rollout it belongs to; for ``eval`` the rollouts trained on before it.
+            metrics: Numbers by name. What is not finite becomes ``null`` in the file.
+        """
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        row: Row = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": time.time(), **values}
+        self.rows.append(row)
+        self._file.write(_line(row))
+        self._file.flush()
+        self._add_event(row)
+        if self._events is not None:
+            self._events.flush()
+
+    def has_eval(self, iteration: int) -> bool:
+        """Whether the evaluation after ``iteration`` rollouts was done, in this process or before a restart."""
+        return any(row["kind"] == "eval" and row["rollout_id"] == iteration for row in self.rows)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _add_event(self, row: Row) -> None:
+        if self._events is None:
+            return
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if "/" in name and value is not None
+        ]
+        self._events.add_event(Event(step=row["step"], wall_time=row["time"], summary=Summary(value=values)))
+
+
+def _is_before(row: Row, iteration: int) -> bool:
+    """The evaluation after rollout k belongs to what a checkpoint of k rollouts has seen; rollout k itself does not."""
+    last = iteration if row["kind"] == "eval" else iteration - 1
+    return bool(row["rollout_id"] <= last)
+
+
+def _fresh_events(directory: Path) -> EventFileWriter:
+    if directory.exists():
+        shutil.rmtree(directory)
+    return EventFileWriter(str(directory))
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"

@@ -1,0 +1,187 @@
+"""The training half as the loop sees it: one Ray actor per rank, called together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_core.config import AlgorithmConfig
+from slime_core.interfaces import WeightChannel
+from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard
+from slime_launch.calls import Worker, gather
+from slime_launch.errors import RunError
+from slime_launch.placement import Placement, free_port
+from slime_launch.rollouts import ChannelSpec
+from slime_launch.watch import Watch
+from slime_launch.worker_process import prepare
+
+if TYPE_CHECKING:
+    from slime_convert.shape import ModelShape
+    from slime_megatron.config import MegatronConfig
+    from slime_megatron.worker import MegatronWorker
+
+CLOSE_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """What a rank needs to build the model.
+
+    Attributes:
+        config: Settings of Megatron.
+        algorithm: Settings of the loss.
+        shape: The model.
+        resume_from: Checkpoint directory of this very run to continue from; ``None`` starts from ``--load``.
+    """
+
+    config: MegatronConfig
+    algorithm: AlgorithmConfig
+    shape: ModelShape
+    resume_from: str | None
+
+
+class TrainerRank:
+    """Runs inside a Ray actor: a thin shell around `slime_megatron`'s worker."""
+
+    def __init__(self, log_path: str, threads: int | None) -> None:
+        prepare(log_path, threads=threads)
+        self._worker: MegatronWorker | None = None
+        self._channel: tuple[ChannelSpec, WeightChannel] | None = None
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Address and free port of this process's node, for rank 0."""
+        import ray
+
+        return ray.util.get_node_ip_address(), free_port()
+
+    def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
+        """Build the model, meet the other ranks and load weights."""
+        from slime_megatron.worker import MegatronWorker
+
+        self._worker = MegatronWorker(spec.config, spec.algorithm, spec.shape, rendezvous, resume_from=spec.resume_from)
+
+    def train(self, shard: TrainShard) -> TrainReport:
+        """Train on this rank's part of a rollout."""
+        return self._built.train(shard)
+
+    def push_weights(self, spec: ChannelSpec, version: int) -> SyncReport:
+        """Send the weights; rank 0 sends, all gather. The channel is kept, for it keeps its buffer."""
+        if self._channel is None or self._channel[0] != spec:
+            self._channel = (spec, spec.open())
+        return self._built.push_weights(self._channel[1], version)
+
+    def save(self, iteration: int) -> str:
+        """Write this rank's part of a checkpoint."""
+        return self._built.save(iteration)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _built(self) -> MegatronWorker:
+        if self._worker is None:
+            raise RunError("a trainer rank was called before its model was built")
+        return self._worker
+
+
+class TrainerGroup:
+    """All ranks. Use :meth:`start`, then :meth:`build`.
+
+    Args:
+        workers: One per rank, in rank order.
+        config: Settings of Megatron; they say which rank belongs to which data-parallel shard.
+    """
+
+    def __init__(self, workers: Sequence[Worker], config: MegatronConfig) -> None:
+        self._workers = list(workers)
+        self._config = config
+
+    @classmethod
+    def start(cls, place: Placement, config: MegatronConfig, *, log_dir: Path, watch: Watch) -> TrainerGroup:
+        """Start one actor per rank.
+
+        Args:
+            place: Where they go.
+            config: Settings of Megatron.
+            log_dir: Where the ranks' output goes.
+            watch: Ends waits for the ranks.
+        """
+        import ray
+
+        workers = []
+        for rank, bundle in enumerate(place.trainer):
+            log_path = log_dir / f"trainer-{rank}.log"
+            actor = ray.remote(TrainerRank).options(
+                scheduling_strategy=place.strategy(bundle), **place.layout.trainer_resources()
+            )
+            handle = actor.remote(str(log_path), config.trainer_threads)
+            workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch))
+        return cls(workers, config)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shards that a rollout is split into."""
+        return self._config.data_parallel_size(len(self._workers))
+
+    def build(self, spec: TrainerSpec) -> list[tuple[Any, Worker]]:
+        """Begin to build the model on all ranks; give the result to :func:`gather`."""
+        address, port = self._workers[0].call("meeting_point")
+        world = len(self._workers)
+        return [
+            (
+                worker.start_call("build", spec, Rendezvous(rank=rank, world_size=world, address=address, port=port)),
+                worker,
+            )
+            for rank, worker in enumerate(self._workers)
+        ]
+
+    def train(self, shards: Sequence[TrainShard], *, on_poll: Callable[[], None] = lambda: None) -> TrainReport:
+        """Train on one rollout; returns rank 0's report.
+
+        Args:
+            shards: One per data-parallel rank.
+            on_poll: Called a few times a second meanwhile.
+        """
+        import ray
+
+        refs = [ray.put(shard) for shard in shards]
+        calls = {
+            worker.start_call("train", refs[self.data_parallel_rank(rank)]): worker
+            for rank, worker in enumerate(self._workers)
+        }
+        report: TrainReport = gather(calls, on_poll=on_poll)[0]
+        return report
+
+    def push_weights(
+        self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None] = lambda: None
+    ) -> SyncReport:
+        """Send the weights to the engines; returns rank 0's report."""
+        report: SyncReport = self._everywhere("push_weights", channel, version, on_poll=on_poll)[0]
+        return report
+
+    def save(self, iteration: int, *, on_poll: Callable[[], None] = lambda: None) -> Path:
+        """Write a checkpoint; returns its directory when every rank has written its part."""
+        return Path(self._everywhere("save", iteration, on_poll=on_poll)[0])
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """The shard that a rank trains on: Megatron counts tensor-parallel ranks first, then data-parallel ones."""
+        return rank // self._config.tensor_model_parallel_size % self.data_parallel_size
+
+    def leave(self) -> None:
+        """Let the ranks leave their process groups in order; give up after a few seconds."""
+        import ray
+
+        refs = [worker.start_call("close") for worker in self._workers]
+        ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS)
+
+    def kill(self) -> None:
+        """End the ranks, whatever they do."""
+        for worker in self._workers:
+            worker.kill()
+
+    def _everywhere(self, method: str, *args: Any, on_poll: Callable[[], None]) -> list[Any]:
+        return gather({worker.start_call(method, *args): worker for worker in self._workers}, on_poll=on_poll)

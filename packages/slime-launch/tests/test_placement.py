@@ -1,0 +1,59 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core.errors import ConfigError
+from slime_launch.config import ClusterConfig
+from slime_launch.placement import order_bundles, plan_layout, shortage, threads_per_worker
+
+
+def test_disaggregated_halves_have_bundles_of_their_own():
+    layout = plan_layout(ClusterConfig(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=3), cuda=True)
+    assert layout.trainer == (0, 1, 2, 3)
+    assert layout.rollout == (4, 5, 6)
+    assert layout.bundles == ({"GPU": 1.0, "CPU": 1.0},) * 7
+    assert layout.trainer_resources() == {"num_cpus": 0.5, "num_gpus": 1.0}
+
+
+@pytest.mark.parametrize(("rollout", "bundles"), [(None, 4), (2, 4), (6, 6)])
+def test_colocated_halves_share(rollout, bundles):
+    cluster = ClusterConfig(actor_num_gpus_per_node=4, rollout_num_gpus=rollout, colocate=True)
+    layout = plan_layout(cluster, cuda=True)
+    assert len(layout.bundles) == bundles
+    assert layout.trainer == (0, 1, 2, 3)
+    assert layout.rollout == tuple(range(rollout or 4))
+    assert layout.trainer_resources()["num_gpus"] == 0.5
+
+
+def test_without_cuda_a_gpu_is_a_cpu_worker():
+    layout = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1), cuda=False)
+    assert layout.bundles == ({"CPU": 1.0},) * 3
+    assert layout.trainer_resources()["num_gpus"] == 0.0
+
+
+@given(actor=st.integers(1, 8), rollout=st.integers(1, 8), colocate=st.booleans())
+def test_every_bundle_is_used_and_none_is_missing(actor, rollout, colocate):
+    cluster = ClusterConfig(actor_num_gpus_per_node=actor, rollout_num_gpus=rollout, colocate=colocate)
+    layout = plan_layout(cluster, cuda=True)
+    assert set(layout.trainer) | set(layout.rollout) == set(range(len(layout.bundles)))
+    assert bool(set(layout.trainer) & set(layout.rollout)) == colocate
+
+
+def test_shortage_names_every_figure():
+    layout = plan_layout(ClusterConfig(rollout_num_gpus=3), cuda=True)
+    text = shortage(layout, {"GPU": 1.0, "CPU": 9.0}, {"GPU": 2.0, "CPU": 16.0})
+    assert text == "GPU needed 4, free 1 of 2, CPU needed 4, free 9 of 16"
+
+
+def test_ranks_of_one_node_follow_each_other():
+    assert order_bundles({0: "b", 1: "a", 2: "b", 3: "a"}) == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (4, 16, 4)])
+def test_threads_are_shared_fairly(workers, cores, threads):
+    assert threads_per_worker(workers, cores) == threads
+
+
+def test_engines_need_room():
+    with pytest.raises(ConfigError, match="--rollout-num-gpus N, or --colocate"):
+        ClusterConfig()

@@ -1,0 +1,224 @@
+"""Ray itself: started, used, failing in every way that the launcher must put into words, and gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime_core.errors import DataError
+from slime_launch.calls import Worker, gather
+from slime_launch.config import ClusterConfig
+from slime_launch.errors import PlacementError, RunError, Stopped
+from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
+from slime_launch.ray_runtime import TEMP_PREFIX, ray_runtime
+from slime_launch.watch import SIGNALS, Watch
+from slime_launch.worker_process import prepare
+
+pytestmark = pytest.mark.real
+CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
+
+
+class Part:
+    def __init__(self, log_path: str) -> None:
+        prepare(log_path, threads=1)
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+    def refuse(self) -> None:
+        raise DataError("row 3 is bad; mend it")
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("seven by nothing")
+
+    def die(self) -> None:
+        print("my last words", flush=True)
+        os.system("echo and those of a child")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep(self) -> None:
+        time.sleep(60)
+
+    def threads(self) -> str | None:
+        return os.environ.get("OMP_NUM_THREADS")
+
+
+@pytest.fixture(scope="module")
+def group():
+    with ray_runtime(CLUSTER, address=None) as runtime:
+        yield reserve(plan_layout(CLUSTER, cuda=runtime.cuda), timeout=60, watch=Watch())
+
+
+@pytest.fixture
+def part(group, tmp_path):
+    import ray  # not above: its settings are read when it is imported
+
+    path = tmp_path / "logs" / "part.log"
+    worker = Worker("part 0", ray.remote(Part).options(num_cpus=0).remote(str(path)), path, Watch())
+    yield worker
+    worker.kill()
+
+
+def test_bundles_are_on_this_node(group):
+    assert order_bundles(bundle_nodes(group)) == [0, 1, 2]
+
+
+def test_results_come_in_order(part):
+    calls = {part.start_call("add", number, b=1): part for number in range(5)}
+    assert gather(calls) == [1, 2, 3, 4, 5]
+
+
+def test_an_error_of_ours_arrives_as_it_was(part):
+    with pytest.raises(DataError, match="row 3 is bad; mend it"):
+        part.call("refuse")
+
+
+def test_another_error_names_the_worker_and_its_log(part):
+    with pytest.raises(
+        RunError, match=r"part 0 failed with ZeroDivisionError: seven by nothing; its log is .*part\.log"
+    ):
+        part.call("fail")
+
+
+def test_a_death_comes_with_the_last_words(part):
+    with pytest.raises(RunError) as caught:
+        part.call("die")
+    assert "part 0 died; the last lines of" in str(caught.value)
+    assert "my last words\nand those of a child" in str(caught.value)
+
+
+def test_the_first_failure_ends_the_wait(group, part, tmp_path):
+    import ray
+
+    path = tmp_path / "other.log"
+    other = Worker("part 1", ray.remote(Part).options(num_cpus=0).remote(str(path)), path, Watch())
+    start = time.monotonic()
+    with pytest.raises(DataError):
+        gather({other.start_call("sleep"): other, part.start_call("refuse"): part})
+    assert time.monotonic() - start < 30
+    other.kill()
+
+
+def test_a_signal_is_heard_while_waiting(part):
+    old = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    part.watch.listen()
+    polls = []
+
+    def poll() -> None:
+        polls.append(1)
+        if len(polls) == 2:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()  # comes while Ray waits
+
+    try:
+        start = time.monotonic()
+        with pytest.raises(Stopped) as caught:
+            part.call("sleep", on_poll=poll)
+        assert caught.value.exit_code == 143
+        assert time.monotonic() - start < 10
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
+
+
+def test_threads_are_limited(part):
+    assert part.call("threads") == "1"
+
+
+def test_no_room_is_said_in_figures(group):
+    big = plan_layout(ClusterConfig(actor_num_gpus_per_node=500, rollout_num_gpus=1), cuda=False)
+    notes: list[str] = []
+    with pytest.raises(PlacementError, match=r"no room on the Ray cluster after 1 s: CPU needed 501, free \d+ of \d+"):
+        reserve(big, timeout=1, watch=Watch(), on_wait=notes.append)
+    assert notes
+
+
+ONE_RUN = """
+import os, sys, time
+from slime_launch.config import ClusterConfig
+from slime_launch.errors import RayDiedError
+from slime_launch.ray_runtime import ray_runtime
+with ray_runtime(ClusterConfig(colocate=True), address=None) as runtime:
+    print("up", flush=True)
+    if sys.argv[1] == "wait":
+        time.sleep(60)
+    while sys.argv[1] == "watch":
+        try:
+            runtime.check()
+        except RayDiedError as error:
+            print(error, flush=True)
+            os._exit(1)
+        time.sleep(0.05)
+"""
+
+
+def run_once(mode: str, home: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HOME": str(home)}
+    return subprocess.Popen([sys.executable, "-c", ONE_RUN, mode], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def temp_dirs(pid: int) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{pid}-*"))
+
+
+def test_nothing_is_left_of_an_embedded_ray(tmp_path):
+    process = run_once("end", tmp_path)
+    assert process.stdout.readline() == "up\n"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    assert process.wait(60) == 0
+    psutil.wait_procs(children, timeout=20)
+    assert [child for child in children if child.is_running() and child.status() != "zombie"] == []
+    assert temp_dirs(process.pid) == []
+    assert list(tmp_path.iterdir()) == []  # Ray's token stays out of the home directory
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+    killed = run_once("wait", tmp_path)
+    assert killed.stdout.readline() == "up\n"
+    children = psutil.Process(killed.pid).children(recursive=True)
+    assert temp_dirs(killed.pid) != []
+    killed.kill()
+    killed.wait(10)
+    for child in children:  # the launcher's supervisor does this
+        if child.is_running():
+            child.kill()
+    psutil.wait_procs(children, timeout=20)
+    assert run_once("end", tmp_path).wait(60) == 0
+    assert temp_dirs(killed.pid) == []
+
+
+def test_a_ray_that_is_gone_is_noticed_at_once(tmp_path):
+    process = run_once("watch", tmp_path)
+    assert process.stdout.readline() == "up\n"
+    [raylet] = [child for child in psutil.Process(process.pid).children() if child.name() == "raylet"]
+    children = psutil.Process(process.pid).children(recursive=True)
+    raylet.kill()
+    line = f"Ray's raylet (process {raylet.pid}) ended by itself; the run cannot go on without it\n"
+    assert line in process.stdout.read()
+    process.wait(10)
+    for child in children:
+        if child.is_running():
+            child.kill()
+    psutil.wait_procs(children, timeout=20)
+
+
+def test_a_cluster_that_does_not_answer():
+    program = (
+        "from slime_launch.config import ClusterConfig\n"
+        "from slime_launch.ray_runtime import ray_runtime\n"
+        "from slime_launch.errors import PlacementError\n"
+        "try:\n"
+        "    with ray_runtime(ClusterConfig(colocate=True), address='127.0.0.1:9'): pass\n"
+        "except PlacementError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9" in done.stdout, done.stderr
