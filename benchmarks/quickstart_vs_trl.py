@@ -131,7 +131,7 @@ def run_trl(places: Places, out: Path, steps: int, *, count_flops: bool) -> Roun
     (out / "settings.json").write_text(json.dumps(settings))
     script = ROOT / "benchmarks" / "_trl_grpo.py"
     python = TRL_ENV / "bin" / "python"
-    run([str(python), str(script), str(out / "settings.json"), str(out / "result.json")], out / "log.txt")
+    run([str(python), "-u", str(script), str(out / "settings.json"), str(out / "result.json")], out / "log.txt")
     result = json.loads((out / "result.json").read_text())
     return Round([step["seconds"] for step in result["steps"][1:steps]], result["flops"])
 

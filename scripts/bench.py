@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 OUTPUTS = ROOT / "outputs" / "bench"
 WORSE = 0.8
+STOP_SECONDS = 30.0
 VERSIONS = ("torch", "megatron-core", "transformers", "ray", "sglang-router")
 
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="say what there is")
     parser.add_argument("--quick", action="store_true", help="the smallest run that measures something")
     parser.add_argument("--save-baseline", action="store_true", help="keep these figures as the ones to compare with")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     known = {path.stem: path for path in sorted(BENCHMARKS.glob("[!_]*.py"))}
     if unknown := sorted(set(args.names) - set(known)):
@@ -49,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
     if args.list:
         print("\n".join(f"{name:<24} {first_line(path)}" for name, path in known.items()))
         return 0
+    if not args.inside:
+        from slime_rollout.supervise import run_under_supervisor
+
+        return run_under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS)
     sys.path.append(str(BENCHMARKS))
     for name in args.names or known:
         result = run(name, quick=args.quick)
