@@ -22,6 +22,7 @@ LOG_LINES = 20
 # Tokens that the KV cache of a CPU engine holds.
 CPU_KV_TOKENS = 32768
 CPU_RUNNING_REQUESTS = 128
+CPU_PREFILL_TOKENS = 512
 FIRST_WEIGHT_VERSION = 0
 
 
@@ -82,8 +83,9 @@ def _cpu_flags(spec: ServerSpec) -> dict[str, SglangValue]:
         "mem-fraction-static": "0.1",
         "max-total-tokens": str(max(CPU_KV_TOKENS, spec.context_length or 0)),
         "max-running-requests": str(CPU_RUNNING_REQUESTS),
-        # Samples of one prompt arrive together: the first one's prefill serves the others.
+        # Samples of one prompt arrive together. A small first part of them is prefilled, and serves the others.
         "schedule-policy": "lpm",
+        "chunked-prefill-size": str(CPU_PREFILL_TOKENS),
         # Without it an idle server keeps one core busy, and a trainer beside it runs at half its speed.
         "sleep-on-idle": True,
         # `sampling_seed` counts only with this.
