@@ -165,7 +165,9 @@ class Supervisor:
         # This process has one thread, so here the parent-death signal does follow the process. It asks the command
         # to end if somebody kills the supervisor; a subreaper above (`run_under_supervisor`) then ends the rest.
         ask = functools.partial(_prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-        self.child = subprocess.Popen(self.command, preexec_fn=ask).pid
+        # The object is kept: when it is dropped, it reaps a command that has already ended, and its exit code is lost.
+        self.process = subprocess.Popen(self.command, preexec_fn=ask)
+        self.child = self.process.pid
 
     def _wait(self, wakeup: int) -> None:
         """Until the command ends, a signal comes, or the parent is gone."""
