@@ -9,12 +9,12 @@ TOOLS="$ROOT/.venv-tools"
 find_python() {
     local candidate
     for candidate in python3.11 python3 python; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
             "$candidate" -c 'import sys; print(sys._base_executable)'
             return
         fi
     done
-    echo "error: found no Python 3.11 or newer on PATH; install one and run this again" >&2
+    echo "error: found no Python 3.11 on PATH, which is what the pins are tested with; install it and run this again" >&2
     return 2
 }
 
