@@ -42,6 +42,8 @@ use_tools() {
         "$python" -m pip --python "$TOOLS/bin/python" install --quiet --requirement "$wanted" || return
         cp "$wanted" "$TOOLS/installed.txt" || return
     fi
+    # A run starts some fifteen Python processes; without bytecode each of them compiles all of its imports anew.
+    unset PYTHONDONTWRITEBYTECODE
     export UV_PYTHON="${UV_PYTHON:-$python}" UV_PYTHON_DOWNLOADS=never
     # An active environment of the caller's is not the one meant here, and uv would warn about it each time.
     unset VIRTUAL_ENV PYTHONPATH

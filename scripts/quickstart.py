@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="scripts/quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=1, help="of the problems, the samples and the run [1]")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps; more than before continues a run [40]")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps; more than before continues a run [30]")
     parser.add_argument(
         "--output-dir", type=Path, default=ROOT / "outputs" / "quickstart", help="[outputs/quickstart]", metavar="DIR"
     )
