@@ -29,7 +29,7 @@ CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
 
 class Part:
     def __init__(self, log_path: str) -> None:
-        prepare(log_path, threads=1)
+        prepare(str(Path(log_path).parent.parent), log_path, threads=1)
 
     def add(self, a: int, b: int) -> int:
         return a + b
@@ -47,6 +47,9 @@ class Part:
 
     def sleep(self) -> None:
         time.sleep(60)
+
+    def where(self) -> tuple[str, str]:
+        return str(Path.cwd()), sys.path[0]
 
     def threads(self) -> str | None:
         return os.environ.get("OMP_NUM_THREADS")
@@ -110,7 +113,7 @@ def test_the_first_failure_ends_the_wait(group, part, tmp_path):
 
 def test_a_signal_is_heard_while_waiting(part):
     old = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    part.watch.listen()
+    part.watch.listen(at_once=False)
     polls = []
 
     def poll() -> None:
@@ -127,6 +130,10 @@ def test_a_signal_is_heard_while_waiting(part):
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
+
+
+def test_a_worker_works_where_the_launcher_does(part, tmp_path):
+    assert part.call("where") == (str(tmp_path), str(tmp_path))
 
 
 def test_threads_are_limited(part):

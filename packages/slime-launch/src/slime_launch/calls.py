@@ -19,7 +19,7 @@ def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambd
 
     Args:
         pending: Ray reference of the result → the worker that computes it.
-        on_poll: Called a few times a second meanwhile.
+        on_poll: Called a few times a second meanwhile; must not wait for anything itself.
 
     Returns:
         The results, in the mapping's order.
@@ -39,7 +39,8 @@ def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambd
             results[ref] = _result(ref, pending[ref])
         for worker in pending.values():
             worker.watch.check()
-        on_poll()
+        if waiting:
+            on_poll()
     return [results[ref] for ref in pending]
 
 

@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SlimeError, ConvertError) as error:
         print(f"slime-launch: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("slime-launch: interrupted; nothing was started", file=sys.stderr)
+        return 130
 
 
 def _dispatch(words: list[str]) -> int:

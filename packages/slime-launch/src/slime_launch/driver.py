@@ -1,118 +1,19 @@
-"""The process that holds a run together: Ray, the two halves and the loop. Started by `cli`, below a supervisor."""
+"""The process that holds a run together. Started by `cli`, below a supervisor."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 
-from slime_convert.errors import ConvertError
-from slime_core.errors import SlimeError
-from slime_launch.console import RunConsole
-from slime_launch.errors import RayDiedError, RunError, Stopped
-from slime_launch.flags.command import parse_train
-from slime_launch.loop import Parts, run_sync
-from slime_launch.preflight import Checked, preflight
-from slime_launch.report import make_report, report_lines, write_report
-from slime_launch.resume import RunState
-from slime_launch.startup import Startup
-from slime_launch.tracking import Tracker
-from slime_launch.validate import global_batch_size
 from slime_launch.watch import Watch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command to its end.
-
-    Args:
-        argv: The words after ``slime-launch train``, ``--output-dir`` among them.
-
-    Returns:
-        0; 1 if a part of the run failed; 2 if it could not be started; 128 + n if signal n stopped it.
-    """
+def main() -> int:
+    """Listen to signals before anything that takes time, then run the command line of this process."""
     watch = Watch()
-    watch.listen()
-    try:
-        checked = preflight(parse_train(sys.argv[1:] if argv is None else argv))
-        output_dir = Path(str(checked.settings.run.output_dir))
-        (output_dir / "logs").mkdir(parents=True, exist_ok=True)
-        console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")
-        with (output_dir / "logs" / "ray.log").open("a") as ray_log, contextlib.redirect_stdout(ray_log):
-            drive(checked, output_dir, console, watch)
-    except Stopped as stopped:
-        name = signal.Signals(stopped.signum).name
-        print(f"slime-launch: stopped by {name}; the same command goes on from --save", file=sys.stderr)
-        return stopped.exit_code
-    except RunError as error:
-        print(f"slime-launch: {error}", file=sys.stderr)
-        return 1
-    except (SlimeError, ConvertError) as error:
-        print(f"slime-launch: {error}", file=sys.stderr)
-        return 2
-    return 0
+    watch.listen(at_once=True)
+    from slime_launch.run import run
 
-
-def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch) -> None:
-    """Start everything, turn the crank, stop everything, report.
-
-    Raises:
-        Stopped: A signal asked the run to stop.
-        RunError: A part failed after the loop had begun.
-        SlimeError: Something could not be started.
-    """
-    started = time.monotonic()
-    settings, manifest = checked.settings, checked.manifest
-    state = RunState(settings, manifest, output_dir=output_dir)
-    if manifest is not None:
-        console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
-    tracker = Tracker(output_dir, iteration=state.iteration, tensorboard=not settings.run.disable_tensorboard)
-    with contextlib.ExitStack() as stack:
-        stack.callback(tracker.close)
-        startup = Startup(checked, output_dir / "logs", console, watch, stack)
-        try:
-            trainers, rollout = startup.halves(startup.ray(), resume_from=state.resume_from)
-            turn_the_crank(
-                Parts(
-                    settings=settings,
-                    global_batch_size=global_batch_size(settings),
-                    trainers=trainers,
-                    rollout=rollout,
-                    state=state,
-                    tracker=tracker,
-                    console=console,
-                )
-            )
-        except RayDiedError as error:
-            leave_at_once(error)
-        with console.wait("stop engines, trainers and Ray"):
-            trainers.leave()
-            stack.close()
-    minutes = (time.monotonic() - started) / 60
-    report = make_report(tracker.rows, output_dir=output_dir, checkpoint=state.resume_from, minutes=minutes)
-    write_report(report)
-    for line in report_lines(report):
-        console.line(line)
-
-
-def turn_the_crank(parts: Parts) -> None:
-    """Run the loop; what goes wrong from here on is a failure of the run, not of the command."""
-    try:
-        run_sync(parts)
-    except RunError:
-        raise
-    except SlimeError as error:
-        raise RunError(str(error)) from error
-
-
-def leave_at_once(error: RayDiedError) -> NoReturn:
-    """Without Ray nothing can be stopped in order, and trying takes minutes; the supervisor ends every process."""
-    print(f"slime-launch: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
+    return run(sys.argv[1:], watch)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_launch.config import ClusterConfig
-from slime_launch.errors import PlacementError, RayDiedError
+from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import plan_layout
 from slime_rollout.supervise.reaper import descendants
 
@@ -60,7 +61,8 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
         What was started or joined.
 
     Raises:
-        PlacementError: The cluster does not answer.
+        PlacementError: Ray does not start, or the cluster does not answer.
+        Stopped: SIGTERM came meanwhile.
     """
     with contextlib.ExitStack() as stack:
         if address is None:
@@ -93,6 +95,8 @@ def _start(options: dict[str, Any]) -> Any:
             f"no Ray cluster answers at RAY_ADDRESS={options['address']} ({error}); start one with `ray start --head`, "
             "or unset RAY_ADDRESS to let slime start Ray itself"
         ) from error
+    except SystemExit as error:  # Ray's own way to hear SIGTERM
+        raise Stopped(signal.SIGTERM) from error
     except Exception as error:  # Ray raises this very class when its processes do not come up within its own time limit
         raise PlacementError(f"Ray did not start: {error}; the machine may be overloaded, try again") from error
     return ray

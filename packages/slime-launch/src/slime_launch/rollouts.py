@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from slime_rollout.engine.config import EngineConfig
 
 CLOSE_SECONDS = 10.0
-PROGRESS_SECONDS = 0.5
 
 
 class Progress(NamedTuple):
@@ -81,8 +80,8 @@ class ChannelSpec:
 class RolloutHost:
     """Runs inside a Ray actor with two threads: one works, the other answers :meth:`progress`."""
 
-    def __init__(self, log_path: str, gpus: Sequence[int]) -> None:
-        prepare(log_path, threads=1)
+    def __init__(self, directory: str, log_path: str, gpus: Sequence[int]) -> None:
+        prepare(directory, log_path, threads=1)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
         self._fleet: Any = None
@@ -177,6 +176,8 @@ class RolloutWorker:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._asked: Any = None
+        self._last_progress = Progress()
 
     @classmethod
     def start(cls, place: Placement, *, log_dir: Path, watch: Watch) -> RolloutWorker:
@@ -193,7 +194,8 @@ class RolloutWorker:
         actor = ray.remote(RolloutHost).options(
             scheduling_strategy=place.strategy(place.rollout[0]), num_cpus=0.5, max_concurrency=2
         )
-        return cls(Worker("the rollout worker", actor.remote(str(log_path), list(place.gpus)), log_path, watch))
+        handle = actor.remote(str(Path.cwd()), str(log_path), list(place.gpus))
+        return cls(Worker("the rollout worker", handle, log_path, watch))
 
     def open(self, spec: RolloutSpec) -> tuple[Any, Worker]:
         """Begin to start the engines; give the result to `calls.gather`."""
@@ -224,17 +226,19 @@ class RolloutWorker:
         self._worker.call("load_state_dict", state)
 
     def progress(self) -> Progress:
-        """How far it is; nothing if it cannot say so now.
+        """How far it was when it was last asked; asks again, and does not wait for the answer.
 
         Raises:
             SlimeError: An engine, the router or the worker itself is gone.
         """
         import ray
 
-        ref = self._worker.start_call("progress")
-        ready, _ = ray.wait([ref], timeout=PROGRESS_SECONDS)
-        progress: Progress = gather({ref: self._worker})[0] if ready else Progress()
-        return progress
+        if self._asked is None:
+            self._asked = self._worker.start_call("progress")
+        if ray.wait([self._asked], timeout=0)[0]:
+            [self._last_progress] = gather({self._asked: self._worker})
+            self._asked = None
+        return self._last_progress
 
     def close(self) -> None:
         """Stop the engines in order, then end the actor."""

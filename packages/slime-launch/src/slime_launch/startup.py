@@ -50,8 +50,7 @@ class Startup:
         with self._console.wait("start Ray", done="started Ray"):
             runtime = self._stack.enter_context(ray_runtime(cluster, address=os.environ.get("RAY_ADDRESS")))
             self._watch.add(runtime.check)
-            self._watch.listen()  # Ray has put a handler of its own in place
-            self._watch.check()
+            self._watch.listen(at_once=False)
         layout = plan_layout(cluster, cuda=runtime.cuda)
         self._console.line(describe(layout))
         with self._console.wait("wait for room on the Ray cluster") as wait:

@@ -36,7 +36,7 @@ def rollout_row(
     row |= {f"rollout/{name}": batch.metrics[name] for name in FROM_BATCH if name in batch.metrics}
     phases = {**batch.seconds, **report.seconds, **seconds}
     row |= {f"perf/{name}_time": value for name, value in phases.items()}
-    row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items()}
+    row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}
     row["perf/update_weights_bytes"] = float(sync.bytes)
     row["perf/step_time"] = sum(seconds.values())
     if batch.seconds.get("generate"):

@@ -45,8 +45,8 @@ class TrainerSpec:
 class TrainerRank:
     """Runs inside a Ray actor: a thin shell around `slime_megatron`'s worker."""
 
-    def __init__(self, log_path: str, threads: int | None) -> None:
-        prepare(log_path, threads=threads)
+    def __init__(self, directory: str, log_path: str, threads: int | None) -> None:
+        prepare(directory, log_path, threads=threads)
         self._worker: MegatronWorker | None = None
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
 
@@ -62,8 +62,11 @@ class TrainerRank:
 
         self._worker = MegatronWorker(spec.config, spec.algorithm, spec.shape, rendezvous, resume_from=spec.resume_from)
 
-    def train(self, shard: TrainShard) -> TrainReport:
-        """Train on this rank's part of a rollout."""
+    def train(self, shards: Sequence[Any]) -> TrainReport:
+        """Train on this rank's part of a rollout: the only one of the referenced shards that it fetches."""
+        import ray
+
+        shard: TrainShard = ray.get(shards[self._built.data_parallel_rank])
         return self._built.train(shard)
 
     def push_weights(self, spec: ChannelSpec, version: int) -> SyncReport:
@@ -118,7 +121,7 @@ class TrainerGroup:
             actor = ray.remote(TrainerRank).options(
                 scheduling_strategy=place.strategy(bundle), **place.layout.trainer_resources()
             )
-            handle = actor.remote(str(log_path), config.trainer_threads)
+            handle = actor.remote(str(Path.cwd()), str(log_path), config.trainer_threads)
             workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch))
         return cls(workers, config)
 
@@ -149,11 +152,7 @@ class TrainerGroup:
         import ray
 
         refs = [ray.put(shard) for shard in shards]
-        calls = {
-            worker.start_call("train", refs[self.data_parallel_rank(rank)]): worker
-            for rank, worker in enumerate(self._workers)
-        }
-        report: TrainReport = gather(calls, on_poll=on_poll)[0]
+        report: TrainReport = self._everywhere("train", refs, on_poll=on_poll)[0]
         return report
 
     def push_weights(
@@ -166,10 +165,6 @@ class TrainerGroup:
     def save(self, iteration: int, *, on_poll: Callable[[], None] = lambda: None) -> Path:
         """Write a checkpoint; returns its directory when every rank has written its part."""
         return Path(self._everywhere("save", iteration, on_poll=on_poll)[0])
-
-    def data_parallel_rank(self, rank: int) -> int:
-        """The shard that a rank trains on: Megatron counts tensor-parallel ranks first, then data-parallel ones."""
-        return rank // self._config.tensor_model_parallel_size % self.data_parallel_size
 
     def leave(self) -> None:
         """Let the ranks leave their process groups in order; give up after a few seconds."""

@@ -1,0 +1,43 @@
+import subprocess
+import sys
+
+import pytest
+
+from slime_core.types import RolloutBatch, Sample
+from slime_launch.flags.command import parse_train
+from slime_launch.resume import RunState
+from slime_launch.tracking import Tracker
+
+
+@pytest.fixture
+def finished(flags, to_words, workspace):
+    """A run of two rollouts that is done; gives its command."""
+    settings = parse_train(to_words(flags))
+    state = RunState(settings, None, output_dir=workspace / "out")
+    state.begin({})
+    (workspace / "out").mkdir()
+    tracker = Tracker(workspace / "out")
+    for rollout_id in range(2):
+        sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1, reward=1.0)
+        state.trained(RolloutBatch(rollout_id=rollout_id, groups=[[sample]]))
+        metrics = {"rollout/raw_reward": rollout_id / 2, "perf/step_time": 3.0}
+        tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=metrics)
+    tracker.close()
+    (workspace / "save" / "iter_0000002").mkdir()
+    state.commit(workspace / "save" / "iter_0000002")
+    return [sys.executable, "-m", "slime_launch.cli", "train", *to_words(flags)]
+
+
+def test_a_finished_run_says_so_and_reports_again(finished, workspace):
+    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"the run in {workspace / 'save'} is finished: 2 rollouts; give a larger --num-rollout" in done.stdout
+    assert "mean reward per rollout" in done.stdout
+    assert str(workspace / "save" / "iter_0000002") in done.stdout
+
+
+def test_it_is_found_without_the_output_directory(finished):
+    del finished[finished.index("--output-dir") : finished.index("--output-dir") + 2]
+    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "mean reward per rollout" in done.stdout

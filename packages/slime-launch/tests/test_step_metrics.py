@@ -1,0 +1,50 @@
+import pytest
+
+from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
+from slime_launch.step_metrics import eval_row, rollout_row, step_line, train_rows
+
+BATCH = RolloutBatch(
+    rollout_id=3,
+    groups=[
+        [
+            Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i))
+            for i in range(2)
+        ]
+    ],
+    metrics={"response_tokens": 4.0, "weight_version_min": 3.0, "reward_mean": 0.5},
+    seconds={"generate": 2.0, "reward": 0.5},
+)
+REPORT = TrainReport(
+    rollout_id=3,
+    steps=[{"loss": 1.0}, {"loss": 0.5, "grad_norm": 2.0, "kl_loss": 0.25}],
+    seconds={"forward_backward": 3.0},
+    tokens={"forward_backward": 10, "optimizer": 0},
+)
+SYNC = SyncReport(version=4, tensors=1, bytes=100, seconds=0.1)
+SECONDS = {"rollout": 2.5, "train": 4.0, "update_weights": 0.5}
+
+
+def test_rows_have_the_documented_names():
+    assert train_rows(REPORT)[1] == {"train/loss": 0.5, "train/grad_norm": 2.0, "train/kl_loss": 0.25}
+    row = rollout_row(BATCH, REPORT, SYNC, SECONDS, reward_key=None)
+    assert row["rollout/raw_reward"] == 0.5
+    assert row["rollout/response_len/mean"] == 2.0
+    assert row["rollout/weight_version_min"] == 3.0
+    assert row["perf/generate_time"] == 2.0
+    assert row["perf/forward_backward_time"] == 3.0
+    assert row["perf/forward_backward_tokens"] == 10.0
+    assert row["perf/step_time"] == 7.0
+    assert row["perf/tokens_per_second"] == 2.0
+    assert "perf/optimizer_tokens" not in row
+    assert all("/" in name for name in row)
+
+
+def test_evaluation_row():
+    report = EvalReport(rollout_id=4, pass_rates={"sums": 0.75}, samples={}, seconds=1.5)
+    assert eval_row(report) == {"eval/sums": 0.75, "perf/eval_time": 1.5}
+
+
+@pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])
+def test_the_line_of_a_step(words):
+    row = rollout_row(BATCH, REPORT, SYNC, SECONDS, reward_key=None)
+    assert words in step_line(3, 40, row, train_rows(REPORT)[-1])
