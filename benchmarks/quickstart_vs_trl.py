@@ -113,6 +113,7 @@ def our_flops(config: Mapping[str, Any], rollouts: Sequence[Mapping[str, float]]
 def run_trl(places: Places, out: Path, steps: int, *, count_flops: bool) -> Round:
     """`GRPOTrainer` in its own environment; one more step when its operations are to be counted."""
     out.mkdir(parents=True)
+    flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
     settings = {
         "model": str(places.hf),
         "data": str(places.train_data),
@@ -121,7 +122,7 @@ def run_trl(places: Places, out: Path, steps: int, *, count_flops: bool) -> Roun
         "group_size": GROUP,
         "response_tokens": RESPONSE_TOKENS,
         "micro_batch_size": TRL_MICRO_BATCH,
-        "lr": 2e-5,
+        "lr": float(flags["--lr"][0]),
         "kl_coef": 0.001,
         "clip_grad": 1.0,
         "bf16": True,
