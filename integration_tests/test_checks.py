@@ -1,0 +1,108 @@
+"""How `scripts/test` counts, and what `scripts/tidy.py` finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _script(name: str) -> ModuleType:
+    """A script by its path: `test` is also a module of the standard library."""
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+runner, tidy = _script("test"), _script("tidy")
+
+
+def _junit(path: Path, *, tests: int, failures: int = 0, errors: int = 0, skipped: int = 0) -> Path:
+    counts = f'tests="{tests}" failures="{failures}" errors="{errors}" skipped="{skipped}"'
+    path.write_text(f'<testsuites><testsuite name="pytest" {counts}></testsuite></testsuites>')
+    return path
+
+
+def test_counts_come_from_the_junit_file(tmp_path: Path) -> None:
+    report = _junit(tmp_path / "core.xml", tests=10, failures=1, errors=1, skipped=3)
+    result = runner.count("core", report, 1, 2.0)
+    assert (result.passed, result.failed, result.skipped, result.note) == (5, 2, 3, "")
+
+
+@pytest.mark.parametrize(
+    ("tests", "code", "note", "expected"),
+    [
+        (4, 0, "", (4, 0, "")),
+        (4, 3, "", (4, 1, "exit code 3")),  # all passed, then the process crashed
+        (4, 143, "stopped after 8 minutes", (4, 1, "stopped after 8 minutes")),
+        (0, 5, "", (0, 1, "no test ran")),
+        (0, 0, "", (0, 1, "no test ran")),
+        (None, 1, "", (0, 1, "no test ran")),  # the environment could not be built
+    ],
+)
+def test_an_environment_that_ends_badly_counts_as_a_failure(
+    tmp_path: Path, tests: int | None, code: int, note: str, expected: tuple[int, int, str]
+) -> None:
+    report = tmp_path / "core.xml"
+    if tests is not None:
+        _junit(report, tests=tests)
+    result = runner.count("core", report, code, 1.0, note)
+    assert (result.passed, result.failed, result.note) == expected
+
+
+def test_lint_is_one_check(tmp_path: Path) -> None:
+    good, bad = (runner.count("lint", tmp_path / "lint.xml", code, 1.0) for code in (0, 1))
+    assert (good.passed, good.failed, bad.passed, bad.failed) == (1, 0, 0, 1)
+
+
+def test_the_last_line_sums_all_environments() -> None:
+    one = runner.Result("core", 5, 0, 0, 1.0)
+    assert runner.last_line([one, runner.Result("lint", 1, 0, 0, 1.0)]) == "6 passed, 0 failed"
+    assert runner.last_line([one, runner.Result("launch", 2, 1, 3, 1.0)]) == "7 passed, 1 failed, 3 skipped"
+
+
+def test_words_after_two_dashes_go_to_pytest() -> None:
+    envs, pytest_args, factor = runner.parse(["launch", "core", "--", "-k", "kl"])
+    assert ([env.name for env in envs], pytest_args, factor) == (
+        ["core", "launch"],
+        ["-m", "not full", "-k", "kl"],
+        1.0,
+    )
+    envs, pytest_args, factor = runner.parse(["--full"])
+    assert (len(envs), pytest_args) == (7, [])
+    assert factor > 1
+
+
+def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        runner.parse(["cor"])
+    assert stop.value.code == 2
+    assert "unknown: cor; there are lint, core" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("index = 'https://py" + "pi.org/simple'", "a.py:1: a package index's host name"),
+        ("x = 1\npath = '/ro" + "ot/models'", "a.py:2: a path of one machine"),
+        ("x = 1\n" * 601, "a.py:1: 601 lines"),
+        ("def f():\n" + "    x = 1\n" * 80, "a.py:1: f has 81 lines"),
+    ],
+)
+def test_tidy_finds(text: str, finding: str) -> None:
+    (found,) = tidy.find("a.py", text)
+    assert found.startswith(finding)
+
+
+def test_tidy_leaves_alone() -> None:
+    text = "def f():\n" + "    x = 1\n" * 79 + "url = 'https://example.com/work/item'\npath = 'outputs/work/a'\n"
+    assert list(tidy.find("a.py", text)) == []
+    assert list(tidy.find("a.md", "line\n" * 700)) == []
