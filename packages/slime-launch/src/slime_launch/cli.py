@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SlimeError, ConvertError) as error:
         print(f"slime-launch: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # somebody read as much of the help as they wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     except KeyboardInterrupt:
         print("slime-launch: interrupted; nothing was started", file=sys.stderr)
         return 130

@@ -82,7 +82,15 @@ class RunConsole:
         else:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
             notes = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
-            with Progress(*columns, *notes, console=self._rich, transient=True, refresh_per_second=5) as progress:
+            with Progress(
+                *columns,
+                *notes,
+                console=self._rich,
+                transient=True,
+                refresh_per_second=5,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            ) as progress:
                 wait = Wait(what, progress, self)
                 yield wait
         if done is not None and wait.seconds > QUIET_SECONDS:

@@ -93,9 +93,12 @@ class RolloutHost:
     def start(self, spec: RolloutSpec) -> None:
         """Start router and engines, wait until they serve, and read the prompts."""
         from slime_rollout.engine.fleet import EngineFleet
+        from slime_rollout.rewards import make_reward
         from slime_rollout.rollout import RolloutManager
 
         self._tp_size = spec.engine.rollout_num_gpus_per_engine
+        hook_args = HookArgs(spec.flags)
+        make_reward(spec.rollout, hook_args)  # a reward function that cannot be used is told before engines start
         self._fleet = EngineFleet.start(
             spec.engine,
             model_path=spec.rollout.hf_checkpoint,
@@ -112,9 +115,10 @@ class RolloutHost:
             spec.rollout,
             router_url=self._fleet.router_url,
             run_seed=spec.seed,
-            hook_args=HookArgs(spec.flags),
+            hook_args=hook_args,
             on_progress=self._count_samples,
         )
+        self._progress = Progress(note="engines and router are up; the trainers are loading")
 
     def channel(self) -> ChannelSpec:
         """Where weights go: to these engines, which are all alive."""

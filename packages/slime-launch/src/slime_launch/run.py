@@ -40,7 +40,9 @@ def run(argv: Sequence[str], watch: Watch) -> int:
         output_dir = Path(str(checked.settings.run.output_dir))
         (output_dir / "logs").mkdir(parents=True, exist_ok=True)
         console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")
-        with (output_dir / "logs" / "ray.log").open("a") as ray_log, contextlib.redirect_stdout(ray_log):
+        # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
+        ray_log = (output_dir / "logs" / "ray.log").open("a")
+        with contextlib.redirect_stdout(ray_log):
             drive(checked, output_dir, console, watch)
     except Stopped as stopped:
         sys.stderr.write(stopped_line(stopped.signum))
@@ -67,6 +69,8 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     state = RunState(settings, manifest, output_dir=output_dir)
     if manifest is not None:
         console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
+    if settings.megatron.save is None:
+        console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:
         startup = Startup(checked, output_dir / "logs", console, watch, stack)
         try:
