@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"

@@ -30,3 +30,5 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
     if threads is not None:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(threads)
+        # Trainer and engine share these cores: a thread that waits must not spin.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

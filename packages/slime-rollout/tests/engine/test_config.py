@@ -25,7 +25,6 @@ def test_defaults_are_this_interpreter_and_two_threads():
     ("values", "message"),
     [
         ({"rollout_num_gpus_per_engine": 0}, "--rollout-num-gpus-per-engine 0 must be 1 or more"),
-        ({"sglang_server_concurrency": 0}, "--sglang-server-concurrency 0"),
         ({"engine_threads": 0}, "--engine-threads 0"),
         ({"engine_startup_timeout": 0.0}, "--engine-startup-timeout 0.0"),
         ({"sglang_router_port": 70000}, "--sglang-router-port 70000"),

@@ -36,7 +36,6 @@ class EngineConfig:
         14400, help="longest time that the router waits for one request", unit="seconds"
     )
     router_policy: str = flag("cache_aware", choices=ROUTER_POLICIES, help="how the router spreads requests")
-    sglang_server_concurrency: int = flag(512, help="most requests in flight per engine", unit="requests")
     engine_startup_timeout: float = flag(300.0, help="longest time that an engine may take to start", unit="seconds")
     engine_threads: int | None = flag(
         None, help="CPU threads per engine on a machine without CUDA; 2 if not given", unit="threads"
@@ -44,7 +43,7 @@ class EngineConfig:
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("rollout_num_gpus_per_engine", "sglang_server_concurrency", "sglang_router_request_timeout_secs"):
+        for name in ("rollout_num_gpus_per_engine", "sglang_router_request_timeout_secs"):
             _at_least_one(name, getattr(self, name))
         if self.engine_threads is not None:
             _at_least_one("engine_threads", self.engine_threads)

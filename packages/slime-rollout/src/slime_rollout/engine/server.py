@@ -80,7 +80,9 @@ def _cpu_flags(spec: ServerSpec) -> dict[str, SglangValue]:
         "disable-overlap-schedule": True,
         "cuda-graph-backend-decode": "disabled",
         "cuda-graph-backend-prefill": "disabled",
-        "mem-fraction-static": "0.1",
+        # The cache's size is given in tokens. SGLang only compares this share with what loading seemed to take, and
+        # that includes whatever other processes took meanwhile: at 0.1 it gave up beside a trainer that was starting.
+        "mem-fraction-static": "0.8",
         "max-total-tokens": str(max(CPU_KV_TOKENS, spec.context_length or 0)),
         "max-running-requests": str(CPU_RUNNING_REQUESTS),
         # Samples of one prompt arrive together. A small first part of them is prefilled, and serves the others.

@@ -30,7 +30,7 @@ CONTROLLED: Mapping[str, str] = {
     "nccl-port": "slime chooses free ports for engines",
     "base-gpu-id": "slime places engines on GPUs",
     "gpu-id-step": "slime places engines on GPUs",
-    "random-seed": "use --rollout-seed",
+    "random-seed": "use --seed",
     "weight-version": "slime numbers the weights",
     "skip-server-warmup": "slime always sets it",
 }
