@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -41,3 +42,11 @@ def test_it_is_found_without_the_output_directory(finished):
     done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "mean reward per rollout" in done.stdout
+
+
+def test_a_report_that_a_kill_prevented_is_written_now(finished, workspace):
+    report = workspace / "out" / "report.json"
+    assert not report.exists()
+    subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(report.read_text())["rewards"] == [0.0, 0.5]
+    assert (workspace / "out" / "reward_curve.png").exists()

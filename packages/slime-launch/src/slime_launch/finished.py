@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime_launch.console import RunConsole
 from slime_launch.preflight import Checked
-from slime_launch.report import make_report, report_lines
+from slime_launch.report import REPORT_FILE, make_report, report_lines, write_report
 from slime_launch.tracking import read_rows
 
 
@@ -31,6 +31,9 @@ def report_if_finished(checked: Checked, output_dir: Path) -> bool:
     checkpoint = save / manifest.checkpoint if manifest.checkpoint is not None else None
     console = RunConsole()
     console.line(f"the run in {save} is finished: {manifest.iteration} rollouts; give a larger --num-rollout to go on")
-    for line in report_lines(make_report(rows, output_dir=output_dir, checkpoint=checkpoint, minutes=0.0)):
+    report = make_report(rows, output_dir=output_dir, checkpoint=checkpoint, minutes=0.0)
+    if not (output_dir / REPORT_FILE).exists():  # it was killed after its last checkpoint
+        write_report(report)
+    for line in report_lines(report):
         console.line(line)
     return True
