@@ -152,7 +152,7 @@ def train_flags(places: Places, *, engine_python: Path, seed: int, steps: int) -
         "--use-kl-loss": None,
         "--kl-loss-coef": 0.001,
         "--kl-loss-type": "low_var_kl",
-        # quick at first, and settled at the end: at a constant rate the last steps still swing by ten points
+        # One run each with seed 1: 70 % held out after 30 steps with the decay, 65 % without. No proof that it helps.
         "--lr": 5e-5,
         "--lr-decay-style": "linear",
         "--lr-decay-iters": 30,
