@@ -18,16 +18,9 @@ find_python() {
     return 2
 }
 
-# uv does not read pip's settings: pass on what pip was told about where packages are.
+# uv does not read pip's settings: pass on where packages are and which certificates to trust.
 hand_pip_settings_to_uv() {
-    local links="${PIP_FIND_LINKS:-$("$1" -m pip config get global.find-links 2>/dev/null || true)}"
-    if [ -n "$links" ] && [ -z "${UV_FIND_LINKS:-}" ]; then
-        # pip separates several places by white space, uv by commas.
-        UV_FIND_LINKS="$(echo "$links" | xargs | tr ' ' ',')"
-        export UV_FIND_LINKS
-    fi
-    if [ -n "${PIP_INDEX_URL:-}" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"; fi
-    if [ -n "${PIP_CERT:-}" ]; then export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"; fi
+    eval "$("$1" "$ROOT/scripts/pip_settings.py")"
 }
 
 # uv and tox, in an environment of their own, first on PATH.
