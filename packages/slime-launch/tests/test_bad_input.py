@@ -164,6 +164,8 @@ def test_save_that_holds_another_run(refused, flags, workspace):
                 "source_state": {},
                 "flags": {"lr": 3e-4},
                 "output_dir": "x",
+                "load": "x",
+                "ref_load": "x",
             }
         )
     )

@@ -8,13 +8,15 @@ from slime_core.types import RolloutBatch, Sample
 from slime_launch.flags.command import parse_train
 from slime_launch.resume import RunState
 from slime_launch.tracking import Tracker
+from slime_launch.weights import StartWeights
 
 
 @pytest.fixture
 def finished(flags, to_words, workspace):
     """A run of two rollouts that is done; gives its command."""
     settings = parse_train(to_words(flags))
-    state = RunState(settings, None, output_dir=workspace / "out")
+    weights = StartWeights(load=str(workspace / "dist"), ref_load=str(workspace / "dist"))
+    state = RunState(settings, None, weights, output_dir=workspace / "out")
     state.begin({})
     (workspace / "out").mkdir()
     tracker = Tracker(workspace / "out")

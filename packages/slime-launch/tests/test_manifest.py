@@ -17,6 +17,8 @@ def manifest(iteration: int, checkpoint: str | None = None, padding: int = 0) ->
         source_state={"position": iteration, "padding": "x" * padding},
         flags={"lr": 1e-6, "eval_prompt_data": ["a", "b"]},
         output_dir="out",
+        load="dist/release",
+        ref_load="dist/release",
     )
 
 
@@ -58,7 +60,6 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 
 WRITER = """
 import sys
-from pathlib import Path
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_manifest import manifest

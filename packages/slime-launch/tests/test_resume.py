@@ -4,6 +4,9 @@ from slime_core.types import RolloutBatch, Sample
 from slime_launch.errors import ManifestError
 from slime_launch.flags.command import parse_train
 from slime_launch.resume import RunState, changed_flags, find_run
+from slime_launch.weights import StartWeights
+
+WEIGHTS = StartWeights(load="dist/release", ref_load="dist/release")
 
 
 @pytest.fixture
@@ -20,7 +23,7 @@ def batch(rollout_id: int) -> RolloutBatch:
 
 
 def start(settings, workspace):
-    return RunState(settings, find_run(settings), output_dir=workspace / "out")
+    return RunState(settings, find_run(settings), WEIGHTS, output_dir=workspace / "out")
 
 
 def checkpoint(workspace, iteration):

@@ -28,6 +28,8 @@ class Manifest:
         source_state: State of the data source after the last rollout trained on.
         flags: Every flag's value, to see that the same run is continued.
         output_dir: Where the run writes its metrics and logs.
+        load: Checkpoint directory that the run began with.
+        ref_load: Checkpoint directory of its reference model.
     """
 
     iteration: int
@@ -35,6 +37,8 @@ class Manifest:
     source_state: dict[str, Any]
     flags: dict[str, Any]
     output_dir: str
+    load: str
+    ref_load: str
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -13,7 +13,7 @@ from slime_launch.flags.settings import Settings
 from slime_launch.manifest import Manifest
 from slime_launch.resume import find_run
 from slime_launch.validate import check_settings, check_shape
-from slime_megatron.checkpoint import find_checkpoint
+from slime_launch.weights import StartWeights, start_weights
 from slime_rollout.data.check import check_prompt_data
 from slime_rollout.engine.server import importable_in
 
@@ -25,15 +25,17 @@ class Checked:
     """A command that can be started.
 
     Attributes:
-        settings: Its settings, with the weights to start from settled.
+        settings: Its settings.
         shape: The model's shape.
         manifest: The run in ``--save`` that it continues, if there is one.
+        weights: The weights that the run begins with.
         prompts: Rows per prompt file.
     """
 
     settings: Settings
     shape: ModelShape
     manifest: Manifest | None
+    weights: StartWeights
     prompts: dict[str, int]
 
 
@@ -49,7 +51,7 @@ def preflight(settings: Settings) -> Checked:
     shape = check_shape(settings)
     prompts = check_prompt_data(settings.rollout)
     manifest = find_run(settings)
-    settled = settle_weights(settings)
+    weights = start_weights(settings, manifest)
     for flag, directory in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if directory is not None:
             check_writable(Path(directory), flag)
@@ -60,7 +62,7 @@ def preflight(settings: Settings) -> Checked:
             f"SGLang is not installed in {settings.engine.python}; name the interpreter that has "
             "it with --engine-python"
         )
-    return Checked(settings=settled, shape=shape, manifest=manifest, prompts=prompts)
+    return Checked(settings=settings, shape=shape, manifest=manifest, weights=weights, prompts=prompts)
 
 
 def check_hf_directory(directory: Path) -> None:
@@ -73,25 +75,6 @@ def check_hf_directory(directory: Path) -> None:
         )
     if not any(directory.glob("*.safetensors")):
         raise PreflightError(f"--hf-checkpoint {directory} has no *.safetensors; give a Hugging Face model directory")
-
-
-def settle_weights(settings: Settings) -> Settings:
-    """See that there are weights to start from.
-
-    ``--load`` may be ``--save``'s own, still empty directory; the run then starts from ``--ref-load``.
-
-    Raises:
-        SlimeError: A directory is no checkpoint.
-    """
-    megatron = settings.megatron
-    if megatron.ref_load is not None:
-        find_checkpoint(megatron.ref_load)
-    own = megatron.load is None or (megatron.load == megatron.save and not Path(megatron.load).exists())
-    if own and megatron.ref_load is not None:
-        return dataclasses.replace(settings, megatron=dataclasses.replace(megatron, load=megatron.ref_load))
-    if megatron.load is not None:
-        find_checkpoint(megatron.load)
-    return settings
 
 
 def check_writable(directory: Path, flag: str) -> None:

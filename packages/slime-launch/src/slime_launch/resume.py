@@ -10,6 +10,7 @@ from slime_core.types import RolloutBatch
 from slime_launch.errors import ManifestError
 from slime_launch.flags.settings import Settings
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
+from slime_launch.weights import StartWeights
 from slime_rollout.store import RolloutStore
 
 ROLLOUT_DIR = "rollouts"
@@ -69,11 +70,15 @@ class RunState:
     Args:
         settings: The run's settings.
         manifest: From :func:`find_run`; ``None`` for a new run.
+        weights: What the run began with.
         output_dir: Where the run writes its metrics.
     """
 
-    def __init__(self, settings: Settings, manifest: Manifest | None, *, output_dir: Path) -> None:
+    def __init__(
+        self, settings: Settings, manifest: Manifest | None, weights: StartWeights, *, output_dir: Path
+    ) -> None:
         self._settings = settings
+        self._weights = weights
         self._output_dir = output_dir
         self._save = Path(settings.megatron.save) if settings.megatron.save is not None else None
         self._committed = manifest.iteration if manifest is not None else 0
@@ -141,5 +146,7 @@ class RunState:
             source_state=self.source_state,
             flags=self._settings.flags(),
             output_dir=str(self._output_dir.resolve()),
+            load=self._weights.load,
+            ref_load=self._weights.ref_load,
         )
         write_manifest(self._save, manifest)

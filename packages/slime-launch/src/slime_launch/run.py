@@ -66,7 +66,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     """
     started = time.monotonic()
     settings, manifest = checked.settings, checked.manifest
-    state = RunState(settings, manifest, output_dir=output_dir)
+    state = RunState(settings, manifest, checked.weights, output_dir=output_dir)
     if manifest is not None:
         console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
     if settings.megatron.save is None:

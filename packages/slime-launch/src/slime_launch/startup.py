@@ -72,7 +72,7 @@ class Startup:
         rollout = RolloutWorker.start(place, log_dir=self._log_dir, watch=self._watch)
         self._stack.callback(rollout.close)
         spec = TrainerSpec(
-            config=settings.megatron,
+            config=self._checked.weights.into(settings.megatron),
             algorithm=settings.algorithm,
             shape=self._checked.shape,
             resume_from=str(resume_from) if resume_from is not None else None,
