@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 
@@ -46,9 +47,34 @@ def test_it_is_found_without_the_output_directory(finished):
     assert "mean reward per rollout" in done.stdout
 
 
+def test_another_output_directory_shows_the_same_report(finished, workspace):
+    finished[finished.index("--output-dir") + 1] = str(workspace / "elsewhere")
+    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "mean reward per rollout" in done.stdout
+    assert not (workspace / "elsewhere").exists()
+
+
+def test_metrics_that_are_gone_do_not_matter(finished, workspace):
+    shutil.rmtree(workspace / "out")
+    done = subprocess.run(finished, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not (workspace / "out").exists()
+
+
 def test_a_report_that_a_kill_prevented_is_written_now(finished, workspace):
     report = workspace / "out" / "report.json"
     assert not report.exists()
     subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(report.read_text())["rewards"] == [0.0, 0.5]
     assert (workspace / "out" / "reward_curve.png").exists()
+    written = report.stat().st_mtime_ns
+    subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
+    assert report.stat().st_mtime_ns == written  # it has the minutes that the run took
+
+
+def test_the_report_of_the_first_part_of_a_longer_run_is_replaced(finished, workspace):
+    report = workspace / "out" / "report.json"
+    report.write_text(json.dumps({"rollouts": 1}))
+    subprocess.run(finished, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(report.read_text())["rollouts"] == 2

@@ -20,8 +20,10 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RunError, Stopped
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.ray_runtime import TEMP_PREFIX, ray_runtime
+from slime_launch.trainers import TrainerGroup, TrainerRank
 from slime_launch.watch import SIGNALS, Watch
 from slime_launch.worker_process import prepare
+from slime_megatron.config import MegatronConfig
 
 pytestmark = pytest.mark.real
 CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
@@ -109,6 +111,32 @@ def test_the_first_failure_ends_the_wait(group, part, tmp_path):
         gather({other.start_call("sleep"): other, part.start_call("refuse"): part})
     assert time.monotonic() - start < 30
     other.kill()
+
+
+def test_a_trainer_rank_that_dies_ends_a_wait_for_something_else(part, tmp_path):
+    import ray
+
+    workers = []
+    for rank in range(2):
+        path = tmp_path / f"trainer-{rank}.log"
+        actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(path), 1)
+        workers.append(Worker(f"trainer rank {rank}", actor, path, part.watch))
+    trainers = TrainerGroup(workers, MegatronConfig())
+    pid = workers[1].call("alive")
+    polls = []
+
+    def poll() -> None:
+        trainers.check()
+        polls.append(1)
+        if len(polls) == 5:
+            os.kill(pid, signal.SIGKILL)
+
+    start = time.monotonic()
+    with pytest.raises(RunError, match="trainer rank 1 died; its log is"):
+        part.call("sleep", on_poll=poll)
+    print(f"noticed after {time.monotonic() - start:.1f} s")
+    assert time.monotonic() - start < 20
+    trainers.kill()
 
 
 def test_a_signal_is_heard_while_waiting(part):

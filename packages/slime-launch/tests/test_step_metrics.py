@@ -11,7 +11,7 @@ BATCH = RolloutBatch(
             for i in range(2)
         ]
     ],
-    metrics={"response_tokens": 4.0, "weight_version_min": 3.0, "reward_mean": 0.5},
+    metrics={"response_tokens": 4.0, "tokens_per_second": 2.0, "weight_version/min": 3.0},
     seconds={"generate": 2.0, "reward": 0.5},
 )
 REPORT = TrainReport(
@@ -29,7 +29,7 @@ def test_rows_have_the_documented_names():
     row = rollout_row(BATCH, REPORT, SYNC, SECONDS, reward_key=None)
     assert row["rollout/raw_reward"] == 0.5
     assert row["rollout/response_len/mean"] == 2.0
-    assert row["rollout/weight_version_min"] == 3.0
+    assert row["rollout/weight_version/min"] == 3.0
     assert row["perf/generate_time"] == 2.0
     assert row["perf/forward_backward_time"] == 3.0
     assert row["perf/forward_backward_tokens"] == 10.0

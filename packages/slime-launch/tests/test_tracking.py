@@ -55,6 +55,16 @@ def test_a_continued_run_equals_one_that_was_never_stopped(tmp_path):
     assert curves(stopped) == curves(whole)
 
 
+def test_a_new_run_takes_nothing_over_from_an_earlier_one_in_its_directory(tmp_path):
+    earlier = Tracker(tmp_path)
+    earlier.log("eval", step=0, rollout_id=0, metrics={"eval/sums": 0.5})
+    earlier.close()
+    tracker = Tracker(tmp_path)
+    assert not tracker.has_eval(0)
+    tracker.close()
+    assert read_rows(tmp_path) == []
+
+
 def test_evaluations_up_to_the_checkpoint_are_kept(tmp_path):
     tracker = Tracker(tmp_path)
     tracker.log("eval", step=0, rollout_id=0, metrics={"eval/a": 0.5})

@@ -1,1 +1,1 @@
-"""slime_launch."""
+"""The launcher of slime: flags, placement on Ray, the training loop, resume and the run report."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,42 @@ class Worker:
         ray.kill(self.handle, no_restart=True)
 
 
+class Question:
+    """A call that is made again and again and never waited for.
+
+    Args:
+        workers: Who is asked.
+        method: What is called on each; must return at once.
+    """
+
+    def __init__(self, workers: Sequence[Worker], method: str) -> None:
+        self._workers = list(workers)
+        self._method = method
+        self._asked: dict[Any, Worker] = {}
+        self._answers: list[Any] = []
+
+    def answers(self) -> list[Any]:
+        """The last answers of all workers together, in their order; none before the first. Asks again.
+
+        Raises:
+            SlimeError: As raised by a worker.
+            RunError: A worker died.
+        """
+        import ray
+
+        if not self._asked:
+            self._asked = {worker.start_call(self._method): worker for worker in self._workers}
+        ready, waiting = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+        results = {ref: _result(ref, self._asked[ref]) for ref in ready}
+        if not waiting:
+            self._answers = [results[ref] for ref in self._asked]
+            self._asked = {}
+        return self._answers
+
+
 def _result(ref: Any, worker: Worker) -> Any:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayActorError, RayError, RayTaskError
 
     try:
         return ray.get(ref)
@@ -94,6 +127,8 @@ def _result(ref: Any, worker: Worker) -> Any:
         raise RunError(f"{worker.name} failed with {type(cause).__name__}: {cause}{_where(worker)}") from error
     except RayActorError as error:
         raise RunError(f"{worker.name} died{_where(worker)}") from error
+    except RayError as error:  # a result that is lost, a placement group that is gone …
+        raise RunError(f"Ray lost {worker.name}: {error}{_where(worker)}") from error
 
 
 def _where(worker: Worker) -> str:

@@ -142,9 +142,10 @@ def evaluate_if_due(parts: Parts) -> None:
 
 
 def watch_rollout(parts: Parts, wait: Wait) -> Callable[[], None]:
-    """What to call while the rollout worker is busy."""
+    """What to call while the rollout worker is busy. A trainer rank that dies meanwhile ends the wait, too."""
 
     def poll() -> None:
+        parts.trainers.check()
         done, total, note = parts.rollout.progress()
         wait.update(note, done=done, total=total)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from slime_launch.errors import ManifestError
+from slime_launch.files import write_whole
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
@@ -42,24 +42,14 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest so that a reader finds either the old one or this one, even after a power cut.
+    """Write the manifest; a reader finds either the old one or this one.
 
     Args:
         directory: The run's ``--save``.
         manifest: What to write.
     """
-    text = json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}, indent=1)
-    partial = directory / f".{FILE_NAME}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(directory / FILE_NAME)
-    folder = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    write_whole(directory / FILE_NAME, json.dumps(values, indent=1))
 
 
 def read_manifest(directory: Path) -> Manifest | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from slime_launch.chart import draw_chart, save_curve
+from slime_launch.files import write_whole
 from slime_launch.tracking import TENSORBOARD_DIR, Row
 
 REPORT_FILE = "report.json"
@@ -90,10 +91,15 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
 
 
 def write_report(report: Report) -> None:
-    """Write ``report.json`` and the picture into the run's directory."""
-    directory = Path(report.run_dir)
+    """Write the picture and then ``report.json`` into the run's directory."""
     save_curve(report.rewards, Path(report.reward_curve))
-    (directory / REPORT_FILE).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    write_whole(Path(report.run_dir) / REPORT_FILE, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+
+
+def is_reported(report: Report) -> bool:
+    """Whether ``report.json`` is there and tells of the same rollouts, not of the first part of a longer run."""
+    path = Path(report.run_dir) / REPORT_FILE
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["rollouts"] == report.rollouts
 
 
 def report_lines(report: Report) -> list[str]:

@@ -13,7 +13,7 @@ from slime_core.errors import SlimeError
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import WeightChannel
 from slime_core.types import EvalReport, RolloutBatch
-from slime_launch.calls import Worker, gather
+from slime_launch.calls import Question, Worker
 from slime_launch.placement import Placement
 from slime_launch.watch import Watch
 from slime_launch.worker_process import prepare
@@ -180,8 +180,7 @@ class RolloutWorker:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._asked: Any = None
-        self._last_progress = Progress()
+        self._progress = Question([worker], "progress")
 
     @classmethod
     def start(cls, place: Placement, *, log_dir: Path, watch: Watch) -> RolloutWorker:
@@ -235,14 +234,8 @@ class RolloutWorker:
         Raises:
             SlimeError: An engine, the router or the worker itself is gone.
         """
-        import ray
-
-        if self._asked is None:
-            self._asked = self._worker.start_call("progress")
-        if ray.wait([self._asked], timeout=0)[0]:
-            [self._last_progress] = gather({self._asked: self._worker})
-            self._asked = None
-        return self._last_progress
+        progress: Progress = next(iter(self._progress.answers()), Progress())
+        return progress
 
     def close(self) -> None:
         """Stop the engines in order, then end the actor."""

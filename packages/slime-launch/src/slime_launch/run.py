@@ -20,7 +20,7 @@ from slime_launch.preflight import Checked, preflight
 from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resume import RunState
 from slime_launch.startup import Startup
-from slime_launch.tracking import Tracker
+from slime_launch.tracking import Tracker, read_rows
 from slime_launch.validate import global_batch_size
 from slime_launch.watch import Watch, stopped_line
 
@@ -69,13 +69,19 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     state = RunState(settings, manifest, checked.weights, output_dir=output_dir)
     if manifest is not None:
         console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
+    elif read_rows(output_dir):
+        console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
     if settings.megatron.save is None:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:
         startup = Startup(checked, output_dir / "logs", console, watch, stack)
         try:
             trainers, rollout = startup.halves(startup.ray(), resume_from=state.resume_from)
-            tracker = Tracker(output_dir, iteration=state.iteration, tensorboard=not settings.run.disable_tensorboard)
+            tracker = Tracker(
+                output_dir,
+                iteration=state.iteration if manifest is not None else None,
+                tensorboard=not settings.run.disable_tensorboard,
+            )
             stack.callback(tracker.close)
             turn_the_crank(
                 Parts(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, SyncReport, TrainReport
 
-FROM_BATCH = ("weight_version_min", "weight_version_max", "response_tokens")
+FROM_BATCH = ("weight_version/min", "weight_version/max", "response_tokens")
 
 
 def train_rows(report: TrainReport) -> list[dict[str, float]]:
@@ -39,8 +39,8 @@ def rollout_row(
     row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}
     row["perf/update_weights_bytes"] = float(sync.bytes)
     row["perf/step_time"] = sum(seconds.values())
-    if batch.seconds.get("generate"):
-        row["perf/tokens_per_second"] = batch.metrics.get("response_tokens", 0.0) / batch.seconds["generate"]
+    if "tokens_per_second" in batch.metrics:
+        row["perf/tokens_per_second"] = batch.metrics["tokens_per_second"]
     return row
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from slime_launch.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -43,16 +46,15 @@ class Tracker:
 
     Args:
         output_dir: The run's directory; must exist.
-        iteration: Rollouts trained on so far; rows after it are dropped.
+        iteration: Rollouts trained on so far; rows after it are dropped. ``None`` in a new run: all are.
         tensorboard: Whether to write event files.
     """
 
-    def __init__(self, output_dir: Path, *, iteration: int = 0, tensorboard: bool = True) -> None:
-        self.rows = [row for row in read_rows(output_dir) if _is_before(row, iteration)]
+    def __init__(self, output_dir: Path, *, iteration: int | None = None, tensorboard: bool = True) -> None:
+        old = read_rows(output_dir) if iteration is not None else []
+        self.rows = [row for row in old if _is_before(row, iteration or 0)]
         path = output_dir / METRICS_FILE
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
         self._events = _fresh_events(output_dir / TENSORBOARD_DIR) if tensorboard else None
         for row in self.rows:
@@ -72,6 +74,7 @@ class Tracker:
         self.rows.append(row)
         self._file.write(_line(row))
         self._file.flush()
+        os.fsync(self._file.fileno())  # the manifest, which is written later, must not be ahead of it
         self._add_event(row)
         if self._events is not None:
             self._events.flush()

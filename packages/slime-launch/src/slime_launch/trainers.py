@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard
-from slime_launch.calls import Worker, gather
+from slime_launch.calls import Question, Worker, gather
 from slime_launch.errors import RunError
 from slime_launch.placement import Placement, free_port
 from slime_launch.rollouts import ChannelSpec
@@ -49,6 +50,10 @@ class TrainerRank:
         prepare(directory, log_path, threads=threads)
         self._worker: MegatronWorker | None = None
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
+
+    def alive(self) -> int:
+        """This process's id; that it answers is what matters."""
+        return os.getpid()
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and free port of this process's node, for rank 0."""
@@ -102,6 +107,7 @@ class TrainerGroup:
     def __init__(self, workers: Sequence[Worker], config: MegatronConfig) -> None:
         self._workers = list(workers)
         self._config = config
+        self._alive = Question(self._workers, "alive")
 
     @classmethod
     def start(cls, place: Placement, config: MegatronConfig, *, log_dir: Path, watch: Watch) -> TrainerGroup:
@@ -165,6 +171,14 @@ class TrainerGroup:
     def save(self, iteration: int, *, on_poll: Callable[[], None] = lambda: None) -> Path:
         """Write a checkpoint; returns its directory when every rank has written its part."""
         return Path(self._everywhere("save", iteration, on_poll=on_poll)[0])
+
+    def check(self) -> None:
+        """See whether all ranks live, without waiting. Ask again and again while they have nothing to do.
+
+        Raises:
+            RunError: One is gone, with the last lines of its log.
+        """
+        self._alive.answers()
 
     def leave(self) -> None:
         """Let the ranks leave their process groups in order; give up after a few seconds."""
