@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import socket
+import threading
 import time
 
 import pytest
@@ -53,6 +54,27 @@ def test_nobody_listens():
         held.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         with pytest.raises(GenerationError, match="failed 4 times, at last with: no connection"):
             ask(f"http://127.0.0.1:{held.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 abc\r\n\r\n"])
+def test_something_that_speaks_no_http(banner):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def greet():
+            with server.accept()[0] as connection:
+                connection.sendall(banner)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(GenerationError, match=f"{url}/generate is no address of a router or engine"):
+            ask(url)
+        thread.join(20)
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(GenerationError, match="is no address of a router or engine"):
+        ask("router:30000")
 
 
 @pytest.mark.parametrize("status", [400, 404, 429])

@@ -43,7 +43,27 @@ def test_a_version_that_slime_did_not_give(reply):
 
 def test_tokens_without_log_probs(reply):
     with pytest.raises(GenerationError, match="gave 2 log-probs for 3 tokens"):
-        Completion.from_reply(reply(tokens=(5, 6), completion_tokens=3))
+        Completion.from_reply(reply(tokens=(5, 6)) | {"output_ids": [5, 6, 7]})
+
+
+def test_log_probs_of_other_tokens(reply):
+    with pytest.raises(GenerationError, match=r"gave the log-prob of token 6 for token 9 \(place 1\)"):
+        Completion.from_reply(reply(tokens=(5, 6)) | {"output_ids": [5, 9]})
+
+
+def test_logits_that_were_no_numbers(reply):
+    """SGLang ends such a response with an end-of-text token in the last one's place, and calls it stopped."""
+    with pytest.raises(GenerationError, match=r"logits were no numbers \(NaN\); look at the last weight update"):
+        Completion.from_reply(
+            reply(tokens=(5, -1), finish={"type": "stop", "matched": "NaN happened"}) | {"output_ids": [5, 0]}
+        )
+
+
+def test_a_reply_without_a_version_is_not_taken_for_version_zero(reply):
+    unversioned = reply()
+    del unversioned["meta_info"]["weight_version"]
+    with pytest.raises(GenerationError, match="unknown form"):
+        Completion.from_reply(unversioned)
 
 
 @pytest.mark.parametrize("body", [[], {}, {"text": "a"}, {"text": "a", "meta_info": {"completion_tokens": 0}}, None])

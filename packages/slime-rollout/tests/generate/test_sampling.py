@@ -33,4 +33,10 @@ def test_request():
         "stop": ["\n"],
         "stop_token_ids": [7],
         "sampling_seed": 5,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "ignore_eos": False,
     }

@@ -104,6 +104,8 @@ class EngineClient:
             return f"no connection ({error})"
         except aiohttp.ClientPayloadError as error:
             return f"the connection broke ({error})"
+        except aiohttp.ClientError as error:
+            raise GenerationError(f"{self._url}{path} is no address of a router or engine ({error})") from error
         if answer.status >= 500:
             return f"HTTP {answer.status}: {_excerpt(content)}"
         if answer.status != 200:

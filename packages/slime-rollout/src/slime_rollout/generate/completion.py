@@ -9,6 +9,7 @@ from slime_core.types import Status
 from slime_rollout.errors import GenerationError
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_NOT_A_NUMBER = "NaN happened"  # what SGLang says it has matched then
 _UNVERSIONED = "default"  # what SGLang calls the weights it was started with
 
 
@@ -43,13 +44,13 @@ class Completion:
             meta = reply["meta_info"]
             pairs = meta.get("output_token_logprobs") or []
             finish = meta["finish_reason"]
-            if len(pairs) < meta["completion_tokens"]:
-                raise GenerationError(f"an engine gave {len(pairs)} log-probs for {meta['completion_tokens']} tokens")
+            tokens = [int(token) for token in reply["output_ids"]]
+            _check_alignment(tokens, [int(pair[1]) for pair in pairs], finish)
             return cls(
                 text=reply["text"],
-                tokens=[int(pair[1]) for pair in pairs],
+                tokens=tokens,
                 log_probs=[float(pair[0]) for pair in pairs],
-                weight_versions=_versions(meta, len(pairs)),
+                weight_versions=_versions(meta, len(tokens)),
                 status=_STATUS[finish["type"]],
                 reason=str(finish.get("message") or finish["type"]),
             )
@@ -60,9 +61,26 @@ class Completion:
             ) from error
 
 
+def _check_alignment(tokens: list[int], scored: list[int], finish: dict[str, Any]) -> None:
+    """Every token has a log-prob of its own.
+
+    SGLang puts an end-of-text token in the place of one that a NaN gave, and calls that a stop; its log-probs still
+    name the token that was drawn.
+    """
+    if len(scored) != len(tokens):
+        raise GenerationError(f"an engine gave {len(scored)} log-probs for {len(tokens)} tokens")
+    if finish.get("matched") == _NOT_A_NUMBER:
+        raise GenerationError(
+            "an engine's logits were no numbers (NaN); look at the last weight update, lower --lr or use --bf16"
+        )
+    for place, (token, other) in enumerate(zip(tokens, scored, strict=True)):
+        if token != other:
+            raise GenerationError(f"an engine gave the log-prob of token {other} for token {token} (place {place})")
+
+
 def _versions(meta: dict[str, Any], length: int) -> list[int]:
     """The version of each token: from SGLang's spans where weights changed midway, else one for all."""
-    versions = [_number(meta.get("weight_version", _UNVERSIONED))] * length
+    versions = [_number(meta["weight_version"])] * length
     for span in meta.get("weight_versions") or []:
         for place in range(span["start"], min(span["end"], length)):
             versions[place] = _number(span["version"])

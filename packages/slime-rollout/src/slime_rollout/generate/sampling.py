@@ -7,6 +7,16 @@ from typing import Any
 
 from slime_rollout.config import RolloutConfig
 
+# Nothing else takes probability from a token or gives it any.
+_PLAIN = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -55,9 +65,12 @@ class SamplingParams:
     def to_request(self, seed: int) -> dict[str, Any]:
         """SGLang's ``sampling_params`` with the request's seed.
 
-        The seed counts only if the engine runs with ``--enable-deterministic-inference``.
+        Everything that shapes the distribution is written out: whatever an engine was told to prefer
+        (``--preferred-sampling-params``), the trainer computes log-probs of the plain one. The seed counts only if the
+        engine runs with ``--enable-deterministic-inference``.
         """
         return {
+            **_PLAIN,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
