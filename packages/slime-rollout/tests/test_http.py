@@ -2,6 +2,7 @@ import http.server
 import json
 import threading
 import time
+import urllib.request
 
 import pytest
 
@@ -73,6 +74,16 @@ def test_time_limit(server):
     server.statuses = ["slow"]
     with pytest.raises(HttpError, match=r"no answer: time limit of 0\.1 s"):
         call("POST", server.url, 1, timeout=0.1)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the proxies of its first request
+    server.statuses = [200]
+    assert call("POST", server.url, 1) == {"echo": 1}
 
 
 def test_nobody_there(server, caplog):

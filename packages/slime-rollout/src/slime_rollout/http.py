@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_SECONDS = 60.0
 _BACKOFF_SECONDS = 0.2
 _SHOWN_CHARACTERS = 500
+# Engines and the router are asked directly: a proxy of the environment (`http_proxy`) knows nothing of this machine's
+# loopback address, and would see every weight update of a cluster.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class HttpError(SlimeError):
@@ -81,7 +84,7 @@ def _exchange(method: str, url: str, payload: Any, timeout: float) -> bytes:
     headers = {} if body is None else {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data=body, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with _DIRECT.open(request, timeout=timeout) as answer:
             content: bytes = answer.read()
             return content
     except urllib.error.HTTPError as error:

@@ -49,6 +49,7 @@ def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
         ('{"prompt": [{"role": "user", "content": 5}]}', "message 1 needs 'content' as a string, got a number"),
         ('{"prompt": "a", "label": ["b"]}', "'label' must be a string or a number, got a list"),
         ('{"prompt": "a", "label": true}', "'label' must be a string or a number, got true or false"),
+        ('{"prompt": "a", "label": 12345678901234567890123}', "'label' is a number of too many digits"),
         ('{"prompt": "a", "metadata": "b"}', "'metadata' must be an object, got a string"),
     ],
 )
@@ -72,6 +73,8 @@ def test_a_label_key_that_was_given_must_be_there(write_rows):
 def test_files_that_cannot_serve(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_prompts(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        read_prompts(str(tmp_path / ("a" * 300)))
     with pytest.raises(DataError, match="cannot be read: Is a directory"):
         read_prompts(str(tmp_path))
     (tmp_path / "empty.jsonl").write_text("\n \n")

@@ -2,6 +2,7 @@ import socket
 
 import pytest
 
+from slime_rollout.engine import ports
 from slime_rollout.engine.errors import PortInUseError
 from slime_rollout.engine.ports import check_port_free, free_port
 
@@ -28,10 +29,21 @@ def test_a_port_is_free_again_at_once(listening):
     check_port_free(free_port())
 
 
+@pytest.mark.parametrize(
+    ("ephemeral", "below"), [("32768\t60999", 32768), ("20000\t60999", 20000), ("1024\t65535", 32768), (None, 32768)]
+)
+def test_where_the_kernel_gives_nearly_all_ports_to_others_there_is_still_one(tmp_path, monkeypatch, ephemeral, below):
+    file = tmp_path / "ip_local_port_range"
+    if ephemeral is not None:
+        file.write_text(ephemeral)
+    monkeypatch.setattr(ports, "_PORT_RANGE", file)
+    assert all(15000 <= free_port() < below for _ in range(50))
+
+
 def test_free_ports_are_usable_and_not_those_promised_before():
-    ports: set[int] = set()
+    found: set[int] = set()
     for _ in range(20):
-        ports.add(free_port(without=ports))
-    assert len(ports) == 20
-    with socket.create_server(("127.0.0.1", ports.pop())):
+        found.add(free_port(without=found))
+    assert len(found) == 20
+    with socket.create_server(("127.0.0.1", found.pop())):
         pass

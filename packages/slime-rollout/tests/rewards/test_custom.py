@@ -40,6 +40,7 @@ def leaves(args, sample): raise SystemExit(3)
 def nothing(args, sample): return None
 def text(args, sample): return "1.0"
 def not_finite(args, sample): return float("nan")
+def huge(args, sample): return 10**400
 def empty(args, sample): return {}
 def stuck(args, sample): time.sleep(30); return 1.0
 async def stuck_waiting(args, sample): await asyncio.sleep(30)
@@ -104,6 +105,12 @@ def test_a_function_that_cannot_serve_is_refused_before_the_run(file, path, word
     assert str(caught.value).startswith(f"--custom-rm-path {given}")
 
 
+def test_a_file_that_ends_the_program_when_it_is_loaded(file):
+    file.write_text("import sys; sys.exit('usage: …')")
+    with pytest.raises(ConfigError, match="does not load: SystemExit: usage"):
+        CustomReward(f"{file}:plain", ARGS, timeout=1.0)
+
+
 def test_a_file_with_an_error_in_it(file):
     file.write_text("def plain(args, sample) return 1")
     with pytest.raises(ConfigError, match="does not load: SyntaxError"):
@@ -118,6 +125,7 @@ def test_a_file_with_an_error_in_it(file):
         ("nothing", "returned None for sample 3; return a finite number"),
         ("text", "returned '1.0'"),
         ("not_finite", "returned nan"),
+        ("huge", "returned 1000"),
         ("empty", "returned {}"),
     ],
 )

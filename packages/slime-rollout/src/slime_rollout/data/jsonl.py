@@ -23,6 +23,8 @@ from slime_core.types import Message, Prompt
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>|-?\d+):(?P<stop>|-?\d+)\]")
 _DEFAULT_INPUT_KEYS = ("prompt", "input")
 _DEFAULT_LABEL_KEY = "label"
+# Integers beyond 64 bits are read as floats; from here on a float is not every integer's own.
+_INEXACT = 2.0**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +93,13 @@ def split_slice(path: str) -> tuple[str, slice]:
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their numbers from 1."""
-    if not file.exists():
-        raise DataError(f"the prompt file {file} does not exist; give the path of a JSONL file")
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if stripped := line.strip():
                     yield number, stripped
+    except FileNotFoundError:
+        raise DataError(f"the prompt file {file} does not exist; give the path of a JSONL file") from None
     except OSError as error:
         raise DataError(
             f"the prompt file {file} cannot be read: {error.strerror}; give a readable JSONL file"
@@ -157,6 +159,8 @@ def _message(where: str, value: Any) -> Message:
 def _label(where: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, float) and abs(value) >= _INEXACT:
+        raise DataError(f"{where} is a number of too many digits to be read exactly; write it as a string")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise DataError(f"{where} must be a string or a number, got {_kind(value)}")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from slime_rollout.engine.errors import PortInUseError
 
-_LOWEST = 15000
+_LOWEST, _USUAL_EPHEMERAL = 15000, 32768
+_FEWEST = 1000
 _ATTEMPTS = 200
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def check_port_free(port: int, host: str = "127.0.0.1", *, flag: str | None = None) -> None:
@@ -37,7 +39,9 @@ def check_port_free(port: int, host: str = "127.0.0.1", *, flag: str | None = No
 
 
 def free_port(host: str = "127.0.0.1", *, without: frozenset[int] | set[int] = frozenset()) -> int:
-    """A free port below those that the kernel gives to outgoing connections, which come and go by the hundred.
+    """A free port, below those that the kernel gives to outgoing connections where it leaves room for that.
+
+    Outgoing connections come and go by the hundred, and one may take a port before the server listens.
 
     Args:
         host: Address to listen on.
@@ -46,7 +50,7 @@ def free_port(host: str = "127.0.0.1", *, without: frozenset[int] | set[int] = f
     Raises:
         PortInUseError: None was found.
     """
-    below = _first_ephemeral_port()
+    below = _upper_end()
     for _ in range(_ATTEMPTS):
         port = random.SystemRandom().randrange(_LOWEST, below)
         if port in without:
@@ -67,8 +71,10 @@ def _listening(host: str, port: int) -> Iterator[None]:
         yield
 
 
-def _first_ephemeral_port() -> int:
+def _upper_end() -> int:
+    """The end of our range: some machines give nearly all ports to outgoing connections."""
     try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        first = int(_PORT_RANGE.read_text().split()[0])
     except OSError:
-        return 32768
+        return _USUAL_EPHEMERAL
+    return first if first >= _LOWEST + _FEWEST else _USUAL_EPHEMERAL

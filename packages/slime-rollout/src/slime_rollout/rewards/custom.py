@@ -103,7 +103,7 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
         raise ConfigError(f"{flag} {path} names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn")
     try:
         module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
-    except Exception as error:  # the user's module runs here, and raises what it likes
+    except (Exception, SystemExit) as error:  # the user's module runs here, and raises what it likes
         raise ConfigError(f"{flag} {path}: {module_path} does not load: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -147,7 +147,7 @@ def _check_signature(function: Callable[..., Any], path: str) -> None:
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str) and math.isfinite(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
