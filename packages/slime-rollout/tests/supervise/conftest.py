@@ -70,7 +70,7 @@ class Marked:
     def wait_ready(self):
         self.wait_until(self.ready, 20.0, "start of all processes")
 
-    def wait_gone(self, seconds=10.0):
+    def wait_gone(self, seconds=30.0):
         self.wait_until(lambda: not self.pids(), seconds, "end of all processes")
 
     wait_until = staticmethod(wait_until)

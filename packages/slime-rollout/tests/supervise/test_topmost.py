@@ -3,8 +3,11 @@
 import os
 import signal
 import time
+from typing import ClassVar
 
 import pytest
+
+from slime_rollout.supervise import topmost
 
 TOP = "from slime_rollout.supervise import run_under_supervisor\nsys.exit(run_under_supervisor(command, grace=1.0))"
 
@@ -24,6 +27,26 @@ def test_signal_ends_everything(marked, top, bystander, signum):
     # Python turns SIGINT into KeyboardInterrupt and then ends itself by that signal.
     assert top.wait(10) == 128 + signum
     assert marked.pids() == []
+
+
+def test_a_signal_is_passed_on_once_whenever_it_comes():
+    """A second one would end the tree without its grace period."""
+
+    class Tree:
+        passed: ClassVar = []
+
+        def signal(self, signum):
+            self.passed.append(signum)
+            if signum == signal.SIGTERM:
+                os.kill(os.getpid(), signal.SIGHUP)
+
+    received = []
+    with topmost._forwarding(received) as attach:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+        attach(Tree())
+        os.kill(os.getpid(), signal.SIGINT)
+    assert Tree.passed == received == [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 
 
 def test_sigkill_of_the_topmost_process_alone(marked, top, bystander):

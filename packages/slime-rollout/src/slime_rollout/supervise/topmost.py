@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from slime_rollout.supervise import reaper
 from slime_rollout.supervise.supervised import Supervised
@@ -31,11 +32,9 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
     """
     reaper.become_subreaper()
     received: list[int] = []
-    with _forwarding(received) as targets:
+    with _forwarding(received) as attach:
         supervised = Supervised.start(command, grace=grace, stdin=None)
-        targets.append(supervised)
-        for signum in received:  # those that came before there was anybody to pass them to
-            supervised.signal(signum)
+        attach(supervised)
         code = supervised.wait()
         reaper.end_descendants(grace, reap=_reap, hurry=lambda: len(received) > 1)
     if code < 0:
@@ -45,18 +44,32 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
 
 
 @contextlib.contextmanager
-def _forwarding(received: list[int]) -> Iterator[list[Supervised]]:
-    """Pass signals to the supervised trees in the list that is yielded; put the old handlers back at the end."""
+def _forwarding(received: list[int]) -> Iterator[Callable[[Supervised], None]]:
+    """Pass signals to the supervised tree that the yielded function is given; put the old handlers back at the end.
+
+    Each signal is passed on once, also one that comes before there is anybody to pass it to, or amid passing another
+    on: a second one would end the tree at once.
+    """
     targets: list[Supervised] = []
+    pending: collections.deque[int] = collections.deque()
+
+    def deliver() -> None:
+        with contextlib.suppress(IndexError):  # the last one was passed on by a handler that ran just now
+            while targets and pending:
+                targets[0].signal(pending.popleft())
 
     def forward(signum: int, _frame: types.FrameType | None) -> None:
         received.append(signum)
-        for supervised in targets:
-            supervised.signal(signum)
+        pending.append(signum)
+        deliver()
+
+    def attach(supervised: Supervised) -> None:
+        targets.append(supervised)
+        deliver()
 
     old = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
     try:
-        yield targets
+        yield attach
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
