@@ -1,0 +1,282 @@
+"""A run killed at any point of the loop, and started again by the same command, is the run that was never stopped.
+
+The two halves are stand-ins whose numbers follow from their state alone, so that a doubled, lost or repeated step
+shows; everything that decides what is on disk (loop, manifest, rollout files, metrics, report) is real. The same claim
+on real parts, with a real SIGKILL, is in `integration_tests/test_resume.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import slime_launch.run
+from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
+from slime_launch.console import RunConsole
+from slime_launch.errors import RunError
+from slime_launch.finished import report_if_finished
+from slime_launch.flags.command import parse_train
+from slime_launch.loop import Parts, next_batch
+from slime_launch.preflight import preflight
+from slime_launch.rollouts import Progress
+from slime_launch.tracking import Tracker, read_rows
+from slime_launch.watch import Watch
+from slime_rollout.store import RolloutStore
+
+
+class Killed(BaseException):
+    """What SIGKILL is here: nobody handles it."""
+
+
+class Clock:
+    """Counts the points at which a run may be killed, and kills it at one of them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.deadly: int | None = None
+
+    def tick(self, name: str) -> None:
+        self.names.append(name)
+        if len(self.names) - 1 == self.deadly:
+            raise Killed(name)
+
+
+def digest(*values: object) -> int:
+    return int(hashlib.sha256(repr(values).encode()).hexdigest()[:8], 16)
+
+
+class Engine:
+    weights: int | None = None
+
+
+class Rollout:
+    """Generates what follows from the data position and from the weights that were sent last."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.engine, self.position = clock, Engine(), 0
+
+    def channel(self) -> Engine:
+        return self.engine
+
+    def generate(self, rollout_id, *, on_poll):
+        self.clock.tick(f"generate {rollout_id}")
+        on_poll()
+        assert self.engine.weights is not None
+        groups = [
+            [self.sample(group * 2 + member, group, self.position, self.engine.weights) for member in range(2)]
+            for group in range(4)
+        ]
+        self.position += 1
+        return RolloutBatch(rollout_id=rollout_id, groups=groups, source_state=self.state_dict())
+
+    def sample(self, index: int, group: int, *state: int) -> Sample:
+        token = digest(index, *state) % 97
+        return Sample(
+            index=index, group_index=group, prompt="p", tokens=[1, token], response_length=1, reward=float(token % 2)
+        )
+
+    def evaluate(self, iteration, *, on_poll):
+        self.clock.tick(f"evaluate {iteration}")
+        on_poll()
+        rate = digest(self.engine.weights) % 101 / 100
+        self.clock.tick(f"evaluated {iteration}")
+        return EvalReport(rollout_id=iteration, pass_rates={"sums": rate}, samples={}, seconds=1.0)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+    def progress(self) -> Progress:
+        return Progress()
+
+
+class Trainers:
+    """Weights that follow from everything they were trained on, in order."""
+
+    data_parallel_size = 1
+
+    def __init__(self, clock: Clock, save: Path, resume_from: Path | None) -> None:
+        self.clock, self.save_dir, self.checks = clock, save, 0
+        self.weights = json.loads((resume_from / "weights.json").read_text()) if resume_from else 1
+
+    def train(self, shards, *, on_poll):
+        [shard] = shards
+        self.clock.tick(f"train {shard.rollout_id}")
+        on_poll()
+        self.weights = digest(self.weights, [(sample.tokens, sample.reward) for sample in shard.samples])
+        self.clock.tick(f"trained {shard.rollout_id}")
+        return TrainReport(rollout_id=shard.rollout_id, steps=[{"loss": self.weights / 2**32}])
+
+    def push_weights(self, engine, version, *, on_poll):
+        engine.weights = None
+        self.clock.tick(f"push {version}")
+        engine.weights = self.weights
+        return SyncReport(version=version, tensors=1, bytes=4, seconds=0.1)
+
+    def save(self, iteration, *, on_poll):
+        final = self.save_dir / f"iter_{iteration:07d}"
+        partial = final.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        self.clock.tick(f"save {iteration}")
+        (partial / "weights.json").write_text(json.dumps(self.weights))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        self.clock.tick(f"saved {iteration}")
+        return final
+
+    def check(self) -> None:
+        self.checks += 1
+
+    def leave(self) -> None:
+        self.clock.tick("leave")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Ticks before and after everything that changes the disk, and at every call of a half."""
+    clock = Clock()
+
+    def around(owner, name):
+        real = getattr(owner, name)
+
+        def ticking(self, *args, **kwargs):
+            clock.tick(f"before {owner.__name__}.{name}")
+            result = real(self, *args, **kwargs)
+            clock.tick(f"after {owner.__name__}.{name}")
+            return result
+
+        monkeypatch.setattr(owner, name, ticking)
+
+    around(Path, "replace")
+    around(Tracker, "log")
+    around(RolloutStore, "discard_through")
+    return clock
+
+
+@pytest.fixture
+def launch(clock, flags, to_words, monkeypatch):
+    """The command, from its checks to its report, in a directory of its own; gives whether anything was started."""
+    monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: True)
+    monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path: path.write_text("a picture"))
+
+    def run(home: Path, rollouts: int = 4) -> bool:
+        home.mkdir(exist_ok=True)
+        flags.update(
+            {"--save": str(home / "save"), "--output-dir": str(home / "out"), "--num-rollout": str(rollouts)}
+            | {"--save-interval": "2", "--eval-interval": "1", "--eval-prompt-data": flags["--prompt-data"]}
+        )
+        checked = preflight(parse_train(to_words(flags)))
+        if checked.manifest is not None and report_if_finished(checked, home / "out"):
+            return False
+
+        class Startup:
+            def __init__(self, *_):
+                pass
+
+            def ray(self):
+                return None
+
+            def halves(self, _, *, resume_from):
+                return Trainers(clock, home / "save", resume_from), Rollout(clock)
+
+        monkeypatch.setattr(slime_launch.run, "Startup", Startup)
+        (home / "out").mkdir(exist_ok=True)
+        slime_launch.run.drive(checked, home / "out", RunConsole(io.StringIO()), Watch())
+        return True
+
+    return run
+
+
+def outcome(home: Path) -> dict[str, object]:
+    """All that a run leaves, but for wall time."""
+    rows = [
+        {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")}
+        for row in read_rows(home / "out")
+    ]
+    events = EventAccumulator(str(home / "out" / "tensorboard"))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith("perf/")]
+    report = json.loads((home / "out" / "report.json").read_text())
+    return {
+        "rows": rows,
+        "curves": {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags},
+        "report": {name: report[name] for name in ("rollouts", "steps", "rewards", "pass_rate_before")}
+        | {"pass_rate_after": report["pass_rate_after"], "checkpoint": Path(report["checkpoint_dir"]).name},
+        "weights": (home / "save" / "iter_0000004" / "weights.json").read_text(),
+    }
+
+
+def test_killed_anywhere_it_ends_the_same(clock, launch, tmp_path):
+    assert launch(tmp_path / "whole")
+    points, expected = clock.names, outcome(tmp_path / "whole")
+    assert [row["rollout_id"] for row in expected["rows"] if row["kind"] == "train"] == [0, 1, 2, 3]
+    assert [row["rollout_id"] for row in expected["rows"] if row["kind"] == "eval"] == [0, 1, 2, 3, 4]
+    assert {"generate 3", "train 3", "save 4", "saved 4", "evaluate 4", "leave"} <= set(points)
+    for place, point in enumerate(points):
+        home = tmp_path / f"killed-{place}"
+        clock.names, clock.deadly = [], place
+        with pytest.raises(Killed, match=point):
+            launch(home)
+        written = RolloutStore(home / "save" / "rollouts").ids()
+        clock.names, clock.deadly = [], None
+        launch(home)
+        assert outcome(home) == expected, f"killed at {place}: {point}"
+        assert not {f"generate {rollout_id}" for rollout_id in written} & set(clock.names), f"killed at {point}"
+        clock.names = []
+        assert not launch(home), f"killed at {place}: {point}"  # the same command once more does nothing
+        assert not [name for name in clock.names if not name.endswith("Path.replace")]
+    print(f"killed at each of {len(points)} points")
+
+
+def test_killed_twice_it_ends_the_same(clock, launch, tmp_path):
+    launch(tmp_path / "whole")
+    count, expected = len(clock.names), outcome(tmp_path / "whole")
+    for place in range(7, count, 9):
+        home = tmp_path / f"killed-{place}"
+        for deadly in (place, 5):
+            clock.names, clock.deadly = [], deadly
+            with contextlib.suppress(Killed):  # late in the run, the second start has nothing left to do
+                launch(home)
+        clock.deadly = None
+        launch(home)
+        assert outcome(home) == expected, place
+
+
+def test_a_longer_run_continues_a_finished_one(clock, launch, tmp_path):
+    launch(tmp_path / "whole", 4)
+    launch(tmp_path / "parts", 2)
+    assert json.loads((tmp_path / "parts" / "out" / "report.json").read_text())["rollouts"] == 2
+    launch(tmp_path / "parts", 4)
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_path):
+    class Dead(Trainers):
+        def check(self) -> None:
+            raise RunError("trainer rank 0 died")
+
+    class Nothing:
+        def written_down(self, _):
+            return None
+
+    parts = Parts(
+        settings=parse_train(to_words(flags)),
+        global_batch_size=8,
+        trainers=Dead(clock, tmp_path, None),
+        rollout=Rollout(clock),
+        state=Nothing(),
+        tracker=None,
+        console=RunConsole(io.StringIO()),
+    )
+    with pytest.raises(RunError, match="rank 0 died"):
+        next_batch(parts, 0)
