@@ -6,6 +6,7 @@ Run as ``python rank_program.py FD``. A command is ``(name, args, kwargs)``; the
 
 import faulthandler
 import pickle
+import resource
 import signal
 import sys
 import traceback
@@ -57,6 +58,20 @@ class Rank:
     def save(self, iteration):
         return self.worker.save(iteration)
 
+    def save_on_a_full_disk(self, iteration, full_rank):
+        """Save while one rank can write only the first few kilobytes of a file."""
+        import torch.distributed as dist
+
+        old, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        try:
+            return self.worker.save(iteration)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard))
+
     def push(self, version):
         channel = Channel()
         report = self.worker.push_weights(channel, version)
@@ -104,6 +119,27 @@ class Rank:
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
         return torch.cat(parts, dim=-1)[:, : trainer.shape.vocab_size].numpy()
+
+    def attention_calls(self, shards):
+        """Train, and count how often a core attention was computed."""
+        from slime_megatron.model.attention import PackedAttention
+
+        calls = []
+        layers = [module for module in self.worker.trainer.model.modules() if isinstance(module, PackedAttention)]
+        hooks = [layer.register_forward_hook(lambda *call: calls.append(1)) for layer in layers]
+        self.train(shards)
+        for hook in hooks:
+            hook.remove()
+        return len(calls)
+
+    def random_numbers(self):
+        """One from each random state."""
+        import random
+
+        import numpy as np
+        import torch
+
+        return random.random(), np.random.random(), torch.rand(()).item()
 
     def children(self):
         """Processes that this one has started."""

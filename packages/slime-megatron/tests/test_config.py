@@ -15,6 +15,7 @@ def test_flags_carry_megatron_names_and_defaults():
     specs = {spec.name: spec for spec in flag_specs(MegatronConfig)}
     assert specs["--tensor-model-parallel-size"].default == 1
     assert specs["--share-prompts"].is_switch
+    assert specs["--recompute-activations"].is_switch
     assert specs["--clip-grad"].default == 1.0
     assert specs["--seed"].default == 1234
     assert all(spec.help for spec in specs.values())
@@ -24,7 +25,18 @@ def test_flags_carry_megatron_names_and_defaults():
     ("values", "words"),
     [
         ({"pipeline_model_parallel_size": 2}, "--tensor-model-parallel-size"),
-        ({"sequence_parallel": True}, "--sequence-parallel needs"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2 is not supported; leave it at 1"),
+        ({"expert_model_parallel_size": 8}, "no experts"),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0.1 is not supported; leave it at 0"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
+        ({"optimizer": "sgd"}, "--optimizer sgd is unknown; allowed: adam"),
+        ({"attention_backend": "quick"}, "allowed: auto, flash, fused, unfused, local"),
+        ({"ckpt_format": "torch"}, "allowed: torch_dist"),
+        ({"lr": float("nan")}, "--lr nan is not a finite number"),
+        ({"clip_grad": float("inf")}, "--clip-grad inf"),
+        ({"adam_eps": 0.0}, "--adam-eps 0.0 must be above 0"),
+        ({"seed": -1}, "--seed -1 must be between 0 and 4294967295"),
+        ({"seed": 2**32}, "--seed 4294967296"),
         ({"micro_batch_size": 0}, "--micro-batch-size 0"),
         ({"lr": -1.0}, "--lr -1.0"),
         ({"lr_decay_style": "step"}, "constant, linear, cosine"),
@@ -35,11 +47,59 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"adam_beta2": 1.0}, "--adam-beta2 1.0"),
         ({"recompute_granularity": "full"}, "go together"),
         ({"recompute_num_layers": 1}, "go together"),
+        (
+            {
+                "recompute_activations": True,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
+            "--recompute-activations means --recompute-granularity selective, but full is given",
+        ),
+        ({"lr_warmup_init": 1.0}, "--lr-warmup-init 1.0 is above --lr"),
+        ({"lr_warmup_fraction": 1.0, "lr_decay_iters": 5}, "less than 1"),
+        ({"lr_warmup_fraction": 0.5}, "needs --lr-decay-iters"),
+        ({"lr_warmup_fraction": 0.5, "lr_decay_iters": 9, "lr_warmup_iters": 2}, "both say"),
     ],
 )
 def test_impossible_settings_are_named(values, words):
     with pytest.raises(ConfigError, match=words):
         MegatronConfig(**values)
+
+
+def test_recompute_activations_is_megatrons_short_form():
+    assert MegatronConfig().recompute is None
+    assert MegatronConfig(recompute_activations=True).recompute == "selective"
+    assert MegatronConfig(recompute_activations=True, recompute_granularity="selective").recompute == "selective"
+    full = MegatronConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    assert full.recompute == "full"
+
+
+def test_sequence_parallelism_over_one_rank_splits_nothing():
+    assert not MegatronConfig(sequence_parallel=True).splits_sequences
+    assert MegatronConfig(sequence_parallel=True, tensor_model_parallel_size=2).splits_sequences
+
+
+def test_warm_up_is_a_number_of_steps_or_a_part_of_the_decay():
+    assert MegatronConfig(lr_warmup_iters=3).lr_warmup_steps == 3
+    assert MegatronConfig(lr_warmup_fraction=0.25, lr_decay_iters=10).lr_warmup_steps == 2.5
+
+
+def test_what_is_so_anyway_may_be_said():
+    """The optimizer and miscellaneous flags of an ordinary Megatron command line."""
+    MegatronConfig(
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        optimizer="adam",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        accumulate_allreduce_grads_in_fp32=True,
+        attention_softmax_in_fp32=True,
+        no_gradient_accumulation_fusion=True,
+        attention_backend="flash",
+        ckpt_format="torch_dist",
+    )
 
 
 def test_data_parallel_size():

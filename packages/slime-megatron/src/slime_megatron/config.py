@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
@@ -11,10 +12,13 @@ from slime_core.flags import flag
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
 RECOMPUTE_METHODS = ("uniform", "block")
+OPTIMIZERS = ("adam",)
+ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+CKPT_FORMATS = ("torch_dist",)
+MAX_SEED = 2**32 - 1  # NumPy's
 
 _POSITIVE = (
     "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
     "micro_batch_size",
     "global_batch_size",
     "save_interval",
@@ -24,12 +28,24 @@ _POSITIVE = (
     "trainer_threads",
     "lr_decay_iters",
 )
-_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "weight_decay", "adam_eps", "clip_grad")
+_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay", "clip_grad")
+# Flags of Megatron that have one value here: it, and what to do instead of giving another.
+_SINGLE_VALUE = {
+    "pipeline_model_parallel_size": (1, "use --tensor-model-parallel-size"),
+    "context_parallel_size": (1, "use --tensor-model-parallel-size"),
+    "expert_model_parallel_size": (1, "the supported models have no experts"),
+    "expert_tensor_parallel_size": (1, "the supported models have no experts"),
+    "attention_dropout": (0.0, "log-probs of the engine and of the trainer would differ"),
+    "hidden_dropout": (0.0, "log-probs of the engine and of the trainer would differ"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
     """How the model is trained: parallelism, optimizer, checkpoints.
+
+    Flags that many Megatron command lines carry, and that say what is so here anyway, are accepted; their help says
+    so. A value that would change something is refused.
 
     Raises:
         ConfigError: A value, or a combination of values, cannot work; the message says which and what to do.
@@ -37,7 +53,12 @@ class MegatronConfig:
 
     tensor_model_parallel_size: int = flag(1, help="ranks that share each layer's weights")
     pipeline_model_parallel_size: int = flag(1, help="ranks that share the stack of layers; 1 is supported now")
-    sequence_parallel: bool = flag(False, help="split norms and residuals over the tensor-parallel ranks too")
+    context_parallel_size: int = flag(1, help="ranks that share a sequence; 1 is supported now")
+    expert_model_parallel_size: int = flag(1, help="ranks that share a layer's experts; 1 is supported now")
+    expert_tensor_parallel_size: int = flag(1, help="ranks that share an expert's weights; 1 is supported now")
+    sequence_parallel: bool = flag(
+        False, help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split"
+    )
     micro_batch_size: int = flag(1, unit="samples", help="samples per forward and backward pass of one rank")
     global_batch_size: int | None = flag(None, unit="samples", help="samples per optimizer step over all ranks")
     share_prompts: bool = flag(
@@ -52,12 +73,20 @@ class MegatronConfig:
         None, choices=RECOMPUTE_METHODS, help="which layers a full recomputation covers"
     )
     recompute_num_layers: int | None = flag(None, unit="layers", help="layers per block of a full recomputation")
+    recompute_activations: bool = flag(False, help="the same as --recompute-granularity selective")
 
+    optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled")
     lr: float = flag(1e-6, help="peak learning rate")
-    min_lr: float = flag(0.0, help="learning rate at the end of the decay")
+    min_lr: float = flag(0.0, help="learning rate at the end of a linear or cosine decay")
     lr_decay_style: str = flag("constant", choices=LR_DECAY_STYLES, help="course of the learning rate after warm-up")
-    lr_warmup_iters: int = flag(0, unit="steps", help="optimizer steps of linear warm-up from zero")
-    lr_decay_iters: int | None = flag(None, unit="steps", help="optimizer steps until --min-lr is reached")
+    lr_warmup_iters: int = flag(
+        0, unit="steps", help="optimizer steps of linear warm-up; the first has the rate --lr-warmup-init"
+    )
+    lr_warmup_fraction: float | None = flag(None, help="warm-up as a part of --lr-decay-iters, below 1")
+    lr_warmup_init: float = flag(0.0, help="learning rate of the first step of a warm-up")
+    lr_decay_iters: int | None = flag(
+        None, unit="steps", help="optimizer steps after which the rate is --min-lr; a constant rate has no decay"
+    )
     weight_decay: float = flag(0.01, help="decoupled weight decay of matrices; vectors get none")
     adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient")
     adam_beta2: float = flag(0.999, help="Adam's decay rate of the mean squared gradient")
@@ -71,6 +100,9 @@ class MegatronConfig:
     save: str | None = flag(None, metavar="DIR", help="directory that checkpoints are written to")
     save_interval: int | None = flag(None, unit="rollouts", help="rollouts between two checkpoints")
     no_save_optim: bool = flag(False, help="leave the optimizer's state out of checkpoints; they cannot be resumed")
+    ckpt_format: str = flag(
+        "torch_dist", choices=CKPT_FORMATS, help="format of checkpoints; slime-convert makes others"
+    )
 
     update_weight_buffer_size: int = flag(512 * 2**20, unit="bytes", help="largest bucket of a weight sync")
     distributed_timeout_minutes: int = flag(10, unit="minutes", help="how long a rank waits for the others")
@@ -78,11 +110,45 @@ class MegatronConfig:
         None, unit="threads", help="CPU threads per rank; torch's own choice unless given"
     )
 
+    attention_dropout: float = flag(
+        0.0, help="dropout of attention weights; 0 is supported (Megatron's default is 0.1)"
+    )
+    hidden_dropout: float = flag(0.0, help="dropout of hidden states; 0 is supported (Megatron's default is 0.1)")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, help="no effect: gradients are accumulated and reduced in fp32 always"
+    )
+    attention_softmax_in_fp32: bool = flag(False, help="no effect: attention's softmax is computed in fp32 always")
+    no_gradient_accumulation_fusion: bool = flag(False, help="no effect: gradient accumulation is never fused")
+    attention_backend: str = flag(
+        "auto", choices=ATTENTION_BACKENDS, help="no effect: the attention over packed rows is slime's own"
+    )
+
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_combinations()
 
+    @property
+    def recompute(self) -> str | None:
+        """The granularity of recomputation, from either of the two flags that say it."""
+        return "selective" if self.recompute_activations else self.recompute_granularity
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether sequence parallelism has ranks to split over. Megatron refuses it on one."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    @property
+    def lr_warmup_steps(self) -> float:
+        """Optimizer steps of warm-up, from either of the two flags that say it. Need not be whole."""
+        if self.lr_warmup_fraction is None or self.lr_decay_iters is None:
+            return self.lr_warmup_iters
+        return self.lr_warmup_fraction * self.lr_decay_iters
+
     def _check_ranges(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{_flag(field.name)} {value} is not a finite number; give one")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -93,24 +159,54 @@ class MegatronConfig:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be at least 0 and less than 1")
+        if self.adam_eps <= 0:
+            raise ConfigError(
+                f"--adam-eps {self.adam_eps} must be above 0: where a gradient is 0, Adam divides by it; give 1e-8"
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"--seed {self.seed} must be between 0 and {MAX_SEED}")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
         choices = {
             "lr_decay_style": LR_DECAY_STYLES,
             "recompute_granularity": (None, *RECOMPUTE_GRANULARITIES),
             "recompute_method": (None, *RECOMPUTE_METHODS),
+            "optimizer": OPTIMIZERS,
+            "attention_backend": ATTENTION_BACKENDS,
+            "ckpt_format": CKPT_FORMATS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 names = ", ".join(choice for choice in allowed if choice)
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} is unknown; allowed: {names}")
+        for name, (only, advice) in _SINGLE_VALUE.items():
+            if getattr(self, name) != only:
+                raise ConfigError(
+                    f"{_flag(name)} {getattr(self, name)} is not supported; leave it at {only:g}: {advice}"
+                )
 
     def _check_combinations(self) -> None:
-        if self.pipeline_model_parallel_size != 1:
+        self._check_learning_rate()
+        if self.save_interval is not None and self.save is None:
+            raise ConfigError(f"--save-interval {self.save_interval} needs --save, the directory to write to")
+        if self.recompute_activations and self.recompute_granularity == "full":
             raise ConfigError(
-                f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} is not supported yet; "
-                "leave it at 1 and use --tensor-model-parallel-size"
+                "--recompute-activations means --recompute-granularity selective, but full is given; "
+                "leave one of the two out"
             )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size 2 or more; it is 1")
+        full = self.recompute_granularity == "full"
+        if full != (self.recompute_method is not None) or full != (self.recompute_num_layers is not None):
+            raise ConfigError(
+                "--recompute-granularity full, --recompute-method and --recompute-num-layers go together; "
+                "give all three or none"
+            )
+
+    def _check_learning_rate(self) -> None:
+        if self.min_lr > self.lr:
+            raise ConfigError(f"--min-lr {self.min_lr} is above --lr {self.lr}; give at most {self.lr}")
+        if self.lr_warmup_init > self.lr:
+            raise ConfigError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}; give at most {self.lr}")
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
             raise ConfigError(
                 f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps"
@@ -119,15 +215,16 @@ class MegatronConfig:
             raise ConfigError(
                 f"--lr-warmup-iters {self.lr_warmup_iters} must be less than --lr-decay-iters {self.lr_decay_iters}"
             )
-        if self.min_lr > self.lr:
-            raise ConfigError(f"--min-lr {self.min_lr} is above --lr {self.lr}; give at most {self.lr}")
-        if self.save_interval is not None and self.save is None:
-            raise ConfigError(f"--save-interval {self.save_interval} needs --save, the directory to write to")
-        full = self.recompute_granularity == "full"
-        if full != (self.recompute_method is not None) or full != (self.recompute_num_layers is not None):
+        if self.lr_warmup_fraction is None:
+            return
+        if not 0 <= self.lr_warmup_fraction < 1:
+            raise ConfigError(f"--lr-warmup-fraction {self.lr_warmup_fraction} must be at least 0 and less than 1")
+        if self.lr_decay_iters is None:
+            raise ConfigError("--lr-warmup-fraction needs --lr-decay-iters, the number of steps that it is a part of")
+        if self.lr_warmup_iters:
             raise ConfigError(
-                "--recompute-granularity full, --recompute-method and --recompute-num-layers go together; "
-                "give all three or none"
+                f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-iters {self.lr_warmup_iters} both say "
+                "how long the warm-up is; give one of them"
             )
 
     def data_parallel_size(self, world_size: int) -> int:

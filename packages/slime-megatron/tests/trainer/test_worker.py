@@ -99,7 +99,7 @@ DIVISIONS = {
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         None,
     ),
-    "selective recomputation": (1, {"recompute_granularity": "selective"}, None),
+    "selective recomputation": (1, {"recompute_activations": True, "sequence_parallel": True}, None),
     "dp2": (2, {}, 3),
     "dp2 + distributed optimizer": (2, {"use_distributed_optimizer": True}, 3),
     "tp2": (2, {"tensor_model_parallel_size": 2}, 3),
@@ -140,6 +140,26 @@ def test_how_the_work_is_divided_changes_nothing(ranks, one_worker, tiny_model, 
         assert all(report.steps == reports[0].steps for report in reports)
     for key, value in ranks.first("weights").items():
         np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
+
+
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "recomputed"),
+    [
+        ({}, 0),
+        ({"recompute_activations": True}, 2),
+        ({"recompute_granularity": "selective"}, 2),
+        ({**FULL, "recompute_method": "uniform"}, 2),
+        ({**FULL, "recompute_method": "block"}, 1),
+    ],
+)
+def test_recomputation_takes_place(ranks, tiny_model, tiny_config, make_samples, make_shards, values, recomputed):
+    """Two layers, one micro-batch: one attention each, and another for each that is recomputed."""
+    model = tiny_model("qwen3")
+    ranks.start(1, tiny_config(load=model.checkpoint, **values), model.shape)
+    assert ranks.first("attention_calls", make_shards(make_samples(groups=1))) == 2 + recomputed
 
 
 def test_loss_per_token_weighs_tokens_alike(ranks, tiny_model, tiny_config, make_samples, make_shards):
@@ -202,6 +222,7 @@ def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, 
     )
     ranks.start(1, config, model.shape, AlgorithmConfig(entropy_coef=0.01))
     report = ranks.first("train", make_shards(make_samples(), steps=4))
+    # The course is 0, 0.1, 0.075, 0.05, 0.025, 0: of five decay steps the last is one fourth above the end.
     assert [round(step["lr"], 6) for step in report.steps] == [0.0, 0.1, 0.075, 0.05]
     assert report.seconds.keys() == {"log_probs", "forward_backward", "optimizer"}
     assert all(0 < step["entropy_loss"] < np.log(500) for step in report.steps)

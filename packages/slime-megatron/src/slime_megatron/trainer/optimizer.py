@@ -97,16 +97,19 @@ def _prepare_adam(adam: torch.optim.Optimizer | None) -> None:
 
 
 def build_scheduler(optimizer: Any, config: MegatronConfig) -> Any:
-    """The course of the learning rate, in optimizer steps. A resumed run follows today's flags, from the saved step
-    on."""
+    """The course of the learning rate, in optimizer steps.
+
+    As in Megatron, step k has the rate that belongs to k − 1 finished steps: the first has the start of the course, the
+    last of N decay steps is one N-th above ``min_lr``. A resumed run follows today's flags, from the saved step on.
+    """
     # Megatron wants a length even of a constant rate.
     decay_steps = config.lr_decay_iters or config.lr_warmup_iters + 1
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_iters,
+        lr_warmup_steps=config.lr_warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,

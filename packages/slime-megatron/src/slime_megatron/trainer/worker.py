@@ -70,12 +70,13 @@ class RankTrainer:
         self._wrapped = wrap_model(self.model, config)
         self._optimizer = build_optimizer(self._wrapped, config)
         self._scheduler = build_scheduler(self._optimizer, config)
+        self._reference = self._build_reference(resume_from) if algorithm.needs_reference else None
         self.iteration: int | None = None
+        # Last, because building a model draws from the random states that this restores.
         if resume_from is not None:
             self.iteration = load_checkpoint(
                 find_checkpoint(resume_from), config, shape, self.model, self._optimizer, self._scheduler
             )
-        self._reference = self._build_reference(resume_from) if algorithm.needs_reference else None
 
     def _build_reference(self, resume_from: str | Path | None) -> PackedGPT:
         """A frozen model with ``ref_load``'s weights, else ``load``'s; a random one equals the random policy."""
@@ -147,7 +148,7 @@ class RankTrainer:
         samples = [sample for sample in samples if any(sample.loss_mask)]
         if not samples:
             return None
-        multiple_of = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        multiple_of = self.config.tensor_model_parallel_size if self.config.splits_sequences else 1
         batch = pack(samples, share_prompts=self.config.share_prompts, multiple_of=multiple_of)
         return batch.to(self._device.torch_device)
 
