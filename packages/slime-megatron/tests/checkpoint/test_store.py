@@ -1,5 +1,6 @@
 """A run continues from its checkpoint as if it had never stopped, at any parallel size; other tools can read it."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,17 @@ def test_a_resumed_run_equals_one_that_never_stopped(
     assert ranks.iteration == 1
     assert [ranks.first("train", shards).steps for shards in (second, third)] == expected
     assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
+
+
+def test_random_states_continue(ranks, tiny_model, tiny_config, tmp_path):
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path))
+    ranks.start(1, config, model.shape, ALGORITHM)
+    ranks.call("random_numbers")
+    ranks.call("save", 1)
+    expected = ranks.first("random_numbers")
+    ranks.start(1, config, model.shape, ALGORITHM, resume_from=str(tmp_path))
+    assert ranks.first("random_numbers") == expected
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -125,3 +137,31 @@ def test_what_cannot_be_continued_is_named(
         ranks.start(1, tiny_config(), model.shape, resume_from=str(tmp_path))
     with pytest.raises(rank_error, match="of another model: qk_layernorm is True in the checkpoint"):
         ranks.start(1, tiny_config(load=str(tmp_path)), tiny_model("llama-tied").shape)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(ranks, tiny_model, tiny_config, tmp_path):
+    """Both ranks say so at once, and nothing half-written stays; the next one, with room, is written."""
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path), tensor_model_parallel_size=2)
+    ranks.start(2, config, model.shape)
+    ranks.call("save", 1)
+    for answer in ranks.call("save_on_a_full_disk", 2, 1):
+        assert answer.startswith(f"CheckpointError: cannot write the checkpoint {tmp_path / 'iter_0000002'}: ")
+        assert "File too large (rank 1)" in answer and "\n" not in answer
+    names = ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / names[1]).read_text() == "1"
+    ranks.call("save", 2)
+    assert (tmp_path / names[1]).read_text() == "2"
+
+
+@pytest.mark.parametrize("name", ["common.pt", ".metadata", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(ranks, tiny_model, tiny_config, tmp_path, rank_error, name):
+    model = tiny_model("qwen3")
+    copy = shutil.copytree(model.checkpoint, tmp_path / "copy")
+    [damaged] = copy.rglob(name)
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(rank_error, match=r"cannot read the checkpoint .*; give one that is whole") as caught:
+        ranks.start(1, tiny_config(load=str(copy)), model.shape)
+    assert caught.value.kind == "CheckpointError"
+    assert "\n" not in caught.value.text

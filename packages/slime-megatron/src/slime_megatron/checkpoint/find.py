@@ -85,10 +85,20 @@ def _complete(directory: Path) -> CheckpointInfo:
                 f"{directory} is no torch_dist checkpoint: it has neither {TRACKER} nor {name}; give a directory that "
                 "slime saved or that `slime-convert hf-to-torch-dist` wrote"
             )
-    backend = json.loads((directory / "metadata.json").read_text()).get("sharded_backend")
+    backend = _backend(directory / "metadata.json")
     if backend != "torch_dist":
         raise CheckpointError(
             f"{directory} is a {backend!r} checkpoint; only torch_dist can be loaded; convert it first"
         )
     number = re.fullmatch(r"iter_(\d+)", directory.name)
     return CheckpointInfo(directory, int(number.group(1)) if number else None)
+
+
+def _backend(metadata: Path) -> str | None:
+    try:
+        content = json.loads(metadata.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{metadata} is no valid JSON ({error}); the checkpoint is damaged, give another"
+        ) from error
+    return content.get("sharded_backend") if isinstance(content, dict) else None

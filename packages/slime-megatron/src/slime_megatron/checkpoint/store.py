@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_convert.shape import ModelShape
 from slime_megatron.checkpoint.find import TRACKER, CheckpointInfo, iteration_directory
@@ -54,7 +59,7 @@ def save_checkpoint(
     """Write checkpoint ``iteration`` under ``config.save``.
 
     It is written beside its place and moved there when every rank is done, so a directory named ``iter_*`` is
-    always whole.
+    always whole. What was written of one that failed is removed.
 
     Returns:
         Its directory.
@@ -77,7 +82,13 @@ def save_checkpoint(
     }
     if not config.no_save_optim:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=dict(_SHARDING))
-    dist_checkpointing.save(state, str(temporary), InProcessSave(), content_metadata=dict(_SHARDING))
+    try:
+        with _naming_failures(f"cannot write the checkpoint {final}", "make room there and continue the run"):
+            dist_checkpointing.save(state, str(temporary), InProcessSave(), content_metadata=dict(_SHARDING))
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     _rank_0_first(_publish, temporary, final, iteration)
     return final
 
@@ -86,7 +97,7 @@ def load_weights(info: CheckpointInfo, shape: ModelShape, model: PackedGPT) -> N
     """Load a checkpoint's weights, and nothing else, into ``model``, whatever the parallel size it was saved at.
 
     Raises:
-        CheckpointError: The checkpoint is of a model of another shape.
+        CheckpointError: The checkpoint is of a model of another shape, or damaged.
     """
     _load(info, shape, model, model_state(model))
 
@@ -100,10 +111,9 @@ def load_checkpoint(
         The checkpoint's iteration.
 
     Raises:
-        CheckpointError: It has no optimizer state, or its kind of optimizer or its shape is another.
+        CheckpointError: It has no optimizer state, its kind of optimizer or its shape is another, or it is damaged.
     """
-    common = dist_checkpointing.load_common_state_dict(str(info.directory))
-    saved = _saved_arguments(common)
+    saved = _saved_arguments(info)
     if info.iteration is None or saved.get("no_save_optim", True):
         raise CheckpointError(
             f"{info.directory} holds no optimizer state, so no run can continue from it; give it as --load to start a "
@@ -138,7 +148,7 @@ def model_state(model: PackedGPT) -> dict[str, Any]:
 
 
 def _load(info: CheckpointInfo, shape: ModelShape, model: PackedGPT, state: dict[str, Any]) -> dict[str, Any]:
-    saved = _saved_arguments(dist_checkpointing.load_common_state_dict(str(info.directory)))
+    saved = _saved_arguments(info)
     wanted = shape.to_megatron_args()
     wrong = [
         f"{name} is {saved[name]} in the checkpoint and {wanted[name]} here"
@@ -149,14 +159,41 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: PackedGPT, state: dict
         raise CheckpointError(
             f"{info.directory} is of another model: {'; '.join(wrong)}; give the checkpoint of this one"
         )
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
+    with _reading(info):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
     model.load_state_dict(loaded["model"])
     return loaded
 
 
-def _saved_arguments(common: dict[str, Any]) -> dict[str, Any]:
-    saved = common.get("args", {})
+def _saved_arguments(info: CheckpointInfo) -> dict[str, Any]:
+    with _reading(info):
+        saved = dist_checkpointing.load_common_state_dict(str(info.directory)).get("args", {})
     return saved if isinstance(saved, dict) else dict(vars(saved))
+
+
+def _reading(info: CheckpointInfo) -> contextlib.AbstractContextManager[None]:
+    return _naming_failures(f"cannot read the checkpoint {info.directory}", "give one that is whole")
+
+
+@contextlib.contextmanager
+def _naming_failures(what: str, advice: str) -> Iterator[None]:
+    """Make one line of what torch and Megatron raise over files.
+
+    torch's own is no ``Exception``, so that it would end a worker instead of failing a call, and holds the tracebacks
+    of all ranks.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{what}: {_one_line(cause)} (rank {rank}); {advice}") from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, CheckpointingException) as error:
+        raise CheckpointError(f"{what}: {_one_line(error)}; {advice}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    """The first sentence of a message, or the error's name if it has none."""
+    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
 def _with(switch: bool, name: str) -> str:
