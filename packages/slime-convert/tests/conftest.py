@@ -1,5 +1,8 @@
 """Tiny random models, made by transformers: the independent side of every comparison."""
 
+import resource
+from contextlib import contextmanager
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -59,6 +62,22 @@ def origin(request, tmp_path_factory):
 def one_origin(tmp_path_factory):
     """One of the models, where the family does not matter. Not to be changed."""
     return make_origin("qwen3-untied", tmp_path_factory.mktemp("one") / "origin")
+
+
+@pytest.fixture
+def full_disk():
+    """A stand-in for a full disk: within it no file grows beyond some bytes."""
+
+    @contextmanager
+    def limit(nbytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit
 
 
 @pytest.fixture

@@ -167,6 +167,15 @@ def test_a_failure_half_way_leaves_nothing(origin, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_full_disk_is_told_and_leaves_nothing(one_origin, tmp_path, full_disk):
+    hf_to_torch_dist(one_origin, tmp_path / "td")
+    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/new .*File too large.*has room"):
+        hf_to_torch_dist(one_origin, tmp_path / "new")
+    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*has room"):
+        torch_dist_to_hf(tmp_path / "td", tmp_path / "hf", one_origin)
+    assert list(tmp_path.iterdir()) == [tmp_path / "td"]
+
+
 def test_every_error_is_ours(tmp_path):
     with pytest.raises(ConvertError):
         hf_to_torch_dist(tmp_path / "none", tmp_path / "td")

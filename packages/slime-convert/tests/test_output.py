@@ -1,5 +1,6 @@
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,46 @@ def test_an_error_while_writing_keeps_the_old_output(tmp_path):
         raise OSError(28, "No space left on device")
     assert (tmp_path / "out" / "model").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupt_between_the_two_renamings_gives_the_old_output_back(tmp_path, monkeypatch):
+    write(tmp_path / "out", "old")
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if ".partial-" in self.name:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "model").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_in_the_meantime_is_not_replaced(tmp_path, force):
+    with (
+        pytest.raises(OutputError, match="not empty"),
+        new_directory(tmp_path / "out", force=force, keep=frozenset(), marker="model"),
+    ):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "photos").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "photos"]
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    write(tmp_path / "out", "old")
+    write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "model").read_text() == "new"
+
+
+def test_places_that_cannot_be_renamed_over_are_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="is the working directory; choose a directory inside it"):
+        write(".", "new")
+    with pytest.raises(OutputError, match="output /proc is a mount point; choose a directory inside it"):
+        write("/proc", "new", force=True)

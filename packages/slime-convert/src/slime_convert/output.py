@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from slime_convert.errors import OutputError
 
 
@@ -17,18 +19,19 @@ def new_directory(target: str | Path, *, force: bool, keep: frozenset[Path], mar
     """A directory to fill, which becomes ``target`` when the block ends without an error and vanishes otherwise.
 
     Args:
-        target: The directory to create. An empty one may exist already.
+        target: The directory to create. An empty one may exist already; of a link, what it points to is meant.
         force: Replace an earlier output at ``target``.
         keep: Inputs of the conversion; ``target`` may neither be nor hold one of them.
         marker: A file that an earlier output holds. ``force`` replaces no other directory.
 
     Yields:
-        A directory beside ``target``, so that the final renaming stays within one file system.
+        A directory beside ``target``, so that the final renaming stays within one file system. A process that is
+        killed leaves it there, under a hidden name; it is in nobody's way.
 
     Raises:
         OutputError: ``target`` exists, is or holds an input, or cannot be written.
     """
-    path = Path(target).absolute()
+    path = Path(target).resolve()
     _check_target(path, force, keep, marker)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,8 +41,8 @@ def new_directory(target: str | Path, *, force: bool, keep: frozenset[Path], mar
     try:
         yield partial
         _give_usual_modes(partial)
-        _replace(partial, path)
-    except OSError as error:
+        _put_in_place(partial, path, force and (path / marker).is_file())
+    except (OSError, SafetensorError) as error:
         raise _unwritable(path, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -47,8 +50,12 @@ def new_directory(target: str | Path, *, force: bool, keep: frozenset[Path], mar
 
 def _check_target(path: Path, force: bool, keep: frozenset[Path], marker: str) -> None:
     for source in keep:
-        if path.resolve() in (source.resolve(), *source.resolve().parents):
+        if path in (source.resolve(), *source.resolve().parents):
             raise OutputError(f"output {path} is or holds the input {source}; choose another directory")
+    # The finished directory is renamed to its place, which these two do not survive.
+    if path.is_mount() or path == Path.cwd():
+        kind = "a mount point" if path.is_mount() else "the working directory"
+        raise OutputError(f"output {path} is {kind}; choose a directory inside it")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not path.is_dir():
@@ -62,18 +69,24 @@ def _check_target(path: Path, force: bool, keep: frozenset[Path], marker: str) -
         )
 
 
-def _replace(partial: Path, path: Path) -> None:
-    if not path.exists():
+def _put_in_place(partial: Path, path: Path, replace: bool) -> None:
+    if not replace:
+        # Over an empty directory too; it fails if something has appeared there since the check.
         partial.rename(path)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
-    path.rename(old / path.name)
-    partial.rename(path)
-    shutil.rmtree(old)
+    try:
+        path.rename(old / path.name)
+        partial.rename(path)
+    finally:
+        # An error or an interrupt between the two gives the earlier output back.
+        if not path.exists():
+            (old / path.name).rename(path)
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write {path} ({error.strerror or error}); choose a directory that you may write to")
+def _unwritable(path: Path, error: Exception) -> OutputError:
+    return OutputError(f"cannot write {path} ({error}); choose a directory that you may write to and that has room")
 
 
 def _give_usual_modes(root: Path) -> None:

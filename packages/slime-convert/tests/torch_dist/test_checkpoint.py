@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import random
 import types
 import weakref
 from pathlib import Path
@@ -152,6 +153,32 @@ def test_a_damaged_checkpoint_is_refused(written, damage, words):
     damage(written)
     with pytest.raises(CheckpointError, match=words):
         TorchDistReader(written)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_no_damage_is_told_by_anything_but_our_error(written, name):
+    """Each file cut off, and with bytes replaced: it is read, or refused by a `CheckpointError`."""
+    path, rng = written / "release" / name, random.Random(0)
+    data, refused = path.read_bytes(), 0
+    for attempt in range(200):
+        damaged = bytearray(data[: rng.randrange(len(data))] if attempt % 2 else data)
+        for _ in range(0 if attempt % 2 else 4):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            reader = TorchDistReader(written)
+            reader.args()
+            reader.load(FC1.format(1))
+        except CheckpointError:
+            refused += 1
+    assert refused > 50
+
+
+def test_a_full_disk_is_an_os_error(tmp_path, weights, full_disk):
+    """Such as the callers expect; in ``common.pt`` too."""
+    tiny = [source(NORM.format(0), weights[NORM.format(0)])]
+    with full_disk(50_000), pytest.raises(OSError, match="File too large"):
+        write_release(tmp_path, tiny, {"long": "x" * 100_000})
 
 
 def test_missing_parts_are_told_by_name(written):

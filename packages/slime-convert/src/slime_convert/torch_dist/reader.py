@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,10 @@ class TorchDistReader:
         path = self.directory / COMMON
         try:
             common = torch.load(path, map_location="cpu", pickle_module=plain_pickle, weights_only=False)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"cannot read {path} ({error}); the checkpoint is incomplete, use another") from error
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            raise CheckpointError(f"cannot read {path} ({error!r}); the checkpoint is damaged, use another") from error
         args = common.get("args") if isinstance(common, dict) else None
-        if args is None or isinstance(args, plain_pickle.Inert):
-            return {}
-        return args if isinstance(args, dict) else dict(vars(args))
+        return args if isinstance(args, dict) else dict(getattr(args, "__dict__", {}))
 
     def find(self, name: str) -> Place:
         """Where a weight lies.
@@ -123,9 +120,9 @@ class TorchDistReader:
             )
         try:
             self._storage.read_data(LoadPlan(items), _IntoTensor(target)).wait()
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        except Exception as error:  # as in `args`
             raise CheckpointError(
-                f"cannot read {key} from {self.directory} ({error}); use another checkpoint"
+                f"cannot read {key} from {self.directory} ({error!r}); use another checkpoint"
             ) from error
         return target if layer is None else target[0]
 
@@ -185,8 +182,8 @@ def _read_metadata(directory: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = plain_pickle.load(file)
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path} ({error}); the checkpoint is damaged, use another") from error
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        raise CheckpointError(f"cannot read {path} ({error!r}); the checkpoint is damaged, use another") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} holds no torch checkpoint metadata; the checkpoint is damaged, use another")
     return metadata

@@ -71,7 +71,9 @@ def write_release(
     release.mkdir()
     _write_tensors(release, _StreamingPlanner(_items(weights), on_progress))
     common = {"args": dict(args), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
-    torch.save(common, release / COMMON)
+    buffer = io.BytesIO()  # torch's own file writer reports a full disk as a RuntimeError
+    torch.save(common, buffer)
+    (release / COMMON).write_bytes(buffer.getvalue())
     (release / FORMAT).write_text(json.dumps(FORMAT_RECORD), encoding="utf-8")
     (root / TRACKER).write_text(RELEASE, encoding="utf-8")
 
