@@ -4,11 +4,11 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from slime_convert import ModelShape
 from slime_convert.cli import main
-from slime_convert.errors import GgufError
+from slime_convert.errors import GgufError, OutputError, UnsupportedModelError
 from slime_convert.gguf import find_gguf, gguf_to_hf
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -21,66 +21,85 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
 
-@pytest.fixture(scope="module")
-def model():
+SIZES = {
+    "vocab_size": 261,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=261,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
+    config = LlamaConfig(**SIZES) if request.param == "llama" else Qwen3Config(**SIZES, head_dim=128)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def gguf_file(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "below" / "tiny.gguf"
     path.parent.mkdir()
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    write_gguf(path, model.config, tensors_of(model))
+    return path
+
+
+def tensors_of(model):
+    return {
+        gguf_name(name): for_llama_cpp(name, tensor, model.config)
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+
+
+def write_gguf(path, config, tensors, architecture=None, **strings):
+    writer = gguf.GGUFWriter(path, architecture or config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    for name, text in strings.items():
+        writer.add_string(name.replace("_", "."), text)
     add_tokenizer(writer)
-    for name, tensor in model.state_dict().items():
-        if name != "lm_head.weight":
-            writer.add_tensor(gguf_name(name), for_llama_cpp(name, tensor, config).numpy())
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def add_tokenizer(writer):
     """A byte-level vocabulary with one merge, and four special tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>", *bytes_to_unicode().values(), "26"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>", *bytes_to_unicode().values(), "Ġ+"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * 257)
-    writer.add_token_merges(["2 6"])
+    writer.add_token_merges(["Ġ +"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(3)
@@ -94,7 +113,9 @@ def gguf_name(name):
 
 
 def for_llama_cpp(name, tensor, config):
-    """llama.cpp rotates neighbouring channels, transformers the two halves of a head."""
+    """For Llama, llama.cpp rotates neighbouring channels; transformers rotates the two halves of a head."""
+    if config.model_type != "llama":
+        return tensor
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return tensor
@@ -130,6 +151,64 @@ def test_no_or_several_files_are_refused(tmp_path):
     (tmp_path / "b.gguf").touch()
     with pytest.raises(GgufError, match=r"holds 2 \.gguf files: a\.gguf b\.gguf; give"):
         find_gguf(tmp_path)
+
+
+def test_a_file_that_would_be_read_in_part_is_refused(model, tmp_path):
+    """Transformers makes up weights that are missing, and says nothing of those that it has no place for."""
+    whole, norm = tensors_of(model), "blk.1.ffn_norm.weight"
+    for number, (tensors, words) in enumerate(
+        [
+            ({name: tensor for name, tensor in whole.items() if name != norm}, rf"it lacks {norm}"),
+            (whole | {"rope_freqs.weight": torch.ones(4)}, r"it has rope_freqs\.weight, which would be lost"),
+            (whole | {"blk.0.attn_q.bias": torch.ones(32)}, r"it has blk\.0\.attn_q\.bias, which would be lost"),
+        ]
+    ):
+        path = tmp_path / f"{number}.gguf"
+        write_gguf(path, model.config, tensors)
+        with pytest.raises(GgufError, match=words):
+            gguf_to_hf(path, tmp_path / "out" / "hf")
+    scaled = tmp_path / "scaled.gguf"
+    write_gguf(scaled, model.config, whole, **{f"{model.config.model_type}_rope_scaling_type": "linear"})
+    with pytest.raises(GgufError, match=r"it has \w+\.rope\.scaling\.type 'linear', which would be lost"):
+        gguf_to_hf(scaled, tmp_path / "out" / "hf")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_another_family_is_refused(model, tmp_path):
+    write_gguf(tmp_path / "a.gguf", model.config, tensors_of(model), architecture="qwen2")
+    with pytest.raises(UnsupportedModelError, match=r"model_type 'qwen2' of .* is not supported; allowed: llama"):
+        gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_sizes_that_transformers_does_not_read_are_refused(tmp_path):
+    """It takes 128 channels for every Qwen3 head, whatever the file says."""
+    narrow = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, head_dim=16), dtype=torch.float32)
+    write_gguf(tmp_path / "a.gguf", narrow.config, tensors_of(narrow))
+    with pytest.raises(GgufError, match=r"weights of other sizes .*q_proj\.weight.*\[64, 32\].*\[512, 32\]"):
+        gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_cut_off_file_is_refused(gguf_file, tmp_path):
+    """An interrupted download, wherever it stopped."""
+    data = gguf_file.read_bytes()
+    for length in range(5, len(data) - 1, len(data) // 12):
+        (tmp_path / "a.gguf").write_bytes(data[:length])
+        with pytest.raises(GgufError, match=r"cannot read .*a\.gguf.*complete"):
+            gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(gguf_file, tmp_path, full_disk):
+    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*has room"):
+        gguf_to_hf(gguf_file, tmp_path / "hf")
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_unknown_type_is_refused(gguf_file, tmp_path):
+    with pytest.raises(GgufError, match="dtype 'int8' is unknown; allowed: float32, bfloat16, float16"):
+        gguf_to_hf(gguf_file, tmp_path / "hf", dtype="int8")
 
 
 def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path):

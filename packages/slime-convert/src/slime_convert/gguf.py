@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from slime_convert.errors import GgufError
+from slime_convert.mapping import WeightMap
 from slime_convert.output import new_directory
+from slime_convert.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,9 +51,13 @@ def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", fo
         force: Replace an earlier model at ``save``.
 
     Raises:
-        GgufError: The file is missing, ambiguous or unreadable, or the ``gguf`` extra is not installed.
+        GgufError: The file is missing, ambiguous or unreadable, holds more or less than the model's weights, the
+            ``gguf`` extra is not installed, or ``dtype`` is none.
+        UnsupportedModelError: The model's family, or one of its settings, is not supported.
         OutputError: ``save`` exists or cannot be written.
     """
+    if dtype not in DTYPES:
+        raise GgufError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     file = find_gguf(gguf)
     _need_extra()
     target = new_directory(save, force=force, keep=frozenset({file}), marker="config.json")
@@ -88,15 +94,56 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         # In float32, the type that GGUF's scales are defined in; rounding to another type comes last.
         loaded = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where, **expand)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    except (ValueError, OSError, KeyError, RuntimeError, NotImplementedError) as error:
+    except Exception as error:  # the readers check little: damaged bytes can raise anything
         summary = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise GgufError(f"transformers cannot read {file} ({summary}); give a GGUF file that it supports") from error
+        raise GgufError(
+            f"transformers cannot read {file} ({summary}); give a GGUF file that is complete and that it supports"
+        ) from error
+    _refuse_loss(file, loaded.config)
     # A model that was loaded from GGUF refuses to be saved as anything else; a fresh one of its config does not.
     loaded.config.__dict__.pop("quantization_config", None)
     # GGUF stores numbers in 32 bits: 1e-5 comes back as 9.999999747378752e-06.
     loaded.config.rms_norm_eps = float(str(np.float32(loaded.config.rms_norm_eps)))
     model = type(loaded)(loaded.config).to(dtype)
-    model.load_state_dict(loaded.state_dict())
+    try:
+        model.load_state_dict(loaded.state_dict())
+    except RuntimeError as error:  # transformers reads weights of any size, and not every setting that gives them
+        mismatch = " ".join(str(error).splitlines()[1].split())
+        raise GgufError(
+            f"{file} has weights of other sizes than transformers reads from its settings ({mismatch}); "
+            "convert the model's Hugging Face release instead"
+        ) from error
     model.tie_weights()
     model.generation_config = loaded.generation_config
     return model, tokenizer
+
+
+def _refuse_loss(file: Path, config: Any) -> None:
+    """Refuse a file that transformers reads in part: it makes up missing weights, and drops what it has no place for.
+
+    Raises:
+        GgufError: Weights are missing or left over, or the rotary embedding is scaled.
+        UnsupportedModelError: The model is none that the weight tables describe.
+    """
+    import gguf
+
+    settings = config.to_dict()
+    settings.pop("quantization_config", None)
+    shape = ModelShape.from_hf_config(settings)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.family.upper()], shape.num_layers)
+    wanted = {names.get_name(name, (".weight",)) for name in WeightMap(shape).hf_names()}
+    reader = gguf.GGUFReader(file)
+    held = {tensor.name for tensor in reader.tensors}
+    wrong = [f"lacks {name}" for name in sorted(wanted - held)]
+    wrong += [f"has {name}, which would be lost" for name in sorted(held - wanted)]
+    wrong += [
+        f"has {field.name} {field.contents()!r}, which would be lost"
+        for field in reader.fields.values()
+        if field.name.endswith(".rope.scaling.type") and field.contents() != "none"
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
+        raise GgufError(
+            f"{file} is no plain {shape.family} model of {shape.num_layers} layers: it {'; '.join(wrong[:3])}{more}; "
+            "convert the model's Hugging Face release instead"
+        )
