@@ -132,6 +132,31 @@ class Rank:
             hook.remove()
         return len(calls)
 
+    def train_and_watch_the_optimizer(self, shards):
+        """Train; the fp32 and the model's weights at first, and gradients and both weights of each optimizer step."""
+        trainer = self.worker.trainer
+        params = dict(trainer.model.named_parameters())
+        optimizer, take_step = trainer._optimizer, trainer._optimizer.step
+        seen = []
+
+        def weights():
+            masters = {name: getattr(param, "main_param", param) for name, param in params.items()}
+            return _plain(masters), _plain(params)
+
+        def step():
+            grads = _plain({name: param.main_grad for name, param in params.items()})
+            result = take_step()
+            seen.append((grads, *weights()))
+            return result
+
+        first = weights()
+        optimizer.step = step
+        try:
+            self.train(shards)
+        finally:
+            optimizer.step = take_step
+        return first, seen
+
     def random_numbers(self):
         """One from each random state."""
         import random
@@ -155,7 +180,7 @@ class Rank:
 
 def _plain(tensors):
     """Tensors as arrays; bfloat16, which NumPy does not know, as float32."""
-    return {name: tensor.detach().float().numpy() for name, tensor in tensors.items()}
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
 
 
 def main():

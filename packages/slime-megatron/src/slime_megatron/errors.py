@@ -6,7 +6,7 @@ from slime_core.errors import SlimeError
 
 
 class TrainingError(SlimeError):
-    """Training cannot go on: a number is not finite, or ranks disagree."""
+    """Training cannot go on: a loss or a gradient is not finite."""
 
 
 class CheckpointError(SlimeError):

@@ -91,6 +91,45 @@ def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samp
     assert moved > 1e-3
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_the_optimizer_is_adamw_on_fp32_weights(ranks, tiny_model, tiny_config, make_samples, make_shards, bf16):
+    """Fed with the same gradients, torch's AdamW takes the same weights to the same place, step by step.
+
+    In bf16 the model has the fp32 weights rounded, and steps too small for bf16 add up.
+    """
+    model = tiny_model("qwen3")
+    lr, limit = 1e-5, 0.5
+    config = tiny_config(load=model.checkpoint, bf16=bf16, lr=lr, clip_grad=limit, adam_beta2=0.98)
+    ranks.start(1, config, model.shape)
+    (start, start_rounded), seen = ranks.first("train_and_watch_the_optimizer", make_shards(make_samples(), steps=8))
+    assert len(seen) == 8
+
+    weights = {name: torch.nn.Parameter(torch.from_numpy(value)) for name, value in start.items()}
+    decays = [[weight for weight in weights.values() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": params, "weight_decay": decay}
+            for params, decay in zip(decays, (config.weight_decay, 0.0), strict=True)
+        ],
+        lr=lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+    )
+    for grads, masters, trained in seen:
+        for name, weight in weights.items():
+            weight.grad = torch.from_numpy(grads[name])
+        assert torch.nn.utils.clip_grad_norm_(weights.values(), limit) > limit
+        optimizer.step()
+        for name, weight in weights.items():
+            np.testing.assert_allclose(masters[name], weight.detach().numpy(), rtol=1e-6, atol=1e-8, err_msg=name)
+            rounded = torch.from_numpy(masters[name]).bfloat16().float().numpy() if bf16 else masters[name]
+            np.testing.assert_array_equal(trained[name], rounded, err_msg=name)
+    moved = {name: (trained[name] != start_rounded[name]).mean() for name in trained}
+    at_once = {name: (seen[0][2][name] != start_rounded[name]).mean() for name in trained}
+    matrix = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert moved[matrix] > (1.5 * at_once[matrix] if bf16 else 0.99)
+
+
 DIVISIONS = {
     "micro-batches": (1, {}, 3),
     "shared prompts": (1, {"share_prompts": True}, 4),
@@ -196,6 +235,31 @@ def test_samples_that_contribute_nothing_are_skipped(ranks, tiny_model, tiny_con
     report = ranks.first("train", make_shards(nothing))
     assert report.steps[0]["grad_norm"] == 0.0
     assert all(np.array_equal(value, before[key]) for key, value in ranks.first("weights").items())
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated optimizer", "distributed optimizer"])
+@pytest.mark.parametrize("idle", ["one rank has less to do", "one rank has nothing to do"])
+def test_ranks_may_have_different_numbers_of_micro_batches(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, distributed, idle
+):
+    """Rank 1 of two has the odd samples: some or all of them contribute nothing and are left out."""
+    model = tiny_model("qwen3")
+    first_kept = 4 if idle == "one rank has less to do" else 100
+    samples = [
+        dataclasses.replace(sample, reward=0.0) if number % 2 and number < first_kept else sample
+        for number, sample in enumerate(make_samples(groups=2))
+    ]
+    ranks.start(1, tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS), model.shape)
+    expected = ranks.first("train", make_shards(samples)).steps
+    weights = ranks.first("weights")
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, use_distributed_optimizer=distributed)
+    ranks.start(2, config, model.shape)
+    reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=1))
+    same_step(reports[0].steps, expected, ("loss", "pg_loss", "grad_norm"))
+    assert reports[1].steps == reports[0].steps
+    assert reports[1].tokens["forward_backward"] < reports[0].tokens["forward_backward"]
+    for key, value in ranks.first("weights").items():
+        np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
 
 
 def test_log_probs_and_their_distance_from_the_engine(ranks, tiny_model, tiny_config, make_samples, make_shards):

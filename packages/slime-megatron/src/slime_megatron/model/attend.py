@@ -1,8 +1,7 @@
 """Softmax attention with grouped queries, on the fastest exact kernel of each device.
 
-Notation: G rows, H query heads, J key/value heads (J divides H), S query heads per key head (H / J), Q queries and
-    K keys of a row, E channels
-of a head, X the queries of all heads that share a key head (S·Q).
+Notation: G rows, H query heads, J key/value heads (J divides H), S query heads per key head (H / J), Q queries and K
+    keys of a row, E channels of a head, X the queries of all heads that share a key head (S·Q).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Core attention over a packed row of tokens.
 
-Notation: T packed tokens, H query heads, J key/value heads (J divides H), E channels of a head, G rows of an
-    attention block, Q queries and
-K keys of a row, X either of the two.
+Notation: T packed tokens, H query heads, J key/value heads (J divides H), E channels of a head, G rows of an attention
+    block, Q queries and K keys of a row, X either of the two.
 """
 
 from __future__ import annotations
