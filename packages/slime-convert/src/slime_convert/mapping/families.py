@@ -63,6 +63,25 @@ def named_sizes(shape: ModelShape, padded_vocab_size: int) -> dict[str, int]:
 
 _LAYER, _HF_LAYER = "decoder.layers.{i}.", "model.layers.{i}."
 
+
+def _norm(megatron: str, hf: str, dims: str, fused_into: str | None = None) -> Rule:
+    """A norm in a layer, and the linear layer into which Transformer Engine fuses it."""
+    return Rule(
+        f"{_LAYER}{megatron}.weight",
+        dims,
+        (HfWeight(f"{_HF_LAYER}{hf}.weight", dims),),
+        engine_name=f"{_LAYER}{fused_into}.layer_norm_weight" if fused_into else None,
+    )
+
+
+def _projection(
+    megatron: str, dims: str, hf: Mapping[str, str], split: TensorParallel, layout: Layout = ONE_TO_ONE
+) -> Rule:
+    """The weight of a linear layer in a layer; ``hf`` gives the dimensions by name of each part."""
+    parts = tuple(HfWeight(f"{_HF_LAYER}{name}.weight", part_dims) for name, part_dims in hf.items())
+    return Rule(f"{_LAYER}{megatron}.weight", dims, parts, layout, split)
+
+
 _EMBEDDING = Rule(
     "embedding.word_embeddings.weight",
     "padded_vocab hidden",
@@ -80,61 +99,32 @@ _OUTPUT = (
     ),
 )
 _ATTENTION = (
-    Rule(
-        _LAYER + "input_layernorm.weight",
-        "hidden",
-        (HfWeight(_HF_LAYER + "input_layernorm.weight", "hidden"),),
-        engine_name=_LAYER + "self_attention.linear_qkv.layer_norm_weight",
-    ),
-    Rule(
-        _LAYER + "self_attention.linear_qkv.weight",
+    _norm("input_layernorm", "input_layernorm", "hidden", fused_into="self_attention.linear_qkv"),
+    _projection(
+        "self_attention.linear_qkv",
         "qkv hidden",
-        (
-            HfWeight(_HF_LAYER + "self_attn.q_proj.weight", "query hidden"),
-            HfWeight(_HF_LAYER + "self_attn.k_proj.weight", "key hidden"),
-            HfWeight(_HF_LAYER + "self_attn.v_proj.weight", "key hidden"),
-        ),
-        layout=GROUPED_QKV,
-        split=TensorParallel.ROWS,
+        {"self_attn.q_proj": "query hidden", "self_attn.k_proj": "key hidden", "self_attn.v_proj": "key hidden"},
+        TensorParallel.ROWS,
+        GROUPED_QKV,
     ),
-    Rule(
-        _LAYER + "self_attention.linear_proj.weight",
-        "hidden query",
-        (HfWeight(_HF_LAYER + "self_attn.o_proj.weight", "hidden query"),),
-        split=TensorParallel.COLUMNS,
+    _projection(
+        "self_attention.linear_proj", "hidden query", {"self_attn.o_proj": "hidden query"}, TensorParallel.COLUMNS
     ),
 )
-_QK_NORM = tuple(
-    Rule(
-        _LAYER + f"self_attention.{which}_layernorm.weight",
-        "head",
-        (HfWeight(_HF_LAYER + f"self_attn.{which}_norm.weight", "head"),),
-    )
-    for which in "qk"
+_QK_NORM = (
+    _norm("self_attention.q_layernorm", "self_attn.q_norm", "head"),
+    _norm("self_attention.k_layernorm", "self_attn.k_norm", "head"),
 )
 _GATED_MLP = (
-    Rule(
-        _LAYER + "pre_mlp_layernorm.weight",
-        "hidden",
-        (HfWeight(_HF_LAYER + "post_attention_layernorm.weight", "hidden"),),
-        engine_name=_LAYER + "mlp.linear_fc1.layer_norm_weight",
-    ),
-    Rule(
-        _LAYER + "mlp.linear_fc1.weight",
+    _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden", fused_into="mlp.linear_fc1"),
+    _projection(
+        "mlp.linear_fc1",
         "gate_up hidden",
-        (
-            HfWeight(_HF_LAYER + "mlp.gate_proj.weight", "ffn hidden"),
-            HfWeight(_HF_LAYER + "mlp.up_proj.weight", "ffn hidden"),
-        ),
-        layout=GATE_UP,
-        split=TensorParallel.PAIRED_ROWS,
+        {"mlp.gate_proj": "ffn hidden", "mlp.up_proj": "ffn hidden"},
+        TensorParallel.PAIRED_ROWS,
+        GATE_UP,
     ),
-    Rule(
-        _LAYER + "mlp.linear_fc2.weight",
-        "hidden ffn",
-        (HfWeight(_HF_LAYER + "mlp.down_proj.weight", "hidden ffn"),),
-        split=TensorParallel.COLUMNS,
-    ),
+    _projection("mlp.linear_fc2", "hidden ffn", {"mlp.down_proj": "hidden ffn"}, TensorParallel.COLUMNS),
 )
 
 TABLES: Mapping[str, tuple[Rule, ...]] = {
