@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -83,6 +84,15 @@ def test_heads_without_groups_and_head_dim_left_out():
         ({"rope_scaling": {"type": "linear", "factor": 2}}, UnsupportedModelError, ["'linear'", "'llama3'"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, HfConfigError, ["low_freq_factor"]),
         ({"num_hidden_layers": None}, HfConfigError, ["num_hidden_layers", "integer"]),
+        ({"num_attention_heads": 0, "num_key_value_heads": None}, HfConfigError, ["num_attention_heads 0", "positive"]),
+        ({"num_key_value_heads": "2"}, HfConfigError, ["num_key_value_heads is '2'", "integer"]),
+        ({"num_key_value_heads": 0}, HfConfigError, ["num_query_groups 0", "positive"]),
+        ({"head_dim": 16.0}, HfConfigError, ["head_dim is 16.0", "integer"]),
+        ({"rms_norm_eps": "1e-5"}, HfConfigError, ["rms_norm_eps is '1e-5'", "number"]),
+        ({"rms_norm_eps": math.nan}, HfConfigError, ["norm_epsilon nan", "positive and finite"]),
+        ({"rope_theta": "1e4"}, HfConfigError, ["rope_theta is '1e4'", "number"]),
+        ({"rope_parameters": [1]}, HfConfigError, ["rotary settings are [1]", "object"]),
+        ({"rope_scaling": {**LLAMA3_SCALING, "factor": "8"}}, HfConfigError, ["factor is '8'", "llama3 rope scaling"]),
         ({"num_key_value_heads": 3}, HfConfigError, ["num_query_groups 3", "multiple"]),
         ({"vocab_size": 0}, HfConfigError, ["vocab_size 0", "positive"]),
     ],

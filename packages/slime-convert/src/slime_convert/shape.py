@@ -87,8 +87,8 @@ class ModelShape:
             raise UnsupportedModelError(_unknown_family(self.family, "this ModelShape"))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise HfConfigError(f"{field.name} {value} must be positive; correct the model's config")
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise HfConfigError(f"{field.name} {value} must be positive and finite; correct the model's config")
         if self.num_attention_heads % self.num_query_groups:
             raise HfConfigError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_query_groups "
@@ -107,7 +107,7 @@ class ModelShape:
             The shape.
 
         Raises:
-            HfConfigError: There is no ``config.json``, it is no JSON object, or a needed key is missing.
+            HfConfigError: There is no ``config.json``, it is no JSON object, or a key is missing or of a wrong type.
             UnsupportedModelError: The model type, or one of its settings, is not supported.
         """
         config, where = _read_config(source)
@@ -116,23 +116,22 @@ class ModelShape:
             raise UnsupportedModelError(_unknown_family(model_type, where))
         family = FAMILIES[model_type]
         _refuse_unsupported(config, where)
-        heads = _number(config, "num_attention_heads", where)
-        hidden_size = _number(config, "hidden_size", where)
-        rope = _rope_settings(config, where)
+        heads = _integer(config, "num_attention_heads", where)
+        hidden_size = _integer(config, "hidden_size", where)
         return cls(
             family=model_type,
-            num_layers=_number(config, "num_hidden_layers", where),
+            num_layers=_integer(config, "num_hidden_layers", where),
             hidden_size=hidden_size,
-            ffn_hidden_size=_number(config, "intermediate_size", where),
+            ffn_hidden_size=_integer(config, "intermediate_size", where),
             num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
-            kv_channels=config.get("head_dim") or family.head_dim or hidden_size // heads,
-            vocab_size=_number(config, "vocab_size", where),
-            max_position_embeddings=_number(config, "max_position_embeddings", where),
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            num_query_groups=_integer(config, "num_key_value_heads", where, default=heads),
+            kv_channels=_integer(config, "head_dim", where, default=family.head_dim or hidden_size // max(heads, 1)),
+            vocab_size=_integer(config, "vocab_size", where),
+            max_position_embeddings=_integer(config, "max_position_embeddings", where),
+            norm_epsilon=_number(config, "rms_norm_eps", where, default=1e-6),
             qk_layernorm=family.qk_layernorm,
             untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
-            **rope,
+            **_rope_settings(config, where),
         )
 
     def to_megatron_flags(self) -> list[str]:
@@ -321,11 +320,20 @@ def _unknown_family(model_type: Any, where: str) -> str:
     )
 
 
-def _number(config: Mapping[str, Any], key: str, where: str) -> int:
-    value = config.get(key)
+def _integer(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """An entry that must be an integer; ``null`` counts as left out."""
+    value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool):
         raise HfConfigError(f"{key} is {value!r} in {where}; it must be an integer; use the model's original config")
     return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """An entry that must be a number; ``null`` counts as left out."""
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise HfConfigError(f"{key} is {value!r} in {where}; it must be a number; use the model's original config")
+    return float(value)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
@@ -349,7 +357,10 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 def _rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The rotary fields of :class:`ModelShape`, from either place in which transformers has kept them."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not isinstance(settings, Mapping):
+        raise HfConfigError(
+            f"the rotary settings are {settings!r} in {where}; they must be an object; use the model's original config"
+        )
     kind = settings.get("rope_type") or settings.get("type") or "default"
     partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if kind not in ("default", "llama3") or partial != 1.0:
@@ -357,18 +368,15 @@ def _rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"rope_type {kind!r} with partial_rotary_factor {partial} of {where} is not supported; "
             "allowed: 'default' or 'llama3' with 1.0; convert a model without it"
         )
+    holder = config if settings.get("rope_theta") is None else settings
+    fields = {"rotary_base": _number(holder, "rope_theta", where, default=10000.0)}
     if kind == "default":
-        return {"rotary_base": float(theta)}
-    try:
-        return {
-            "rotary_base": float(theta),
-            "use_rope_scaling": True,
-            "rope_scaling_factor": float(settings["factor"]),
-            "rope_low_freq_factor": float(settings["low_freq_factor"]),
-            "rope_high_freq_factor": float(settings["high_freq_factor"]),
-            "rope_original_max_position_embeddings": int(settings["original_max_position_embeddings"]),
-        }
-    except KeyError as error:
-        raise HfConfigError(
-            f"the llama3 rope scaling of {where} has no {error}; use the model's original config"
-        ) from error
+        return fields
+    where = f"the llama3 rope scaling of {where}"
+    return fields | {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": _number(settings, "factor", where),
+        "rope_low_freq_factor": _number(settings, "low_freq_factor", where),
+        "rope_high_freq_factor": _number(settings, "high_freq_factor", where),
+        "rope_original_max_position_embeddings": _integer(settings, "original_max_position_embeddings", where),
+    }
