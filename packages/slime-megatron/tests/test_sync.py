@@ -29,3 +29,11 @@ def test_push_sends_the_hugging_face_weights(ranks, tiny_model, tiny_config, nam
     largest = max(value.nbytes for value in expected.values())
     assert all(size <= max(limit, largest) for size in sizes)
     assert all(other_events == [] for _, other_events, _ in others)
+
+
+def test_other_replicas_do_nothing(ranks, tiny_model, tiny_config):
+    model = tiny_model("qwen3")
+    ranks.start(2, tiny_config(load=model.checkpoint), model.shape)
+    (report, events, _), (idle, no_events, _) = ranks.call("push", 1)
+    assert report.tensors == len(model.hf.state_dict()) and events[0] == ("begin", 1)
+    assert (idle.version, idle.tensors, idle.bytes, no_events) == (1, 0, 0, [])

@@ -23,7 +23,8 @@ def push_weights(
 ) -> SyncReport:
     """Gather every weight over the tensor-parallel ranks and send it from rank 0, bucket by bucket.
 
-    Every rank calls this; only rank 0 uses ``channel``.
+    Every rank calls this. Those of rank 0's model gather, only rank 0 uses ``channel``, and the other data-parallel
+    replicas, which have the same weights, do nothing.
 
     Args:
         model: The model whose weights are sent.
@@ -31,7 +32,12 @@ def push_weights(
         channel: The sending end.
         version: The weight version that the engines confirm.
         buffer_size: Most bytes of a bucket; a larger tensor makes a bucket of its own.
+
+    Returns:
+        What was sent; nothing, on the other replicas.
     """
+    if parallel_state.get_data_parallel_rank() != 0:
+        return SyncReport(version=version, tensors=0, bytes=0, seconds=0.0)
     start = time.perf_counter()
     sends = dist.get_rank() == 0
     tensors = total = 0
@@ -48,7 +54,7 @@ def push_weights(
 
 
 def full_weights(model: PackedGPT, shape: ModelShape) -> Iterator[NamedTensor]:
-    """Every weight, whole and under its Hugging Face name. All ranks must go through it together."""
+    """Every weight, whole and under its Hugging Face name. The tensor-parallel ranks must go through it together."""
     weight_map = WeightMap(shape)
     group = parallel_state.get_tensor_model_parallel_group()
     for name, param in model.named_parameters():

@@ -70,7 +70,7 @@ class MegatronWorker:
         return self.trainer.log_probs(shard)
 
     def push_weights(self, channel: WeightChannel, version: int) -> SyncReport:
-        """Send the current weights through ``channel``. All ranks gather; rank 0 sends."""
+        """Send the current weights through ``channel``: all ranks call it, rank 0 sends."""
         return self.trainer.push_weights(channel, version)
 
     def save(self, iteration: int) -> str:

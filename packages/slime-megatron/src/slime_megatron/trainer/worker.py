@@ -130,7 +130,7 @@ class RankTrainer:
         return result
 
     def push_weights(self, channel: WeightChannel, version: int) -> SyncReport:
-        """Send the current weights through ``channel``. All ranks gather; rank 0 sends."""
+        """Send the current weights through ``channel``: all ranks call it, rank 0 sends."""
         return sync.push_weights(self.model, self.shape, channel, version, self.config.update_weight_buffer_size)
 
     def save(self, iteration: int) -> str:
