@@ -36,5 +36,7 @@ def test_killed_run_continues_with_the_losses_of_one_that_was_never_stopped(llam
     assert "continu" in text
     for name in ("train/loss", "train/grad_norm"):
         assert [row[name] for row in got] == [row[name] for row in expected]
+    versions = [(row["rollout/weight_version/min"], row["rollout/weight_version/max"]) for row in rows(cut, "rollout")]
+    assert versions == [(rollout_id, rollout_id) for rollout_id in range(ROLLOUTS)]
     rewards = [[row["rollout/raw_reward"] for row in rows(work, "rollout")] for work in (whole, cut)]
     assert rewards[0] == rewards[1]

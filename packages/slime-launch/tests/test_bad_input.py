@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 CLI = [sys.executable, "-m", "slime_launch.cli", "train"]
@@ -19,14 +23,26 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     }
 
 
+def processes_with(mark: str) -> list[psutil.Process]:
+    """What was started with a value in its environment and still runs, wherever it hangs; this process left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("SLIME_TEST_MARK") == mark:
+                found.append(process)
+    return found
+
+
 @pytest.fixture
-def refused(workspace, to_words):
+def refused(workspace, to_words, monkeypatch):
     """Run a command that must be refused; gives its one line."""
 
     def run(flags: dict[str, str | None]) -> str:
-        before = snapshot(workspace)
+        before, mark = snapshot(workspace), uuid.uuid4().hex
+        monkeypatch.setenv("SLIME_TEST_MARK", mark)
         done = subprocess.run([*CLI, *to_words(flags)], capture_output=True, text=True, timeout=60, cwd=workspace)
         assert done.returncode == 2, (done.stdout, done.stderr)
+        assert processes_with(mark) == []
         assert done.stdout == ""
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1, done.stderr
@@ -151,6 +167,13 @@ def test_no_room_for_engines(refused, flags):
 def test_micro_batch_that_does_not_divide(refused, flags):
     flags["--micro-batch-size"] = "3"
     assert "--micro-batch-size 3" in refused(flags)
+
+
+def test_tensor_parallel_ranks_that_do_not_divide_the_model(refused, flags):
+    flags |= {"--tensor-model-parallel-size": "4", "--actor-num-gpus-per-node": "4"}
+    assert "--tensor-model-parallel-size 4 does not divide the model's num_query_groups 2; allowed: 1, 2" in refused(
+        flags
+    )
 
 
 def test_save_that_holds_another_run(refused, flags, workspace):

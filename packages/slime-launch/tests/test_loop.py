@@ -169,7 +169,7 @@ def launch(clock, flags, to_words, monkeypatch):
     monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: True)
     monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path: path.write_text("a picture"))
 
-    def run(home: Path, rollouts: int = 4) -> bool:
+    def run(home: Path, rollouts: int = 4, *, driver: bool = False) -> bool:
         home.mkdir(exist_ok=True)
         flags.update(
             {"--save": str(home / "save"), "--output-dir": str(home / "out"), "--num-rollout": str(rollouts)}
@@ -190,6 +190,8 @@ def launch(clock, flags, to_words, monkeypatch):
                 return Trainers(clock, home / "save", resume_from), Rollout(clock)
 
         monkeypatch.setattr(slime_launch.run, "Startup", Startup)
+        if driver:
+            return slime_launch.run.run(to_words(flags), Watch()) == 0
         (home / "out").mkdir(exist_ok=True)
         slime_launch.run.drive(checked, home / "out", RunConsole(io.StringIO()), Watch())
         return True
@@ -228,6 +230,8 @@ def test_killed_anywhere_it_ends_the_same(clock, launch, tmp_path):
         with pytest.raises(Killed, match=point):
             launch(home)
         written = RolloutStore(home / "save" / "rollouts").ids()
+        if point.startswith("train "):
+            assert int(point.split()[1]) in written
         clock.names, clock.deadly = [], None
         launch(home)
         assert outcome(home) == expected, f"killed at {place}: {point}"
@@ -258,6 +262,15 @@ def test_a_longer_run_continues_a_finished_one(clock, launch, tmp_path):
     assert json.loads((tmp_path / "parts" / "out" / "report.json").read_text())["rollouts"] == 2
     launch(tmp_path / "parts", 4)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_file_that_cannot_be_written_is_one_line(launch, tmp_path, capsys):
+    (tmp_path / "home" / "save").mkdir(parents=True)
+    (tmp_path / "home" / "save" / "rollouts").write_text("in the way")
+    assert not launch(tmp_path / "home", driver=True)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("slime-launch: a file of the run can't be written or read: ")
+    assert "save/rollouts" in line
 
 
 def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_path):

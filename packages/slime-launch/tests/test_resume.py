@@ -2,8 +2,8 @@ import pytest
 
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.errors import ManifestError
-from slime_launch.flags.command import parse_train
-from slime_launch.resume import RunState, changed_flags, find_run
+from slime_launch.flags.command import command, parse_train
+from slime_launch.resume import FREE_FLAGS, RunState, changed_flags, find_run
 from slime_launch.weights import StartWeights
 
 WEIGHTS = StartWeights(load="dist/release", ref_load="dist/release")
@@ -117,6 +117,11 @@ def test_rollouts_without_a_manifest_are_refused(settings, workspace):
     (workspace / "save" / "manifest.json").unlink()
     with pytest.raises(ManifestError, match=r"whose manifest.json is gone"):
         find_run(settings())
+
+
+def test_every_free_flag_exists():
+    groups, _ = command([])
+    assert {spec.dest for group in groups for spec in group.flags} >= FREE_FLAGS
 
 
 def test_flags_that_came_or_went_are_differences():

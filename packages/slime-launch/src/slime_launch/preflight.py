@@ -29,14 +29,12 @@ class Checked:
         shape: The model's shape.
         manifest: The run in ``--save`` that it continues, if there is one.
         weights: The weights that the run begins with.
-        prompts: Rows per prompt file.
     """
 
     settings: Settings
     shape: ModelShape
     manifest: Manifest | None
     weights: StartWeights
-    prompts: dict[str, int]
 
 
 def preflight(settings: Settings) -> Checked:
@@ -49,7 +47,8 @@ def preflight(settings: Settings) -> Checked:
     check_settings(settings)
     check_hf_directory(Path(settings.rollout.hf_checkpoint))
     shape = check_shape(settings)
-    prompts = check_prompt_data(settings.rollout)
+    settings.megatron.check_fits(shape)
+    check_prompt_data(settings.rollout)
     manifest = find_run(settings)
     weights = start_weights(settings, manifest)
     for flag, directory in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
@@ -62,7 +61,7 @@ def preflight(settings: Settings) -> Checked:
             f"SGLang is not installed in {settings.engine.python}; name the interpreter that has "
             "it with --engine-python"
         )
-    return Checked(settings=settings, shape=shape, manifest=manifest, weights=weights, prompts=prompts)
+    return Checked(settings=settings, shape=shape, manifest=manifest, weights=weights)
 
 
 def check_hf_directory(directory: Path) -> None:

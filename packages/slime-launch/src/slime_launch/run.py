@@ -53,6 +53,9 @@ def run(argv: Sequence[str], watch: Watch) -> int:
     except (SlimeError, ConvertError) as error:
         print(f"slime-launch: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a directory that was taken away
+        print(f"slime-launch: a file of the run can't be written or read: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -14,6 +14,7 @@ from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 
+MEGATRON_NOTE = "Megatron's own names, where Megatron has the flag."
 SHAPE_NOTE = "Megatron's own names. What is not given is taken from --hf-checkpoint; what is given must agree with it."
 SGLANG_NOTE = (
     "Every flag of the installed SGLang with --sglang- in front, such as --sglang-mem-fraction-static 0.8.\n"
@@ -31,7 +32,7 @@ def train_groups() -> list[FlagGroup]:
         FlagGroup("prompts, sampling and rewards", rollout),
         FlagGroup("evaluation", evaluation + run_evaluation),
         FlagGroup("algorithm", _all(AlgorithmConfig)),
-        FlagGroup("Megatron: training", _all(MegatronConfig), "Megatron's own names."),
+        FlagGroup("Megatron: training", _all(MegatronConfig), MEGATRON_NOTE),
         FlagGroup("Megatron: model shape", tuple(_shape_spec(flag) for flag in SHAPE_FLAGS), SHAPE_NOTE),
         FlagGroup("SGLang: engines and router", _all(EngineConfig)),
     ]
