@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from slime_rollout.supervise import Supervised, SupervisionError
+from slime_rollout.supervise import Supervised, SupervisionError, reaper
 
 GRACE = 1.0
 START = "from slime_rollout.supervise import Supervised\ns = Supervised.start(command, grace=1.0)\n"
@@ -91,6 +92,55 @@ def test_child_forked_in_c_does_not_keep_the_tree_alive(marked):
         starter.kill()
         marked.wait_until(lambda: not marked.pids("\0stubborn"), 6.0, "end of the tree before the forked child")
     marked.wait_gone()
+
+
+# Opens the files named by its arguments, says so, and goes on.
+OPEN = """
+import sys, time
+files = [open(name) for name in sys.argv[1:]]
+open(sys.argv[1] + ".opened", "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files to remove, if they are open; the second and the third one are not, or of another name."""
+    paths = [tmp_path / name for name in ("loads_own", "loads_others", "other")]
+    for path in paths:
+        path.touch()
+    return paths
+
+
+@pytest.fixture
+def opener(files, marked):
+    """Starts a command that has the first and the last file open."""
+    own, _, other = files
+    command = [sys.executable, "-c", OPEN, str(own), str(other), marked.mark]
+    Path(marked.mark).touch()
+    with Supervised.start(command, grace=GRACE, remove_files=str(own.with_name("loads_"))) as supervised:
+        marked.wait_until(own.with_name("loads_own.opened").exists, 20.0, "opening of the files")
+        yield supervised
+
+
+def end_by_stop(supervised, marked):
+    supervised.stop()
+
+
+def end_by_sigkill_of_the_command(supervised, marked):
+    """The supervisor looks once a second, so it has seen the files by then."""
+    time.sleep(2.0)
+    (command,) = reaper.descendants(supervised.pid)
+    reaper.send_signal(command, signal.SIGKILL)
+    supervised.wait(20)
+
+
+@pytest.mark.parametrize("end", [end_by_stop, end_by_sigkill_of_the_command])
+def test_files_that_the_tree_leaves_are_removed_and_no_others(files, opener, marked, end):
+    own, others, other = files
+    assert own.exists()
+    end(opener, marked)
+    assert (own.exists(), others.exists(), other.exists()) == (False, True, True)
 
 
 def test_log_tail_exit_code_and_environment(tmp_path):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from slime_rollout.engine.config import EngineConfig, SglangValue
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
+from slime_rollout.engine.interpreter import find_package
 from slime_rollout.engine.ports import check_port_free
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
@@ -24,6 +24,8 @@ CPU_KV_TOKENS = 32768
 CPU_RUNNING_REQUESTS = 128
 CPU_PREFILL_TOKENS = 512
 FIRST_WEIGHT_VERSION = 0
+# A server's processes tell each other their load in a file that begins so. SGLang never removes it.
+LOAD_FILES = "/dev/shm/sglang_loads_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,7 @@ class SGLangServer:
             env=server_environment(config, spec),
             log_path=log_path,
             grace=GRACE_SECONDS,
+            remove_files=LOAD_FILES,
         )
         return cls(process, spec)
 
@@ -180,8 +183,11 @@ class SGLangServer:
         """Process id of the server's supervisor."""
         return self._process.pid
 
-    def is_ready(self) -> bool:
+    def is_ready(self, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
         """Whether it answers requests now.
+
+        Args:
+            timeout: How long to wait for the answer, in seconds.
 
         Raises:
             EngineStartError: It ended before it ever answered.
@@ -189,7 +195,7 @@ class SGLangServer:
         """
         self.check()
         try:
-            call("GET", f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS)
+            call("GET", f"{self.url}/health", timeout=timeout)
         except HttpError:
             return False
         self._was_ready = True
@@ -223,6 +229,5 @@ class SGLangServer:
 
 
 def importable_in(python: str, module: str) -> bool:
-    """Whether an interpreter can find a module. The module is not imported."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
+    """Whether an interpreter can find a package. The package is not imported."""
+    return find_package(python, module) is not None

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import SglangValue
+from slime_rollout.engine.interpreter import find_package
 
 # Flags that slime sets itself, and what to use instead.
 CONTROLLED: Mapping[str, str] = {
@@ -97,18 +97,13 @@ def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, Sglan
 
 
 def _package_directory(python: str) -> Path:
-    code = "import importlib.util as u; s = u.find_spec('sglang'); print(s.origin if s else '')"
-    # -S would be faster still, but then virtual environments and editable installs are not found.
-    result = subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False
-    )
-    origin = result.stdout.strip()
-    if result.returncode != 0 or not origin:
+    directory = find_package(python, "sglang")
+    if directory is None:
         raise ConfigError(
             f"SGLang is not installed in {python}; install it there, or name the interpreter that has it with "
             "--engine-python"
         )
-    return Path(origin).parent
+    return directory
 
 
 def _files_with_flags(srt: Path) -> Iterator[Path]:

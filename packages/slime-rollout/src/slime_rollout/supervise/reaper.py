@@ -81,6 +81,16 @@ def descendants(root: int) -> list[Process]:
     return order
 
 
+def open_files(pid: int) -> list[str]:
+    """Paths of a process's open files; none if it has just ended."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):  # closed meanwhile
+                paths.append(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115
+    return paths
+
+
 def send_signal(process: Process, signum: int) -> None:
     """Send a signal to this very process, never to a later one that got its pid."""
     try:
@@ -122,11 +132,15 @@ def end_descendants(grace: float, *, reap: Callable[[], object], hurry: Callable
 class Supervisor:
     """Runs one command; ends it, and all that it started, when asked to or when the parent is gone."""
 
-    def __init__(self, command: list[str], *, pipe_fd: int, parent: int, grace: float) -> None:
+    def __init__(
+        self, command: list[str], *, pipe_fd: int, parent: int, grace: float, remove_files: str | None = None
+    ) -> None:
         self.command = command
         self.pipe_fd = pipe_fd
         self.parent = parent
         self.grace = grace
+        self.remove_files = remove_files
+        self.files: set[str] = set()
         self.signals: list[int] = []
         self.exit_code: int | None = None
         self.child = 0
@@ -145,9 +159,13 @@ class Supervisor:
             print(f"cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
             return 127
         self._wait(wakeup)
+        self._note_files()
         if self.exit_code is None:
             self._ask_command_to_end()
         end_descendants(self.grace, reap=self._reap, hurry=self._hurry)
+        for path in self.files:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
         return self.exit_code if self.exit_code is not None else 1
 
     def _install_signals(self) -> int:
@@ -175,11 +193,19 @@ class Supervisor:
             self._reap()
             if self.exit_code is not None or self.signals or os.getppid() != self.parent:
                 return
+            if not self.files:  # known before the end, for a process that is killed has no open files any more
+                self._note_files()
             ready, _, _ = select.select([self.pipe_fd, wakeup], [], [], PARENT_CHECK_SECONDS)
             if wakeup in ready:
                 os.read(wakeup, 4096)
             if self.pipe_fd in ready and not os.read(self.pipe_fd, 4096):
                 return
+
+    def _note_files(self) -> None:
+        """Remember the files to remove that the tree has open now."""
+        if self.remove_files is not None:
+            paths = (path for process in descendants(os.getpid()) for path in open_files(process.pid))
+            self.files.update(path for path in paths if path.startswith(self.remove_files))
 
     def _ask_command_to_end(self) -> None:
         """Let the command close its own children in order before everybody gets a signal."""
@@ -212,8 +238,11 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("command", nargs="+")
+    parser.add_argument("--remove-files")
     args = parser.parse_args()
-    return Supervisor(args.command, pipe_fd=args.pipe_fd, parent=args.parent, grace=args.grace).run()
+    return Supervisor(
+        args.command, pipe_fd=args.pipe_fd, parent=args.parent, grace=args.grace, remove_files=args.remove_files
+    ).run()
 
 
 if __name__ == "__main__":

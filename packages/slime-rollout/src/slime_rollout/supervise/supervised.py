@@ -51,6 +51,7 @@ class Supervised:
         cwd: Path | None = None,
         grace: float = 5.0,
         stdin: int | None = subprocess.DEVNULL,
+        remove_files: str | None = None,
     ) -> Supervised:
         """Start ``command`` in a session of its own.
 
@@ -61,6 +62,8 @@ class Supervised:
             cwd: Its working directory.
             grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
             stdin: As in :class:`subprocess.Popen`.
+            remove_files: Beginning of paths. A file of such a path that the tree has open, and nobody else's, is
+                removed when the tree has ended.
 
         Raises:
             SupervisionError: The log file or the working directory cannot be used.
@@ -69,11 +72,12 @@ class Supervised:
         pipe = io.FileIO(write_end, "w")
         _closed_in_forked_children().add(pipe)
         supervisor = [sys.executable, "-I", "-S", reaper.__file__]
-        supervisor += ["--pipe-fd", str(read_end), "--parent", str(os.getpid()), "--grace", str(grace), "--"]
+        supervisor += ["--pipe-fd", str(read_end), "--parent", str(os.getpid()), "--grace", str(grace)]
+        supervisor += ["--remove-files", remove_files] if remove_files else []
         try:
             with _output(log_path) as output:
                 process = subprocess.Popen(
-                    [*supervisor, *command],
+                    [*supervisor, "--", *command],
                     env=env,
                     cwd=cwd,
                     stdin=stdin,
