@@ -1,14 +1,22 @@
+import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import slime_convert.gguf
 from slime_convert import ModelShape
 from slime_convert.cli import main
 from slime_convert.convert import hf_to_torch_dist
+from slime_convert.errors import CheckpointError, HfConfigError
+from slime_convert.hf import HfReader
+from slime_convert.torch_dist import TorchDistReader
 
 COMMAND = Path(sys.executable).with_name("slime-convert")
 
@@ -34,30 +42,116 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_termination_leaves_nothing(one_origin, tmp_path):
-    """SIGTERM arrives while weights are written."""
-    slow = (
-        "import slime_convert.convert as c, slime_convert.cli as cli, sys, time\n"
-        "load = c.HfReader.load\n"
-        "def wait(self, name):\n"
-        "    print('loading', flush=True); time.sleep(60); return load(self, name)\n"
-        "c.HfReader.load = wait\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    words = ["hf-to-torch-dist", "--hf-checkpoint", one_origin, "--save", tmp_path / "td"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+FORK = multiprocessing.get_context("fork")  # a fresh process would import torch for seconds
+
+
+def wait_at_the_first_weight(words, ready):
+    def wait(*_, **__):
+        ready.set()
+        time.sleep(60)
+
+    HfReader.load = TorchDistReader.load = slime_convert.gguf._load = wait
+    sys.exit(main(words))
+
+
+@contextmanager
+def under_way(words):
+    """A process that has made its output directory and is about to fill it."""
+    ready = FORK.Event()
+    process = FORK.Process(target=wait_at_the_first_weight, args=([str(word) for word in words], ready))
+    process.start()
     try:
-        assert process.stdout.readline() == "loading\n"
-        assert any(tmp_path.iterdir())
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=30)
+        assert ready.wait(30)
+        yield process
     finally:
         process.kill()
-        process.wait()
-    assert process.returncode == 130 and told == "slime-convert: interrupted; nothing was written\n"
+        process.join(30)
+
+
+@pytest.fixture(scope="module")
+def commands(one_origin, tmp_path_factory):
+    """The words of each command but its output, and the flag that names the output."""
+    inputs = tmp_path_factory.mktemp("inputs")
+    hf_to_torch_dist(one_origin, inputs / "td")
+    (inputs / "a.gguf").touch()
+    return {
+        "gguf-to-hf": (["gguf-to-hf", "--gguf", inputs / "a.gguf"], "--save"),
+        "hf-to-torch-dist": (["hf-to-torch-dist", "--hf-checkpoint", one_origin], "--save"),
+        "torch-dist-to-hf": (
+            ["torch-dist-to-hf", "--input-dir", inputs / "td", "--origin-hf-dir", one_origin],
+            "--output-dir",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [
+        ("gguf-to-hf", signal.SIGTERM),
+        ("hf-to-torch-dist", signal.SIGINT),
+        ("torch-dist-to-hf", signal.SIGHUP),
+    ],
+)
+def test_a_stop_leaves_nothing(commands, tmp_path, capfd, name, stop):
+    words, output = commands[name]
+    with under_way([*words, output, tmp_path / "out"]) as process:
+        assert [path.name.startswith(".out.partial-") for path in tmp_path.iterdir()] == [True]
+        os.kill(process.pid, stop)
+        process.join(30)
+        assert process.exitcode == 130
+    assert capfd.readouterr().err == "slime-convert: interrupted; nothing is left half-written\n"
     assert not any(tmp_path.iterdir())
+
+
+def test_a_second_interrupt_does_not_stop_the_tidying_up(tmp_path, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def interrupted_again(path, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted_again)
+    monkeypatch.setattr("slime_convert.gguf._load", lambda *_: signal.raise_signal(signal.SIGTERM))
+    (tmp_path / "a.gguf").touch()
+    assert main(["gguf-to-hf", "--gguf", str(tmp_path), "--save", str(tmp_path / "out" / "hf")]) == 130
+    assert not any((tmp_path / "out").iterdir())
+    with pytest.raises(KeyboardInterrupt):  # the caller's own handling is back
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_after_a_kill_the_same_command_works(one_origin, commands, tmp_path):
+    """SIGKILL leaves a hidden directory that is taken for no checkpoint; the output is as it was."""
+    words, output = commands["hf-to-torch-dist"]
+    words, out = [*words, output, tmp_path / "out"], tmp_path / "out"
+    with under_way(words) as process:
+        process.kill()
+    (partial,) = tmp_path.iterdir()
+    assert partial.name.startswith(".out.partial-")
+    for no_checkpoint in (partial, partial / "release"):
+        with pytest.raises(CheckpointError, match="no torch_dist checkpoint"):
+            TorchDistReader(no_checkpoint)
+    assert main([str(word) for word in words]) == 0
+    before = (out / "release" / ".metadata").read_bytes()
+    with under_way([*words, "--force"]) as process:
+        process.kill()
+    assert (out / "release" / ".metadata").read_bytes() == before
+    assert main([*map(str, words), "--force"]) == 0
+    back, back_output = commands["torch-dist-to-hf"]
+    with under_way([*back, back_output, tmp_path / "hf"]) as process:
+        process.kill()
+    (partial,) = tmp_path.glob(".hf.partial-*")
+    with pytest.raises(HfConfigError, match=r"cannot read .*config\.json"):
+        ModelShape.from_hf_config(partial)
+    assert main([*map(str, back), back_output, str(tmp_path / "hf")]) == 0
+
+
+def test_the_likely_mistakes_are_told_before_torch_is_imported(one_origin, tmp_path):
+    code = (
+        "import sys; from slime_convert.cli import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    )
+    words = ["hf-to-torch-dist", "--hf-checkpoint", one_origin, "--save", tmp_path / "td", "--num-layers", "9"]
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "2 False\n" and "--num-layers 9" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -66,15 +160,20 @@ def test_termination_leaves_nothing(one_origin, tmp_path):
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
         (["hf-to-torch-dist", "--save", "x"], "required: --hf-checkpoint"),
-        (["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--num-layer", "2"], "--num-layer"),
+        (
+            ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--num-layer", "2"],
+            "unrecognized arguments: --num-layer 2; did you mean --num-layers?",
+        ),
+        (["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--zzzz=1"], "arguments: --zzzz=1; see"),
         (
             ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--num-layers", "two"],
             "invalid int value: 'two'",
         ),
         (
             ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--make-vocab-size-divisible-by", "0"],
-            "0 must be at least 1",
+            "'0' must be a whole number of 1 or more",
         ),
+        (["torch-dist-to-hf", "--max-shard-gib", "many"], "'many' must be a whole number of 1 or more"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(capsys, words, told):

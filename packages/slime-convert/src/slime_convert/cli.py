@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from slime_convert.errors import ConvertError
@@ -22,20 +24,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 after a user's mistake, which is told in one line on stderr.
     """
-    # A terminated conversion tidies up like an interrupted one.
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        args = _parser().parse_args(argv)
-        args.run(args)
+        with _stopping_by_signal():
+            args, unknown = _parser().parse_known_args(argv)
+            if unknown:
+                args.parser.refuse(unknown)
+            args.run(args)
     except ConvertError as error:
         _say(f"slime-convert: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("slime-convert: interrupted; nothing was written")
+        _say("slime-convert: interrupted; nothing is left half-written")
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+@contextmanager
+def _stopping_by_signal() -> Iterator[None]:
+    """A conversion that is terminated, or whose terminal is closed, tidies up like an interrupted one."""
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A signal that the caller has switched off, as nohup does, stays off.
+    before = {stop: old for stop in stops if (old := signal.getsignal(stop)) is not signal.SIG_IGN}
+
+    def interrupt(signum: int, frame: Any) -> NoReturn:
+        # An impatient second one must not cut the tidying up short.
+        for stop in before:
+            signal.signal(stop, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for stop in before:
+        signal.signal(stop, interrupt)
+    try:
+        yield
+    finally:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +67,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line on stderr, exit code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Tell words that mean nothing here, and what the first was probably meant to be."""
+        nearest = difflib.get_close_matches(words[0].partition("=")[0], self._option_string_actions, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add(commands: Any, name: str, run: Any, help_: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--force", action="store_true", help="replace an earlier output")
     return parser
 
@@ -108,10 +137,9 @@ def _add_torch_dist_to_hf(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return int(text)
 
 
 def _gguf_to_hf(args: argparse.Namespace) -> None:
@@ -165,8 +193,6 @@ def _terminal_progress() -> OnProgress:
 
 
 def _say(line: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")  # where the progress may stand
     sys.stderr.write(" ".join(line.split()) + "\n")
-
-
-def _interrupt(signum: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
