@@ -49,7 +49,7 @@ def main() -> None:
                 advantages_T=torch.cat([grpo_advantages(s.reward, s.response_length) for s in samples]),
                 weights_T=token_weights(masks, global_samples=step.global_samples, global_tokens=step.global_tokens),
             )
-            torch.autograd.backward(loss)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         print(f"rollout {rollout_id}: mean reward {rollout_metrics(batch.samples)['raw_reward']:.2f}")

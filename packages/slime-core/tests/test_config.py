@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 
@@ -11,9 +12,12 @@ from slime_core.errors import ConfigError, SlimeError
     [
         ({"advantage_estimator": "grop"}, "--advantage-estimator grop is unknown; allowed: grpo"),
         ({"kl_loss_type": "k9"}, "--kl-loss-type k9 is unknown; allowed: k1, k2, k3, low_var_kl"),
-        ({"eps_clip": -0.1}, "--eps-clip -0.1 is negative"),
-        ({"eps_clip_high": -1.0}, "--eps-clip-high -1.0 is negative"),
-        ({"kl_loss_coef": -1e-3}, "--kl-loss-coef -0.001 is negative"),
+        ({"eps_clip": -0.1}, "--eps-clip -0.1 must be a finite number, 0 or more"),
+        ({"eps_clip_high": -1.0}, "--eps-clip-high -1.0 must be a finite number, 0 or more"),
+        ({"kl_loss_coef": -1e-3}, "--kl-loss-coef -0.001 must be a finite number, 0 or more"),
+        ({"kl_loss_coef": math.nan}, "--kl-loss-coef nan must be a finite number, 0 or more"),
+        ({"eps_clip": math.inf}, "--eps-clip inf must be a finite number, 0 or more"),
+        ({"entropy_coef": math.nan}, "--entropy-coef nan must be a finite number"),
     ],
 )
 def test_bad_values(values, message):

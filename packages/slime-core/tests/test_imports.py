@@ -6,10 +6,12 @@ import pytest
 TORCH_FREE = [
     "slime_core",
     "slime_core.config",
+    "slime_core.errors",
     "slime_core.flags",
     "slime_core.hooks",
     "slime_core.interfaces",
     "slime_core.metrics",
+    "slime_core.packing",
     "slime_core.rewards",
     "slime_core.schedule",
     "slime_core.types",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from slime_core.errors import ConfigError
@@ -46,8 +47,10 @@ class AlgorithmConfig:
             raise ConfigError(f"--kl-loss-type {self.kl_loss_type} is unknown; allowed: {', '.join(KL_LOSS_TYPES)}")
         for name in ("eps_clip", "eps_clip_high", "kl_loss_coef"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {value} is negative; give 0 or more")
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {value} must be a finite number, 0 or more")
+        if not math.isfinite(self.entropy_coef):
+            raise ConfigError(f"--entropy-coef {self.entropy_coef} must be a finite number")
 
     @property
     def clip_high(self) -> float:

@@ -110,6 +110,14 @@ def test_only_the_logits_themselves_are_kept_for_backward():
     assert {tensor.data_ptr() for tensor in large} == {logits.data_ptr()}
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_token_ids_of_any_integer_type(dtype):
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 6, 3])
+    expected, _ = log_probs_and_entropy(logits, targets)
+    assert log_probs_and_entropy(logits, targets.to(dtype))[0].equal(expected)
+
+
 def test_without_entropy_there_is_none():
     assert log_probs_and_entropy(torch.zeros(1, 2), torch.tensor([1]))[1] is None
 

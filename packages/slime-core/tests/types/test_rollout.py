@@ -54,3 +54,18 @@ def test_a_truncated_or_foreign_file_is_refused():
         RolloutBatch.from_jsonl("\n".join([foreign, *rest]))
     with pytest.raises(DataError, match="not JSON"):
         RolloutBatch.from_jsonl(text[:-20])
+
+
+@pytest.mark.parametrize("key", ["rollout_id", "group_sizes", "source_state", "metrics", "seconds"])
+def test_a_head_that_lacks_an_entry_is_refused(key):
+    head, *rest = make_batch([1]).to_jsonl().splitlines()
+    lacking = {name: value for name, value in json.loads(head).items() if name != key}
+    with pytest.raises(DataError, match=f"missing or of a wrong type .*{key}.*; generate that rollout again"):
+        RolloutBatch.from_jsonl("\n".join([json.dumps(lacking), *rest]))
+
+
+@pytest.mark.parametrize("damage", [{"tokens": None}, {"loss_mask": 1}, {"response_length": "2"}])
+def test_a_sample_with_an_entry_of_a_wrong_type_is_refused(damage):
+    head, row = make_batch([1]).to_jsonl().splitlines()
+    with pytest.raises(DataError, match="missing or of a wrong type"):
+        RolloutBatch.from_jsonl("\n".join([head, json.dumps(json.loads(row) | damage)]))

@@ -74,7 +74,7 @@ def log_probs_and_entropy(
         elements = _CHUNK_ELEMENTS.get(logits_TV.device.type, _CHUNK_ELEMENTS["cuda"])
         chunk_size = max(1, elements // max(logits_TV.shape[1], 1))
     log_probs_T, entropy_T = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits_TV, targets_T - shard.first, shard.columns, temperature, group, with_entropy, chunk_size
+        logits_TV, targets_T.long() - shard.first, shard.columns, temperature, group, with_entropy, chunk_size
     )
     return log_probs_T.masked_fill(~valid_T, torch.nan), entropy_T if with_entropy else None
 

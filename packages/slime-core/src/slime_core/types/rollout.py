@@ -52,25 +52,30 @@ class RolloutBatch:
         """The reverse of :meth:`to_jsonl`.
 
         Raises:
-            DataError: The text is cut off, is of another format version, or has fewer or more samples than its head
-                says.
+            DataError: The text is cut off, is of another format version, lacks an entry, or has fewer or more samples
+                than its head says.
         """
         if not text:
             raise DataError("a rollout file is empty; delete it and generate that rollout again")
         head, *rows = [_parse(line, number) for number, line in enumerate(text.splitlines(), start=1)]
         if head.get("format_version") != FORMAT_VERSION:
             raise DataError(f"rollout format_version {head.get('format_version')!r}; this slime reads {FORMAT_VERSION}")
-        sizes = head["group_sizes"]
-        if len(rows) != sum(sizes):
-            raise DataError(f"rollout {head['rollout_id']}: {len(rows)} samples, its head says {sum(sizes)}")
-        samples = iter([Sample.from_dict(row) for row in rows])
-        return cls(
-            rollout_id=head["rollout_id"],
-            groups=[[next(samples) for _ in range(size)] for size in sizes],
-            source_state=head["source_state"],
-            metrics=head["metrics"],
-            seconds=head["seconds"],
-        )
+        try:
+            sizes = head["group_sizes"]
+            if len(rows) != sum(sizes):
+                raise DataError(f"rollout {head['rollout_id']}: {len(rows)} samples, its head says {sum(sizes)}")
+            samples = iter([Sample.from_dict(row) for row in rows])
+            return cls(
+                rollout_id=head["rollout_id"],
+                groups=[[next(samples) for _ in range(size)] for size in sizes],
+                source_state=head["source_state"],
+                metrics=head["metrics"],
+                seconds=head["seconds"],
+            )
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"an entry of a rollout file is missing or of a wrong type ({error!r}); generate that rollout again"
+            ) from error
 
 
 def _parse(line: str, number: int) -> dict[str, Any]:
