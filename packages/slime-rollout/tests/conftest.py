@@ -1,9 +1,11 @@
-"""A small trained tokenizer, prompt files, and an HTTP server whose answers a test scripts."""
+"""A small trained tokenizer and model, prompt files, the engines' interpreter, and a scripted HTTP server."""
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -33,6 +35,60 @@ def tokenizer_dir(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tokenizer_dir, tmp_path_factory):
+    """A tiny random Qwen3 in fp32, with a tokenizer that was really trained.
+
+    Its generation_config.json asks for sampling that is far from plain: nothing may follow it.
+    """
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("tiny")
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(directory)
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    network = Qwen3ForCausalLM(shape)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.2)
+    network.save_pretrained(directory)
+    wishes = {"do_sample": True, "temperature": 0.3, "top_k": 5, "top_p": 0.5, "repetition_penalty": 1.5}
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **wishes}))
+    return str(directory)
+
+
+def find_engine_python(given, usual):
+    """The interpreter that has SGLang: the one that was named, which then must be there, or else the usual one."""
+    if given:
+        if not os.access(given, os.X_OK):
+            pytest.fail(f"SLIME_ENGINE_PYTHON names {given}, which is no program; build it or unset it", pytrace=False)
+        return given
+    if not usual.exists():
+        pytest.skip(f"no engine interpreter at {usual}; name one that has SGLang in SLIME_ENGINE_PYTHON")
+    return str(usual)
+
+
+@pytest.fixture(scope="session")
+def engine_python():
+    return find_engine_python(
+        os.environ.get("SLIME_ENGINE_PYTHON"), Path(__file__).parents[3] / ".venv-engine/bin/python"
+    )
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
 import urllib.request
-from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from slime_core.types import Status
 from slime_rollout.config import RolloutConfig
@@ -17,60 +17,46 @@ from slime_rollout.rollout import RolloutManager
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-ENGINE_PYTHON = Path(os.environ.get("SLIME_ENGINE_PYTHON", Path(__file__).parents[3] / ".venv-engine/bin/python"))
 ROWS = [{"prompt": f"12 + 30 = 42, {10 + number} + 9 =", "label": str(19 + number)} for number in range(12)]
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer_dir, tmp_path_factory):
-    """A tiny random Qwen3 in fp32 with the tests' tokenizer."""
-    torch = pytest.importorskip("torch")
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+# What a user may have told the engines; a rollout's own distribution wins.
+PREFERENCES = json.dumps({"repetition_penalty": 1.5, "frequency_penalty": 1.0, "min_p": 0.1, "min_new_tokens": 3})
 
-    directory = tmp_path_factory.mktemp("model")
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(directory)
-    torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-        dtype="float32",
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model, engine_python, tmp_path_factory):
+    config = EngineConfig(
+        engine_python=engine_python, engine_threads=1, sglang_args={"preferred-sampling-params": PREFERENCES}
     )
-    with torch.no_grad():
-        network = Qwen3ForCausalLM(shape)
-        for parameter in network.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.2)
-    network.save_pretrained(directory)
-    return str(directory)
-
-
-@pytest.fixture(scope="module")
-def fleet(model, tmp_path_factory):
-    if not ENGINE_PYTHON.exists():
-        pytest.skip(f"no engine interpreter at {ENGINE_PYTHON}; set SLIME_ENGINE_PYTHON")
-    config = EngineConfig(engine_python=str(ENGINE_PYTHON), engine_threads=1)
     logs = tmp_path_factory.mktemp("logs")
     with EngineFleet.start(
-        config, model_path=model, num_engines=1, dtype="float32", context_length=256, seed=0, log_dir=logs
+        config, model_path=tiny_model, num_engines=1, dtype="float32", context_length=256, seed=0, log_dir=logs
     ) as running:
         yield running
 
 
+@pytest.fixture(scope="module")
+def network(tiny_model):
+    """The same model in transformers."""
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def log_probs(network, sample, temperature=1.0):
+    """Log-probs of every token of the vocabulary at each place of the response ``[R, V]``, in float64."""
+    logits_TV = network(torch.tensor([sample.tokens])).logits[0, :-1].double() / temperature
+    return logits_TV.log_softmax(-1)[-sample.response_length :]
+
+
 @pytest.fixture
-def manager(model, fleet, write_rows):
+def manager(tiny_model, fleet, write_rows):
     path = write_rows(ROWS)
 
     def build(*, run_seed=1, **changes):
         config = {
-            "hf_checkpoint": model,
+            "hf_checkpoint": tiny_model,
             "prompt_data": path,
             "rollout_batch_size": 8,
             "n_samples_per_prompt": 8,
@@ -103,21 +89,45 @@ def test_a_rollout_carries_all_that_training_needs(manager):
         assert sample.reward in (0.0, 1.0)
 
 
-def test_log_probs_are_the_models(manager, model):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+def test_log_probs_are_the_models(manager, network):
     worst = 0.0
     for sample in manager(rollout_temperature=0.7).generate(0).samples:
-        with torch.no_grad():
-            logits_TV = network(torch.tensor([sample.tokens])).logits[0, :-1].double() / 0.7
-        expected_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(sample.tokens[1:])[:, None])[:, 0]
+        logp_RV = log_probs(network, sample, 0.7)
+        expected_R = logp_RV.gather(1, torch.tensor(sample.response_tokens)[:, None])[:, 0]
         given_R = torch.tensor(sample.rollout_log_probs, dtype=torch.float64)
-        worst = max(worst, (expected_T[-sample.response_length :] - given_R).abs().max().item())
+        worst = max(worst, (expected_R - given_R).abs().max().item())
     print(f"largest difference of log-probs between SGLang and transformers: {worst:.1e}")
     assert worst < 1e-4
+
+
+def test_tokens_are_drawn_from_the_plain_distribution(manager, network):
+    """Neither what the model's generation_config.json nor what the engine was told to prefer takes part.
+
+    Under the distribution a token's surprisal has the entropy as its mean. The differences, summed over all tokens and
+    divided by the standard deviation of the sum, are a standard normal number: within 4.
+    """
+    excess = variance = tokens = 0.0
+    for sample in manager(rollout_batch_size=12, n_samples_per_prompt=16).generate(0).samples:
+        logp_RV = log_probs(network, sample)
+        entropy_R = -(logp_RV.exp() * logp_RV).sum(-1)
+        variance += ((logp_RV.exp() * logp_RV.square()).sum(-1) - entropy_R.square()).sum().item()
+        surprisal_R = -logp_RV.gather(1, torch.tensor(sample.response_tokens)[:, None])[:, 0]
+        excess += (surprisal_R - entropy_R).sum().item()
+        tokens += sample.response_length
+    deviations = excess / math.sqrt(variance)
+    print(f"surprisal less entropy over {tokens:.0f} tokens: {deviations:.2f} standard deviations")
+    assert tokens > 2000
+    assert abs(deviations) < 4
+
+
+def test_nucleus_and_top_k_keep_what_they_name(manager, network):
+    """A token is among the likeliest three, and those before it have less than half of the probability."""
+    for sample in manager(rollout_top_k=3, rollout_top_p=0.5).generate(0).samples:
+        logp_RV = log_probs(network, sample)
+        logp_R1 = logp_RV.gather(1, torch.tensor(sample.response_tokens)[:, None])
+        likelier_RV = logp_RV > logp_R1 + 1e-4
+        assert likelier_RV.sum(-1).max() < 3
+        assert (logp_RV.exp() * likelier_RV).sum(-1).max() < 0.5
 
 
 def test_a_samples_tokens_depend_on_its_seed_alone(manager):

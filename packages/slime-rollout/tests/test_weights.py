@@ -1,4 +1,6 @@
+import http.server
 import pickle
+import threading
 
 import pytest
 import torch
@@ -38,6 +40,25 @@ def test_an_engine_that_is_not_there_is_named_and_the_channel_stays_usable(chann
             channel.begin(version)
     with pytest.raises(WeightSyncError, match="cannot ask for the weight version"):
         engine_weight_version(channel.engine_urls[0])
+
+
+class NoEngine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_that_is_no_engine_is_named():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoEngine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(WeightSyncError, match=f"{url}/model_info names no weight version"):
+            engine_weight_version(url)
+        server.shutdown()
 
 
 def test_tensors_of_all_kinds_are_copied_into_one_shared_buffer(channel):

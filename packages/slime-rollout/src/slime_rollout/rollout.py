@@ -77,6 +77,7 @@ class RolloutManager:
         Raises:
             GenerationError: The engines did not give a response.
             RewardError: The reward function failed.
+            DataError: ``--reward-key`` names no entry of a reward.
         """
         before = self._source.state_dict()
         try:
@@ -102,6 +103,7 @@ class RolloutManager:
         Raises:
             GenerationError: The engines did not give a response.
             RewardError: The reward function failed.
+            DataError: ``--reward-key`` names no entry of a reward.
         """
         start = time.perf_counter()
         samples = {name: self._eval_samples(dataset) for name, dataset in self._eval_sets.items()}

@@ -26,6 +26,7 @@ from slime_rollout.http import HttpError, call
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_SECONDS = 300.0
+GIVE_UP_SECONDS = 10.0
 # Tensors start at multiples of this in the shared buffer, so that every dtype is aligned.
 ALIGNMENT_BYTES = 64
 PICKLE_PROTOCOL = 4
@@ -149,14 +150,7 @@ class TensorWeightChannel:
             yield
         except BaseException:
             self._version = None
-            for url in self.engine_urls:
-                for path, payload in (
-                    ("/end_weight_update", {}),
-                    ("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False}),
-                    ("/continue_generation", {}),
-                ):
-                    with contextlib.suppress(HttpError):
-                        call("POST", url + path, payload, timeout=10.0)
+            self._on_all(_give_up)
             raise
 
     def _copied(self, bucket: NamedTensors) -> NamedTensors:
@@ -175,16 +169,28 @@ class TensorWeightChannel:
         return views
 
 
+def _give_up(url: str) -> None:
+    for path, payload in (
+        ("/end_weight_update", {}),
+        ("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False}),
+        ("/continue_generation", {}),
+    ):
+        with contextlib.suppress(HttpError):
+            call("POST", url + path, payload, timeout=GIVE_UP_SECONDS)
+
+
 def engine_weight_version(url: str) -> str:
     """The weight version that an engine stamps on its samples.
 
     Raises:
-        WeightSyncError: It does not answer.
+        WeightSyncError: It does not answer, or it is no SGLang engine.
     """
     try:
         return str(call("GET", f"{url}/model_info", attempts=3)["weight_version"])
     except HttpError as error:
         raise WeightSyncError(f"cannot ask for the weight version: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise WeightSyncError(f"{url}/model_info names no weight version; give the address of an engine") from error
 
 
 def _aligned(size: int) -> int:

@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.ports import free_port
+from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS
 from slime_rollout.http import call
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel, engine_weight_version
@@ -36,6 +40,18 @@ def trainer(tiny_model):
 @pytest.fixture(scope="module")
 def channel(fleet):
     return TensorWeightChannel(tuple(fleet.engine_urls))
+
+
+# An "interpreter" that says it has SGLang; its server listens and says nothing.
+MUTE = """#!/bin/sh
+[ "$1" = -c ] && echo /nowhere/sglang/__init__.py && exit
+exec {python} -c '
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+print("listening", flush=True)
+time.sleep(600)
+' "$@"
+"""
 
 
 def request(prompt, seed, new_tokens=NEW_TOKENS, **params):
@@ -192,6 +208,43 @@ def test_an_engine_that_cannot_start_shows_the_end_of_its_log_and_leaves_nothing
     assert str(tmp_path / "logs" / "engine_0.log") in str(caught.value)
     assert "no-such-model" in str(caught.value)
     assert {process.pid for process in reaper.descendants(os.getpid())} <= before
+
+
+def test_an_engine_that_takes_too_long_is_given_up_and_leaves_nothing(engine_config, tiny_model, tmp_path):
+    config = dataclasses.replace(engine_config, engine_startup_timeout=0.5)
+    before = {process.pid for process in reaper.descendants(os.getpid())}
+    with pytest.raises(
+        EngineStartError, match=r"http://.* does not answer after 0.5 s; raise --engine-startup-timeout"
+    ):
+        start(config, tiny_model, tmp_path)
+    assert {process.pid for process in reaper.descendants(os.getpid())} <= before
+
+
+def test_an_engine_that_listens_and_never_answers_is_given_up_in_time(tiny_model, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(MUTE.format(python=sys.executable))
+    python.chmod(0o755)
+    config = EngineConfig(engine_python=str(python), engine_startup_timeout=3.0)
+    before = {process.pid for process in reaper.descendants(os.getpid())}
+    started = time.monotonic()
+    with pytest.raises(EngineStartError, match=r"(?s)does not answer after 3 s; .*engine_0\.log:\nlistening"):
+        start(config, tiny_model, tmp_path)
+    assert time.monotonic() - started < HEALTH_TIMEOUT_SECONDS
+    assert {process.pid for process in reaper.descendants(os.getpid())} <= before
+
+
+def test_a_router_port_is_no_engines_port(engine_config, tiny_model, tmp_path, monkeypatch):
+    promised = []
+
+    def free(*_args, without=frozenset()):
+        promised.append(set(without))
+        return free_port(without=without)
+
+    monkeypatch.setattr("slime_rollout.engine.fleet.free_port", free)
+    config = dataclasses.replace(engine_config, engine_startup_timeout=0.1, sglang_router_port=free_port())
+    with pytest.raises(EngineStartError):
+        start(config, tiny_model, tmp_path)
+    assert promised and all(config.sglang_router_port in without for without in promised)
 
 
 def test_an_interpreter_without_sglang_is_named(tiny_model, tmp_path):

@@ -12,7 +12,7 @@ from slime_rollout.engine.device import engine_device
 from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.ports import free_port
 from slime_rollout.engine.router import Router
-from slime_rollout.engine.server import ServerSpec, SGLangServer, importable_in
+from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS, ServerSpec, SGLangServer, importable_in
 
 POLL_SECONDS = 0.2
 
@@ -80,7 +80,7 @@ class EngineFleet:
                     device=device or str(config.sglang_args.get("device") or engine_device()),
                     base_gpu_id=index * config.rollout_num_gpus_per_engine,
                 )
-                for index, port in enumerate(_free_ports(num_engines))
+                for index, port in enumerate(_free_ports(num_engines, without=config.sglang_router_port))
             ],
             log_dir,
         )
@@ -122,7 +122,8 @@ class EngineFleet:
         waiting = self._everything
         total = len(waiting)
         while True:
-            waiting = [process for process in waiting if not process.is_ready()]
+            left = max(timeout - (time.monotonic() - started), POLL_SECONDS)
+            waiting = [process for process in waiting if not process.is_ready(min(left, HEALTH_TIMEOUT_SECONDS))]
             seconds = time.monotonic() - started
             if on_progress is not None:
                 on_progress(total - len(waiting), total, seconds)
@@ -160,8 +161,9 @@ class EngineFleet:
         self.stop()
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count: int, *, without: int | None) -> list[int]:
+    """Ports for engines; ``without`` is promised to the router, which is not yet listening."""
     ports: set[int] = set()
     while len(ports) < count:
-        ports.add(free_port(without=ports))
+        ports.add(free_port(without=ports | {without} if without is not None else ports))
     return sorted(ports)

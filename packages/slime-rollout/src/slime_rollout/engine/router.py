@@ -15,6 +15,7 @@ from slime_rollout.supervise import Supervised
 
 GRACE_SECONDS = 1.0
 POLL_SECONDS = 0.1
+LIVENESS_TIMEOUT_SECONDS = 5.0
 WORKER_TIMEOUT_SECONDS = 60.0
 LOG_LINES = 20
 
@@ -69,8 +70,11 @@ class Router:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return cls(Supervised.start(command, log_path=log_path, grace=GRACE_SECONDS), url)
 
-    def is_ready(self) -> bool:
+    def is_ready(self, timeout: float = LIVENESS_TIMEOUT_SECONDS) -> bool:
         """Whether the router itself answers. It has no workers at first.
+
+        Args:
+            timeout: How long to wait for the answer, in seconds.
 
         Raises:
             EngineStartError: It ended.
@@ -79,7 +83,7 @@ class Router:
         if code is not None:
             raise EngineStartError(f"sglang-router {self.url} did not start (exit code {code}); {self.log_excerpt()}")
         try:
-            call("GET", f"{self.url}/liveness", timeout=5.0)
+            call("GET", f"{self.url}/liveness", timeout=timeout)
         except HttpError:
             return False
         return True

@@ -23,9 +23,9 @@ RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)
 class EngineClient:
     """Sends generation requests to a router, or straight to an engine. An asynchronous context manager.
 
-    A refused or broken connection and an answer of 500 or above are tried again, for the seed makes a repeated
-    request give the same tokens. Everything else is an error at once: a 4xx would be refused again, and a request
-    that took too long would take as long again.
+    A refused or broken connection and an answer of 500 or above are tried again: the seed makes a repeated request give
+    the same tokens as long as the weights are the same, and the answer says which weights gave it. Everything else is
+    an error at once: a 4xx would be refused again, and a request that took too long would take as long again.
 
     Args:
         url: Address of the router or engine, such as ``http://127.0.0.1:30000``.
