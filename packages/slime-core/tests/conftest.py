@@ -3,3 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings
+
+settings.load_profile("ci")  # as the workspace's settings do; the tests also run outside it
