@@ -23,7 +23,7 @@ from slime_launch.console import RunConsole
 from slime_launch.errors import RunError
 from slime_launch.finished import report_if_finished
 from slime_launch.flags.command import parse_train
-from slime_launch.loop import Parts, next_batch
+from slime_launch.loop import Parts, check_versions, next_batch
 from slime_launch.preflight import preflight
 from slime_launch.rollouts import Progress
 from slime_launch.tracking import Tracker, read_rows
@@ -293,3 +293,15 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
     )
     with pytest.raises(RunError, match="rank 0 died"):
         next_batch(parts, 0)
+
+
+@pytest.mark.parametrize(
+    ("versions", "fine"), [([3, 3], True), ([3, -1], True), ([], True), ([3, 2], False), ([4, 4], False)]
+)
+def test_every_token_is_of_the_policy_that_is_trained_next(versions, fine):
+    sample = Sample(
+        index=9, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=1.0, weight_versions=versions
+    )
+    batch = RolloutBatch(rollout_id=3, groups=[[sample]])
+    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=r"sample 9 of rollout 3 .* must be 3"):
+        check_versions(batch)

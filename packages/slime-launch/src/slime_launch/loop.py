@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from slime_core.schedule import build_shards
 from slime_core.types import RolloutBatch, SyncReport, TrainReport
 from slime_launch.console import RunConsole, Wait
+from slime_launch.errors import RunError
 from slime_launch.flags.settings import Settings
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
@@ -78,8 +79,24 @@ def next_batch(parts: Parts, rollout_id: int) -> RolloutBatch:
         return batch
     with parts.console.wait("generate") as wait:
         batch = parts.rollout.generate(rollout_id, on_poll=watch_rollout(parts, wait))
+    check_versions(batch)
     parts.state.write_down(batch)
     return batch
+
+
+def check_versions(batch: RolloutBatch) -> None:
+    """In this loop every token comes from the policy that is trained next: version k in rollout k.
+
+    Raises:
+        RunError: A token has another version; an engine missed an update, or somebody else sent it weights.
+    """
+    for sample in batch.samples:
+        if other := {version for version in sample.weight_versions if version not in (-1, batch.rollout_id)}:
+            raise RunError(
+                f"sample {sample.index} of rollout {batch.rollout_id} has tokens of weight version "
+                f"{min(other)} where all must be {batch.rollout_id}: an engine serves other weights than the "
+                "trainer's; see that nothing else sends weights to this run's engines, and start the same command again"
+            )
 
 
 def train(parts: Parts, batch: RolloutBatch) -> TrainReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import tempfile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from slime_launch.resume import find_run
 from slime_launch.validate import check_settings, check_shape
 from slime_launch.weights import StartWeights, start_weights
 from slime_rollout.data.check import check_prompt_data
+from slime_rollout.engine.ports import check_port_free
 from slime_rollout.engine.server import importable_in
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -55,7 +55,9 @@ def preflight(settings: Settings) -> Checked:
         if directory is not None:
             check_writable(Path(directory), flag)
     if settings.engine.sglang_router_port is not None:
-        check_port(settings.engine.sglang_router_ip, settings.engine.sglang_router_port, "--sglang-router-port")
+        check_port_free(
+            settings.engine.sglang_router_port, settings.engine.sglang_router_ip, flag="--sglang-router-port"
+        )
     if not importable_in(settings.engine.python, "sglang"):
         raise PreflightError(
             f"SGLang is not installed in {settings.engine.python}; name the interpreter that has "
@@ -93,19 +95,3 @@ def check_writable(directory: Path, flag: str) -> None:
         raise PreflightError(
             f"{flag} {directory} can't be written{place}: {error.strerror}; give a directory that you may write to"
         ) from error
-
-
-def check_port(host: str, port: int, flag: str) -> None:
-    """A port is free.
-
-    Raises:
-        PreflightError: Something listens there, or the address is not this machine's.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PreflightError(
-                f"{flag} {port} can't be used on {host}: {error.strerror}; give a free port, or leave the flag out"
-            ) from error

@@ -60,7 +60,11 @@ class MegatronConfig:
         False, help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split"
     )
     micro_batch_size: int = flag(1, unit="samples", help="samples per forward and backward pass of one rank")
-    global_batch_size: int | None = flag(None, unit="samples", help="samples per optimizer step over all ranks")
+    global_batch_size: int | None = flag(
+        None,
+        unit="samples",
+        help="samples per optimizer step over all ranks; all of a rollout's, in equal steps, unless given",
+    )
     share_prompts: bool = flag(
         False, help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same"
     )
@@ -93,7 +97,7 @@ class MegatronConfig:
     adam_eps: float = flag(1e-8, help="term added to Adam's denominator")
     clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping")
     use_distributed_optimizer: bool = flag(False, help="split the optimizer's state over the data-parallel ranks")
-    seed: int = flag(1234, help="seed of everything random in training")
+    seed: int = flag(1234, help="seed of everything random: initial weights, dropout, the samples drawn")
 
     load: str | None = flag(None, metavar="DIR", help="checkpoint to start from: of an earlier run, or a converted one")
     ref_load: str | None = flag(None, metavar="DIR", help="checkpoint of the reference model; --load's unless given")
@@ -107,7 +111,7 @@ class MegatronConfig:
     update_weight_buffer_size: int = flag(512 * 2**20, unit="bytes", help="largest bucket of a weight sync")
     distributed_timeout_minutes: int = flag(10, unit="minutes", help="how long a rank waits for the others")
     trainer_threads: int | None = flag(
-        None, unit="threads", help="CPU threads per rank; torch's own choice unless given"
+        None, unit="threads", help="CPU threads per rank; the launcher shares out the cores unless given"
     )
 
     attention_dropout: float = flag(

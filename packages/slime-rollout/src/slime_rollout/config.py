@@ -20,7 +20,9 @@ class RolloutConfig:
         ConfigError: A value is outside its range, or two settings contradict each other.
     """
 
-    hf_checkpoint: str = flag(help="Hugging Face directory with the tokenizer", metavar="DIR")
+    hf_checkpoint: str = flag(
+        help="Hugging Face directory: the model that engines start with, its config and tokenizer", metavar="DIR"
+    )
     prompt_data: str = flag(help="JSONL file of prompts; PATH@[a:b] takes rows a to b as Python does", metavar="PATH")
     input_key: str | None = flag(None, help="field of the prompt in a row; without it `prompt`, then `input`")
     label_key: str | None = flag(None, help="field of the answer in a row; without it `label` where there is one")

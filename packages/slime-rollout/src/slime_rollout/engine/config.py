@@ -38,7 +38,9 @@ class EngineConfig:
     router_policy: str = flag("cache_aware", choices=ROUTER_POLICIES, help="how the router spreads requests")
     engine_startup_timeout: float = flag(300.0, help="longest time that an engine may take to start", unit="seconds")
     engine_threads: int | None = flag(
-        None, help="CPU threads per engine on a machine without CUDA; 2 if not given", unit="threads"
+        None,
+        help="CPU threads per engine without CUDA; 2, or the launcher's share of the cores, unless given",
+        unit="threads",
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
 
