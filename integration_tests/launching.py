@@ -104,9 +104,16 @@ def rows(work: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in parsed if row["kind"] == kind]
 
 
-def wait_for(condition: Callable[[], bool], what: str, *, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(
+    condition: Callable[[], bool],
+    what: str,
+    *,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    seconds: float = RUN_SECONDS,
+) -> None:
     """Wait until `condition` holds while `process` lives."""
-    deadline = time.monotonic() + RUN_SECONDS
+    deadline = time.monotonic() + seconds
     while not condition():
         alive, late = process.poll() is None, time.monotonic() > deadline
         assert alive and not late, f"{what}: never came\n{log.read_text(errors='replace')[-6000:]}"
