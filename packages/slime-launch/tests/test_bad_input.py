@@ -143,7 +143,7 @@ def test_port_in_use(refused, flags):
         port = taken.getsockname()[1]
         flags["--sglang-router-port"] = str(port)
         message = refused(flags)
-    assert f"--sglang-router-port {port} can't be used on 127.0.0.1: Address already in use" in message
+    assert f"--sglang-router-port {port} cannot be used on 127.0.0.1 (Address already in use)" in message
 
 
 @pytest.mark.parametrize("flag", ["--save", "--output-dir"])
