@@ -55,6 +55,8 @@ def _package(root: Path, name: str, *, dependencies: str = "", test: str = "") -
         "CHANGELOG.md": f"# Changelog of {name}\n\n## 0.2.1\n\n- Fixes.\n\n## 0.2.0\n\n- First.\n",
         f"src/{module}/__init__.py": "ANSWER = 42\n",
         f"src/{module}/py.typed": "",
+        # As slime-rollout carries one: only the wheel's own metadata counts.
+        f"src/{module}/inner/other.dist-info/METADATA": "Metadata-Version: 2.1\nName: other\nVersion: 9\n",
         "tests/test_it.py": test or f"import {module}\n\ndef test_it():\n    assert {module}.ANSWER == 42\n",
     }.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)

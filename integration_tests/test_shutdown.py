@@ -49,7 +49,7 @@ CASES = {
 FULL = {
     "router crashes": (_kill_one("sglang_router"), {1}),
     "ray crashes": (_kill_one("raylet/raylet"), {1}),
-    "supervisor crashes": (_kill_one("slime_rollout.supervise", "slime_launch"), {1, 137}),
+    "supervisor crashes": (_kill_one("supervise/reaper.py", "slime_launch.driver"), {1, 137}),
 }
 
 

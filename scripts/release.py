@@ -191,7 +191,9 @@ def check_metadata(built: Built, packages: Iterable[Package]) -> None:
     """
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
-        text = next(archive.read(name) for name in names if name.endswith(".dist-info/METADATA"))
+        # Only the wheel's own: a package may carry another distribution's metadata further down.
+        own = (name for name in names if name.count("/") == 1 and name.endswith(".dist-info/METADATA"))
+        text = archive.read(next(own))
     metadata = email.message_from_bytes(text)
     package = built.package
     if (metadata["Name"], metadata["Version"]) != (package.name, str(package.version)):

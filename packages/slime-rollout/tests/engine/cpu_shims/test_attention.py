@@ -27,6 +27,14 @@ def attention():
     return attention
 
 
+@pytest.fixture(params=[1, 2, 4], ids="{} threads".format)
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 class Cache:
     """Random queries, keys and values in a paged cache."""
 
@@ -74,7 +82,7 @@ def test_equals_one_sequence_at_a_time(attention, lengths):
     assert (cache.run(attention).double() - cache.reference()).abs().max() < 2e-6
 
 
-def test_all_kinds_in_one_batch_and_in_small_parts(attention, monkeypatch):
+def test_all_kinds_in_one_batch_and_in_small_parts(attention, monkeypatch, threads):
     cache = Cache([lengths for case in CASES.values() for lengths in case])
     whole = cache.run(attention)
     assert (whole.double() - cache.reference()).abs().max() < 2e-6
@@ -83,7 +91,7 @@ def test_all_kinds_in_one_batch_and_in_small_parts(attention, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_does_not_depend_on_its_neighbours(attention, dtype):
+def test_a_sequence_does_not_depend_on_its_neighbours(attention, dtype, threads):
     lengths = [lengths for case in CASES.values() for lengths in case]
     cache = Cache(lengths, dtype)
     together = torch.split(cache.run(attention), cache.query_lens)

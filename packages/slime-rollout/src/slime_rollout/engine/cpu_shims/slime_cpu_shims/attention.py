@@ -14,11 +14,14 @@ T: new tokens of all sequences.
 import itertools
 
 import torch
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 # Lengths are padded to multiples of these.
 QUERY_STEP = 16
 KEY_STEP = 64
+# Query rows of one KV head are padded to multiples of this. With one or three fp32 rows and several threads, torch's
+# kernel gives a sequence other last bits than it gets among other neighbours.
+ROW_STEP = 4
 # Most mask entries (B·Q·K) of one call. A call of one long sequence may have more.
 MASK_ENTRIES = 1 << 20
 
@@ -75,7 +78,11 @@ def _grouped(query_BQHD, key_BKND, value_BKND, mask_BQK, scaling):
     query = query_BQHD.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     key, value = (cached.transpose(1, 2).to(query.dtype) for cached in (key_BKND, value_BKND))
     mask = mask_BQK.repeat(1, groups, 1)[:, None]
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    extra = -query.shape[2] % ROW_STEP
+    if extra:
+        query = pad(query, (0, 0, 0, extra))
+        mask = pad(mask, (0, 0, 0, extra), value=True)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, : groups * rows]
     return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
