@@ -1,10 +1,12 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops import token_weights
+from slime_core.ops import token_weights, token_weights_by_constant, token_weights_per_trajectory, trajectory_tokens
 
 MASKS = st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=6)
 
@@ -43,3 +45,74 @@ def test_tensor_masks_and_a_bad_denominator():
     assert weights.tolist() == [0.125, 0.0, 0.125]
     with pytest.raises(DataError, match="global_samples 0 must be 1 or more"):
         token_weights([[1]], global_samples=0, global_tokens=1, per_token=False)
+
+
+STEP = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.integers(0, 3)), min_size=1, max_size=7)
+
+
+@given(STEP, st.integers(0, 1000), st.data())
+def test_per_trajectory_is_the_mean_over_trajectories_however_its_samples_are_split(step, seed, data):
+    """A trajectory's samples in any order, apart, empty or wholly masked."""
+    masks, ids = [mask for mask, _ in step], [trajectory for _, trajectory in step]
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(len(mask), generator=generator, dtype=torch.float64).tolist() for mask in masks]
+    expected = 0.0
+    for trajectory in set(ids):
+        pairs = [
+            (m, x)
+            for mask, row, owner in zip(masks, values, ids, strict=True)
+            for m, x in zip(mask, row, strict=True)
+            if owner == trajectory
+        ]
+        expected += sum(m * x for m, x in pairs) / max(sum(m for m, _ in pairs), 1) / len(set(ids))
+    counts = trajectory_tokens(masks, ids)
+    order = data.draw(st.permutations(range(len(step))))
+    cut = data.draw(st.integers(0, len(step)))
+    total = 0.0
+    for part in (order[:cut], order[cut:]):
+        weights = token_weights_per_trajectory(
+            [masks[n] for n in part], [counts[n] for n in part],
+            global_trajectories=len(set(ids)), dtype=torch.float64,
+        )  # fmt: skip
+        flat = torch.tensor([x for n in part for x in values[n]], dtype=torch.float64)
+        total += (weights * flat).sum().item()
+    assert total == pytest.approx(expected, abs=1e-12)
+
+
+@given(MASKS.filter(bool))
+def test_with_one_sample_per_trajectory_it_is_the_per_sample_mean(masks):
+    counts = trajectory_tokens(masks, list(range(len(masks))))
+    per_sample = token_weights(masks, global_samples=len(masks), global_tokens=0)
+    assert token_weights_per_trajectory(masks, counts, global_trajectories=len(masks)).equal(per_sample)
+
+
+@given(MASKS.filter(bool), st.integers(0, 1000), st.integers(1, 64), st.integers(0, 6))
+def test_by_a_constant(masks, seed, divisor, cut):
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(len(mask), generator=generator, dtype=torch.float64).tolist() for mask in masks]
+    expected = sum(
+        sum(m * x for m, x in zip(mask, row, strict=True)) / divisor / len(masks)
+        for mask, row in zip(masks, values, strict=True)
+    )
+    parts = [
+        token_weights_by_constant(part, divisor=divisor, global_samples=len(masks), dtype=torch.float64)
+        for part in (masks[:cut], masks[cut:])
+    ]
+    flat = torch.tensor([x for row in values for x in row], dtype=torch.float64)
+    assert (torch.cat(parts) * flat).sum().item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trajectory_tokens([[1]], [0, 1]), "1 loss masks and 2 trajectory ids"),
+        (lambda: token_weights_per_trajectory([[1]], [], global_trajectories=1), "1 loss masks and 0 token counts"),
+        (lambda: token_weights_per_trajectory([[1]], [1], global_trajectories=0), "global_trajectories 0 must be"),
+        (lambda: token_weights_by_constant([[1]], divisor=0, global_samples=1), "divisor 0 must be"),
+        (lambda: token_weights_by_constant([[1]], divisor=math.nan, global_samples=1), "divisor nan must be"),
+        (lambda: token_weights_by_constant([[1]], divisor=1, global_samples=0), "global_samples 0 must be"),
+    ],
+)
+def test_what_cannot_be_a_denominator(call, message):
+    with pytest.raises(DataError, match=message):
+        call()

@@ -60,3 +60,82 @@ def test_the_mean_of_k1_and_k3_is_the_divergence():
 def test_an_unknown_kind_lists_the_known():
     with pytest.raises(ConfigError, match="k4 is unknown; allowed: k1, k2, k3, low_var_kl"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@given(st.lists(st.tuples(LOG_PROBS, LOG_PROBS, LOG_PROBS), max_size=8), st.sampled_from(KL_LOSS_TYPES))
+def test_the_unbiased_form_equals_the_definition(rows, kind):
+    policy, reference, old = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
+    expected = []
+    for p, r, o in rows:
+        value = math.exp(p - o) * by_the_definition(p, r, "k3" if kind == "low_var_kl" else kind)
+        expected.append(min(max(value, -10), 10) if kind == "low_var_kl" else value)
+    estimate = kl_penalty(policy, reference, kind, old_log_probs_T=old)
+    assert estimate.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+def test_unbiased_gradcheck(kind):
+    policy = torch.tensor([-0.1, -2.0, -6.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.4, -1.0, -1.0], dtype=torch.float64)
+    old = torch.tensor([-0.3, -3.0, -5.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda lp: kl_penalty(lp, reference, kind, old_log_probs_T=old), (policy,))
+
+
+def test_only_the_unbiased_form_has_the_divergences_gradient():
+    """Means are taken exactly, over the tokens of a small vocabulary that another policy sampled."""
+    generator = torch.Generator().manual_seed(4)
+    logits, reference, old = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference, old = logits.log_softmax(-1), reference.log_softmax(-1), old.log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        mean = (old.exp() * kl_penalty(policy, reference, kind, old_log_probs_T=old)).sum()
+        torch.testing.assert_close(mean, exact)
+        torch.testing.assert_close(torch.autograd.grad(mean, logits, retain_graph=True)[0], slope)
+    on_policy = policy.detach().exp()
+    plain = {kind: (on_policy * kl_penalty(policy, reference, kind)).sum() for kind in ("k1", "k2", "k3")}
+    grads = {kind: torch.autograd.grad(mean, logits, retain_graph=True)[0] for kind, mean in plain.items()}
+    assert grads["k1"].abs().max() < 1e-12
+    torch.testing.assert_close(grads["k2"], slope)
+    assert (grads["k3"] - slope).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("difference", [0.0, 30.0, 1e4, 1e15, -30.0, -1e4, -1e15])
+def test_the_unbiased_form_stays_finite(kind, difference):
+    policy = torch.full((5,), -0.5, requires_grad=True)
+    old = -0.5 - torch.tensor([0.0, 30.0, 1e15, -30.0, -1e15])
+    value = kl_penalty(policy, torch.full((5,), -0.5 - difference), kind, old_log_probs_T=old)
+    (grad,) = torch.autograd.grad(value.sum(), policy)
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("difference", [2.0, -2.0])
+def test_where_the_ratio_is_held_the_gradient_still_points_to_the_reference(kind, difference):
+    policy = torch.tensor([-1.0], requires_grad=True)
+    kl_penalty(policy, policy.detach() - difference, kind, old_log_probs_T=torch.tensor([-41.0])).sum().backward()
+    assert policy.grad.item() * difference > 0
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_masked_tokens_may_be_nan(kind, unbiased):
+    policy = torch.tensor([-0.1, torch.nan, -2.0], requires_grad=True)
+    reference = torch.tensor([-0.5, -1.0, torch.inf])
+    old = torch.tensor([-0.2, torch.nan, -torch.inf]).requires_grad_() if unbiased else None
+    mask = torch.tensor([1, 0, 0])
+    value = kl_penalty(policy, reference, kind, old_log_probs_T=old, mask_T=mask)
+    value.sum().backward()
+    first = kl_penalty(policy[:1], reference[:1], kind, old_log_probs_T=None if old is None else old[:1])
+    assert value.tolist() == [first.item(), 0.0, 0.0]
+    assert policy.grad[0].item() != 0
+    assert policy.grad[1:].tolist() == [0.0, 0.0]
+    assert old is None or old.grad is None
+
+
+def test_bf16_is_computed_in_fp32():
+    policy, reference = torch.tensor([-1.0, -1.0078125], dtype=torch.bfloat16)
+    assert kl_penalty(policy, reference, "k3").item() == pytest.approx(math.expm1(-1 / 128) + 1 / 128, rel=1e-3)

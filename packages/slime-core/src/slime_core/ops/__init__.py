@@ -5,17 +5,39 @@ this rank, C rows of a chunk, R tokens of one response.
 """
 
 from slime_core.ops.advantages import grpo_advantages
-from slime_core.ops.aggregate import token_weights
+from slime_core.ops.aggregate import (
+    token_weights,
+    token_weights_by_constant,
+    token_weights_per_trajectory,
+    trajectory_tokens,
+)
 from slime_core.ops.kl import kl_penalty
 from slime_core.ops.logprobs import log_probs_and_entropy
-from slime_core.ops.losses import policy_loss
+from slime_core.ops.losses import cispo_loss, gspo_loss, policy_loss
 from slime_core.ops.objective import policy_objective
+from slime_core.ops.preference import dpo_loss, preference_objective, reward_model_loss
+from slime_core.ops.sequence_ratio import gspo_log_ratio, sequence_log_ratio
+from slime_core.ops.sft import sft_objective
+from slime_core.ops.value import value_loss, value_objective
 
 __all__ = [
+    "cispo_loss",
+    "dpo_loss",
     "grpo_advantages",
+    "gspo_log_ratio",
+    "gspo_loss",
     "kl_penalty",
     "log_probs_and_entropy",
     "policy_loss",
     "policy_objective",
+    "preference_objective",
+    "reward_model_loss",
+    "sequence_log_ratio",
+    "sft_objective",
     "token_weights",
+    "token_weights_by_constant",
+    "token_weights_per_trajectory",
+    "trajectory_tokens",
+    "value_loss",
+    "value_objective",
 ]

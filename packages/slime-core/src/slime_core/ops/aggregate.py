@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,3 +51,99 @@ def token_weights(
     if per_token:
         return torch.cat(masks) / max(global_tokens, 1)
     return torch.cat([mask / (mask.sum().clamp(min=1) * global_samples) for mask in masks])
+
+
+def trajectory_tokens(loss_masks: Sequence[Sequence[int] | Tensor], trajectory_ids: Sequence[int]) -> list[int]:
+    """Trained tokens of the whole trajectory that each sample belongs to.
+
+    Args:
+        loss_masks: Per sample, R numbers that are 1 where the token is trained on: all samples of all trajectories,
+            before they are split over micro-batches and ranks.
+        trajectory_ids: Per sample, the number of its trajectory.
+
+    Returns:
+        Per sample, Σ m over all samples with the same trajectory id.
+
+    Raises:
+        DataError: There are not as many ids as masks.
+    """
+    if len(loss_masks) != len(trajectory_ids):
+        raise DataError(f"{len(loss_masks)} loss masks and {len(trajectory_ids)} trajectory ids; give one per sample")
+    totals: dict[int, int] = {}
+    for mask, trajectory in zip(loss_masks, trajectory_ids, strict=True):
+        totals[trajectory] = totals.get(trajectory, 0) + int(torch.as_tensor(mask).sum())
+    return [totals[trajectory] for trajectory in trajectory_ids]
+
+
+def token_weights_per_trajectory(
+    loss_masks: Sequence[Sequence[int] | Tensor],
+    tokens: Sequence[int],
+    *,
+    global_trajectories: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The per-sample mean of :func:`token_weights`, with a trajectory's samples counted as one.
+
+    ``m / max(D, 1) / global_trajectories``, D the trained tokens of the sample's whole trajectory: the mean over
+    trajectories of each trajectory's mean over its trained tokens. An interaction that was cut into several samples (by
+    sub-agents or a rewritten context) weighs as much as one that was not, and its samples may lie in different
+    micro-batches and on different ranks. With one sample per trajectory it is the per-sample mean (GRPO; Shao et al.
+    2024, equation 3).
+
+    Args:
+        loss_masks: Per sample, R numbers that are 1 where the token is trained on.
+        tokens: D per sample, from :func:`trajectory_tokens`.
+        global_trajectories: Trajectories in the step over all ranks.
+        dtype: Type of the result.
+        device: Device of the result.
+
+    Returns:
+        Weights [T], T being the length of all masks together.
+
+    Raises:
+        DataError: ``global_trajectories`` is below 1, or there are not as many ``tokens`` as masks.
+    """
+    if global_trajectories < 1:
+        raise DataError(
+            f"global_trajectories {global_trajectories} must be 1 or more: the trajectories of the step over all ranks"
+        )
+    if len(loss_masks) != len(tokens):
+        raise DataError(f"{len(loss_masks)} loss masks and {len(tokens)} token counts; give one per sample")
+    masks = [torch.as_tensor(mask, dtype=dtype, device=device) for mask in loss_masks]
+    weighted = [mask / (max(count, 1) * global_trajectories) for mask, count in zip(masks, tokens, strict=True)]
+    return torch.cat(weighted) if weighted else torch.zeros(0, dtype=dtype, device=device)
+
+
+def token_weights_by_constant(
+    loss_masks: Sequence[Sequence[int] | Tensor],
+    *,
+    divisor: float,
+    global_samples: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Weights ``m / divisor / global_samples``: each token counts the same, however long its response or the others.
+
+    Dr.GRPO (Liu et al. 2025, section 3.2 and listing 1): the mean over a sample's tokens favours short right answers
+    and long wrong ones; a constant does neither.
+
+    Args:
+        loss_masks: Per sample, R numbers that are 1 where the token is trained on.
+        divisor: The constant, in tokens, above 0; the paper takes the largest response length.
+        global_samples: Samples in the step over all ranks.
+        dtype: Type of the result.
+        device: Device of the result.
+
+    Returns:
+        Weights [T], T being the length of all masks together.
+
+    Raises:
+        DataError: ``divisor`` is not a finite number above 0, or ``global_samples`` is below 1.
+    """
+    if not 0 < divisor < math.inf:
+        raise DataError(f"divisor {divisor} must be a finite number of tokens above 0")
+    if global_samples < 1:
+        raise DataError(f"global_samples {global_samples} must be 1 or more: the samples of the step over all ranks")
+    masks = [torch.as_tensor(mask, dtype=dtype, device=device) for mask in loss_masks]
+    return torch.cat(masks) / (divisor * global_samples) if masks else torch.zeros(0, dtype=dtype, device=device)
