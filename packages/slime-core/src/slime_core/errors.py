@@ -11,3 +11,19 @@ class ConfigError(SlimeError):
 
 class DataError(SlimeError):
     """A prompt file, sample or batch that breaks its documented format."""
+
+
+class IntegrityError(DataError):
+    """Bytes or a tensor that are not what their checksum or their head says."""
+
+
+class DamagedError(IntegrityError):
+    """Bytes that were cut off, altered, or made by something else."""
+
+
+class FormatVersionError(IntegrityError):
+    """Bytes in a version of their format that this slime does not read."""
+
+
+class WrongBaseError(IntegrityError):
+    """A tensor that is not the version a delta was made from."""

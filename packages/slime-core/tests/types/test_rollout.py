@@ -67,5 +67,12 @@ def test_a_head_that_lacks_an_entry_is_refused(key):
 @pytest.mark.parametrize("damage", [{"tokens": None}, {"loss_mask": 1}, {"response_length": "2"}])
 def test_a_sample_with_an_entry_of_a_wrong_type_is_refused(damage):
     head, row = make_batch([1]).to_jsonl().splitlines()
-    with pytest.raises(DataError, match="missing or of a wrong type"):
+    with pytest.raises(DataError, match="line 2 of a rollout file: an entry is missing or of a wrong type"):
         RolloutBatch.from_jsonl("\n".join([head, json.dumps(json.loads(row) | damage)]))
+
+
+def test_numbers_that_are_none_survive_json_lines():
+    batch = make_batch([1])
+    batch.samples[0].tokens, batch.samples[0].response_length = [1, 2, 3], 3
+    batch.samples[0].rollout_log_probs = [math.nan, -math.inf, -0.0]
+    assert repr(RolloutBatch.from_jsonl(batch.to_jsonl())) == repr(batch)

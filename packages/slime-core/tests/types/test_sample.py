@@ -60,6 +60,28 @@ BASE = {"index": 7, "group_index": 0, "prompt": "p", "tokens": [1, 2, 3], "respo
         ({"rollout_log_probs": [0.0] * 3}, "sample 7: rollout_log_probs has 3 entries, response_length is 2"),
         ({"weight_versions": [0]}, "sample 7: weight_versions has 1 entries, response_length is 2"),
         ({"loss_mask": [1, 2]}, r"sample 7: loss_mask may hold 0 and 1 only, got \[1, 2\]"),
+        ({"loss_mask": [1, "1"]}, r"sample 7: loss_mask may hold 0 and 1 only, got \['1'\]"),
+        ({"loss_mask": "11"}, "sample 7: loss_mask must be a list of zeros and ones, got str"),
+        ({"tokens": None}, "sample 7: tokens must be a list of integers, got NoneType"),
+        ({"tokens": [1, 2.5, 3]}, r"sample 7: tokens\[1\] must be an integer, got 2.5 \(float\)"),
+        ({"tokens": [1, 2, -3]}, r"sample 7: tokens\[2\] is -3; it must be 0 or more"),
+        ({"weight_versions": [0, -2]}, r"sample 7: weight_versions\[1\] is -2; it must be -1 or more"),
+        ({"teacher_log_probs": [0.0]}, "sample 7: teacher_log_probs has 1 entries, response_length is 2"),
+        ({"rollout_log_probs": [0.0, None]}, r"sample 7: rollout_log_probs\[1\] must be a number, got None"),
+        ({"rollout_log_probs": [0.0, "-1"]}, r"sample 7: rollout_log_probs\[1\] must be a number, got '-1'"),
+        ({"index": "7"}, "sample 7: index must be an integer, got '7'"),
+        ({"group_index": None}, "sample 7: group_index must be an integer, got None"),
+        ({"response_length": 1.0}, "sample 7: response_length must be an integer, got 1.0"),
+        ({"trajectory_id": "a"}, "sample 7: trajectory_id must be an integer, got 'a'"),
+        ({"reward": "good"}, "sample 7: reward must be a number, got 'good'"),
+        ({"reward": {"a": None}}, r"sample 7: reward\['a'\] must be a number, got None"),
+        ({"reward": {1: 2.0}}, "sample 7: reward has the key 1; rewards are named by strings"),
+        ({"response": None}, "sample 7: response must be a string, got NoneType"),
+        ({"session_id": 3}, "sample 7: session_id must be a string, got 3"),
+        ({"remove_sample": 1}, "sample 7: remove_sample must be true or false, got 1"),
+        ({"metadata": []}, "sample 7: metadata must be a dictionary, got list"),
+        ({"train_metadata": None}, "sample 7: train_metadata must be a dictionary, got NoneType"),
+        ({"status": "done"}, "sample 7: status 'done' is unknown; allowed: pending, completed"),
     ],
 )
 def test_validation_names_the_field_and_the_values(fields, message):
@@ -74,6 +96,105 @@ def test_from_dict_refuses_unknown_and_missing_fields():
         Sample.from_dict({"group_index": 0, "prompt": "p"})
     with pytest.raises(DataError, match="sample 7: status 'done' is unknown; allowed: pending, completed, truncated"):
         Sample.from_dict(BASE | {"status": "done"})
+
+
+def test_numbers_of_other_libraries_become_plain():
+    import torch
+
+    sample = Sample(
+        **(BASE | {"tokens": torch.tensor([1, 2, 3]), "index": torch.tensor(7)}),
+        loss_mask=[True, 0.0],
+        rollout_log_probs=torch.tensor([-0.5, -1.0]),
+        weight_versions=(3, 4),
+        reward=torch.tensor(0.25),
+        status="completed",
+    )
+    assert repr(sample) == repr(
+        Sample(
+            **BASE,
+            loss_mask=[1, 0],
+            rollout_log_probs=[-0.5, -1.0],
+            weight_versions=[3, 4],
+            reward=0.25,
+            status=Status.COMPLETED,
+        )
+    )
+    json.dumps(sample.to_dict())
+
+
+def test_validation_leaves_plain_values_the_same_objects():
+    tokens, reward = [1, 2, 3], {"a": 1.0}
+    sample = Sample(**(BASE | {"tokens": tokens}), reward=reward)
+    assert sample.tokens is tokens and sample.reward is reward
+
+
+def test_a_large_integer_reward_is_not_rounded():
+    assert Sample(**BASE, reward=2**60 + 1).reward == 2**60 + 1
+
+
+def test_a_removed_sample_trains_nothing():
+    sample = Sample(**BASE, loss_mask=[1, 1], remove_sample=True)
+    assert sample.trained_mask == [0, 0] and sample.trained_tokens == 0
+    assert Sample(**BASE, loss_mask=[0, 1]).trained_tokens == 1
+
+
+def test_the_trajectory_is_the_index_where_none_is_given():
+    assert Sample(**BASE).trajectory == 7
+    assert Sample(**BASE, trajectory_id=0).trajectory == 0
+
+
+def test_appending_turns_and_observations():
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[9])
+    sample.append_response([1, 2], text="ab", log_probs=[-0.5, -0.25], weight_version=3)
+    sample.append_response([5, 6, 7], text="obs", trained=False)
+    sample.append_response([3], text="c", log_probs=[-1.0], weight_version=4)
+    sample.append_response([])
+    sample.validate()
+    assert sample.tokens == [9, 1, 2, 5, 6, 7, 3]
+    assert sample.prompt_tokens == [9]
+    assert sample.response == "abobsc"
+    assert sample.loss_mask == [1, 1, 0, 0, 0, 1]
+    assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, 0.0, -1.0]
+    assert sample.weight_versions == [3, 3, -1, -1, -1, 4]
+
+
+def test_appending_without_log_probs_and_versions_keeps_the_short_forms():
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[9])
+    sample.append_response([1, 2])
+    sample.append_response([3])
+    assert (sample.loss_mask, sample.rollout_log_probs, sample.weight_versions) == (None, None, [])
+    assert sample.trained_tokens == 3
+
+
+def test_an_observation_first_is_filled_up_with_zeros():
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[9])
+    sample.append_response([5], trained=False)
+    sample.append_response([1], log_probs=[-2.0], weight_version=1)
+    sample.validate()
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([0, 1], [0.0, -2.0])
+    assert sample.weight_versions == [-1, 1]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({}, {"log_probs": [0.0]}, "sample 0: 2 tokens to append, but 1 log_probs"),
+        ({"log_probs": [-1.0]}, {}, "the 2 trained tokens to append come without log_probs, unlike those before"),
+        ({}, {"log_probs": [-1.0, 0.0]}, "the 2 trained tokens to append come with log_probs, unlike those before"),
+        ({}, {"log_probs": [-1.0, "x"], "trained": False}, r"log_probs\[1\] must be a number, got 'x'"),
+        ({}, {"weight_version": "v"}, "weight_version must be an integer, got 'v'"),
+    ],
+)
+def test_an_append_that_fails_changes_nothing(first, then, message):
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[9])
+    sample.append_response([1], **first)
+    before = repr(sample)
+    with pytest.raises(DataError, match=message):
+        sample.append_response([2, 3], **then)
+    assert repr(sample) == before
+    sample.teacher_log_probs = [0.0]
+    with pytest.raises(DataError, match="teacher_log_probs are there already"):
+        sample.append_response([2])
 
 
 def test_scalar_reward():

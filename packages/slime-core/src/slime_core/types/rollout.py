@@ -47,6 +47,29 @@ class RolloutBatch:
         }
         return "".join(json.dumps(row) + "\n" for row in [head, *(sample.to_dict() for sample in self.samples)])
 
+    def to_bytes(self) -> bytes:
+        """The batch as bytes: small, quick to read, without pickle. See :mod:`slime_core.types.packed`.
+
+        Raises:
+            DataError: A field is invalid, or holds a value that would not come back as it is.
+        """
+        from slime_core.types import packed
+
+        return packed.pack_batch(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> RolloutBatch:
+        """The reverse of :meth:`to_bytes`. Executes nothing, whatever the bytes are.
+
+        Raises:
+            DamagedError: The bytes were cut off or altered, or are something else.
+            FormatVersionError: They are of a format version that this slime does not know.
+            DataError: They hold a sample with an invalid field.
+        """
+        from slime_core.types import packed
+
+        return packed.unpack_batch(data)
+
     @classmethod
     def from_jsonl(cls, text: str) -> RolloutBatch:
         """The reverse of :meth:`to_jsonl`.
@@ -64,7 +87,7 @@ class RolloutBatch:
             sizes = head["group_sizes"]
             if len(rows) != sum(sizes):
                 raise DataError(f"rollout {head['rollout_id']}: {len(rows)} samples, its head says {sum(sizes)}")
-            samples = iter([Sample.from_dict(row) for row in rows])
+            samples = iter([_read_sample(row, number) for number, row in enumerate(rows, start=2)])
             return cls(
                 rollout_id=head["rollout_id"],
                 groups=[[next(samples) for _ in range(size)] for size in sizes],
@@ -76,6 +99,16 @@ class RolloutBatch:
             raise DataError(
                 f"an entry of a rollout file is missing or of a wrong type ({error!r}); generate that rollout again"
             ) from error
+
+
+def _read_sample(row: dict[str, Any], number: int) -> Sample:
+    try:
+        return Sample.from_dict(row)
+    except DataError as error:
+        raise DataError(
+            f"line {number} of a rollout file: an entry is missing or of a wrong type or value ({error}); "
+            "generate that rollout again"
+        ) from error
 
 
 def _parse(line: str, number: int) -> dict[str, Any]:

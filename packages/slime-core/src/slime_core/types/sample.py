@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from slime_core.errors import DataError
+from slime_core.types import checks
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
@@ -39,10 +41,14 @@ class Sample:
         response_length: R.
         loss_mask: R numbers, 1 where the token is trained on; ``None`` means all.
         rollout_log_probs: R log-probs (nats) under the engine's weights; ``None`` if the engine gave none.
+        teacher_log_probs: R log-probs (nats) of a teacher, for on-policy distillation; ``None`` without one.
         weight_versions: R numbers: the weight version that sampled each token, -1 for a token no engine sampled.
         reward: A number, or several by name; ``None`` before scoring.
         status: Where the sample stands.
-        metadata: The data row's own extra fields, and what hooks add.
+        remove_sample: Train on none of its tokens. Its reward still counts in its group's mean.
+        session_id: Requests of one session go to the same engine; ``None`` means no preference.
+        metadata: The data row's own extra fields, and what hooks add: plain values that JSON can hold.
+        train_metadata: What a custom loss or advantage function wants to know of the sample: plain values.
     """
 
     index: int
@@ -55,10 +61,14 @@ class Sample:
     response_length: int = 0
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
+    teacher_log_probs: list[float] | None = None
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     reward: float | dict[str, float] | None = None
     status: Status = Status.PENDING
+    remove_sample: bool = False
+    session_id: str | None = None
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    train_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.validate()
@@ -75,8 +85,20 @@ class Sample:
 
     @property
     def trained_mask(self) -> list[int]:
-        """The loss mask, written out: R numbers."""
+        """The loss mask, written out: R numbers, all 0 for a sample marked ``remove_sample``."""
+        if self.remove_sample:
+            return [0] * self.response_length
         return self.loss_mask if self.loss_mask is not None else [1] * self.response_length
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of response tokens that are trained on."""
+        return sum(self.trained_mask)
+
+    @property
+    def trajectory(self) -> int:
+        """Number of the trajectory: ``trajectory_id``, or ``index`` where that is ``None``."""
+        return self.index if self.trajectory_id is None else self.trajectory_id
 
     def scalar_reward(self, key: str | None = None) -> float:
         """The reward as one number.
@@ -98,35 +120,109 @@ class Sample:
             raise DataError(f"sample {self.index} has no reward; score it before it is trained on")
         return float(self.reward)
 
+    def append_response(
+        self,
+        tokens: Sequence[int],
+        *,
+        text: str = "",
+        trained: bool = True,
+        log_probs: Sequence[float] | None = None,
+        weight_version: int = -1,
+    ) -> None:
+        """Add tokens to the response: a turn of the model, or an observation that the model is not trained on.
+
+        Mask, log-probs and weight versions grow with it. Tokens that the engine gave no log-probs for get 0.0, which is
+        why a trained one needs some once any other has.
+
+        Args:
+            tokens: n token ids.
+            text: The same as text.
+            trained: Whether the loss counts them.
+            log_probs: n log-probs (nats) from the engine.
+            weight_version: The version that sampled them; -1 if no engine did.
+
+        Raises:
+            DataError: The lengths differ, or of the trained tokens some have log-probs and some don't. The sample is
+                then as it was.
+        """
+        where, count, length = f"sample {self.index}", len(tokens), self.response_length
+        if log_probs is not None and len(log_probs) != count:
+            raise DataError(f"{where}: {count} tokens to append, but {len(log_probs)} log_probs")
+        if self.teacher_log_probs is not None:
+            raise DataError(f"{where}: teacher_log_probs are there already; append first, then ask the teacher")
+        had, mask = self.rollout_log_probs, self.loss_mask or [1] * length
+        if trained and count and (had is not None if log_probs is None else had is None and any(mask)):
+            raise DataError(
+                f"{where}: the {count} trained tokens to append come {'without' if log_probs is None else 'with'} "
+                "log_probs, unlike those before; give them for all trained tokens or for none"
+            )
+        new_tokens = checks.integers(where, "tokens", list(tokens), least=0)
+        new_log_probs = None if log_probs is None else checks.numbers(where, "log_probs", list(log_probs))
+        version = checks.integer(where, "weight_version", weight_version)
+        if new_log_probs is not None or had is not None:
+            self.rollout_log_probs = [*(had or [0.0] * length), *(new_log_probs or [0.0] * count)]
+        if self.loss_mask is not None or not trained:
+            self.loss_mask = [*mask, *([int(trained)] * count)]
+        if self.weight_versions or version != -1:
+            self.weight_versions = [*(self.weight_versions or [-1] * length), *([version] * count)]
+        self.tokens = [*self.tokens, *new_tokens]
+        self.response += text
+        self.response_length += count
+
     def validate(self) -> None:
-        """Check that the lengths agree.
+        """Check every field, and make plain numbers and lists of those that other libraries gave.
 
         Raises:
             DataError: Naming the field and the values.
         """
+        where = f"sample {self.index}"
+        for name in ("index", "group_index", "response_length"):
+            setattr(self, name, checks.integer(where, name, getattr(self, name)))
+        if self.trajectory_id is not None:
+            self.trajectory_id = checks.integer(where, "trajectory_id", self.trajectory_id)
+        self._validate_texts(where)
+        self.tokens = checks.integers(where, "tokens", self.tokens, least=0)
+        self.weight_versions = checks.integers(where, "weight_versions", self.weight_versions, least=-1)
+        self.reward = checks.reward(where, self.reward)
+        if self.loss_mask is not None:
+            self.loss_mask = checks.mask(where, self.loss_mask)
+        for name in ("rollout_log_probs", "teacher_log_probs"):
+            if (values := getattr(self, name)) is not None:
+                setattr(self, name, checks.numbers(where, name, values))
+        self._validate_lengths(where)
+
+    def _validate_texts(self, where: str) -> None:
         if not isinstance(self.prompt, str | list):
-            raise DataError(
-                f"sample {self.index}: prompt must be a string or chat messages, got {type(self.prompt).__name__}"
-            )
+            raise DataError(f"{where}: prompt must be a string or chat messages, got {type(self.prompt).__name__}")
+        if not isinstance(self.response, str):
+            raise DataError(f"{where}: response must be a string, got {type(self.response).__name__}")
+        if self.session_id is not None and not isinstance(self.session_id, str):
+            raise DataError(f"{where}: session_id must be a string, got {self.session_id!r}")
+        if not isinstance(self.remove_sample, bool):
+            raise DataError(f"{where}: remove_sample must be true or false, got {self.remove_sample!r}")
+        for name in ("metadata", "train_metadata"):
+            if not isinstance(getattr(self, name), dict):
+                raise DataError(f"{where}: {name} must be a dictionary, got {type(getattr(self, name)).__name__}")
+        if self.status not in list(Status):
+            raise DataError(f"{where}: status {self.status!r} is unknown; allowed: {', '.join(Status)}")
+        self.status = Status(self.status)
+
+    def _validate_lengths(self, where: str) -> None:
         length = self.response_length
         if not 0 <= length <= len(self.tokens):
-            raise DataError(
-                f"sample {self.index}: response_length {length} is not between 0 and {len(self.tokens)} tokens"
-            )
-        for name in ("loss_mask", "rollout_log_probs"):
+            raise DataError(f"{where}: response_length {length} is not between 0 and {len(self.tokens)} tokens")
+        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "weight_versions"):
             values = getattr(self, name)
-            if values is not None and len(values) != length:
-                raise DataError(f"sample {self.index}: {name} has {len(values)} entries, response_length is {length}")
-        if self.weight_versions and len(self.weight_versions) != length:
-            raise DataError(
-                f"sample {self.index}: weight_versions has {len(self.weight_versions)} entries, "
-                f"response_length is {length}"
-            )
-        if self.loss_mask is not None and any(value not in (0, 1) for value in self.loss_mask):
-            raise DataError(f"sample {self.index}: loss_mask may hold 0 and 1 only, got {sorted(set(self.loss_mask))}")
+            # No weight versions at all is what a sample has that no engine made.
+            if values is not None and len(values) != length and (values or name != "weight_versions"):
+                raise DataError(f"{where}: {name} has {len(values)} entries, response_length is {length}")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values that JSON can hold."""
+        """All fields as values that JSON can hold, if prompt and metadata are.
+
+        Lossless through JSON, NaN and infinities included, but for what ``json`` itself alters inside the metadata:
+        tuples become lists and keys strings. :meth:`to_bytes` refuses those.
+        """
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
             "status": self.status.value
         }
@@ -143,10 +239,32 @@ class Sample:
             raise DataError(f"a sample has no fields {unknown}; known: {sorted(names)}")
         if missing := sorted({"index", "group_index", "prompt"} - values.keys()):
             raise DataError(f"a sample needs the fields {missing}")
-        status = values.get("status", Status.PENDING)
-        if status not in list(Status):
-            raise DataError(f"sample {values['index']}: status {status!r} is unknown; allowed: {', '.join(Status)}")
-        return cls(**{**values, "status": Status(status)})
+        return cls(**values)
+
+    def to_bytes(self) -> bytes:
+        """All fields as bytes: small, quick to read, without pickle. :meth:`from_bytes` gives an equal sample.
+
+        The format is described in :mod:`slime_core.types.packed`.
+
+        Raises:
+            DataError: A field is invalid, or prompt, label or metadata hold a value that would not come back as it is.
+        """
+        from slime_core.types import packed
+
+        return packed.pack_sample(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Sample:
+        """The reverse of :meth:`to_bytes`. Executes nothing, whatever the bytes are.
+
+        Raises:
+            DamagedError: The bytes were cut off or altered, or are something else.
+            FormatVersionError: They are of a format version that this slime does not know.
+            DataError: They hold a sample with an invalid field.
+        """
+        from slime_core.types import packed
+
+        return packed.unpack_sample(data)
 
 
 Group = list[Sample]
