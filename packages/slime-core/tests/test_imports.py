@@ -5,15 +5,21 @@ import pytest
 
 TORCH_FREE = [
     "slime_core",
+    "slime_core.balance",
     "slime_core.config",
+    "slime_core.context_parallel",
     "slime_core.errors",
     "slime_core.flags",
+    "slime_core.flops",
     "slime_core.hooks",
     "slime_core.interfaces",
     "slime_core.metrics",
+    "slime_core.micro_batches",
     "slime_core.packing",
     "slime_core.rewards",
     "slime_core.schedule",
+    "slime_core.schedule_report",
+    "slime_core.step_plan",
     "slime_core.types",
 ]
 

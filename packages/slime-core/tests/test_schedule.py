@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.rewards import normalize_group_rewards
-from slime_core.schedule import build_shards, check_batch_sizes
+from slime_core.schedule import FILLER_INDEX, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
 
 GRPO = AlgorithmConfig()
@@ -231,3 +231,122 @@ def test_bad_data():
         shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0, prompt=0)]]))
     with pytest.raises(ConfigError, match="does not split into steps"):
         shards_of(make_batch([3]), gbs=2)
+
+
+def shard_positions(shards, step):
+    """The samples of one step by rank and micro-batch."""
+    return [
+        [[shard.samples[at] for at in positions] for positions in shard.steps[step].micro_batches] for shard in shards
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 40)), min_size=1, max_size=24), st.integers(1, 3),
+    st.integers(1, 3), st.integers(1, 60), st.booleans(), st.booleans(), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_trajectories_stay_in_one_step(trajectories, dp, group, cap, dynamic, together, generator):
+    """Trajectories of one to three samples, in any order; fillers only where there are too few samples."""
+    steps = 2 if len(trajectories) % 2 == 0 and len(trajectories) // 2 >= dp * group else 1
+    gbs = len(trajectories) // steps
+    if gbs < dp * group or (not dynamic and gbs % (dp * group)):
+        dp = group = 1
+    samples = [
+        make_sample(0, number % 4, response=length, trajectory_id=number)
+        for number, (count, length) in enumerate(trajectories)
+        for _ in range(count)
+    ]
+    generator.shuffle(samples)
+    for index, sample in enumerate(samples):
+        sample.index = index
+    batch = RolloutBatch(rollout_id=3, groups=[samples])
+    shards = shards_of(
+        batch, dp=dp, gbs=gbs, keep_groups_together=together, use_dynamic_batch_size=dynamic,
+        max_tokens_per_gpu=cap, virtual_pipeline_group=group,
+    )  # fmt: skip
+    by_index = {sample.index: sample for sample in samples}
+    trained = [sample.index for shard in shards for sample in shard.samples if sample.index != FILLER_INDEX]
+    assert sorted(trained) == sorted(by_index)
+    seen = []
+    for step in range(steps):
+        ranks = shard_positions(shards, step)
+        (count,) = {len(rank) for rank in ranks}
+        assert count % group == 0
+        real = [sample for rank in ranks for members in rank for sample in members if sample.index != FILLER_INDEX]
+        fillers = [members for rank in ranks for members in rank if members[0].index == FILLER_INDEX]
+        assert all(len(members) == 1 and members[0].loss_mask == [] for members in fillers)
+        assert not fillers or len(real) < dp * count
+        ids = {by_index[sample.index].trajectory_id for sample in real}
+        assert len(ids) == gbs
+        seen.append(ids)
+        for shard in shards:
+            assert shard.steps[step].global_samples == len(real)
+            assert shard.steps[step].global_tokens == sum(sum(sample.loss_mask) for sample in real)
+    assert sum(map(len, seen)) == len(set().union(*seen))
+
+
+def test_a_trajectory_id_of_none_is_the_index():
+    samples = [make_sample(0, 0), make_sample(1, 0, trajectory_id=0), make_sample(2, 0), make_sample(3, 0)]
+    (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[samples]), gbs=1)
+    assert [step.global_samples for step in shard.steps] == [2, 1, 1]
+
+
+def test_a_token_limit_makes_the_micro_batches():
+    """8 + 7, 7 + 7 … tokens of prompt and response under 16, whatever --micro-batch-size says."""
+    batch = make_batch([8], [4, 3, 3, 3, 3, 3, 3, 3])
+    (shard,) = shards_of(batch, use_dynamic_batch_size=True, max_tokens_per_gpu=16)
+    assert [len(positions) for positions in shard.steps[0].micro_batches] == [2, 2, 2, 2]
+    (shard,) = shards_of(batch, use_dynamic_batch_size=True, max_tokens_per_gpu=16, context_parallel_size=2)
+    assert [len(positions) for positions in shard.steps[0].micro_batches] == [4, 4]
+    assert shards_of(batch, max_tokens_per_gpu=16) == shards_of(batch)
+
+
+def test_padding_for_context_parallelism_counts_against_the_limit():
+    """A sample of 9 tokens is padded to 12: with seven of 8 it is above 2 × 32 tokens, though 9 + 7 × 7 are not."""
+    (shard,) = shards_of(
+        make_batch([8], [5, 3, 3, 3, 3, 3, 3, 3]), use_dynamic_batch_size=True, max_tokens_per_gpu=16,
+        context_parallel_size=2,
+    )  # fmt: skip
+    assert [len(positions) for positions in shard.steps[0].micro_batches] == [3, 3, 2]
+
+
+def test_a_virtual_pipeline_gets_multiples():
+    batch = make_batch([24], list(range(24)))
+    shards = shards_of(batch, dp=2, mbs=3, virtual_pipeline_group=4)
+    assert [len(shard.steps[0].micro_batches) for shard in shards] == [4, 4]
+    shards = shards_of(make_batch([12, 8, 4]), dp=2, mbs=6, virtual_pipeline_group=2, keep_groups_together=True)
+    assert [len(shard.steps[0].micro_batches) for shard in shards] == [2, 2]
+    shards = shards_of(batch, dp=2, use_dynamic_batch_size=True, max_tokens_per_gpu=80, virtual_pipeline_group=4)
+    assert [len(shard.steps[0].micro_batches) for shard in shards] == [4, 4]
+
+
+def test_ranks_are_balanced_by_the_cost_asked_for():
+    """By tokens the long response needs three of the others beside it; by a quadratic cost none but the least."""
+    lengths = [60, 20, 20, 20, 20, 20, 20, 20]
+    for limits in ({"mbs": 4}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1000}):
+        shards = shards_of(make_batch([8], lengths), dp=2, cost=lambda tokens: tokens**2, **limits)
+        loads = sorted(sum(len(sample.tokens) ** 2 for sample in shard.samples) for shard in shards)
+        counts = sorted(len(shard.samples) for shard in shards)
+        assert (loads, counts) == (
+            ([4 * 576, 4096 + 3 * 576], [4, 4]) if "mbs" in limits else ([7 * 576, 4096], [1, 7])
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs a limit to go by; set --max-tokens-per-gpu"),
+        ({"max_tokens_per_gpu": 0}, "--max-tokens-per-gpu 0 must be 1 or more"),
+        ({"context_parallel_size": 0}, "context-parallel size 0 must be 1 or more"),
+        ({"virtual_pipeline_group": 0}, "virtual-pipeline group 0 must be 1 or more"),
+        ({"virtual_pipeline_group": 2}, "× --micro-batch-size 3 × virtual-pipeline group 2 = 12; set it to 12"),
+        (
+            {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9, "virtual_pipeline_group": 4},
+            "leaves some micro-batches without a sample: there are 2 data-parallel ranks × 4 .* set it to 8 or more",
+        ),
+    ],
+)
+def test_sizes_that_leave_a_micro_batch_without_samples(sizes, message):
+    good = {"num_samples": 12, "global_batch_size": 6, "data_parallel_size": 2, "micro_batch_size": 3}
+    check_batch_sizes(**good, use_dynamic_batch_size=True, max_tokens_per_gpu=9, virtual_pipeline_group=3)
+    with pytest.raises(ConfigError, match=message):
+        check_batch_sizes(**(good | sizes))

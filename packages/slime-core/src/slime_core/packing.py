@@ -13,11 +13,11 @@ class Block:
 
     Attributes:
         positions: Positions of the samples in the rollout.
-        tokens: What computing them costs.
+        tokens: What computing them costs, in tokens or another unit.
     """
 
     positions: tuple[int, ...]
-    tokens: int
+    tokens: float
 
 
 Bin = list[Block]
@@ -45,7 +45,9 @@ def pack(blocks: Iterable[Block], *, bins: int, capacity: int, grow: bool = Fals
     """
     packed: list[Bin] = [[] for _ in range(bins)]
     used = [0] * bins
-    open_bins = [(0, index) for index in range(bins)]  # a heap of (tokens, bin), full bins left out
+    open_bins: list[tuple[float, int]] = [
+        (0, index) for index in range(bins)
+    ]  # a heap of (tokens, bin), full bins left out
     for block in sorted(blocks, key=lambda block: (-len(block.positions), -block.tokens, block.positions)):
         size, crowded, chosen = len(block.positions), [], None
         while open_bins and chosen is None:

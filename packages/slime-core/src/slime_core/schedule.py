@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.packing import Bin, Block, num_samples, pack, split_to
+from slime_core.micro_batches import MicroBatchLimits
 from slime_core.rewards import normalize_group_rewards
+from slime_core.step_plan import Cost, StepPlanner, token_count
 from slime_core.types import RolloutBatch, Sample, Status, TrainSample, TrainShard, TrainStep
 
 # A sample that failed before it was tokenized gets this one prompt token, so that no rank meets an empty sequence.
 _PLACEHOLDER_TOKENS = [0]
 _UNTRAINED = (Status.ABORTED, Status.FAILED)
-
-RankSteps = list[list[int]]
-"""Per micro-batch of one optimizer step on one rank, positions of samples in the rollout."""
+FILLER_INDEX = -1
+"""``index`` and ``group_index`` of a sample that only fills a micro-batch: one token, no response, nothing trained."""
 
 
 def build_shards(
@@ -29,71 +28,142 @@ def build_shards(
     global_batch_size: int,
     reward_key: str | None = None,
     keep_groups_together: bool = False,
+    use_dynamic_batch_size: bool = False,
+    max_tokens_per_gpu: int | None = None,
+    context_parallel_size: int = 1,
+    virtual_pipeline_group: int = 1,
+    cost: Cost = token_count,
 ) -> list[TrainShard]:
     """Normalise rewards and split a rollout into optimizer steps, ranks and micro-batches.
 
-    Every sample is in exactly one micro-batch. Steps take the samples in the rollout's order, ``global_batch_size``
-    each. Within a step the ranks are balanced by tokens and have equally many micro-batches, the largest first. The
-    same rollout gives the same shards.
+    Every sample is in exactly one micro-batch. Steps take whole trajectories in the rollout's order,
+    ``global_batch_size`` each; mostly a trajectory is one sample. Within a step the ranks are balanced by ``cost`` and
+    have equally many micro-batches, the costliest first. The same rollout gives the same shards.
 
     Aborted and failed samples are counted as samples but train nothing: their loss mask is zeros, their reward is 0 and
     takes no part in their group's mean.
+
+    Where a step has too few samples for equally many micro-batches (trajectories of several samples, or a token limit
+    that most samples fill alone), a micro-batch left empty gets a filler: see :data:`FILLER_INDEX`.
 
     Args:
         batch: The rollout.
         algorithm: Says how rewards are normalised.
         temperature: The sampling temperature, handed on to the trainer.
         data_parallel_size: Number of shards.
-        micro_batch_size: Most samples in a micro-batch.
-        global_batch_size: Samples in an optimizer step, over all ranks.
+        micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
+        global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
         keep_groups_together: Keep the samples of a prompt on one rank and, as far as they fit, in one micro-batch, so
             that the trainer can compute their prompt once. Ranks may then differ in their number of samples. Where
             whole groups cannot give every rank equally many micro-batches, that step falls back to single samples.
+            With a token limit, a group that exceeds it is cut, and its pieces may go to several ranks.
+        use_dynamic_batch_size: Limit a micro-batch by its tokens instead of its samples.
+        max_tokens_per_gpu: That limit, per context-parallel rank. A sample above it gets a micro-batch to itself.
+        context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
+        virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
+        cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
 
     Returns:
         One shard per rank.
 
     Raises:
-        ConfigError: The sizes do not divide.
+        ConfigError: The sizes do not divide, or there is no token limit to go by.
         DataError: There are no samples, or one has no reward, a reward that is not finite, or a response without a
             prompt.
     """
     samples = batch.samples
     if not samples:
         raise DataError(f"rollout {batch.rollout_id} has no samples")
+    trajectories = _trajectories(samples)
     check_batch_sizes(
-        num_samples=len(samples),
+        num_samples=len(trajectories),
         global_batch_size=global_batch_size,
         data_parallel_size=data_parallel_size,
         micro_batch_size=micro_batch_size,
+        use_dynamic_batch_size=use_dynamic_batch_size,
+        max_tokens_per_gpu=max_tokens_per_gpu,
+        context_parallel_size=context_parallel_size,
+        virtual_pipeline_group=virtual_pipeline_group,
     )
-    train_samples = _train_samples(samples, algorithm, reward_key)
-    shard_samples: list[list[TrainSample]] = [[] for _ in range(data_parallel_size)]
-    shard_steps: list[list[TrainStep]] = [[] for _ in range(data_parallel_size)]
-    for start in range(0, len(samples), global_batch_size):
-        members = range(start, start + global_batch_size)
-        global_tokens = sum(sum(train_samples[position].loss_mask) for position in members)
-        ranks = _plan_step(train_samples, members, data_parallel_size, micro_batch_size, keep_groups_together)
-        for rank, micro_batches in enumerate(ranks):
-            placed: list[list[int]] = []
-            for positions in micro_batches:
-                first = len(shard_samples[rank])
-                shard_samples[rank] += [train_samples[position] for position in positions]
-                placed.append(list(range(first, first + len(positions))))
-            shard_steps[rank].append(
-                TrainStep(micro_batches=placed, global_samples=global_batch_size, global_tokens=global_tokens)
-            )
-    return [
-        TrainShard(rollout_id=batch.rollout_id, temperature=temperature, samples=rank_samples, steps=rank_steps)
-        for rank_samples, rank_steps in zip(shard_samples, shard_steps, strict=True)
+    planner = StepPlanner(
+        samples=_train_samples(samples, algorithm, reward_key),
+        ranks=data_parallel_size,
+        limits=MicroBatchLimits(
+            samples=None if use_dynamic_batch_size else micro_batch_size,
+            tokens=(max_tokens_per_gpu or 0) * context_parallel_size if use_dynamic_batch_size else None,
+            multiple=virtual_pipeline_group,
+        ),
+        by_group=keep_groups_together,
+        cost=cost,
+        context_parallel_size=context_parallel_size,
+    )
+    shards: list[TrainShard] = [
+        TrainShard(rollout_id=batch.rollout_id, temperature=temperature, samples=[], steps=[])
+        for _ in range(data_parallel_size)
     ]
+    for start in range(0, len(trajectories), global_batch_size):
+        step = trajectories[start : start + global_batch_size]
+        members = sorted(position for trajectory in step for position in trajectory)
+        _add_step(shards, planner, members)
+    return shards
+
+
+def _trajectories(samples: Sequence[Sample]) -> list[list[int]]:
+    """Positions of the samples of each trajectory, in the order in which the trajectories begin."""
+    members: dict[int, list[int]] = {}
+    for position, sample in enumerate(samples):
+        key = sample.index if sample.trajectory_id is None else sample.trajectory_id
+        members.setdefault(key, []).append(position)
+    return list(members.values())
+
+
+def _add_step(shards: Sequence[TrainShard], planner: StepPlanner, members: Sequence[int]) -> None:
+    """Put one step's samples into the ranks' shards."""
+    tokens = sum(sum(planner.samples[position].loss_mask) for position in members)
+    for shard, micro_batches in zip(shards, planner.plan(members), strict=True):
+        placed: list[list[int]] = []
+        for positions in micro_batches:
+            first = len(shard.samples)
+            shard.samples.extend([planner.samples[position] for position in positions] or [_filler()])
+            placed.append(list(range(first, len(shard.samples))))
+        shard.steps.append(TrainStep(micro_batches=placed, global_samples=len(members), global_tokens=tokens))
+
+
+def _filler() -> TrainSample:
+    return TrainSample(
+        index=FILLER_INDEX,
+        group_index=FILLER_INDEX,
+        tokens=_PLACEHOLDER_TOKENS,
+        response_length=0,
+        loss_mask=[],
+        reward=0.0,
+        raw_reward=0.0,
+    )
 
 
 def check_batch_sizes(
-    *, num_samples: int, global_batch_size: int, data_parallel_size: int, micro_batch_size: int
+    *,
+    num_samples: int,
+    global_batch_size: int,
+    data_parallel_size: int,
+    micro_batch_size: int,
+    use_dynamic_batch_size: bool = False,
+    max_tokens_per_gpu: int | None = None,
+    context_parallel_size: int = 1,
+    virtual_pipeline_group: int = 1,
 ) -> None:
     """Check that a rollout splits into whole steps, ranks and micro-batches. Can be asked before a run starts.
+
+    Args:
+        num_samples: Samples in a rollout; trajectories, where one may yield several samples.
+        global_batch_size: As in :func:`build_shards`, like the others.
+        data_parallel_size: Number of ranks.
+        micro_batch_size: Most samples in a micro-batch.
+        use_dynamic_batch_size: Whether tokens limit a micro-batch instead.
+        max_tokens_per_gpu: That limit.
+        context_parallel_size: Number of ranks that share each sequence.
+        virtual_pipeline_group: What the number of micro-batches must be a multiple of.
 
     Raises:
         ConfigError: It does not, with the sizes and what to set.
@@ -102,21 +172,42 @@ def check_batch_sizes(
         ("--global-batch-size", global_batch_size),
         ("data-parallel size", data_parallel_size),
         ("--micro-batch-size", micro_batch_size),
+        ("--max-tokens-per-gpu", max_tokens_per_gpu),
+        ("context-parallel size", context_parallel_size),
+        ("virtual-pipeline group", virtual_pipeline_group),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be 1 or more")
+    if use_dynamic_batch_size and max_tokens_per_gpu is None:
+        raise ConfigError("--use-dynamic-batch-size needs a limit to go by; set --max-tokens-per-gpu")
     if num_samples % global_batch_size:
         divisor = max(size for size in range(1, min(num_samples, global_batch_size) + 1) if num_samples % size == 0)
         raise ConfigError(
             f"a rollout of {num_samples} samples does not split into steps of --global-batch-size {global_batch_size}; "
             f"set it to a divisor of {num_samples}, such as {divisor}"
         )
-    unit = data_parallel_size * micro_batch_size
+    if use_dynamic_batch_size:
+        _check_dynamic(global_batch_size, data_parallel_size, virtual_pipeline_group)
+    else:
+        _check_fixed(global_batch_size, data_parallel_size, micro_batch_size, virtual_pipeline_group)
+
+
+def _check_fixed(global_batch_size: int, ranks: int, micro_batch_size: int, group: int) -> None:
+    unit = ranks * micro_batch_size * group
     if global_batch_size % unit:
+        pipeline = f" × virtual-pipeline group {group}" if group > 1 else ""
         raise ConfigError(
-            f"--global-batch-size {global_batch_size} must be a multiple of data-parallel size {data_parallel_size} × "
-            f"--micro-batch-size {micro_batch_size} = {unit}; set it to {(global_batch_size // unit + 1) * unit}, or "
-            "change the micro-batch size"
+            f"--global-batch-size {global_batch_size} must be a multiple of data-parallel size {ranks} × "
+            f"--micro-batch-size {micro_batch_size}{pipeline} = {unit}; set it to "
+            f"{(global_batch_size // unit + 1) * unit}, or change the micro-batch size"
+        )
+
+
+def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
+    if global_batch_size < ranks * group:
+        raise ConfigError(
+            f"--global-batch-size {global_batch_size} leaves some micro-batches without a sample: there are "
+            f"{ranks} data-parallel ranks × {group} micro-batches or more; set it to {ranks * group} or more"
         )
 
 
@@ -151,54 +242,3 @@ def _train_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, reward
             )
         )
     return result
-
-
-def _plan_step(
-    samples: Sequence[TrainSample], members: Sequence[int], ranks: int, micro_batch_size: int, by_group: bool
-) -> list[RankSteps]:
-    """Per rank, its micro-batches as positions in ``samples``."""
-
-    def make_block(positions: Sequence[int]) -> Block:
-        return _block(samples, positions)
-
-    plan: list[list[Bin]] = []
-    if by_group:
-        groups: dict[int, list[int]] = defaultdict(list)
-        for position in members:
-            groups[samples[position].group_index].append(position)
-        plan = _spread([make_block(group) for group in groups.values()], ranks, micro_batch_size, make_block)
-    count = max(map(len, plan), default=0)
-    if not plan or any(sum(map(num_samples, bins)) < count for bins in plan):
-        plan = _spread([make_block([position]) for position in members], ranks, micro_batch_size, make_block)
-        count = len(plan[0])  # the sizes divide, so all ranks have equally many
-    return [_in_order(samples, split_to(count, bins, make_block)) for bins in plan]
-
-
-def _spread(
-    blocks: list[Block], ranks: int, micro_batch_size: int, make_block: Callable[[Sequence[int]], Block]
-) -> list[list[Bin]]:
-    """Blocks to ranks, then each rank's blocks, cut to fit, to as few micro-batches as they need."""
-    plan = []
-    for rank_blocks in pack(blocks, bins=ranks, capacity=num_samples(blocks) // ranks):
-        pieces = [
-            make_block(block.positions[start : start + micro_batch_size])
-            for block in rank_blocks
-            for start in range(0, len(block.positions), micro_batch_size)
-        ]
-        fewest = -(-num_samples(pieces) // micro_batch_size)
-        plan.append(pack(pieces, bins=fewest, capacity=micro_batch_size, grow=True))
-    return plan
-
-
-def _in_order(samples: Sequence[TrainSample], bins: list[list[Block]]) -> RankSteps:
-    """Positions per micro-batch, most tokens first: memory trouble shows at once, and ranks keep pace."""
-    micro_batches = [sorted(position for block in bin_ for position in block.positions) for bin_ in bins]
-    return sorted(micro_batches, key=lambda positions: (-_block(samples, positions).tokens, positions))
-
-
-def _block(samples: Sequence[TrainSample], positions: Sequence[int]) -> Block:
-    """Samples that stay together; a prompt that several of them share counts once."""
-    members = [samples[position] for position in positions]
-    prompts = {(sample.group_index, tuple(sample.tokens[: sample.prompt_length])) for sample in members}
-    tokens = sum(len(prompt) for _, prompt in prompts) + sum(sample.response_length for sample in members)
-    return Block(tuple(positions), tokens)

@@ -1,0 +1,150 @@
+"""8,192 samples to 64 ranks: the heaviest rank over its lower bound, and the milliseconds to get there.
+
+Lengths are log-normal (median 2,000, sigma 1) up to 16,384 tokens; `one long` has one sample of twice the mean rank
+load; `few per rank` has 512 samples. `balance` spreads them over the ranks; `LPT` is the plain largest-first rule on
+the same numbers; `plan` goes on to micro-batches, equally many on each rank. The bound is the mean load or the largest
+sample. FLOPs are those of a model of 8 billion weights. Times are the best of several.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+from _records import Record
+
+from slime_core.balance import balance, lower_bound
+from slime_core.flops import FlopsModel
+from slime_core.micro_batches import MicroBatchLimits, plan_micro_batches
+
+SAMPLES, RANKS, LONGEST, MEDIAN, SEED = 8192, 64, 16_384, 2000, 0
+FEW = 512
+MODEL = FlopsModel(
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12_288,
+    num_attention_heads=32,
+    num_query_groups=8,
+    head_dim=128,
+    vocab_size=151_936,
+)
+LIMITS = {
+    "under 16,384 tokens": MicroBatchLimits(tokens=LONGEST),
+    "under 32,768 tokens, multiples of 4": MicroBatchLimits(tokens=2 * LONGEST, multiple=4),
+    "8 samples each": MicroBatchLimits(samples=8),
+}
+
+Result = TypeVar("Result")
+Bins = list[list[int]]
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Measure every case.
+
+    Args:
+        out: Not used.
+        quick: Three repetitions instead of fifteen.
+    """
+    repeats = 3 if quick else 15
+    records = []
+    for name, lengths in workloads().items():
+        flops = [MODEL.training(length) for length in lengths]
+        records += spread(f"{name}, tokens", lengths, repeats)
+        records += spread(f"{name}, FLOPs", flops, repeats)
+        if len(lengths) == SAMPLES:
+            for limit, limits in LIMITS.items():
+                records += plan(f"{name}, {limit}", lengths, lengths, limits, repeats)
+            records += plan(
+                f"{name}, under 16,384 tokens, by FLOPs", lengths, flops, LIMITS[next(iter(LIMITS))], repeats
+            )
+    return records
+
+
+def workloads() -> dict[str, list[int]]:
+    """Lengths by name."""
+    generator = random.Random(SEED)
+    lengths = [min(LONGEST, max(1, round(generator.lognormvariate(math.log(MEDIAN), 1)))) for _ in range(SAMPLES)]
+    one_long = [*lengths]
+    one_long[SAMPLES // 2] = 2 * sum(lengths) // RANKS
+    return {"log-normal": lengths, "one long": one_long, "few per rank": lengths[:FEW]}
+
+
+def spread(case: str, weights: Sequence[float], repeats: int) -> list[Record]:
+    """Our balance and plain LPT, in turn."""
+    ours, lpt = timed(lambda: balance(weights, RANKS), lambda: largest_first(weights, RANKS), repeats=repeats)
+    return [
+        *figures(f"{case}: balance", weights, ours),
+        *figures(f"{case}: LPT", weights, lpt),
+        Record(case, "heaviest over LPT's", heaviest(weights, ours[0]) / heaviest(weights, lpt[0]), "x", False),
+        Record(case, "time over LPT's", ours[1] / lpt[1], "x", False),
+    ]
+
+
+def plan(
+    case: str, lengths: Sequence[int], costs: Sequence[float], limits: MicroBatchLimits, repeats: int
+) -> list[Record]:
+    """Samples to ranks and micro-batches."""
+    (result,) = timed(lambda: plan_micro_batches(lengths, ranks=RANKS, limits=limits, costs=costs), repeats=repeats)
+    ranks = [list(chain(*micro_batches)) for micro_batches in result[0]]
+    fewest = 1 if limits.tokens is None else math.ceil(sum(lengths) / RANKS / limits.tokens)
+    records = figures(f"{case}: plan", costs, (ranks, result[1]))
+    if limits.samples is not None:
+        bound = max(lower_bound(costs, RANKS), equal_counts_bound(costs, RANKS))
+        records.append(
+            Record(f"{case}: plan", "heaviest over bound of equal counts", heaviest(costs, ranks) / bound, "x")
+        )
+    else:
+        count = len(result[0][0])
+        records.append(
+            Record(f"{case}: plan", "micro-batches over fewest", count / limits.round_up(fewest), "x", False)
+        )
+    return records
+
+
+def figures(case: str, weights: Sequence[float], result: tuple[Bins, float]) -> list[Record]:
+    """The two numbers that have goals: at most 1.01, and under 50 ms."""
+    bins, seconds = result
+    return [
+        Record(case, "heaviest over bound", heaviest(weights, bins) / lower_bound(weights, RANKS), "x", False),
+        Record(case, "time", seconds * 1e3, "ms", False),
+    ]
+
+
+def equal_counts_bound(weights: Sequence[float], bins: int) -> float:
+    """What a bin weighs at least that holds the largest item and as many items as all others."""
+    ordered = sorted(weights)
+    return ordered[-1] + sum(ordered[: len(weights) // bins - 1])
+
+
+def heaviest(weights: Sequence[float], bins: Bins) -> float:
+    """Load of the heaviest bin."""
+    return max(sum(weights[item] for item in bin_) for bin_ in bins)
+
+
+def largest_first(weights: Sequence[float], bins: int) -> Bins:
+    """Plain LPT with a heap."""
+    placed: Bins = [[] for _ in range(bins)]
+    heap: list[tuple[float, int]] = [(0, index) for index in range(bins)]
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        load, index = heap[0]
+        placed[index].append(item)
+        heapq.heapreplace(heap, (load + weights[item], index))
+    return placed
+
+
+def timed(*functions: Callable[[], Result], repeats: int) -> list[tuple[Result, float]]:
+    """Results and least seconds of functions that run in turn."""
+    results = [function() for function in functions]
+    seconds: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, taken in zip(functions, seconds, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+    return [(result, min(taken)) for result, taken in zip(results, seconds, strict=True)]

@@ -1,0 +1,117 @@
+import heapq
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core.balance import balance, lower_bound, try_balance
+from slime_core.errors import ConfigError, DataError
+
+WEIGHTS = st.lists(st.integers(0, 50) | st.floats(0, 50), max_size=30)
+
+
+def heaviest(weights, bins):
+    return max(sum(weights[item] for item in bin_) for bin_ in bins)
+
+
+def largest_first(weights, bins):
+    """Plain LPT: what the exchanges start from."""
+    heap = [(0, index, []) for index in range(bins)]
+    for item in sorted(range(len(weights)), key=lambda item: (-weights[item], item)):
+        load, index, items = heap[0]
+        heapq.heapreplace(heap, (load + weights[item], index, [*items, item]))
+    return [items for _, _, items in heap]
+
+
+def log_normal(count, seed=0, median=2000):
+    generator = random.Random(seed)
+    return [min(16_384, max(1, round(generator.lognormvariate(math.log(median), 1)))) for _ in range(count)]
+
+
+@given(st.lists(st.integers(0, 30), max_size=7), st.integers(1, 3))
+def test_close_to_the_optimum(weights, bins):
+    """Graham's bound: LPT is at most 4/3 - 1/(3 bins) times the best of all placements."""
+    placements = itertools.product(range(bins), repeat=len(weights))
+    best = min(
+        max(sum(weight for weight, at in zip(weights, placement, strict=True) if at == index) for index in range(bins))
+        for placement in placements
+    )
+    found = heaviest(weights, balance(weights, bins))
+    assert lower_bound(weights, bins) <= best <= found <= best * (4 / 3 - 1 / (3 * bins)) + 1e-9
+
+
+@given(WEIGHTS, st.integers(1, 6))
+def test_never_worse_than_largest_first(weights, bins):
+    placed = balance(weights, bins)
+    assert sorted(itertools.chain(*placed)) == list(range(len(weights)))
+    assert heaviest(weights, placed) <= heaviest(weights, largest_first(weights, bins)) * (1 + 1e-12)
+
+
+def test_exchanges_pay_where_bins_hold_few_items():
+    weights = log_normal(512)
+    bound = lower_bound(weights, 64)
+    assert heaviest(weights, largest_first(weights, 64)) > bound * 1.009
+    assert heaviest(weights, balance(weights, 64)) <= bound * 1.0015
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("largest", [None, 2.0])
+def test_8192_samples_on_64_ranks_come_within_1_percent(seed, largest):
+    weights = log_normal(8192, seed)
+    if largest is not None:
+        weights[100] = round(largest * sum(weights) / 64)
+        assert lower_bound(weights, 64) == weights[100]
+    assert heaviest(weights, balance(weights, 64)) <= 1.01 * lower_bound(weights, 64)
+
+
+@given(
+    WEIGHTS, st.integers(1, 5), st.integers(0, 4), st.integers(0, 8) | st.none(),
+    st.floats(20, 200) | st.just(math.inf), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_limits_hold(weights, bins, min_items, max_items, max_size, generator):
+    sizes = [generator.randint(0, 20) for _ in weights]
+    limits = {"min_items": min_items, "max_items": max_items, "sizes": sizes, "max_size": max_size}
+    placed = try_balance(weights, bins, **limits)
+    most = len(weights) if max_items is None else max_items
+    possible = min_items * bins <= len(weights) <= most * bins
+    if placed is None:
+        assert not possible or max_size < math.inf
+        with pytest.raises(DataError, match="found no room in"):
+            balance(weights, bins, **limits)
+        return
+    assert possible
+    assert len(placed) == bins
+    assert sorted(itertools.chain(*placed)) == list(range(len(weights)))
+    for items in placed:
+        assert min_items <= len(items) <= most
+        assert sum(sizes[item] for item in items) <= max_size
+    assert placed == try_balance(weights, bins, **limits)
+
+
+def test_a_heavy_bin_gets_its_least_items_from_the_lightest():
+    weights = [1000, 1, 2, 3, 40, 41, 42, 43]
+    placed = balance(weights, 2, min_items=3)
+    assert sorted(map(sorted, placed)) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+
+
+def test_sizes_are_respected_in_exchanges():
+    """By weight alone, 6 + 5 against 4 + 4 + 3 is the best, but the sizes allow no swap towards it."""
+    weights, sizes = [6, 5, 4, 4, 3], [1, 9, 9, 1, 1]
+    assert heaviest(weights, balance(weights, 2)) == 11
+    placed = balance(weights, 2, sizes=sizes, max_size=11)
+    assert all(sum(sizes[item] for item in items) <= 11 for items in placed)
+
+
+def test_bad_arguments():
+    with pytest.raises(ConfigError, match="over 0 bins; give 1 or more"):
+        balance([1.0], 0)
+    for broken in (-1.0, math.nan, math.inf):
+        with pytest.raises(DataError, match="weights to balance must be finite numbers, 0 or more; got"):
+            balance([1.0, broken], 2)
+    with pytest.raises(DataError, match="1 sizes for 2 weights"):
+        balance([1.0, 2.0], 2, sizes=[1])
+    with pytest.raises(DataError, match="3 items found no room in 2 bins of 2 to None items"):
+        balance([1.0, 2.0, 3.0], 2, min_items=2)
