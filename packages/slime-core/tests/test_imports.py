@@ -15,6 +15,7 @@ TORCH_FREE = [
     "slime_core.interfaces",
     "slime_core.metrics",
     "slime_core.micro_batches",
+    "slime_core.mis_config",
     "slime_core.packing",
     "slime_core.rewards",
     "slime_core.schedule",

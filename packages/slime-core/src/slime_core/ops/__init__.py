@@ -11,6 +11,8 @@ from slime_core.ops.aggregate import (
     token_weights_per_trajectory,
     trajectory_tokens,
 )
+from slime_core.ops.corrections import icepop_weights, mis_weight_sums, mis_weights, opsm_mask, tis_weights
+from slime_core.ops.diagnostics import Statistics, drift_statistics, policy_statistics, weight_statistics
 from slime_core.ops.kl import kl_penalty
 from slime_core.ops.logprobs import log_probs_and_entropy
 from slime_core.ops.losses import cispo_loss, gspo_loss, policy_loss
@@ -21,23 +23,32 @@ from slime_core.ops.sft import sft_objective
 from slime_core.ops.value import value_loss, value_objective
 
 __all__ = [
+    "Statistics",
     "cispo_loss",
     "dpo_loss",
+    "drift_statistics",
     "grpo_advantages",
     "gspo_log_ratio",
     "gspo_loss",
+    "icepop_weights",
     "kl_penalty",
     "log_probs_and_entropy",
+    "mis_weight_sums",
+    "mis_weights",
+    "opsm_mask",
     "policy_loss",
     "policy_objective",
+    "policy_statistics",
     "preference_objective",
     "reward_model_loss",
     "sequence_log_ratio",
     "sft_objective",
+    "tis_weights",
     "token_weights",
     "token_weights_by_constant",
     "token_weights_per_trajectory",
     "trajectory_tokens",
     "value_loss",
     "value_objective",
+    "weight_statistics",
 ]
