@@ -1,9 +1,19 @@
 import itertools
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.metrics import pass_at_k, pass_rates, rollout_metrics
+from slime_core.metrics import (
+    length_metrics,
+    pass_at_k,
+    pass_rates,
+    percentile,
+    rollout_metrics,
+    zero_variance_groups,
+)
 from slime_core.types import Sample, Status
 
 
@@ -66,3 +76,43 @@ def test_pass_rates_go_up_to_the_smallest_group():
     samples = [make_sample(0, reward) for reward in (1, 0, 0, 0)] + [make_sample(1, reward) for reward in (1, 1, 0)]
     assert pass_rates(samples) == pytest.approx({"pass@1": (1 / 4 + 2 / 3) / 2, "pass@2": (1 / 2 + 1) / 2})
     assert pass_rates(samples, correct=2.0) == {"pass@1": 0.0, "pass@2": 0.0}
+
+
+def test_lengths_in_numbers():
+    assert length_metrics([5, 1, 3, 3], percentiles=(0, 50, 90, 100)) == pytest.approx(
+        {
+            "response_len/mean": 3.0, "response_len/median": 3.0, "response_len/max": 5.0, "response_len/min": 1.0,
+            "response_len/p0": 1.0, "response_len/p50": 3.0, "response_len/p90": 4.4, "response_len/p100": 5.0,
+        }
+    )  # fmt: skip
+    assert length_metrics([7], name="total_len", percentiles=(99.5,))["total_len/p99.5"] == 7.0
+    assert length_metrics([]) == {}
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=40), st.integers(1, 99))
+def test_percentiles_are_those_of_the_standard_library(values, share):
+    """`statistics.quantiles` calls Hyndman and Fan's definition 7 `inclusive`."""
+    expected = statistics.quantiles(values, n=100, method="inclusive")[share - 1]
+    assert percentile(values, share) == pytest.approx(expected)
+    assert percentile(values, 50) == pytest.approx(statistics.median(values))
+
+
+@pytest.mark.parametrize(("values", "share"), [([], 50), ([1.0], -1), ([1.0], 101)])
+def test_percentiles_that_cannot_be(values, share):
+    with pytest.raises(DataError, match=f"percentile {share} of {len(values)} values"):
+        percentile(values, share)
+
+
+def test_zero_variance_groups_by_reward():
+    rewards = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (1, 1, None), 3: (0.0, 1.0), 4: (-0.04,), 5: (0.26, 0.26), 6: (None,)}
+    samples = [make_sample(group, reward) for group, values in rewards.items() for reward in values]
+    assert zero_variance_groups(samples) == {
+        "zero_std/count_0": 2.0,
+        "zero_std/count_0.3": 1.0,
+        "zero_std/count_1": 2.0,
+    }
+    assert "zero_std/count_0.26" in zero_variance_groups(samples, decimals=2)
+    assert sum(zero_variance_groups(samples).values()) == rollout_metrics(samples)["zero_std/count"]
+    assert zero_variance_groups([]) == {}
+    assert list(zero_variance_groups([make_sample(0, -0.04)])) == ["zero_std/count_0"]
+    assert zero_variance_groups([make_sample(0, {"a": 1.0, "b": 3.0})], "b") == {"zero_std/count_3": 1.0}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from slime_core.errors import DataError
@@ -86,6 +87,79 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
             f"k must be 1 to {num_samples}"
         )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def length_metrics(
+    lengths: Sequence[int], name: str = "response_len", percentiles: Sequence[float] = (10, 25, 75, 90, 99)
+) -> dict[str, float]:
+    """Mean, median, extremes and percentiles of lengths, such as the response tokens of a rollout.
+
+    Medians and percentiles do not add up: give all lengths of the rollout at once.
+
+    Args:
+        lengths: One number per response. None give no metrics.
+        name: What comes before the slash in ``response_len/mean``, ``/median``, ``/max``, ``/min``, ``/p90`` …
+        percentiles: Between 0 and 100.
+
+    Raises:
+        DataError: A percentile is outside 0 to 100.
+    """
+    if not lengths:
+        return {}
+    values = {
+        "mean": statistics.fmean(lengths),
+        "median": float(statistics.median(lengths)),
+        "max": float(max(lengths)),
+        "min": float(min(lengths)),
+    }
+    values |= {f"p{share:g}": percentile(lengths, share) for share in percentiles}
+    return {f"{name}/{kind}": value for kind, value in values.items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The number that ``share`` per cent of the values lie below, interpolated between the two nearest ranks.
+
+    Hyndman and Fan 1996, definition 7: position ``(n − 1) · share / 100`` among the sorted values, counted from 0.
+
+    Args:
+        values: One or more numbers, in any order.
+        share: 0 to 100.
+
+    Raises:
+        DataError: There are no values, or ``share`` is outside 0 to 100.
+    """
+    if not values or not 0 <= share <= 100:
+        raise DataError(f"percentile {share} of {len(values)} values: need 0 to 100, and at least one value")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * share / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def zero_variance_groups(
+    samples: Iterable[Sample], reward_key: str | None = None, decimals: int = 1
+) -> dict[str, float]:
+    """``zero_std/count_<reward>``: groups whose rewards are all equal, by that reward.
+
+    Such groups teach GRPO nothing; all wrong and all right ask for different remedies. Together they are the
+    ``zero_std/count`` of :func:`rollout_metrics`. The counts of several rollouts add up.
+
+    Args:
+        samples: Samples of whole groups; unscored ones are left out.
+        reward_key: Which entry of a reward given by name.
+        decimals: The reward's digits in the name: rewards that round to the same are counted together.
+
+    Returns:
+        Counts by name; only of rewards that occur.
+
+    Raises:
+        DataError: A reward is given by name and ``reward_key`` is none of its entries.
+    """
+    constant = [group[0] for group in _rewards_by_group(samples, reward_key) if min(group) == max(group)]
+    # Adding 0.0 makes -0.0 a plain 0.
+    counts = Counter(round(reward, decimals) + 0.0 for reward in constant)
+    return {f"zero_std/count_{reward:g}": float(count) for reward, count in sorted(counts.items())}
 
 
 def _rewards_by_group(samples: Iterable[Sample], reward_key: str | None) -> list[list[float]]:
