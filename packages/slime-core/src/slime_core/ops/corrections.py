@@ -58,10 +58,10 @@ def tis_weights(
     upper: float = 2.0,
     lower: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """Truncated importance sampling: ``min(ρ, upper)`` per token (TIS; Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training").
+    """Truncated importance sampling, TIS: ``min(ρ, upper)`` per token.
 
-    A ``lower`` above 0 also raises the small weights, which TIS as published does not.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". A ``lower`` above 0 also raises
+    the small weights, which TIS as published does not.
 
     Args:
         train_log_probs_T: Log-probs (nats) under the policy that the update starts from [T].
@@ -94,8 +94,9 @@ def icepop_weights(
     lower: float,
     upper: float,
 ) -> tuple[Tensor, Metrics]:
-    """Double-sided masking: ρ where ``lower ≤ ρ ≤ upper``, else 0, per token (IcePop; Ling Team 2025, the Ring-1T
-    report "Every Step Evolves", where the bounds are α and β).
+    """IcePop, double-sided masking: ρ where ``lower ≤ ρ ≤ upper``, else 0, per token.
+
+    Ling Team 2025, the Ring-1T report "Every Step Evolves", where the bounds are α and β.
 
     Args:
         train_log_probs_T: Log-probs (nats) under the policy that the update starts from [T].
@@ -129,8 +130,11 @@ def mis_weights(
     lengths: Sequence[int] | Tensor,
     weight_sums: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Masked importance sampling in its variants (MIS; Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying
-    RL Collapse from the Training-Inference Mismatch").
+    """Masked importance sampling, MIS, in its variants.
+
+    Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
+    rejection apart from the weights, the veto and the normalisation are as its authors later put them into public
+    trainers (verl, "rollout correction").
 
     The ratio is that of the ``token``, exp(d_t); of the whole ``sequence``, exp(Σ m d); or its ``geometric`` mean over
     the trained tokens, exp(Σ m d / Σ m). Then, in this order:
@@ -228,12 +232,11 @@ def opsm_mask(
     lengths: Sequence[int] | Tensor,
     delta: float,
 ) -> tuple[Tensor, Metrics]:
-    """Off-policy sequence masking: 0 where the advantage is negative and the sequence has drifted, else 1 (DeepSeek-AI
-    2025, DeepSeek-V3.2, equation 9).
+    """Off-policy sequence masking, OPSM: 0 where the advantage is negative and the sequence has drifted, else 1.
 
-    A sequence has drifted if its mean over trained tokens of log π_old − log π is above ``delta``. The advantage is the
-    token's, as in the equation: when it is one number per sequence, as in GRPO, the whole sequence is kept or masked;
-    when it differs by token, tokens with an advantage of 0 or more stay.
+    DeepSeek-AI 2025, DeepSeek-V3.2, equation 9. A sequence has drifted if its mean over trained tokens of log π_old −
+    log π is above ``delta``. The advantage is the token's, as in the equation: when it is one number per sequence, as
+    in GRPO, the whole sequence is kept or masked; when it differs by token, tokens with an advantage of 0 or more stay.
 
     Args:
         log_probs_T: Log-probs (nats) under the policy being trained [T].
