@@ -1,7 +1,4 @@
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +7,6 @@ from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import log_probs_and_entropy
-
-WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
 
 
 def by_the_definition(logits, targets, temperature, vocab_size):
@@ -143,27 +138,10 @@ def test_bad_data():
         log_probs_and_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), vocab_size=3)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """What two gloo processes computed, each with half of the columns."""
-    folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, str(WORKER), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=90)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
-
-
 @pytest.mark.parametrize("name", ["even", "padded", "empty second shard", "bf16", "masked shard"])
-def test_split_by_vocabulary_equals_whole(two_ranks, name):
+def test_split_by_vocabulary_equals_whole(vocab_parallel_ranks, name):
     """Two ranks give the log-probs, entropies and, side by side, the gradients of one."""
-    first, second = (results[name] for results in two_ranks)
+    first, second = (results["logits"][name] for results in vocab_parallel_ranks)
     whole = first["logits"].detach().requires_grad_()
     log_probs, entropy = log_probs_and_entropy(
         whole, first["targets"], temperature=first["temperature"], vocab_size=first["vocab_size"], with_entropy=True

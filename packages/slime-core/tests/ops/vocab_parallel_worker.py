@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from linear_cases import CASES as LINEAR_CASES
+from linear_cases import count_collectives
+from linear_cases import run_case as run_linear_case
 
 from slime_core.ops import log_probs_and_entropy
 
@@ -61,7 +64,12 @@ def main():
         world_size=2,
         timeout=datetime.timedelta(seconds=60),
     )
-    torch.save({name: run_case(name, rank) for name in CASES}, folder / f"rank{rank}.pt")
+    count_collectives()
+    results = {
+        "logits": {name: run_case(name, rank) for name in CASES},
+        "linear": {name: run_linear_case(name, rank) for name in LINEAR_CASES},
+    }
+    torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

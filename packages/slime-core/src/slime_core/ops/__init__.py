@@ -14,6 +14,7 @@ from slime_core.ops.aggregate import (
 from slime_core.ops.corrections import icepop_weights, mis_weight_sums, mis_weights, opsm_mask, tis_weights
 from slime_core.ops.diagnostics import Statistics, drift_statistics, policy_statistics, weight_statistics
 from slime_core.ops.kl import kl_penalty
+from slime_core.ops.linear_logprobs import linear_log_probs_and_entropy
 from slime_core.ops.logprobs import log_probs_and_entropy
 from slime_core.ops.losses import cispo_loss, gspo_loss, policy_loss
 from slime_core.ops.objective import policy_objective
@@ -32,6 +33,7 @@ __all__ = [
     "gspo_loss",
     "icepop_weights",
     "kl_penalty",
+    "linear_log_probs_and_entropy",
     "log_probs_and_entropy",
     "mis_weight_sums",
     "mis_weights",
