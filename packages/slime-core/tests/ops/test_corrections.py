@@ -3,7 +3,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
@@ -171,6 +171,7 @@ def test_mis_is_that_of_the_paper(config, lengths, seed, per_token):
     assert summed([metrics]) == pytest.approx(expected_metrics)
 
 
+@settings(max_examples=40)
 @given(CONFIGS, LENGTHS.filter(len), st.integers(0, 99), st.integers(1, 4))
 def test_any_split_into_micro_batches_gives_the_same(config, lengths, seed, count):
     batch = Batch(lengths, seed)

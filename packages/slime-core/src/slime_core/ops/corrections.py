@@ -60,8 +60,8 @@ def tis_weights(
 ) -> tuple[Tensor, Metrics]:
     """Truncated importance sampling, TIS: ``min(ρ, upper)`` per token.
 
-    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". A ``lower`` above 0 also raises
-    the small weights, which TIS as published does not.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". A ``lower`` above 0
+    also raises the small weights, which TIS as published does not.
 
     Args:
         train_log_probs_T: Log-probs (nats) under the policy that the update starts from [T].
