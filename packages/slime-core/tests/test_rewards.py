@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.errors import DataError
-from slime_core.rewards import normalize_group_rewards
+from slime_core.errors import ConfigError, DataError
+from slime_core.rewards import ESTIMATORS, estimator_rewards, leave_one_out_rewards, normalize_group_rewards
 
 GROUPED = st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), max_size=30)
 
@@ -73,3 +73,78 @@ def test_a_reward_that_is_no_number_names_its_sample(bad):
 def test_lengths_must_agree():
     with pytest.raises(DataError, match="2 rewards but 1 group"):
         normalize_group_rewards([1.0, 2.0], [0])
+    with pytest.raises(DataError, match="2 rewards but 1 trajectory ids"):
+        normalize_group_rewards([1.0, 2.0], [0, 0], trajectory_ids=[0])
+
+
+def leave_one_out_by_the_paper(rewards, groups):
+    """Ahmadian et al. 2024, section 3.2, one sample at a time; 0 where nobody is left."""
+    result = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        result.append(reward - sum(others) / len(others) if others else 0.0)
+    return result
+
+
+@given(GROUPED)
+def test_leave_one_out_equals_the_paper(rows):
+    groups, rewards = [group for group, _ in rows], [reward for _, reward in rows]
+    expected = leave_one_out_by_the_paper(rewards, groups)
+    assert leave_one_out_rewards(rewards, groups) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_leave_one_out_of_one_and_of_equal_rewards_is_zero():
+    assert leave_one_out_rewards([0.7, 0.1, 0.1, 0.1], [0, 1, 1, 1]) == [0.0] * 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(-9, 9), st.integers(1, 3)), min_size=1, max_size=12))
+def test_a_trajectory_counts_once_however_many_samples_it_became(rows):
+    """As if each trajectory were one sample, whose result all its samples get."""
+    groups, rewards = [group for group, _, _ in rows], [float(reward) for _, reward, _ in rows]
+    copies = [number for number, (_, _, count) in enumerate(rows) for _ in range(count)]
+    for function in (normalize_group_rewards, leave_one_out_rewards):
+        whole = function(rewards, groups)
+        split = function([rewards[c] for c in copies], [groups[c] for c in copies], trajectory_ids=copies)
+        assert split == [whole[c] for c in copies]
+
+
+def test_trajectories_of_two_groups_may_share_an_id():
+    rewards, groups = [1.0, 0.0, 5.0, 7.0], [0, 0, 1, 1]
+    shared = normalize_group_rewards(rewards, groups, trajectory_ids=[3, 4, 3, 4])
+    assert shared == normalize_group_rewards(rewards, groups)
+
+
+def test_a_trajectory_has_one_reward():
+    with pytest.raises(DataError, match=r"samples 11 and 13 are of trajectory 5 in group 2, but have .* 1.0 and 0.0"):
+        normalize_group_rewards([1.0, 0.0, 0.0], [2, 2, 2], trajectory_ids=[5, 6, 5], sample_indices=[11, 12, 13])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_what_each_estimator_starts_from(name):
+    rewards, groups = [1.0, 0.0, 4.0, 2.0], [0, 0, 0, 1]
+    expected = {
+        "reinforce_plus_plus_baseline": by_the_paper(rewards, groups, True, False, 0.0),
+        "rloo": leave_one_out_by_the_paper(rewards, groups),
+        "ppo": rewards,
+        "reinforce_plus_plus": rewards,
+    }.get(name, by_the_paper(rewards, groups, True, True, 1e-6))
+    # by_the_paper leaves a lone reward as it is less its mean: 0
+    assert estimator_rewards(name, rewards, groups) == pytest.approx(expected)
+    assert estimator_rewards(name, rewards, groups, normalize=False) == rewards
+
+
+def test_dr_grpo_does_not_divide():
+    assert estimator_rewards("grpo", [1.0, 0.0], [0, 0], divide_by_std=False) == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_refuses_nan_and_counts_trajectories(name):
+    with pytest.raises(DataError, match=r"samples 8 \(nan\)"):
+        estimator_rewards(name, [math.nan], [0], sample_indices=[8])
+    once = estimator_rewards(name, [1.0, 0.0], [0, 0])
+    assert estimator_rewards(name, [1.0, 1.0, 0.0], [0, 0, 0], trajectory_ids=[1, 1, 2]) == [once[0], *once]
+
+
+def test_an_unknown_estimator_lists_the_known():
+    with pytest.raises(ConfigError, match="a2c is unknown; allowed: grpo, gspo"):
+        estimator_rewards("a2c", [], [])

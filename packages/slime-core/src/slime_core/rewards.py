@@ -1,4 +1,7 @@
-"""Group-relative rewards, on plain numbers: the launcher computes them where no torch is needed."""
+"""Group-relative rewards, on plain numbers: the launcher computes them where no torch is needed.
+
+:mod:`slime_core.ops.group_rewards` computes the same on tensors, for batches where a Python loop is too slow.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from slime_core.errors import DataError
+from slime_core.errors import ConfigError, DataError
+
+ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
+"""The estimators by name. One's own is no name but a function: see :mod:`slime_core.ops.estimators`."""
 
 
 def normalize_group_rewards(
@@ -17,6 +23,7 @@ def normalize_group_rewards(
     divide_by_std: bool = True,
     eps: float = 1e-6,
     sample_indices: Sequence[int] | None = None,
+    trajectory_ids: Sequence[int] | None = None,
 ) -> list[float]:
     """Rewards relative to their group: ``(r - mean) / (std + eps)`` (GRPO; Shao et al. 2024, section 4.1.2).
 
@@ -24,35 +31,168 @@ def normalize_group_rewards(
     unbiased one (n - 1). It has no meaning for a group of one or for a group whose rewards are all equal: those are
     not divided. A group of equal rewards gives exact zeros when the mean is subtracted.
 
+    With ``divide_by_std`` off this is Dr.GRPO (Liu et al. 2025, section 3.2) and the baseline of REINFORCE++-baseline
+    (Hu 2025).
+
     Args:
         rewards: One number per sample.
         group_indices: The group of each sample.
         subtract_mean: Subtract the group's mean.
-        divide_by_std: Divide by the group's standard deviation. Off in Dr.GRPO (Liu et al. 2025).
+        divide_by_std: Divide by the group's standard deviation.
         eps: Added to the standard deviation.
         sample_indices: The samples' numbers, for error messages only. ``None`` means their positions.
+        trajectory_ids: The trajectory of each sample. A trajectory that became several samples counts once in its
+            group's mean and standard deviation, and so does not outweigh the others. ``None`` means one sample each.
 
     Returns:
         One number per sample, in the order given.
 
     Raises:
-        DataError: The lengths differ, or a reward is NaN or infinite.
+        DataError: The lengths differ, a reward is NaN or infinite, or samples of one trajectory differ in reward.
     """
+    normalized = [0.0] * len(rewards)
+    for positions, counted in _groups(rewards, group_indices, trajectory_ids, sample_indices):
+        shift, scale = _shift_and_scale(counted, subtract_mean, divide_by_std, eps)
+        for position in positions:
+            normalized[position] = (float(rewards[position]) - shift) / scale
+    return normalized
+
+
+def leave_one_out_rewards(
+    rewards: Sequence[float],
+    group_indices: Sequence[int],
+    *,
+    sample_indices: Sequence[int] | None = None,
+    trajectory_ids: Sequence[int] | None = None,
+) -> list[float]:
+    """Each reward less the mean of the others in its group (RLOO; Ahmadian et al. 2024, section 3.2).
+
+    Computed as ``n / (n - 1) · (r - mean)``, which is the same. A group of one has no others: it gives 0, as a group of
+    equal rewards does.
+
+    Args:
+        rewards: One number per sample.
+        group_indices: The group of each sample.
+        sample_indices: The samples' numbers, for error messages only. ``None`` means their positions.
+        trajectory_ids: The trajectory of each sample; n counts trajectories, and the others are the other
+            trajectories. ``None`` means one sample each.
+
+    Returns:
+        One number per sample, in the order given.
+
+    Raises:
+        DataError: As for :func:`normalize_group_rewards`.
+    """
+    result = [0.0] * len(rewards)
+    for positions, counted in _groups(rewards, group_indices, trajectory_ids, sample_indices):
+        mean, _ = _shift_and_scale(counted, subtract_mean=True, divide_by_std=False, eps=0.0)
+        factor = len(counted) / max(len(counted) - 1, 1)
+        for position in positions:
+            result[position] = factor * (float(rewards[position]) - mean)
+    return result
+
+
+def estimator_rewards(
+    estimator: str,
+    rewards: Sequence[float],
+    group_indices: Sequence[int],
+    *,
+    normalize: bool = True,
+    divide_by_std: bool = True,
+    sample_indices: Sequence[int] | None = None,
+    trajectory_ids: Sequence[int] | None = None,
+) -> list[float]:
+    """The rewards that an advantage estimator starts from.
+
+    - ``grpo``, ``gspo``, ``cispo``: :func:`normalize_group_rewards`; Dr.GRPO with ``divide_by_std`` off.
+    - ``reinforce_plus_plus_baseline``: the same, never divided.
+    - ``rloo``: :func:`leave_one_out_rewards`.
+    - ``ppo``, ``reinforce_plus_plus``: as they are.
+
+    Args:
+        estimator: Name of the estimator.
+        rewards: One number per sample.
+        group_indices: The group of each sample.
+        normalize: Whether to relate rewards to their group at all.
+        divide_by_std: Whether those that divide by the group's standard deviation do.
+        sample_indices: The samples' numbers, for error messages only. ``None`` means their positions.
+        trajectory_ids: The trajectory of each sample. ``None`` means one sample each.
+
+    Returns:
+        One number per sample, in the order given.
+
+    Raises:
+        ConfigError: There is no estimator of that name.
+        DataError: As for :func:`normalize_group_rewards`.
+    """
+    match estimator:
+        case "grpo" | "gspo" | "cispo":
+            subtract_mean, divide = normalize, normalize and divide_by_std
+        case "reinforce_plus_plus_baseline":
+            subtract_mean, divide = normalize, False
+        case "ppo" | "reinforce_plus_plus":
+            subtract_mean, divide = False, False
+        case "rloo":
+            if normalize:
+                return leave_one_out_rewards(
+                    rewards, group_indices, sample_indices=sample_indices, trajectory_ids=trajectory_ids
+                )
+            subtract_mean, divide = False, False
+        case _:
+            raise ConfigError(f"--advantage-estimator {estimator} is unknown; allowed: {', '.join(ESTIMATORS)}")
+    return normalize_group_rewards(
+        rewards,
+        group_indices,
+        subtract_mean=subtract_mean,
+        divide_by_std=divide,
+        sample_indices=sample_indices,
+        trajectory_ids=trajectory_ids,
+    )
+
+
+def nonfinite_message(broken: Sequence[tuple[int, float]]) -> str:
+    """What to say of samples, each given as number and reward, whose rewards are no finite numbers."""
+    named = ", ".join(f"{name} ({value})" for name, value in broken)
+    return f"rewards must be finite numbers; not so for samples {named}: mend the reward"
+
+
+def trajectory_message(trajectory: int, group: int, first: tuple[int, float], second: tuple[int, float]) -> str:
+    """What to say of two samples, each given as number and reward, that share a trajectory but not its reward."""
+    return (
+        f"samples {first[0]} and {second[0]} are of trajectory {trajectory} in group {group}, but have the rewards "
+        f"{first[1]} and {second[1]}; give all samples of a trajectory its reward, or another trajectory id"
+    )
+
+
+def _groups(
+    rewards: Sequence[float],
+    group_indices: Sequence[int],
+    trajectory_ids: Sequence[int] | None,
+    sample_indices: Sequence[int] | None,
+) -> list[tuple[list[int], list[float]]]:
+    """Per group, the positions of its samples and its trajectories' rewards."""
     if len(rewards) != len(group_indices):
         raise DataError(f"{len(rewards)} rewards but {len(group_indices)} group indices; give one of each per sample")
+    if trajectory_ids is not None and len(rewards) != len(trajectory_ids):
+        raise DataError(f"{len(rewards)} rewards but {len(trajectory_ids)} trajectory ids; give one of each per sample")
     names = range(len(rewards)) if sample_indices is None else sample_indices
-    if broken := [f"{name} ({value})" for name, value in zip(names, rewards, strict=True) if not math.isfinite(value)]:
-        raise DataError(f"rewards must be finite numbers; not so for samples {', '.join(broken)}: mend the reward")
+    if broken := [pair for pair in zip(names, rewards, strict=True) if not math.isfinite(pair[1])]:
+        raise DataError(nonfinite_message(broken))
     members: dict[int, list[int]] = defaultdict(list)
     for position, group in enumerate(group_indices):
         members[group].append(position)
-    normalized = [0.0] * len(rewards)
-    for positions in members.values():
-        values = [float(rewards[position]) for position in positions]
-        shift, scale = _shift_and_scale(values, subtract_mean, divide_by_std, eps)
-        for position, value in zip(positions, values, strict=True):
-            normalized[position] = (value - shift) / scale
-    return normalized
+    if trajectory_ids is None:
+        return [(positions, [float(rewards[position]) for position in positions]) for positions in members.values()]
+    result = []
+    for group, positions in members.items():
+        first_of: dict[int, int] = {}
+        for position in positions:
+            first = first_of.setdefault(trajectory_ids[position], position)
+            if rewards[first] != rewards[position]:
+                pair = [(names[place], float(rewards[place])) for place in (first, position)]
+                raise DataError(trajectory_message(trajectory_ids[position], group, *pair))
+        result.append((positions, [float(rewards[position]) for position in first_of.values()]))
+    return result
 
 
 def _shift_and_scale(values: list[float], subtract_mean: bool, divide_by_std: bool, eps: float) -> tuple[float, float]:

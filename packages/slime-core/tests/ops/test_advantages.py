@@ -1,8 +1,10 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slime_core.errors import DataError
-from slime_core.ops import grpo_advantages
+from slime_core.errors import ConfigError, DataError
+from slime_core.ops import distilled_advantages, grpo_advantages, outcome_advantages
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])
@@ -14,3 +16,66 @@ def test_type_and_error():
     assert grpo_advantages(1.0, 2, dtype=torch.float64).dtype == torch.float64
     with pytest.raises(DataError, match="response_length -1 is negative"):
         grpo_advantages(1.0, -1)
+
+
+LENGTHS = st.lists(st.integers(0, 5), max_size=5)
+
+
+def batch(lengths, seed):
+    """Rewards [N], two columns of token numbers [T] that are NaN where masked, and the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(len(lengths), dtype=torch.float64, generator=generator)
+    mask = (torch.rand(sum(lengths), generator=generator) < 0.7).long()
+    columns = torch.randn(3, sum(lengths), dtype=torch.float64, generator=generator)
+    return rewards, columns.masked_fill(mask == 0, torch.nan), mask
+
+
+@given(LENGTHS, st.integers(0, 99), st.sampled_from([0.0, 0.2]))
+def test_outcome_advantages_are_those_of_a_loop(lengths, seed, kl_coef):
+    rewards, (kl, _, _), mask = batch(lengths, seed)
+    ours = outcome_advantages(rewards_N=rewards, mask_T=mask, lengths=lengths, kl_T=kl, kl_coef=kl_coef)
+    expected, tokens = [], iter(range(sum(lengths)))
+    for number, length in enumerate(lengths):
+        for _ in range(length):
+            t = next(tokens)
+            penalty = kl_coef * kl[t].item() if kl_coef else 0.0
+            expected.append(rewards[number].item() - penalty if mask[t] else 0.0)
+    assert ours.tolist() == pytest.approx(expected, abs=1e-14)
+
+
+@given(st.integers(0, 9), st.integers(0, 99), st.sampled_from([0.0, 0.5, 1.0]))
+def test_distillation_adds_the_reverse_kl(length, seed, coef):
+    _, (advantages, student, teacher), mask = batch([length], seed)
+    ours = distilled_advantages(
+        advantages_T=advantages, student_log_probs_T=student, teacher_log_probs_T=teacher, mask_T=mask, coef=coef
+    )
+    expected = [
+        a - coef * (s - t) if m else 0.0
+        for a, s, t, m in zip(advantages.tolist(), student.tolist(), teacher.tolist(), mask.tolist(), strict=True)
+    ]
+    assert ours.tolist() == pytest.approx(expected, abs=1e-14)
+
+
+def test_advantages_are_constants():
+    student = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
+    ours = distilled_advantages(
+        advantages_T=torch.zeros(1, dtype=torch.bfloat16),
+        student_log_probs_T=student,
+        teacher_log_probs_T=torch.tensor([-0.5]),
+        mask_T=torch.ones(1),
+        coef=2.0,
+    )
+    assert not ours.requires_grad
+    assert ours.dtype == torch.float32
+    assert ours.tolist() == [1.0]
+
+
+def test_what_distillation_refuses():
+    given_ = {name: torch.zeros(2) for name in ("advantages_T", "student_log_probs_T", "teacher_log_probs_T")}
+    with pytest.raises(ConfigError, match="distillation, inf, must be a finite number"):
+        distilled_advantages(**given_, mask_T=torch.ones(2), coef=torch.inf)
+    with pytest.raises(DataError, match=r"has shape \[2\], must be \[3\]"):
+        distilled_advantages(**given_, mask_T=torch.ones(3), coef=1.0)
+    given_["teacher_log_probs_T"] = torch.tensor([0.0, -torch.inf])
+    with pytest.raises(DataError, match=r"student_log_probs_T - teacher_log_probs_T must be finite .* at token 1"):
+        distilled_advantages(**given_, mask_T=torch.ones(2), coef=1.0)

@@ -1,0 +1,136 @@
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_core import rewards as plain
+from slime_core.errors import DataError
+from slime_core.ops import leave_one_out_by_group, normalize_rewards_by_group
+
+ROWS = st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([0.0, 0.1, 1 / 3, 1.0, -2.5, 7.25]), st.integers(1, 3)))
+UNIFORM = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
+
+
+def columns(rows, repeat):
+    """Rewards, groups and trajectory ids; each trajectory as often as it says, spread over the batch."""
+    copies = [
+        number for turn in range(3) for number, (_, _, count) in enumerate(rows) if turn < (count if repeat else 1)
+    ]
+    return [rows[c][1] for c in copies], [rows[c][0] for c in copies], copies
+
+
+def assert_as_plain(rewards, groups, trajectories):
+    values, indices = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)
+    ids = None if trajectories is None else torch.tensor(trajectories, dtype=torch.int64)
+    for subtract_mean in (True, False):
+        for divide_by_std in (True, False):
+            settings = {"subtract_mean": subtract_mean, "divide_by_std": divide_by_std}
+            ours = normalize_rewards_by_group(values, indices, trajectory_ids_N=ids, **settings)
+            expected = plain.normalize_group_rewards(rewards, groups, trajectory_ids=trajectories, **settings)
+            assert ours.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    ours = leave_one_out_by_group(values, indices, trajectory_ids_N=ids)
+    expected = plain.leave_one_out_rewards(rewards, groups, trajectory_ids=trajectories)
+    assert ours.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@given(ROWS, st.booleans())
+def test_equals_the_plain_numbers_for_uneven_interleaved_groups(rows, with_trajectories):
+    rewards, groups, trajectories = columns(rows, with_trajectories)
+    assert_as_plain(rewards, groups, trajectories if with_trajectories else None)
+
+
+@given(UNIFORM)
+def test_equals_the_plain_numbers_for_even_groups_in_order(shape):
+    groups, size, seed = shape
+    rewards = torch.randn(groups * size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    assert_as_plain(rewards, [group for group in range(groups) for _ in range(size)], None)
+
+
+@pytest.mark.parametrize("groups", [[0] * 5, [0, 0, 0, 1, 1], [1, 0, 1, 0, 1]])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e300])
+def test_equal_rewards_give_exact_zeros(groups, value):
+    rewards, indices = torch.full((5,), value, dtype=torch.float64), torch.tensor(groups)
+    assert normalize_rewards_by_group(rewards, indices).tolist() == [0.0] * 5
+    assert leave_one_out_by_group(rewards, indices).tolist() == [0.0] * 5
+
+
+def test_huge_rewards_do_not_overflow():
+    rewards = [4e307, -4e307, 2e307]
+    assert_as_plain(rewards, [0, 0, 0], None)
+    assert_as_plain(rewards, [0, 0, 1], None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [(torch.float64, torch.float64), (torch.bfloat16, torch.float32), (torch.int64, torch.float32)],
+)
+def test_types(dtype, result):
+    ours = normalize_rewards_by_group(torch.tensor([1, 0, 1], dtype=dtype), torch.tensor([0, 0, 0], dtype=torch.int32))
+    assert ours.dtype == result
+    assert ours.tolist() == pytest.approx(plain.normalize_group_rewards([1, 0, 1], [0, 0, 0]))
+
+
+def test_no_samples():
+    nothing, indices = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert normalize_rewards_by_group(nothing, indices).tolist() == []
+    assert leave_one_out_by_group(nothing, indices, trajectory_ids_N=indices).tolist() == []
+
+
+@pytest.mark.parametrize("names", [None, [40, 41, 42], torch.tensor([40, 41, 42])])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_names_its_sample(bad, names):
+    where = 1 if names is None else 41
+    for function in (normalize_rewards_by_group, leave_one_out_by_group):
+        with pytest.raises(DataError, match=rf"samples {where} \({bad}\): mend"):
+            function(torch.tensor([1.0, bad, 0.0]), torch.zeros(3, dtype=torch.int64), sample_indices=names)
+
+
+def test_a_trajectory_has_one_reward():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([2, 2, 2])
+    with pytest.raises(DataError, match=r"samples 11 and 13 are of trajectory 5 in group 2, but have .* 1.0 and 0.0"):
+        normalize_rewards_by_group(
+            rewards, groups, trajectory_ids_N=torch.tensor([5, 6, 5]), sample_indices=[11, 12, 13]
+        )
+
+
+def test_lengths_must_agree():
+    with pytest.raises(DataError, match=r"rewards \[2\] but group indices \[1\]"):
+        normalize_rewards_by_group(torch.zeros(2), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(DataError, match=r"rewards \[1\] but trajectory ids \[2\]"):
+        leave_one_out_by_group(
+            torch.zeros(1), torch.zeros(1, dtype=torch.int64), trajectory_ids_N=torch.zeros(2, dtype=torch.int64)
+        )
+
+
+def group_by_group(rewards, groups):
+    """The loop that one writes first: the members of each group, then one group after the other, on tensors."""
+    members = {}
+    for position, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(position)
+    result = torch.empty_like(rewards)
+    for positions in map(torch.tensor, members.values()):
+        mine = rewards[positions]
+        result[positions] = (mine - mine.mean()) / (mine.std() + 1e-6)
+    return result
+
+
+def best_of(times, function):
+    def once():
+        start = time.process_time()
+        function()
+        return time.process_time() - start
+
+    return min(once() for _ in range(times))
+
+
+@pytest.mark.full
+def test_65536_samples_are_fifty_times_faster_than_a_loop():
+    torch.set_num_threads(1)
+    rewards = torch.rand(65_536, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(65_536) // 8
+    torch.testing.assert_close(normalize_rewards_by_group(rewards, groups), group_by_group(rewards, groups))
+    ours = best_of(20, lambda: normalize_rewards_by_group(rewards, groups))
+    assert best_of(2, lambda: group_by_group(rewards, groups)) > 50 * ours
