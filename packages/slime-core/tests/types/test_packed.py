@@ -1,3 +1,4 @@
+import base64
 import dataclasses
 import math
 import pickle
@@ -23,7 +24,7 @@ PLAIN = st.recursive(
 @st.composite
 def samples(draw):
     length = draw(st.integers(0, 4))
-    bound = draw(st.sampled_from([1, 2**8, 2**16, 2**32, 2**63, 2**70]))
+    bound = draw(st.sampled_from([1, 2**7, 2**8, 2**15, 2**16, 2**31, 2**32, 2**63, 2**70]))
 
     def per_token(values, least=length, most=length):
         return draw(st.lists(values, min_size=least, max_size=most))
@@ -75,6 +76,14 @@ def test_the_bits_of_a_nan_survive():
     odd_nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
     sample = Sample.from_bytes(make_sample(rollout_log_probs=[odd_nan, -math.inf]).to_bytes())
     assert struct.pack("<d", sample.rollout_log_probs[0]) == struct.pack("<d", odd_nan)
+
+
+@pytest.mark.parametrize("bits", [7, 8, 15, 16, 31, 32, 63, 64])
+@pytest.mark.parametrize("least", [-1, 0])
+def test_integers_about_the_edges_of_their_types(bits, least):
+    for top in (2**bits - 2, 2**bits - 1, 2**bits):
+        sample = make_sample(tokens=[0, top, top], weight_versions=[least, top])
+        assert Sample.from_bytes(sample.to_bytes()) == sample
 
 
 def test_bytes_are_smaller_than_json_lines_and_pickles():
@@ -219,3 +228,26 @@ def test_every_field_is_carried():
         assert getattr(full, field.name) != getattr(bare, field.name), f"give {field.name} another value above"
     assert Sample.from_bytes(full.to_bytes()) == full
     assert Sample.from_dict(full.to_dict()) == full
+
+
+WRITTEN_BY_VERSION_1 = (
+    "U0xNUwEAAAB7AQAAAAAAACAAAAAAAAAA8Nz1ansiZmllbGRzIjp7ImluZGV4Ijo3LCJncm91cF9pbmRleCI6MSwicHJvbXB0IjoicCIsImxh"
+    "YmVsIjpudWxsLCJ0cmFqZWN0b3J5X2lkIjpudWxsLCJyZXNwb25zZSI6IiIsInJlc3BvbnNlX2xlbmd0aCI6MiwidGVhY2hlcl9sb2dfcHJv"
+    "YnMiOm51bGwsInJld2FyZCI6eyJhIjoxLjB9LCJzdGF0dXMiOiJjb21wbGV0ZWQiLCJyZW1vdmVfc2FtcGxlIjpmYWxzZSwic2Vzc2lvbl9p"
+    "ZCI6bnVsbCwibWV0YWRhdGEiOnsiayI6W251bGwsIsO8Il19LCJ0cmFpbl9tZXRhZGF0YSI6e319LCJhcnJheXMiOltbInRva2VucyIsInU0"
+    "IiwzXSxbImxvc3NfbWFzayIsInUxIiwyXSxbIndlaWdodF92ZXJzaW9ucyIsImkxIiwyXSxbInJvbGxvdXRfbG9nX3Byb2JzIiwiZjgiLDJd"
+    "XX0BAAAALAEAAHARAQAAAf8DAAAAAAAA4L+amZmZmZm5Pw=="
+)
+
+
+def test_bytes_of_the_first_version_stay_readable():
+    assert Sample.from_bytes(base64.b64decode(WRITTEN_BY_VERSION_1)) == make_sample(
+        group_index=1,
+        tokens=[1, 300, 70000],
+        loss_mask=[0, 1],
+        rollout_log_probs=[-0.5, 0.1],
+        weight_versions=[-1, 3],
+        reward={"a": 1.0},
+        status=Status.COMPLETED,
+        metadata={"k": [None, "ü"]},
+    )

@@ -2,9 +2,10 @@
 
 A frame of :mod:`slime_core.frame` with the magic ``SLMS`` (a sample) or ``SLMB`` (a batch). A sample's head holds
 ``fields``, which JSON carries, and ``arrays``, a list of [field, item type, number of items] in the order in which the
-body holds their items, little-endian and without gaps. Item types: ``u1``, ``u2``, ``u4``, ``i8``, ``f4``, ``f8``, the
-smallest that holds every value to the last bit. A list with an integer beyond 64 bits stays in ``fields``. A batch's
-body is its samples' frames one after the other; its head says how long each is.
+body holds their items, little-endian and without gaps. An item type is a letter (unsigned, integer, float) and a number
+of bytes: ``u1``, ``i1``, ``u2``, ``i2``, ``u4``, ``i4``, ``i8``, ``f4``, ``f8``; it is the first of these that holds
+every value to the last bit. A list with an integer beyond 64 bits stays in ``fields``. A batch's body is its samples'
+frames one after the other; its head says how long each is.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ BATCH_MAGIC = b"SLMB"
 
 _INTEGER_LISTS = ("tokens", "loss_mask", "weight_versions")
 _NUMBER_LISTS = ("rollout_log_probs", "teacher_log_probs")
-_TYPE_CODES = {"u1": "B", "u2": "H", "u4": "I", "i8": "q", "f4": "f", "f8": "d"}
-_INTEGER_RANGES = (("u1", 0, 2**8), ("u2", 0, 2**16), ("u4", 0, 2**32), ("i8", -(2**63), 2**63))
+_TYPE_CODES = {"u1": "B", "i1": "b", "u2": "H", "i2": "h", "u4": "I", "i4": "i", "i8": "q", "f4": "f", "f8": "d"}
+# Smallest first, as (type, least value, value past the largest). Tokens of no engine have the version -1.
+_INTEGER_RANGES = tuple(
+    (f"{sign}{size}", -(2 ** (8 * size - 1)) * (sign == "i"), 2 ** (8 * size - (sign == "i")))
+    for size, sign in ((1, "u"), (1, "i"), (2, "u"), (2, "i"), (4, "u"), (4, "i"), (8, "i"))
+)
 
 
 def pack_sample(sample: Sample) -> bytes:
