@@ -143,6 +143,13 @@ def test_cispo_keeps_the_gradient_that_ppo_drops():
         assert torch.autograd.grad(loss.sum(), new)[0].item() == pytest.approx(expected)
 
 
+def test_cispo_without_an_upper_bound_stays_finite():
+    new = torch.tensor([1e4], requires_grad=True)
+    loss, _ = cispo_loss(new, torch.zeros(1), torch.ones(1), 1.0, math.inf)
+    assert loss.isfinite().all()
+    assert torch.autograd.grad(loss.sum(), new)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("loss_of", [policy_loss, partial(policy_loss, eps_clip_c=3.0), cispo_loss])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_tokens_may_be_nan_and_the_rest_is_finite(loss_of, dtype):
