@@ -110,6 +110,7 @@ def test_by_a_constant(masks, seed, divisor, cut):
         (lambda: token_weights_per_trajectory([[1]], [1], global_trajectories=0), "global_trajectories 0 must be"),
         (lambda: token_weights_by_constant([[1]], divisor=0, global_samples=1), "divisor 0 must be"),
         (lambda: token_weights_by_constant([[1]], divisor=math.nan, global_samples=1), "divisor nan must be"),
+        (lambda: token_weights_by_constant([[1]], divisor=math.inf, global_samples=1), "divisor inf must be"),
         (lambda: token_weights_by_constant([[1]], divisor=1, global_samples=0), "global_samples 0 must be"),
     ],
 )

@@ -122,6 +122,16 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(reward_model_loss, (new, new.detach().flip(0).requires_grad_()))
 
 
+def test_the_reference_is_a_constant_and_the_rewards_are_detached():
+    new, ref = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    loss, chosen, rejected = dpo_loss(new, ref, mask_T=torch.ones(2), lengths=[1, 1], beta=1.0)
+    loss.sum().backward()
+    assert ref.grad is None
+    assert new.grad.tolist() == [-0.5, 0.5]
+    assert not chosen.requires_grad
+    assert not rejected.requires_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e3, -1e3, 1e15, -1e15])
 def test_wild_margins_stay_finite(size, dtype):
