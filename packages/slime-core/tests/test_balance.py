@@ -97,12 +97,28 @@ def test_a_heavy_bin_gets_its_least_items_from_the_lightest():
     assert sorted(map(sorted, placed)) == [[0, 1, 2], [3, 4, 5, 6, 7]]
 
 
-def test_sizes_are_respected_in_exchanges():
-    """By weight alone, 6 + 5 against 4 + 4 + 3 is the best, but the sizes allow no swap towards it."""
-    weights, sizes = [6, 5, 4, 4, 3], [1, 9, 9, 1, 1]
+@pytest.mark.parametrize("sizes", [[5, 7, 1, 3, 1], [3, 1, 3, 7, 3]])
+def test_no_exchange_that_a_size_forbids(sizes):
+    """6 + 4 and 5 + 4 + 3 become 11 each if 5 and 4 change places; then one bin's size, or the other's, is 12 or 13."""
+    weights = [6, 5, 4, 4, 3]
     assert heaviest(weights, balance(weights, 2)) == 11
+    assert balance(weights, 2, sizes=sizes, max_size=13) == balance(weights, 2)
     placed = balance(weights, 2, sizes=sizes, max_size=11)
-    assert all(sum(sizes[item] for item in items) <= 11 for items in placed)
+    assert heaviest(weights, placed) == 12
+    assert max(sum(sizes[item] for item in items) for items in placed) <= 11
+
+
+def test_sizes_are_followed_through_many_exchanges():
+    generator = random.Random(1)
+    found = 0
+    for _ in range(200):
+        weights = [generator.randint(1, 100) for _ in range(20)]
+        sizes = [generator.randint(1, 20) for _ in weights]
+        limit = 1.1 * sum(sizes) / 4
+        if placed := try_balance(weights, 4, sizes=sizes, max_size=limit, tolerance=0):
+            found += 1
+            assert max(sum(sizes[item] for item in items) for items in placed) <= limit
+    assert found > 50
 
 
 def test_bad_arguments():

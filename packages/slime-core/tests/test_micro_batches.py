@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.balance import lower_bound
+from slime_core.balance import lower_bound, try_balance
 from slime_core.errors import ConfigError, DataError
 from slime_core.flops import FlopsModel
 from slime_core.micro_batches import MicroBatchLimits, plan_micro_batches
@@ -76,6 +76,7 @@ def test_8192_samples_on_64_ranks_come_within_1_percent(limits, largest, by_flop
     plan = plan_micro_batches(tokens, ranks=64, limits=limits, costs=costs)
     heaviest = max(sum(costs[at] for positions in micro_batches for at in positions) for micro_batches in plan)
     assert heaviest <= 1.01 * lower_bound(costs, 64)
+    assert all(itertools.chain(*plan))
     if largest is None:
         fewest = math.ceil(sum(tokens) / 64 / limits.tokens)
         assert len(plan[0]) in (limits.round_up(fewest), limits.round_up(fewest + 1))
@@ -103,14 +104,26 @@ def test_micro_batches_are_split_up_to_the_multiple():
     assert [sum([4, 3, 2, 1, 1, 1][at] for at in positions) for positions in rank] == [4, 3, 3, 2]
 
 
-def test_packing_that_only_first_fit_finds_is_kept_and_split():
-    """Even loads would need 5 micro-batches; 6+4, 6+4, 7+3 … fill three, and the multiple asks for four."""
-    tokens = [7, 6, 6, 4, 4, 3]
-    (rank,) = plan_micro_batches(tokens, ranks=1, limits=MicroBatchLimits(tokens=10))
-    assert sorted(sum(tokens[at] for at in positions) for positions in rank) == [10, 10, 10]
-    (rank,) = plan_micro_batches(tokens, ranks=1, limits=MicroBatchLimits(tokens=10, multiple=4))
-    assert len(rank) == 4
-    assert all(sum(tokens[at] for at in positions) <= 10 for positions in rank)
+def test_a_packing_that_only_first_fit_finds():
+    """4 + 4 and 3 + 3 + 2 fill two micro-batches; largest first into the lightest starts 4 + 3 and 4 + 3."""
+    tokens = [4, 4, 3, 3, 2]
+    assert try_balance(tokens, 2, max_size=8) is None
+    (rank,) = plan_micro_batches(tokens, ranks=1, limits=MicroBatchLimits(tokens=8))
+    assert sorted(rank) == [[0, 1], [2, 3, 4]]
+
+
+def test_a_first_fit_packing_is_split_up_to_the_multiple():
+    """The five small samples cost most and spread over all four micro-batches, where the large one finds no room."""
+    (rank,) = plan_micro_batches(
+        [8, 1, 1, 1, 1, 1], ranks=1, limits=MicroBatchLimits(tokens=8, multiple=4), costs=[1, 9, 9, 9, 9, 9]
+    )
+    assert sorted(map(len, rank)) == [1, 1, 2, 2]
+    assert [0] in rank
+
+
+def test_samples_without_cost_fill_every_micro_batch():
+    (rank,) = plan_micro_batches([5] * 6, ranks=1, limits=MicroBatchLimits(tokens=100, multiple=3), costs=[0.0] * 6)
+    assert all(rank)
 
 
 def test_too_few_samples_leave_micro_batches_empty():

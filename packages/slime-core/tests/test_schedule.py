@@ -315,6 +315,8 @@ def test_a_virtual_pipeline_gets_multiples():
     assert [len(shard.steps[0].micro_batches) for shard in shards] == [4, 4]
     shards = shards_of(make_batch([12, 8, 4]), dp=2, mbs=6, virtual_pipeline_group=2, keep_groups_together=True)
     assert [len(shard.steps[0].micro_batches) for shard in shards] == [2, 2]
+    (shard,) = shards_of(make_batch([3, 3, 2]), mbs=4, virtual_pipeline_group=2, keep_groups_together=True)
+    assert sorted(map(len, shard.steps[0].micro_batches)) == [1, 2, 2, 3]
     shards = shards_of(batch, dp=2, use_dynamic_batch_size=True, max_tokens_per_gpu=80, virtual_pipeline_group=4)
     assert [len(shard.steps[0].micro_batches) for shard in shards] == [4, 4]
 

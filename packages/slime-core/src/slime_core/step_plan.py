@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from slime_core.context_parallel import padded_length
 from slime_core.micro_batches import MicroBatchLimits, RankMicroBatches, plan_micro_batches
@@ -73,14 +74,16 @@ class StepPlanner:
         """Blocks to ranks, then each rank's blocks, cut to fit, to as few micro-batches as they need."""
         plan = []
         for rank_blocks in pack(blocks, bins=self.ranks, capacity=num_samples(blocks) // self.ranks):
-            pieces = [
-                self._block(block.positions[start : start + size])
-                for block in rank_blocks
-                for start in range(0, len(block.positions), size)
-            ]
+            pieces = list(chain.from_iterable(self._pieces(block, size) for block in rank_blocks))
             fewest = -(-num_samples(pieces) // size)
             plan.append(pack(pieces, bins=fewest, capacity=size, grow=True))
         return plan
+
+    def _pieces(self, block: Block, size: int) -> list[Block]:
+        positions = block.positions
+        if len(positions) <= size:
+            return [block]
+        return [self._block(positions[start : start + size]) for start in range(0, len(positions), size)]
 
     def _in_order(self, bins: list[Bin]) -> RankMicroBatches:
         """Positions per micro-batch, the costliest first: memory trouble shows at once, and ranks keep pace."""
@@ -131,7 +134,11 @@ class StepPlanner:
     def _sum(self, positions: Sequence[int], cost: Cost) -> float:
         if len(positions) == 1:
             return cost(len(self.samples[positions[0]].tokens))
-        members = [self.samples[position] for position in positions]
-        prompts = {(sample.group_index, tuple(sample.tokens[: sample.prompt_length])) for sample in members}
-        responses = [cost(len(sample.tokens)) - cost(sample.prompt_length) for sample in members]
-        return sum(cost(len(prompt)) for _, prompt in prompts) + sum(responses)
+        prompts: set[tuple[int, tuple[int, ...]]] = set()
+        responses: float = 0
+        for position in positions:
+            sample = self.samples[position]
+            length, prompt = len(sample.tokens), sample.prompt_length
+            prompts.add((sample.group_index, tuple(sample.tokens[:prompt])))
+            responses += cost(length) - cost(prompt)
+        return responses + sum([cost(len(prompt)) for _, prompt in prompts])
