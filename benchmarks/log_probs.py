@@ -1,0 +1,118 @@
+"""Log-probs and entropies of 2,048 tokens × 151,936 ids: bf16, forward and backward, time and memory.
+
+From hidden states: ours against TRL's chunked log-probs (as TRL calls it, and with chunks of 4,096 ids), verl's
+`FusedLinearForPPO`, and the bare matrix products: logits, logits again, and the two gradients, into memory that is
+there already. From logits: ours against `log_softmax` and `gather`. Sides alternate. A gradient reaches log-probs and
+entropies, except from logits, where the other side has no entropies.
+
+Times are CPU seconds of one thread, the least of several rounds, so that other work on the machine disturbs little.
+`extra` is the largest resident size during the call less that before it; for hidden states also less the gradients
+that it returns, since every side returns them. Everything else counts, fp32 copies of gradients too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from _records import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIREMENTS = ROOT / "benchmarks" / "requirements-log-probs.txt"
+OTHERS = ROOT / ".venv-log-probs"
+TOKENS, VOCAB = 2048, 151_936
+LIMIT_SECONDS = 3600.0
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Measure every case in a process of its own.
+
+    Args:
+        out: Directory for settings, results and the log.
+        quick: A sixteenth of the vocabulary, hidden size 1,024 only, one round.
+    """
+    install_others()
+    vocab, rounds = (VOCAB // 16, {1024: 1}) if quick else (VOCAB, {1024: 3, 4096: 1})
+    records = []
+    for hidden, count in rounds.items():
+        sides = ("bare", "ours", "trl", "trl, chunks of 4,096", "verl")
+        measured = measure(out / f"hidden-{hidden}", "_log_probs_linear", sides, vocab, hidden, count)
+        records += against_others(f"hidden {hidden:,}", measured, vocab)
+    for dtype in ("bfloat16", "float32"):
+        measured = measure(out / dtype, "_log_probs_logits", ("ours", "log_softmax"), vocab, dtype, 1 if quick else 3)
+        records += against_log_softmax(f"logits {dtype}", measured)
+    return records
+
+
+Measured = Mapping[str, Mapping[str, float]]
+
+
+def measure(out: Path, script: str, sides: Sequence[str], vocab: int, kind: int | str, rounds: int) -> Measured:
+    """Seconds and extra bytes by side.
+
+    Args:
+        out: Directory to make, for settings, results and the log.
+        script: Name of the file beside this one that runs the sides.
+        sides: What to run, in this order in each round.
+        vocab: Vocabulary ids.
+        kind: Hidden size, or type of the logits.
+        rounds: How often each side runs.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"sides": sides, "tokens": TOKENS, "vocab": vocab, "kind": kind, "rounds": rounds, "others": str(OTHERS)}
+    (out / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-u", str(ROOT / "benchmarks" / f"{script}.py"), str(out)]
+    print(f"{script.removeprefix('_log_probs_')} {kind}: {rounds} rounds of {', '.join(sides)}", flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (out / "log.txt").open("wb") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_SECONDS, env=environment)
+    if done.returncode != 0:
+        tail = "\n".join((out / "log.txt").read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"{script} ended with exit code {done.returncode}:\n{tail}")
+    measured: Measured = json.loads((out / "result.json").read_text())
+    return measured
+
+
+def against_others(case: str, measured: Measured, vocab: int) -> list[Record]:
+    """Figures of each side, and what the goals speak of."""
+    records, logits = [], 2.0 * TOKENS * vocab
+    for side, figures in measured.items():
+        records.append(Record(f"{case}: {side}", "time", figures["seconds"], "s", more_is_better=False))
+        if side != "bare":
+            records.append(Record(f"{case}: {side}", "extra", figures["extra"] / 2**20, "MiB", more_is_better=False))
+    ours = measured["ours"]
+    best = min(figures["seconds"] for side, figures in measured.items() if side not in ("ours", "bare"))
+    return [
+        *records,
+        Record(
+            f"{case}: ours / bare", "time", ours["seconds"] / measured["bare"]["seconds"], "x", more_is_better=False
+        ),
+        Record(f"{case}: best of others / ours", "time", best / ours["seconds"], "x", more_is_better=True),
+        Record(f"{case}: ours / bf16 logits", "extra", ours["extra"] / logits, "x", more_is_better=False),
+    ]
+
+
+def against_log_softmax(case: str, measured: Measured) -> list[Record]:
+    """Seconds and memory of both sides; here the gradient counts, being as large as the logits."""
+    records = []
+    for side, figures in measured.items():
+        records.append(Record(f"{case}: {side}", "time", figures["seconds"], "s", more_is_better=False))
+        share = figures["extra"] / figures["logits"]
+        records.append(Record(f"{case}: {side} / logits", "extra", share, "x", more_is_better=False))
+    ratio = measured["log_softmax"]["seconds"] / measured["ours"]["seconds"]
+    return [*records, Record(f"{case}: log_softmax / ours", "time", ratio, "x", more_is_better=True)]
+
+
+def install_others() -> None:
+    """`.venv-log-probs`, a directory with both packages' files, unless it is there."""
+    stamp = OTHERS / "installed.txt"
+    if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
+        return
+    print("directory .venv-log-probs: TRL and verl", flush=True)
+    install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(OTHERS)]
+    subprocess.run([*install, "--requirement", str(REQUIREMENTS)], check=True, cwd=ROOT)
+    stamp.write_text(REQUIREMENTS.read_text())
