@@ -86,27 +86,22 @@ def build_shards(
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
     )
+    max_tokens = max_tokens_per_gpu if use_dynamic_batch_size else None
     planner = StepPlanner(
         samples=_train_samples(samples, algorithm, reward_key),
         ranks=data_parallel_size,
-        limits=MicroBatchLimits(
-            samples=None if use_dynamic_batch_size else micro_batch_size,
-            tokens=(max_tokens_per_gpu or 0) * context_parallel_size if use_dynamic_batch_size else None,
-            multiple=virtual_pipeline_group,
-        ),
+        limits=_limits(micro_batch_size, max_tokens, context_parallel_size, virtual_pipeline_group),
         by_group=keep_groups_together,
         cost=cost,
         context_parallel_size=context_parallel_size,
     )
-    shards: list[TrainShard] = [
-        TrainShard(rollout_id=batch.rollout_id, temperature=temperature, samples=[], steps=[])
-        for _ in range(data_parallel_size)
-    ]
-    for start in range(0, len(trajectories), global_batch_size):
-        step = trajectories[start : start + global_batch_size]
-        members = sorted(position for trajectory in step for position in trajectory)
-        _add_step(shards, planner, members)
-    return shards
+    return _place(planner, trajectories, global_batch_size, rollout_id=batch.rollout_id, temperature=temperature)
+
+
+def _limits(micro_batch_size: int, max_tokens: int | None, context_parallel_size: int, group: int) -> MicroBatchLimits:
+    if max_tokens is None:
+        return MicroBatchLimits(samples=micro_batch_size, multiple=group)
+    return MicroBatchLimits(tokens=max_tokens * context_parallel_size, multiple=group)
 
 
 def _trajectories(samples: Sequence[Sample]) -> list[list[int]]:
@@ -118,16 +113,30 @@ def _trajectories(samples: Sequence[Sample]) -> list[list[int]]:
     return list(members.values())
 
 
-def _add_step(shards: Sequence[TrainShard], planner: StepPlanner, members: Sequence[int]) -> None:
-    """Put one step's samples into the ranks' shards."""
-    tokens = sum(sum(planner.samples[position].loss_mask) for position in members)
-    for shard, micro_batches in zip(shards, planner.plan(members), strict=True):
-        placed: list[list[int]] = []
-        for positions in micro_batches:
-            first = len(shard.samples)
-            shard.samples.extend([planner.samples[position] for position in positions] or [_filler()])
-            placed.append(list(range(first, len(shard.samples))))
-        shard.steps.append(TrainStep(micro_batches=placed, global_samples=len(members), global_tokens=tokens))
+def _place(
+    planner: StepPlanner,
+    trajectories: Sequence[list[int]],
+    global_batch_size: int,
+    *,
+    rollout_id: int,
+    temperature: float,
+) -> list[TrainShard]:
+    """The ranks' shards, filled step by step."""
+    shards = [
+        TrainShard(rollout_id=rollout_id, temperature=temperature, samples=[], steps=[]) for _ in range(planner.ranks)
+    ]
+    for start in range(0, len(trajectories), global_batch_size):
+        step = trajectories[start : start + global_batch_size]
+        members = sorted(position for trajectory in step for position in trajectory)
+        tokens = sum(sum(planner.samples[position].loss_mask) for position in members)
+        for shard, micro_batches in zip(shards, planner.plan(members), strict=True):
+            placed: list[list[int]] = []
+            for positions in micro_batches:
+                first = len(shard.samples)
+                shard.samples.extend([planner.samples[position] for position in positions] or [_filler()])
+                placed.append(list(range(first, len(shard.samples))))
+            shard.steps.append(TrainStep(micro_batches=placed, global_samples=len(members), global_tokens=tokens))
+    return shards
 
 
 def _filler() -> TrainSample:
