@@ -13,7 +13,7 @@ from slime_core.ops import (
     GeneralizedAdvantage,
     compute_advantages,
     estimator_named,
-    gae,
+    gae_advantages,
     token_rewards,
     whiten,
 )
@@ -162,7 +162,9 @@ def test_ppo_is_gae_of_the_token_rewards():
     rewards = token_rewards(rewards_N=REWARDS, mask_T=MASK, lengths=LENGTHS, kl_T=KL, kl_coef=0.5)
     ours = compute_advantages(inputs(), GeneralizedAdvantage(0.9, 0.8))
     for mine, direct in zip(
-        ours, gae(rewards_T=rewards, values_T=VALUES, mask_T=MASK, lengths=LENGTHS, gamma=0.9, lambd=0.8), strict=True
+        ours,
+        gae_advantages(rewards_T=rewards, values_T=VALUES, mask_T=MASK, lengths=LENGTHS, gamma=0.9, lambd=0.8),
+        strict=True,
     ):
         torch.testing.assert_close(mine, direct)
 

@@ -23,7 +23,7 @@ from slime_core.ops.estimators import (
     compute_advantages,
     estimator_named,
 )
-from slime_core.ops.gae import gae
+from slime_core.ops.gae import gae_advantages
 from slime_core.ops.group_rewards import leave_one_out_by_group, normalize_rewards_by_group
 from slime_core.ops.kl import kl_penalty
 from slime_core.ops.linear_logprobs import linear_log_probs_and_entropy
@@ -52,7 +52,7 @@ __all__ = [
     "dpo_loss",
     "drift_statistics",
     "estimator_named",
-    "gae",
+    "gae_advantages",
     "grpo_advantages",
     "gspo_log_ratio",
     "gspo_loss",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.advantages import distilled_advantages, outcome_advantages
-from slime_core.ops.gae import gae
+from slime_core.ops.gae import gae_advantages
 from slime_core.ops.ragged import lengths_tensor
 from slime_core.ops.returns import check_factor, check_rewards, discounted_returns, token_rewards
 from slime_core.ops.scan import check_finite, check_tokens
@@ -118,7 +118,7 @@ class Discounted:
 
 @dataclass(frozen=True)
 class GeneralizedAdvantage:
-    """The estimator of ppo: :func:`token_rewards`, then :func:`gae`.
+    """The estimator of ppo: :func:`token_rewards`, then :func:`gae_advantages`.
 
     Attributes:
         gamma: γ, 0 to 1.
@@ -144,7 +144,7 @@ class GeneralizedAdvantage:
         if inputs.values_T is None:
             raise DataError("ppo needs the critic's values, values_T, and none were given")
         return Advantages(
-            *gae(
+            *gae_advantages(
                 rewards_T=_token_rewards(inputs),
                 values_T=inputs.values_T,
                 mask_T=inputs.mask_T,

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from slime_core.ops.ragged import lengths_tensor
 from slime_core.ops.returns import check_factor
-from slime_core.ops.scan import Chunks, check_tokens
+from slime_core.ops.scan import Chunks, blocks, check_tokens
 
 
 @torch.no_grad()
-def gae(
+def gae_advantages(
     *,
     rewards_T: Tensor,
     values_T: Tensor,
@@ -49,9 +49,14 @@ def gae(
     check_factor("gamma", gamma)
     check_factor("lambd", lambd)
     check_tokens(len(mask_T), rewards_T=rewards_T, values_T=values_T)
-    chunks = Chunks.of(lengths_tensor(lengths, len(mask_T), mask_T.device), len(mask_T), mask_T)
-    values_CL = chunks.put_finite(values_T, "values_T")
-    deltas_CL = chunks.put_finite(rewards_T, "rewards_T").sub_(values_CL)
-    advantages_CL = chunks.reverse_scan(chunks.add_following(deltas_CL, values_CL, gamma), gamma * lambd)
+    lengths_N = lengths_tensor(lengths, len(mask_T), mask_T.device)
     dtype = torch.promote_types(torch.promote_types(rewards_T.dtype, values_T.dtype), torch.float32)
-    return chunks.take(advantages_CL, dtype), chunks.take(values_CL.add_(advantages_CL), dtype)
+    advantages_T, returns_T = torch.empty(2, len(mask_T), dtype=dtype, device=mask_T.device)
+    for tokens, sequences in blocks(lengths_N):
+        chunks = Chunks.of(lengths_N[sequences], mask_T[tokens])
+        values_CL = chunks.put_finite("values_T", values_T[tokens], tokens.start)
+        deltas_CL = chunks.put_finite("rewards_T", rewards_T[tokens], tokens.start).sub_(values_CL)
+        advantages_CL = chunks.reverse_scan(chunks.add_following(deltas_CL, values_CL, gamma), gamma * lambd)
+        chunks.take(advantages_CL, advantages_T[tokens])
+        chunks.take(values_CL.add_(advantages_CL), returns_T[tokens])
+    return advantages_T, returns_T

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.ragged import lengths_tensor
-from slime_core.ops.scan import Chunks, check_finite, check_tokens
+from slime_core.ops.scan import Chunks, blocks, check_finite, check_tokens
 
 
 @torch.no_grad()
@@ -78,9 +78,13 @@ def discounted_returns(
     """
     check_factor("gamma", gamma)
     check_tokens(len(mask_T), rewards_T=rewards_T)
-    chunks = Chunks.of(lengths_tensor(lengths, len(mask_T), mask_T.device), len(mask_T), mask_T)
-    returns_CL = chunks.reverse_scan(chunks.put_finite(rewards_T, "rewards_T"), gamma)
-    return chunks.take(returns_CL, torch.promote_types(rewards_T.dtype, torch.float32))
+    lengths_N = lengths_tensor(lengths, len(mask_T), mask_T.device)
+    returns_T = torch.empty_like(rewards_T, dtype=torch.promote_types(rewards_T.dtype, torch.float32))
+    for tokens, sequences in blocks(lengths_N):
+        chunks = Chunks.of(lengths_N[sequences], mask_T[tokens])
+        rewards_CL = chunks.put_finite("rewards_T", rewards_T[tokens], tokens.start)
+        chunks.take(chunks.reverse_scan(rewards_CL, gamma), returns_T[tokens])
+    return returns_T
 
 
 def kl_penalties(mask_T: Tensor, kl_T: Tensor | None, kl_coef: float) -> Tensor:

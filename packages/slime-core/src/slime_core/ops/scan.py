@@ -13,8 +13,30 @@ from torch import Tensor
 
 from slime_core.errors import DataError
 
-CHUNK = 32
+CHUNK = 48
 """Most steps in a chunk: the more, the more multiplications per token and the fewer levels of chunks."""
+
+
+CPU_BLOCK = 2**17
+"""Tokens that a CPU works on at a time: so few that its caches hold them, and that the allocator keeps the memory."""
+
+
+def blocks(lengths_N: Tensor) -> list[tuple[slice, slice]]:
+    """Whole sequences to work on at a time, as tokens and sequences: all at once unless on a CPU.
+
+    A block has ``CPU_BLOCK`` tokens at most, or a single longer sequence.
+    """
+    count = len(lengths_N)
+    ends_N = lengths_N.cumsum(0)
+    total = int(ends_N[-1]) if count else 0
+    limit = CPU_BLOCK if lengths_N.device.type == "cpu" else total
+    result, token, sequence = [], 0, 0
+    while sequence < count:
+        stop = max(int(torch.searchsorted(ends_N, token + limit, right=True)), sequence + 1)
+        end = int(ends_N[stop - 1])
+        result.append((slice(token, end), slice(sequence, stop)))
+        token, sequence = end, stop
+    return result
 
 
 class Chunks(NamedTuple):
@@ -31,29 +53,31 @@ class Chunks(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, lengths_N: Tensor, total: int, mask_T: Tensor | None = None) -> Chunks:
+    def of(cls, lengths_N: Tensor, mask_T: Tensor) -> Chunks:
         """Lay out sequences.
 
         Args:
             lengths_N: From :func:`slime_core.ops.ragged.lengths_tensor`.
-            total: T.
-            mask_T: Not 0 where a token is trained. ``None`` means all are.
+            mask_T: Not 0 where a token is trained.
         """
-        kept_T = None if mask_T is None or int(mask_T.count_nonzero()) == total else mask_T != 0
-        if kept_T is None:
-            rank_T, trained_N = torch.arange(total, device=lengths_N.device), lengths_N
-        else:
-            rank_T = kept_T.cumsum(0) - 1
-            before = torch.cat([rank_T.new_zeros(1), rank_T + 1])
-            ends_N = lengths_N.cumsum(0)
-            trained_N = before[ends_N] - before[ends_N - lengths_N]
+        total = len(mask_T)
+        kept_T = None if int(mask_T.count_nonzero()) == total else mask_T != 0
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        trained_N = lengths_N
+        step_T = torch.ones(total + 1, dtype=torch.int64, device=lengths_N.device)
+        if kept_T is not None:
+            step_T[:-1] = kept_T
+            before = torch.cat([lengths_N.new_zeros(1), step_T[:-1].cumsum(0)])
+            trained_N = before[starts_N + lengths_N] - before[starts_N]
         size = min(CHUNK, 1 + int(trained_N.max())) if len(trained_N) else 1
         count_N = trained_N // size + 1
-        shift_N = (count_N.cumsum(0) - count_N) * size - (trained_N.cumsum(0) - trained_N)
-        rank_T += shift_N.repeat_interleave(lengths_N, output_size=total)
+        # A token is one place behind the last trained one; where a sequence starts, that many more.
+        skipped_N = (count_N.cumsum(0) - count_N) * size - (trained_N.cumsum(0) - trained_N)
+        step_T.index_add_(0, starts_N, skipped_N.diff(prepend=skipped_N.new_ones(1)))
+        place_T = step_T.cumsum_(0)[:-1]
         if kept_T is not None:
-            rank_T = torch.where(kept_T, rank_T, count_N.sum() * size)
-        return cls(rank_T, count_N, size)
+            place_T = torch.where(kept_T, place_T, count_N.sum() * size)
+        return cls(place_T, count_N, size)
 
     def put(self, values_T: Tensor) -> Tensor:
         """Values at their places, zeros elsewhere, without gradient, float64 [C, L]."""
@@ -62,8 +86,13 @@ class Chunks(NamedTuple):
         row.scatter_(0, self.place_T, values_T.detach().double())
         return row[:places].view(-1, self.size)
 
-    def put_finite(self, values_T: Tensor, name: str) -> Tensor:
+    def put_finite(self, name: str, values_T: Tensor, first: int = 0) -> Tensor:
         """:meth:`put`, checked.
+
+        Args:
+            name: What the values are called.
+            values_T: The values.
+            first: The caller's number of the first of these tokens.
 
         Raises:
             DataError: A trained token's value is NaN or infinite; names the token.
@@ -71,15 +100,15 @@ class Chunks(NamedTuple):
         values_CL = self.put(values_T)
         # One sum is quicker than a look at each token, and only where it overflows for nothing are both taken.
         if not math.isfinite(float(values_CL.sum())):
-            check_finite(name, values_T.masked_fill(self.place_T == values_CL.numel(), 0))
+            check_finite(name, values_T.masked_fill(self.place_T == values_CL.numel(), 0), first)
         return values_CL
 
-    def take(self, values_CL: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tokens' values, 0 for a masked token [T]."""
-        row = torch.empty(values_CL.numel() + 1, dtype=dtype, device=values_CL.device)
+    def take(self, values_CL: Tensor, result_T: Tensor) -> Tensor:
+        """Write the tokens' values, 0 for a masked token, to ``result_T``, in its type."""
+        row = torch.empty(values_CL.numel() + 1, dtype=result_T.dtype, device=values_CL.device)
         row[:-1] = values_CL.view(-1)
         row[-1] = 0
-        return row.index_select(0, self.place_T)
+        return torch.index_select(row, 0, self.place_T, out=result_T)
 
     def add_following(self, target_CL: Tensor, values_CL: Tensor, factor: float) -> Tensor:
         """Add, in place, ``factor`` times the value of the next token in the sequence, or 0 where there is none."""
@@ -107,9 +136,10 @@ class Chunks(NamedTuple):
         distance_LL = step.unsqueeze(1) - step
         outputs_CL = inputs_CL @ torch.where(distance_LL >= 0, powers[distance_LL.clamp(min=0)], 0.0)
         if self.size == CHUNK:
-            chunks = Chunks.of(self.count_N, len(outputs_CL))
+            chunks = Chunks.of(self.count_N, torch.ones_like(outputs_CL[:, 0], dtype=torch.bool))
             heads = chunks.reverse_scan(chunks.put(outputs_CL[:, 0]), float(powers[-1]))
-            carry_C = chunks.take(chunks.add_following(torch.zeros_like(heads), heads, 1.0), heads.dtype)
+            following = chunks.add_following(torch.zeros_like(heads), heads, 1.0)
+            carry_C = chunks.take(following, heads.new_empty(len(outputs_CL)))
             outputs_CL.addcmul_(carry_C.unsqueeze(1), powers[1:].flip(0))
         return outputs_CL
 
@@ -125,8 +155,13 @@ def check_tokens(total: int, **tensors_T: Tensor) -> None:
             raise DataError(f"{name} has shape {list(tensor.shape)}, must be [{total}]: one number per token")
 
 
-def check_finite(name: str, values_T: Tensor) -> None:
+def check_finite(name: str, values_T: Tensor, first: int = 0) -> None:
     """Check that what the mask left is finite.
+
+    Args:
+        name: What the values are called.
+        values_T: The values.
+        first: The caller's number of the first of these tokens.
 
     Raises:
         DataError: It is not; names the first token and counts the others.
@@ -134,6 +169,6 @@ def check_finite(name: str, values_T: Tensor) -> None:
     if not bool(values_T.isfinite().all()):
         found = (~values_T.isfinite()).nonzero().flatten()
         raise DataError(
-            f"{name} must be finite where the mask is 1; got {float(values_T[found[0]])} at token {int(found[0])}, "
-            f"one of {len(found)}: mask them or mend them"
+            f"{name} must be finite where the mask is 1; got {float(values_T[found[0]])} at token "
+            f"{first + int(found[0])}, one of {len(found)}: mask them or mend them"
         )
