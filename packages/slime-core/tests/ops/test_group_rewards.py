@@ -88,6 +88,10 @@ def test_a_reward_that_is_no_number_names_its_sample(bad, names):
             function(torch.tensor([1.0, bad, 0.0]), torch.zeros(3, dtype=torch.int64), sample_indices=names)
 
 
+def test_trajectories_of_two_groups_may_share_an_id():
+    assert_as_plain([1.0, 0.0, 5.0, 7.0], [0, 0, 1, 1], [3, 4, 4, 5])
+
+
 def test_a_trajectory_has_one_reward():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([2, 2, 2])
     with pytest.raises(DataError, match=r"samples 11 and 13 are of trajectory 5 in group 2, but have .* 1.0 and 0.0"):
