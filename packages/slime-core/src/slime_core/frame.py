@@ -62,7 +62,7 @@ def unpack_frame(data: bytes | memoryview, magic: bytes, version: int, what: str
     view = memoryview(data).cast("B")
     if len(view) < _START:
         raise DamagedError(f"{what}: {len(view)} bytes, but its head alone has {_START}; get the bytes again")
-    found, made, reserved, head_size, body_size = _HEADER.unpack_from(view)
+    found, made, _, head_size, body_size = _HEADER.unpack_from(view)
     if found != magic:
         raise DamagedError(f"{what}: starts with {found!r} instead of {magic!r}; these bytes are something else")
     if not 1 <= made <= version:
@@ -72,7 +72,7 @@ def unpack_frame(data: bytes | memoryview, magic: bytes, version: int, what: str
             f"{what}: {len(view)} bytes, its head says {_START + head_size + body_size}; get the bytes again"
         )
     text, body = view[_START : _START + head_size], view[_START + head_size :]
-    if reserved or _CRC.unpack_from(view, _HEADER.size)[0] != _checksum(view[: _HEADER.size], text, body):
+    if _CRC.unpack_from(view, _HEADER.size)[0] != _checksum(view[: _HEADER.size], text, body):
         raise DamagedError(f"{what}: its checksum does not match, so bytes were altered; get them again")
     try:
         head = json.loads(bytes(text).decode("utf-8", "surrogatepass"))

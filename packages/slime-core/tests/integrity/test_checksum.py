@@ -73,6 +73,14 @@ def test_how_a_tensor_is_cut_makes_no_difference(size, cuts, seed):
     assert stream.digest() == tensor_checksum(tensor) == stream.digest()
 
 
+def test_a_buffer_may_be_used_again_for_the_next_part():
+    tensor, stream = random_tensor(torch.uint8, (1000,), 0), ChecksumStream(torch.uint8, (1000,))
+    buffer = torch.empty(100, dtype=torch.uint8)
+    for part in tensor.split(100):
+        stream.update(buffer.copy_(part))
+    assert stream.digest() == tensor_checksum(tensor)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_memory_layout_makes_no_difference(dtype, layout):

@@ -174,11 +174,10 @@ def _bit_numbers(like: Tensor) -> Tensor:
 
 
 def _deflate(data: bytes, level: int, flag: int) -> tuple[bytes, int]:
-    """The bytes, deflated if that pays, and ``flag`` if so. A few of them are tried first: noise takes long."""
+    """The bytes, deflated and with ``flag`` if that pays for the first of them: to try all of them takes long."""
     if level == 0 or len(_raw_deflate(data[:_SAMPLE], level)) > 0.95 * min(len(data), _SAMPLE):
         return data, 0
-    deflated = _raw_deflate(data, level)
-    return (deflated, flag) if len(deflated) < len(data) else (data, 0)
+    return _raw_deflate(data, level), flag
 
 
 def _raw_deflate(data: bytes, level: int) -> bytes:

@@ -118,9 +118,8 @@ def _integer_kind(values: list[int]) -> str | None:
 
 
 def _number_kind(values: list[float]) -> str:
-    # Compared as bytes: a NaN equals no NaN, and 0.0 equals -0.0.
-    exact = array.array("d", values)
-    return "f4" if array.array("d", array.array("f", values)).tobytes() == exact.tobytes() else "f8"
+    # A NaN equals no NaN, so that a list with one keeps all its bits in 8 bytes.
+    return "f4" if array.array("f", values).tolist() == values else "f8"
 
 
 def _read_array(entry: Any, body: memoryview) -> tuple[str, list[Any], memoryview]:
