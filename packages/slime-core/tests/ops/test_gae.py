@@ -1,5 +1,4 @@
 import math
-import time
 
 import pytest
 import torch
@@ -141,60 +140,3 @@ def test_what_it_refuses(change, error, message):
     given_ = {"rewards_T": torch.zeros(2), "values_T": torch.zeros(2), "mask_T": torch.ones(2), "lengths": [1, 1]}
     with pytest.raises(error, match=message):
         gae_advantages(**{**given_, **change})
-
-
-def step_by_step(rewards, values, gamma, lambd):
-    """The equations, one step of a padded batch [B, S] after the other."""
-    following, reverse = torch.zeros(len(rewards)), []
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        next_value = values[:, t + 1] if t < rewards.shape[1] - 1 else 0.0
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        following = delta + gamma * lambd * following
-        reverse.append(following)
-    advantages = torch.stack(reverse[::-1], dim=1)
-    return advantages, advantages + values
-
-
-def fewest_operations_per_step(rewards, values, gamma, lambd):
-    """The same on [S, B], with everything but the recurrence itself taken out of the loop."""
-    deltas = rewards - values
-    deltas[:-1] += gamma * values[1:]
-    advantages, following = torch.empty_like(deltas), torch.zeros_like(deltas[0])
-    for t in range(len(deltas) - 1, -1, -1):
-        following = deltas[t] + gamma * lambd * following
-        advantages[t] = following
-    return advantages, advantages + values
-
-
-def seconds(function):
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("filled", [False, True])
-@pytest.mark.parametrize("shape", [(64, 8192), (256, 2048)])
-def test_faster_than_loops_over_time(shape, filled):
-    torch.set_num_threads(1)
-    count, longest = shape
-    lengths = torch.randint(1, longest + 1, (count,), generator=torch.Generator().manual_seed(1))
-    lengths[0] = longest
-    if filled:
-        lengths.fill_(longest)
-    rewards, values, mask = batch(lengths.tolist(), 7, share=2.0, dtype=torch.float32)
-    rows, columns = (
-        [torch.nn.utils.rnn.pad_sequence(x.split(lengths.tolist()), batch_first=first) for x in (rewards, values)]
-        for first in (True, False)
-    )
-    runs = {
-        "ours": lambda: gae_advantages(
-            rewards_T=rewards, values_T=values, mask_T=mask, lengths=lengths, gamma=0.99, lambd=0.95
-        ),
-        "loop": lambda: step_by_step(*rows, 0.99, 0.95),
-        "lean loop": lambda: fewest_operations_per_step(*columns, 0.99, 0.95),
-    }
-    best = {name: min(seconds(run) for _ in range(20 if name == "ours" else 3)) for name, run in runs.items()}
-    print(shape, filled, {name: round(best[name] / best["ours"], 1) for name in best})
-    assert best["loop"] > (3 if filled else 5) * best["ours"]
-    assert best["lean loop"] > best["ours"]

@@ -1,5 +1,4 @@
 import math
-import time
 
 import pytest
 import torch
@@ -107,34 +106,3 @@ def test_lengths_must_agree():
         leave_one_out_by_group(
             torch.zeros(1), torch.zeros(1, dtype=torch.int64), trajectory_ids_N=torch.zeros(2, dtype=torch.int64)
         )
-
-
-def group_by_group(rewards, groups):
-    """The loop that one writes first: the members of each group, then one group after the other, on tensors."""
-    members = {}
-    for position, group in enumerate(groups.tolist()):
-        members.setdefault(group, []).append(position)
-    result = torch.empty_like(rewards)
-    for positions in map(torch.tensor, members.values()):
-        mine = rewards[positions]
-        result[positions] = (mine - mine.mean()) / (mine.std() + 1e-6)
-    return result
-
-
-def best_of(times, function):
-    def once():
-        start = time.process_time()
-        function()
-        return time.process_time() - start
-
-    return min(once() for _ in range(times))
-
-
-@pytest.mark.full
-def test_65536_samples_are_fifty_times_faster_than_a_loop():
-    torch.set_num_threads(1)
-    rewards = torch.rand(65_536, generator=torch.Generator().manual_seed(0))
-    groups = torch.arange(65_536) // 8
-    torch.testing.assert_close(normalize_rewards_by_group(rewards, groups), group_by_group(rewards, groups))
-    ours = best_of(20, lambda: normalize_rewards_by_group(rewards, groups))
-    assert best_of(2, lambda: group_by_group(rewards, groups)) > 50 * ours
