@@ -9,9 +9,9 @@ TOKENS, HIDDEN = 7, 5
 # name: (rows of the weight over both ranks, vocabulary, type, budgets in bytes per rank)
 CASES = {
     "even": (400, 400, torch.float64, (None, None)),
-    "chunks": (400, 400, torch.float64, (12_000, 9_000)),  # ranks need not agree on them
-    "padded": (400, 390, torch.float64, (9_000, 9_000)),
-    "empty second shard": (400, 150, torch.float64, (9_000, 9_000)),
+    "chunks": (400, 400, torch.float64, (14_000, 11_000)),  # ranks need not agree on them
+    "padded": (400, 390, torch.float64, (11_000, 11_000)),
+    "empty second shard": (400, 150, torch.float64, (11_000, 11_000)),
     "bf16": (600, 590, torch.bfloat16, (None, None)),
 }
 

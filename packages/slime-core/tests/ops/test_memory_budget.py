@@ -22,11 +22,11 @@ def plan(budget=None, *, tokens=2048, hidden=1024, columns=QWEN_VOCAB, dtype=tor
 
 
 def bytes_of(chosen, *, tokens, hidden, dtype, grad):
-    """What a plan takes, from the definition: a chunk, two fp32 buffers, and sum and product of the hidden gradient."""
+    """By the definition: a chunk and its weight's copy, two fp32 buffers, sum and product of the hidden gradient."""
     wide = 8 if dtype == torch.float64 else 4
     sums = tokens * hidden * (wide + dtype.itemsize) if grad and dtype.itemsize < wide else 0
     block = min(chosen.block_rows, tokens) * chosen.chunk_columns * wide
-    return tokens * chosen.chunk_columns * dtype.itemsize + 2 * block + sums
+    return (tokens + hidden) * chosen.chunk_columns * dtype.itemsize + 2 * block + sums
 
 
 @given(

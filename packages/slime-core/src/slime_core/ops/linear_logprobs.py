@@ -57,8 +57,7 @@ def linear_log_probs_and_entropy(
         vocab_size: Ids from here on are padding and take no part. ``None`` means no padding.
         with_entropy: Compute entropies too.
         memory_budget: Bytes that the call may take besides inputs, outputs and gradients, which sets the size of the
-            chunks. What the library of matrix products takes for itself is not in it. ``None`` means an eighth of the
-            logits, or a little more where that would make chunks too thin.
+            chunks. ``None`` means an eighth of the logits, or a little more where that would make chunks too thin.
 
     Returns:
         Log-probs [T] in nats, and entropies [T] in nats or ``None``; the same on all ranks. The gradient of the hidden
