@@ -1,4 +1,4 @@
-"""What `import slime_core` costs on top of `import torch`, in CPU seconds of a fresh interpreter, the least of several."""
+"""What `import slime_core` costs on top of `import torch`: CPU seconds of a fresh interpreter, the least of several."""
 
 from __future__ import annotations
 
