@@ -65,7 +65,10 @@ def test_nothing_is_left(case: str, qwen3: Assets, bystander: subprocess.Popen[b
         end(family)
         code = process.wait(GONE_SECONDS)
         left = wait_until_gone(family, GONE_SECONDS)
-    print(f"{case}: {len(family)} processes, exit code {code}, {len(left)} left")
+    pids = [process.pid for process in family]
+    memory = [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    print(f"{case}: {len(family)} processes, exit code {code}, {len(left)} left, shared memory left: {memory}")
     assert not left, left
     assert code in codes, (tmp_path / "log.txt").read_text(errors="replace")[-4000:]
+    assert not memory
     assert bystander.poll() is None

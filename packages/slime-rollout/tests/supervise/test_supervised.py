@@ -143,6 +143,26 @@ def test_files_that_the_tree_leaves_are_removed_and_no_others(files, opener, mar
     assert (own.exists(), others.exists(), other.exists()) == (False, True, True)
 
 
+def test_torch_memory_of_the_tree_is_removed_and_nobody_elses():
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bystander:
+        others = Path(f"/dev/shm/torch_{bystander.pid}_test_0")
+        others.touch()
+        try:
+            with Supervised.start([sys.executable, "-c", code], grace=GRACE) as supervised:
+                deadline = time.monotonic() + 20
+                while not (tree := reaper.descendants(supervised.pid)):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                own = Path(f"/dev/shm/torch_{tree[0].pid}_test_0")
+                own.touch()
+                supervised.stop()
+            assert (own.exists(), others.exists()) == (False, True)
+        finally:
+            bystander.kill()
+            others.unlink()
+
+
 def test_log_tail_exit_code_and_environment(tmp_path):
     code = "print(*range(50), sep=chr(10), flush=True); print(os.environ['WORD'], file=sys.stderr); sys.exit(3)"
     log = tmp_path / "log.txt"

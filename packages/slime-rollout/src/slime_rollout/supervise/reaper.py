@@ -24,6 +24,10 @@ POLL_SECONDS = 0.02
 # Besides the pipe, the parent's pid is compared this often: a child that the parent forked in C without exec holds a
 # copy of the pipe's write end, and would keep it open after the parent's death.
 PARENT_CHECK_SECONDS = 1.0
+# torch names the memory that a process shares after its pid. Its manager removes it when that process is gone, unless
+# the manager is killed, too, as it is by whoever ends a whole tree (Ray does so for each of its workers).
+SHARED_MEMORY = "/dev/shm"
+TORCH_MEMORY = "torch_{pid}_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,16 @@ def open_files(pid: int) -> list[str]:
     return paths
 
 
+def remove_torch_memory(pids: set[int]) -> None:
+    """Remove the files of shared memory that torch left behind for those of the processes that are gone."""
+    gone = [pid for pid in pids if _stat(pid) is None]
+    with contextlib.suppress(OSError):
+        for name in os.listdir(SHARED_MEMORY):  # noqa: PTH208
+            if any(name.startswith(TORCH_MEMORY.format(pid=pid)) for pid in gone):
+                with contextlib.suppress(OSError):  # its manager was quicker
+                    os.unlink(f"{SHARED_MEMORY}/{name}")  # noqa: PTH108
+
+
 def send_signal(process: Process, signum: int) -> None:
     """Send a signal to this very process, never to a later one that got its pid."""
     try:
@@ -141,6 +155,7 @@ class Supervisor:
         self.grace = grace
         self.remove_files = remove_files
         self.files: set[str] = set()
+        self.pids: set[int] = set()
         self.signals: list[int] = []
         self.exit_code: int | None = None
         self.child = 0
@@ -159,13 +174,14 @@ class Supervisor:
             print(f"cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
             return 127
         self._wait(wakeup)
-        self._note_files()
+        self._note_tree()
         if self.exit_code is None:
             self._ask_command_to_end()
         end_descendants(self.grace, reap=self._reap, hurry=self._hurry)
         for path in self.files:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
+        remove_torch_memory(self.pids)
         return self.exit_code if self.exit_code is not None else 1
 
     def _install_signals(self) -> int:
@@ -193,18 +209,19 @@ class Supervisor:
             self._reap()
             if self.exit_code is not None or self.signals or os.getppid() != self.parent:
                 return
-            if not self.files:  # known before the end, for a process that is killed has no open files any more
-                self._note_files()
+            self._note_tree()  # before the end, for a process that was killed has no pid and no open files any more
             ready, _, _ = select.select([self.pipe_fd, wakeup], [], [], PARENT_CHECK_SECONDS)
             if wakeup in ready:
                 os.read(wakeup, 4096)
             if self.pipe_fd in ready and not os.read(self.pipe_fd, 4096):
                 return
 
-    def _note_files(self) -> None:
-        """Remember the files to remove that the tree has open now."""
-        if self.remove_files is not None:
-            paths = (path for process in descendants(os.getpid()) for path in open_files(process.pid))
+    def _note_tree(self) -> None:
+        """Remember who is in the tree now, and, until there is one, which files to remove it has open."""
+        tree = descendants(os.getpid())
+        self.pids.update(process.pid for process in tree)
+        if self.remove_files is not None and not self.files:
+            paths = (path for process in tree for path in open_files(process.pid))
             self.files.update(path for path in paths if path.startswith(self.remove_files))
 
     def _ask_command_to_end(self) -> None:

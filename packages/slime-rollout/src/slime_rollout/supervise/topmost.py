@@ -36,7 +36,9 @@ def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
         supervised = Supervised.start(command, grace=grace, stdin=None)
         attach(supervised)
         code = supervised.wait()
+        left = {process.pid for process in reaper.descendants(os.getpid())}  # of a supervisor that was killed itself
         reaper.end_descendants(grace, reap=_reap, hurry=lambda: len(received) > 1)
+        reaper.remove_torch_memory(left)
     if code < 0:
         print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
         return 128 - code
