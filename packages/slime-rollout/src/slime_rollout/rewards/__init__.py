@@ -1,6 +1,6 @@
 """Scores for responses: a rule by name, or a function of the user's."""
 
-from slime_rollout.rewards.custom import CustomReward, load_function
+from slime_rollout.rewards.custom import CustomReward
 from slime_rollout.rewards.reward import Reward, RuleReward, make_reward
 from slime_rollout.rewards.rules import RULES, check_label, exact, first_integer, parse_integer
 
@@ -12,7 +12,6 @@ __all__ = [
     "check_label",
     "exact",
     "first_integer",
-    "load_function",
     "make_reward",
     "parse_integer",
 ]

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
+from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError
 
 _FLAG = "--custom-rm-path"
@@ -42,11 +36,10 @@ class CustomReward:
 
     def __init__(self, path: str, hook_args: HookArgs, *, timeout: float) -> None:
         self._path = path
-        self._function = load_function(path, _FLAG)
+        self._function = load_function(path, _FLAG, arguments=("args", "sample"))
         self._args = hook_args
         self._timeout = timeout
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-        _check_signature(self._function, path)
 
     async def __call__(self, sample: Sample) -> float | dict[str, float]:
         """The function's value for a sample.
@@ -86,62 +79,6 @@ class CustomReward:
         if isinstance(value, dict):
             return {str(key): float(entry) for key, entry in value.items()}
         return float(value)
-
-
-def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """Find a function by its path.
-
-    Args:
-        path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
-        flag: The flag that gave it, for messages.
-
-    Raises:
-        ConfigError: The path has another form, the module does not load, or holds no such function.
-    """
-    module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_path or not name.isidentifier() or path.endswith(".py"):
-        raise ConfigError(f"{flag} {path} names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn")
-    try:
-        module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
-    except (Exception, SystemExit) as error:  # the user's module runs here, and raises what it likes
-        raise ConfigError(f"{flag} {path}: {module_path} does not load: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ConfigError(f"{flag} {path}: {module_path} has no function {name}; it has {', '.join(known) or 'none'}")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(file: Path) -> ModuleType:
-    """Import a file by its place; once per process, so that two hooks of one file share its globals."""
-    file = file.resolve(strict=True)
-    name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _check_signature(function: Callable[..., Any], path: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # a built-in that does not tell
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ConfigError(
-            f"{_FLAG} {path} takes {signature}; a reward function takes two arguments, (args, sample)"
-        ) from None
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,75 @@
+"""Functions of the user's, found by the path that a flag gives, and checked before a run starts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slime_core.errors import ConfigError
+
+
+def load_function(path: str, flag: str, *, arguments: Sequence[str] | None = None) -> Callable[..., Any]:
+    """Find a function, or another object that can be called, by its path.
+
+    Args:
+        path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
+        flag: The flag that gave it, for messages.
+        arguments: Names of the positional arguments that it will be called with, such as ``("args", "sample")``.
+            ``None`` checks nothing.
+
+    Raises:
+        ConfigError: The path has another form, the module does not load, holds no such function, or the function does
+            not take those arguments.
+    """
+    module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not module_path or not name.isidentifier() or path.endswith(".py"):
+        raise ConfigError(f"{flag} {path} names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn")
+    try:
+        module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
+    except (Exception, SystemExit) as error:  # the user's module runs here, and raises what it likes
+        raise ConfigError(f"{flag} {path}: {module_path} does not load: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ConfigError(f"{flag} {path}: {module_path} has no function {name}; it has {', '.join(known) or 'none'}")
+    if arguments is not None:
+        _check_signature(function, f"{flag} {path}", arguments)
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Import a file by its place; once per process, so that two functions of one file share its globals."""
+    file = file.resolve(strict=True)
+    name = f"slime_hook_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_signature(function: Callable[..., Any], given: str, arguments: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a built-in that does not tell
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        count = f"{len(arguments)} argument{'s' * (len(arguments) != 1)}"
+        raise ConfigError(f"{given} takes {signature}; it is called with {count}, ({', '.join(arguments)})") from None
