@@ -47,7 +47,9 @@ def main() -> None:
                 log_probs_T=log_probs,
                 old_log_probs_T=log_probs.detach(),  # one step per rollout: the policy has not moved yet
                 advantages_T=torch.cat([grpo_advantages(s.reward, s.response_length) for s in samples]),
-                weights_T=token_weights(masks, global_samples=step.global_samples, global_tokens=step.global_tokens),
+                weights_T=token_weights(
+                    masks, global_samples=step.global_trajectories, global_tokens=step.global_tokens
+                ),
             )
             loss.backward()
         optimizer.step()

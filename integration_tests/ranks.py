@@ -100,6 +100,7 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
         tokens=tokens,
         response_length=len(tokens) - 1,
         loss_mask=[1] * (len(tokens) - 1),
+        trajectory_tokens=len(tokens) - 1,
         reward=0.0,
         raw_reward=0.0,
     )

@@ -18,6 +18,35 @@ from slime_core.errors import ConfigError, SlimeError
         ({"kl_loss_coef": math.nan}, "--kl-loss-coef nan must be a finite number, 0 or more"),
         ({"eps_clip": math.inf}, "--eps-clip inf must be a finite number, 0 or more"),
         ({"entropy_coef": math.nan}, "--entropy-coef nan must be a finite number"),
+        ({"value_clip": -0.2}, "--value-clip -0.2 must be a finite number, 0 or more"),
+        ({"kl_coef": math.inf}, "--kl-coef inf must be a finite number, 0 or more"),
+        ({"opd_kl_coef": -1.0}, "--opd-kl-coef -1.0 must be a finite number, 0 or more"),
+        ({"gamma": 1.1}, "--gamma 1.1 must be between 0 and 1"),
+        ({"lambd": math.nan}, "--lambd nan must be between 0 and 1"),
+        ({"eps_clip_c": 1.0}, "--eps-clip-c 1.0 must be a finite number above 1; 3 is usual"),
+        ({"loss_divisor": 0.0}, "--loss-divisor 0.0 must be a finite number of tokens above 0"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus"},
+            "--advantage-estimator reinforce_plus_plus is defined with whitened advantages; set --normalize-advantages",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus_baseline"},
+            "reinforce_plus_plus_baseline is defined with whitened advantages; set --normalize-advantages",
+        ),
+        (
+            {"kl_coef": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2},
+            "--kl-coef 0.1 and --kl-loss-coef 0.2 would count the KL divergence twice",
+        ),
+        ({"use_unbiased_kl": True}, "--use-unbiased-kl is a form of the KL loss; set --use-kl-loss"),
+        (
+            {"calculate_per_token_loss": True, "loss_divisor": 9.0},
+            "--calculate-per-token-loss and --loss-divisor 9.0 are two denominators of the loss; give one of them",
+        ),
+        (
+            {"advantage_estimator": "cispo", "eps_clip_c": 3.0},
+            "--eps-clip-c 3.0 bounds a clipped surrogate, which cispo has not; leave it out",
+        ),
+        ({"tis_clip": -1.0}, "--tis-clip -1.0 must be finite numbers"),  # the settings of its parent count too
     ],
 )
 def test_bad_values(values, message):
@@ -30,6 +59,10 @@ def test_derived_values_and_immutability():
     assert AlgorithmConfig(eps_clip=0.1).clip_high == 0.1
     assert AlgorithmConfig(eps_clip=0.1, eps_clip_high=0.28).clip_high == 0.28
     assert AlgorithmConfig(use_kl_loss=True).needs_reference
+    assert AlgorithmConfig(kl_coef=0.1).needs_reference
     assert not AlgorithmConfig().needs_reference
+    assert AlgorithmConfig(kl_coef=0.1).advantages_need_log_probs
+    assert AlgorithmConfig(use_opd=True).advantages_need_log_probs
+    assert not AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1).advantages_need_log_probs
     with pytest.raises(dataclasses.FrozenInstanceError):
         AlgorithmConfig().eps_clip = 0.3

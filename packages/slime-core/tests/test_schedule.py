@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.rewards import normalize_group_rewards
+from slime_core.rewards import ESTIMATORS, estimator_rewards, normalize_group_rewards
 from slime_core.schedule import FILLER_INDEX, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
 
@@ -77,7 +77,7 @@ def test_invariants(workload, together):
         ]
         expected = range(step * sizes["gbs"], (step + 1) * sizes["gbs"])
         assert sorted(sample.index for sample in members) == list(expected)
-        assert {part.global_samples for part in steps} == {sizes["gbs"]}
+        assert {part.global_trajectories for part in steps} == {sizes["gbs"]}
         assert {part.global_tokens for part in steps} == {sum(sum(sample.loss_mask) for sample in members)}
     for shard in shards:
         placed = [position for part in shard.steps for members in part.micro_batches for position in members]
@@ -181,7 +181,7 @@ def test_aborted_and_failed_samples_count_but_train_nothing(status, reward):
     (shard,) = shards_of(batch, mbs=3)
     lost = next(sample for sample in shard.samples if sample.index == 2)
     assert (lost.loss_mask, lost.reward) == ([0, 0, 0], 0.0)
-    assert (shard.steps[0].global_samples, shard.steps[0].global_tokens) == (3, 6)
+    assert (shard.steps[0].global_trajectories, shard.steps[0].global_tokens) == (3, 6)
     kept = {sample.index: sample.reward for sample in shard.samples if sample.index < 2}
     assert [kept[0], kept[1]] == normalize_group_rewards([1.0, 0.0], [0, 0])
 
@@ -279,7 +279,7 @@ def test_trajectories_stay_in_one_step(trajectories, dp, group, cap, dynamic, to
         assert len(ids) == gbs
         seen.append(ids)
         for shard in shards:
-            assert shard.steps[step].global_samples == len(real)
+            assert shard.steps[step].global_trajectories == gbs
             assert shard.steps[step].global_tokens == sum(sum(sample.loss_mask) for sample in real)
     assert sum(map(len, seen)) == len(set().union(*seen))
 
@@ -287,7 +287,44 @@ def test_trajectories_stay_in_one_step(trajectories, dp, group, cap, dynamic, to
 def test_a_trajectory_id_of_none_is_the_index():
     samples = [make_sample(0, 0), make_sample(1, 0, trajectory_id=0), make_sample(2, 0), make_sample(3, 0)]
     (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[samples]), gbs=1)
-    assert [step.global_samples for step in shard.steps] == [2, 1, 1]
+    assert [step.global_trajectories for step in shard.steps] == [1, 1, 1]
+
+
+def test_what_a_trajectory_shares_is_counted_over_all_its_samples():
+    """Its trained tokens go with each of its samples; its reward counts once in the group's mean: 1/2, not 1/3."""
+    group = [
+        make_sample(0, 0, trajectory_id=7, response=2, reward=0.0),
+        make_sample(1, 0, trajectory_id=7, response=3, reward=0.0, loss_mask=[1, 0, 1]),
+        make_sample(2, 0, trajectory_id=8, response=4, reward=1.0),
+    ]
+    algorithm = AlgorithmConfig(disable_grpo_std_normalization=True)
+    (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[group]), gbs=2, mbs=2, algorithm=algorithm)
+    found = {sample.index: (sample.trajectory_tokens, sample.reward) for sample in shard.samples}
+    found.pop(FILLER_INDEX, None)
+    assert found == {0: (4, -0.5), 1: (4, -0.5), 2: (4, 0.5)}
+    assert (shard.steps[0].global_trajectories, shard.steps[0].global_tokens) == (2, 8)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    "flags", [{}, {"disable_grpo_std_normalization": True}, {"disable_rewards_normalization": True}]
+)
+def test_rewards_are_those_of_the_estimator(estimator, flags):
+    rewards, groups = [1.0, 0.0, 0.5, 2.0, 2.5, 4.0], [0, 0, 0, 1, 1, 1]
+    algorithm = AlgorithmConfig(advantage_estimator=estimator, normalize_advantages=True, **flags)
+    (shard,) = shards_of(make_batch([3, 3], rewards=rewards), algorithm=algorithm)
+    expected = estimator_rewards(
+        estimator, rewards, groups, normalize="disable_rewards_normalization" not in flags,
+        divide_by_std="disable_grpo_std_normalization" not in flags,
+    )  # fmt: skip
+    assert [sample.reward for sample in sorted(shard.samples, key=lambda sample: sample.index)] == expected
+
+
+def test_log_probs_of_engine_and_teacher_go_with_the_sample():
+    sample = make_sample(0, 0, response=2, rollout_log_probs=[-1.0, -2.0], teacher_log_probs=[-0.5, -0.25])
+    (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[sample]]))
+    assert shard.samples[0].rollout_log_probs == [-1.0, -2.0]
+    assert shard.samples[0].teacher_log_probs == [-0.5, -0.25]
 
 
 def test_a_token_limit_makes_the_micro_batches():

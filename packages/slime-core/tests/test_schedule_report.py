@@ -16,7 +16,7 @@ def make_sample(length):
     """A sample of so many tokens; 0 makes a filler."""
     return TrainSample(
         index=FILLER_INDEX if length == 0 else 1, group_index=0, tokens=[7] * max(1, length), response_length=0,
-        loss_mask=[], reward=0.0, raw_reward=0.0,
+        loss_mask=[], trajectory_tokens=0, reward=0.0, raw_reward=0.0,
     )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def make_shards(ranks):
                 first = len(shard.samples)
                 shard.samples.extend(make_sample(length) for length in lengths)
                 placed.append(list(range(first, len(shard.samples))))
-            shard.steps.append(TrainStep(micro_batches=placed, global_samples=1, global_tokens=1))
+            shard.steps.append(TrainStep(micro_batches=placed, global_trajectories=1, global_tokens=1))
         shards.append(shard)
     return shards
 

@@ -17,7 +17,8 @@ def make_samples(groups):
             samples.append(
                 TrainSample(
                     index=len(samples), group_index=group, tokens=[group] * prompt + [9] * length,
-                    response_length=length, loss_mask=[1] * length, reward=0.0, raw_reward=0.0,
+                    response_length=length, loss_mask=[1] * length, trajectory_tokens=length,
+                    reward=0.0, raw_reward=0.0,
                 )
             )  # fmt: skip
     return samples

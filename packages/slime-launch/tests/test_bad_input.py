@@ -176,6 +176,14 @@ def test_tensor_parallel_ranks_that_do_not_divide_the_model(refused, flags):
     )
 
 
+def test_an_algorithm_without_its_parts(refused, flags, workspace):
+    assert "--advantage-estimator ppo needs a critic" in refused({**flags, "--advantage-estimator": "ppo"})
+    own = {"--custom-advantage-function-path": str(workspace / "none.py:fn")}
+    assert "none.py:fn: " in (line := refused(flags | own))
+    assert "does not load: FileNotFoundError" in line
+    assert "give one of them" in refused({**flags, "--use-tis": None, "--use-mis": None})
+
+
 def test_save_that_holds_another_run(refused, flags, workspace):
     (workspace / "save").mkdir()
     (workspace / "save" / "manifest.json").write_text(

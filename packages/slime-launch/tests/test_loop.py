@@ -284,6 +284,7 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
 
     parts = Parts(
         settings=parse_train(to_words(flags)),
+        shape=None,
         global_batch_size=8,
         trainers=Dead(clock, tmp_path, None),
         rollout=Rollout(clock),

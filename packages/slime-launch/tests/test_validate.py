@@ -13,7 +13,7 @@ def settings(prompts=32, size=8, batch=None, steps=1, **more):
     words += ["--num-steps-per-rollout", str(steps)]
     words += ["--global-batch-size", str(batch)] if batch else []
     for name, value in more.items():
-        words += ["--" + name.replace("_", "-"), str(value)]
+        words += ["--" + name.replace("_", "-"), *([] if value is None else [str(value)])]
     return parse_train(words)
 
 
@@ -63,3 +63,10 @@ def test_engines_of_several_gpus():
 def test_eval_interval_needs_held_out_prompts():
     with pytest.raises(ConfigError, match="needs --eval-prompt-data"):
         check_settings(settings(batch=256, eval_interval=5))
+
+
+def test_a_token_limit_takes_the_place_of_the_micro_batch_size():
+    limit = {"use_dynamic_batch_size": None, "max_tokens_per_gpu": 4096}
+    check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=3, **limit))
+    with pytest.raises(ConfigError, match=r"4 data-parallel ranks .* set it to 4 or more"):
+        check_settings(settings(prompts=1, size=2, batch=2, actor_num_gpus_per_node=4, **limit))

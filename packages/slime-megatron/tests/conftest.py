@@ -171,6 +171,7 @@ def make_samples():
                         tokens=prompt_tokens + [rng.randrange(vocab) for _ in range(length)],
                         response_length=length,
                         loss_mask=mask,
+                        trajectory_tokens=sum(mask),
                         reward=(member - (per_group - 1) / 2) * 0.7,
                         raw_reward=float(member),
                         rollout_log_probs=[-rng.random() * 3 for _ in range(length)],
@@ -199,7 +200,7 @@ def make_shards():
                 train_steps.append(
                     TrainStep(
                         micro_batches=[positions[i : i + micro] for i in range(0, len(positions), micro)],
-                        global_samples=size,
+                        global_trajectories=size,
                         global_tokens=sum(sum(sample.loss_mask) for sample in members),
                     )
                 )

@@ -17,6 +17,7 @@ def sample(prompt, response, group=0, index=0, mask=None):
         tokens=[*prompt, *response],
         response_length=len(response),
         loss_mask=mask or [1] * len(response),
+        trajectory_tokens=sum(mask or [1] * len(response)),
         reward=1.0,
         raw_reward=1.0,
     )

@@ -7,50 +7,109 @@ from dataclasses import dataclass
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
+from slime_core.off_policy_config import OffPolicyConfig
+from slime_core.rewards import ESTIMATORS
 
-ADVANTAGE_ESTIMATORS = ("grpo",)
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
+
+_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_NOT_NEGATIVE = ("eps_clip", "eps_clip_high", "value_clip", "kl_coef", "kl_loss_coef", "opd_kl_coef")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(OffPolicyConfig):
     """How rewards become a loss.
 
     Raises:
-        ConfigError: A value is outside its range, with the value, the range and what to do.
+        ConfigError: A value is outside its range, or values contradict each other; with the values and what to do.
     """
 
-    advantage_estimator: str = flag("grpo", choices=ADVANTAGE_ESTIMATORS, help="how rewards become advantages")
+    advantage_estimator: str = flag("grpo", choices=ESTIMATORS, help="how rewards become advantages")
+    custom_advantage_function_path: str | None = flag(
+        None, metavar="PATH", help="pkg.mod.fn or file.py:fn, from inputs to advantages, in place of the estimator's"
+    )
     disable_rewards_normalization: bool = flag(False, help="leave out subtracting the group's mean reward")
     disable_grpo_std_normalization: bool = flag(
         False, help="leave out dividing by the group's standard deviation of rewards (Dr.GRPO)"
     )
+    gamma: float = flag(1.0, help="discount of later rewards (ppo, reinforce_plus_plus)")
+    lambd: float = flag(1.0, help="lambda of generalised advantage estimation (ppo)")
+    normalize_advantages: bool = flag(
+        False, help="whiten advantages over all trained tokens of a rollout; REINFORCE++ asks for it"
+    )
+    kl_coef: float = flag(0.0, help="coefficient of the KL penalty in the reward, for every estimator")
+    use_opd: bool = flag(
+        False, help="on-policy distillation: add the teacher's log-probs, which the samples carry, to the advantages"
+    )
+    opd_kl_coef: float = flag(1.0, help="weight of on-policy distillation")
     eps_clip: float = flag(
         0.2, help="lower clip range of the policy ratio; the upper one too unless --eps-clip-high is given"
     )
     eps_clip_high: float | None = flag(None, help="upper clip range of the policy ratio (DAPO's clip-higher)")
+    eps_clip_c: float | None = flag(
+        None, help="most that a token of negative advantage loses, in units of it; above 1 (dual clip)"
+    )
+    value_clip: float = flag(0.2, help="how far a critic's value may move from the old one (ppo)")
     entropy_coef: float = flag(0.0, help="coefficient of the entropy bonus in the loss")
     use_kl_loss: bool = flag(False, help="add the KL divergence to the reference model to the loss")
     kl_loss_coef: float = flag(0.0, help="coefficient of the KL loss")
-    kl_loss_type: str = flag("k1", choices=KL_LOSS_TYPES, help="estimator of the KL divergence")
+    kl_loss_type: str = flag("k1", choices=KL_LOSS_TYPES, help="estimator of the KL divergence, in loss or reward")
+    use_unbiased_kl: bool = flag(False, help="multiply the KL loss by the policy ratio, so that its gradient is right")
     calculate_per_token_loss: bool = flag(
         False, help="average the loss over all tokens of the step instead of over samples"
     )
+    loss_divisor: float | None = flag(
+        None, unit="tokens", help="divide each sample's summed loss by this instead of its length (Dr.GRPO)"
+    )
 
     def __post_init__(self) -> None:
-        if self.advantage_estimator not in ADVANTAGE_ESTIMATORS:
-            raise ConfigError(
-                f"--advantage-estimator {self.advantage_estimator} is unknown; "
-                f"allowed: {', '.join(ADVANTAGE_ESTIMATORS)}"
-            )
-        if self.kl_loss_type not in KL_LOSS_TYPES:
-            raise ConfigError(f"--kl-loss-type {self.kl_loss_type} is unknown; allowed: {', '.join(KL_LOSS_TYPES)}")
-        for name in ("eps_clip", "eps_clip_high", "kl_loss_coef"):
+        super().__post_init__()
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        for name, allowed in (("advantage_estimator", ESTIMATORS), ("kl_loss_type", KL_LOSS_TYPES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)} is unknown; allowed: {', '.join(allowed)}")
+        for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"--{name.replace('_', '-')} {value} must be a finite number, 0 or more")
+                raise ConfigError(f"{_flag(name)} {value} must be a finite number, 0 or more")
         if not math.isfinite(self.entropy_coef):
             raise ConfigError(f"--entropy-coef {self.entropy_coef} must be a finite number")
+        for name in ("gamma", "lambd"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be between 0 and 1")
+        if self.eps_clip_c is not None and not 1 < self.eps_clip_c < math.inf:
+            raise ConfigError(f"--eps-clip-c {self.eps_clip_c} must be a finite number above 1; 3 is usual")
+        if self.loss_divisor is not None and not 0 < self.loss_divisor < math.inf:
+            raise ConfigError(
+                f"--loss-divisor {self.loss_divisor} must be a finite number of tokens above 0; "
+                "the largest response length is usual"
+            )
+
+    def _check_combinations(self) -> None:
+        if self.advantage_estimator in _WHITENED and not self.normalize_advantages:
+            raise ConfigError(
+                f"--advantage-estimator {self.advantage_estimator} is defined with whitened advantages; "
+                "set --normalize-advantages"
+            )
+        if self.kl_coef and self.use_kl_loss and self.kl_loss_coef:
+            raise ConfigError(
+                f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} would count the KL divergence twice, "
+                "in the reward and in the loss; leave one at 0"
+            )
+        if self.use_unbiased_kl and not self.use_kl_loss:
+            raise ConfigError("--use-unbiased-kl is a form of the KL loss; set --use-kl-loss")
+        if self.calculate_per_token_loss and self.loss_divisor is not None:
+            raise ConfigError(
+                f"--calculate-per-token-loss and --loss-divisor {self.loss_divisor} are two denominators of the loss; "
+                "give one of them"
+            )
+        if self.eps_clip_c is not None and self.advantage_estimator == "cispo":
+            raise ConfigError(
+                f"--eps-clip-c {self.eps_clip_c} bounds a clipped surrogate, which cispo has not; leave it out"
+            )
 
     @property
     def clip_high(self) -> float:
@@ -59,5 +118,14 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probs enter the loss."""
-        return self.use_kl_loss
+        """Whether log-probs under the reference model enter the loss or the advantages."""
+        return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def advantages_need_log_probs(self) -> bool:
+        """Whether advantages depend on log-probs from before the update, and so come after a forward pass."""
+        return self.kl_coef != 0 or self.use_opd
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

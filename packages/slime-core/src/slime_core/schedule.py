@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.micro_batches import MicroBatchLimits
-from slime_core.rewards import normalize_group_rewards
+from slime_core.rewards import estimator_rewards
 from slime_core.step_plan import Cost, StepPlanner, token_count
 from slime_core.types import RolloutBatch, Sample, Status, TrainSample, TrainShard, TrainStep
 
@@ -108,8 +109,7 @@ def _trajectories(samples: Sequence[Sample]) -> list[list[int]]:
     """Positions of the samples of each trajectory, in the order in which the trajectories begin."""
     members: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):
-        key = sample.index if sample.trajectory_id is None else sample.trajectory_id
-        members.setdefault(key, []).append(position)
+        members.setdefault(sample.trajectory, []).append(position)
     return list(members.values())
 
 
@@ -135,7 +135,7 @@ def _place(
                 first = len(shard.samples)
                 shard.samples.extend([planner.samples[position] for position in positions] or [_filler()])
                 placed.append(list(range(first, len(shard.samples))))
-            shard.steps.append(TrainStep(micro_batches=placed, global_samples=len(members), global_tokens=tokens))
+            shard.steps.append(TrainStep(micro_batches=placed, global_trajectories=len(step), global_tokens=tokens))
     return shards
 
 
@@ -146,6 +146,7 @@ def _filler() -> TrainSample:
         tokens=_PLACEHOLDER_TOKENS,
         response_length=0,
         loss_mask=[],
+        trajectory_tokens=0,
         reward=0.0,
         raw_reward=0.0,
     )
@@ -223,14 +224,23 @@ def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
 def _train_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
     trained = [position for position, sample in enumerate(samples) if sample.status not in _UNTRAINED]
     raw = {position: samples[position].scalar_reward(reward_key) for position in trained}
-    normalized = normalize_group_rewards(
+    processed = estimator_rewards(
+        algorithm.advantage_estimator,
         [raw[position] for position in trained],
         [samples[position].group_index for position in trained],
-        subtract_mean=not algorithm.disable_rewards_normalization,
-        divide_by_std=not (algorithm.disable_rewards_normalization or algorithm.disable_grpo_std_normalization),
+        normalize=not algorithm.disable_rewards_normalization,
+        divide_by_std=not algorithm.disable_grpo_std_normalization,
         sample_indices=[samples[position].index for position in trained],
+        trajectory_ids=[samples[position].trajectory for position in trained],
     )
-    rewards = dict(zip(trained, normalized, strict=True))
+    rewards = dict(zip(trained, processed, strict=True))
+    masks = [
+        sample.trained_mask if position in rewards else [0] * sample.response_length
+        for position, sample in enumerate(samples)
+    ]
+    tokens: dict[int, int] = defaultdict(int)
+    for sample, mask in zip(samples, masks, strict=True):
+        tokens[sample.trajectory] += sum(mask)
     result = []
     for position, sample in enumerate(samples):
         if sample.response_length and not sample.prompt_tokens:
@@ -244,10 +254,12 @@ def _train_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, reward
                 group_index=sample.group_index,
                 tokens=sample.tokens or _PLACEHOLDER_TOKENS,
                 response_length=sample.response_length,
-                loss_mask=sample.trained_mask if position in rewards else [0] * sample.response_length,
+                loss_mask=masks[position],
+                trajectory_tokens=tokens[sample.trajectory],
                 reward=rewards.get(position, 0.0),
                 raw_reward=raw.get(position, 0.0),
                 rollout_log_probs=sample.rollout_log_probs,
+                teacher_log_probs=sample.teacher_log_probs,
             )
         )
     return result

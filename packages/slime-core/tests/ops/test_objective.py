@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
-from slime_core.ops import grpo_advantages, log_probs_and_entropy, policy_objective, token_weights
+from slime_core.ops import (
+    Advantages,
+    grpo_advantages,
+    log_probs_and_entropy,
+    policy_advantages,
+    policy_objective,
+    token_weights,
+)
 
 VOCAB, WIDTH = 11, 5
 FULL = AlgorithmConfig(
@@ -131,12 +138,55 @@ def test_a_wholly_masked_step_has_no_loss_and_no_gradient():
         assert grad.abs().max().item() == 0
 
 
-def test_what_the_configuration_needs_must_be_given():
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"use_kl_loss": True}, "--use-kl-loss needs the reference's log-probs, and none were given"),
+        ({"entropy_coef": 0.1}, "--entropy-coef 0.1 needs entropies, and none were given"),
+        ({"use_tis": True}, "--use-tis needs the engine's log-probs, and none were given"),
+        ({"use_mis": True}, "--use-mis needs the engine's log-probs"),
+        ({"use_opsm": True}, "--use-opsm needs the lengths of the responses"),
+        ({"advantage_estimator": "gspo"}, "--advantage-estimator gspo needs the lengths of the responses"),
+    ],
+)
+def test_what_the_configuration_needs_must_be_given(flags, message):
     one = torch.zeros(1)
-    inputs = {"log_probs_T": one, "old_log_probs_T": one, "advantages_T": one, "weights_T": one}
-    with pytest.raises(ConfigError, match="--use-kl-loss needs the reference's log-probs"):
-        policy_objective(AlgorithmConfig(use_kl_loss=True), **inputs)
-    with pytest.raises(ConfigError, match=r"--entropy-coef 0.1 needs entropies"):
-        policy_objective(AlgorithmConfig(entropy_coef=0.1), **inputs)
-    _, metrics = policy_objective(AlgorithmConfig(), **inputs)
+    with pytest.raises(ConfigError, match=message):
+        policy_objective(
+            AlgorithmConfig(**flags), log_probs_T=one, old_log_probs_T=one, advantages_T=one, weights_T=one
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "message"),
+    [
+        ({"kl_coef": 0.1}, {"ref_log_probs_T": 1}, "--kl-coef needs the log-probs from before the update"),
+        ({"kl_coef": 0.1}, {"old_log_probs_T": 1}, "--kl-coef needs the reference's log-probs"),
+        ({"use_opd": True}, {"teacher_log_probs_T": 1}, "--use-opd needs the log-probs from before the update"),
+        ({"use_opd": True}, {"old_log_probs_T": 1}, "--use-opd needs the teacher's log-probs"),
+    ],
+)
+def test_what_the_advantages_need_must_be_given(flags, given, message):
+    one = torch.ones(1)
+    with pytest.raises(ConfigError, match=message):
+        policy_advantages(AlgorithmConfig(**flags), rewards_N=one, mask_T=one, lengths=[1], **dict.fromkeys(given, one))
+
+
+def test_the_metrics_of_the_plainest_configuration():
+    one = torch.zeros(1)
+    _, metrics = policy_objective(
+        AlgorithmConfig(), log_probs_T=one, old_log_probs_T=one, advantages_T=one, weights_T=one
+    )
     assert sorted(metrics) == ["loss", "pg_clipfrac", "pg_loss", "ppo_kl"]
+
+
+def test_an_estimator_of_ones_own_takes_the_place_of_the_named_one():
+    def own(inputs):
+        doubled_T = 2 * inputs.rewards_N.repeat_interleave(inputs.lengths_N)
+        return Advantages(doubled_T, doubled_T)
+
+    advantages_T, _ = policy_advantages(
+        AlgorithmConfig(), rewards_N=torch.tensor([1.0, 3.0]), mask_T=torch.tensor([1, 0, 1]), lengths=[2, 1],
+        estimator=own,
+    )  # fmt: skip
+    assert advantages_T.tolist() == [2, 0, 6]

@@ -7,13 +7,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
-from slime_core.schedule import build_shards
+from slime_convert.shape import ModelShape
 from slime_core.types import RolloutBatch, SyncReport, TrainReport
 from slime_launch.console import RunConsole, Wait
 from slime_launch.errors import RunError
 from slime_launch.flags.settings import Settings
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
+from slime_launch.shards import split_rollout
 from slime_launch.step_metrics import eval_row, rollout_row, step_line, train_rows
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
@@ -25,6 +26,7 @@ class Parts:
 
     Attributes:
         settings: All of the run's settings.
+        shape: The model.
         global_batch_size: Samples per optimizer step.
         trainers: The training half, its weights loaded.
         rollout: The generation half, its engines serving.
@@ -34,6 +36,7 @@ class Parts:
     """
 
     settings: Settings
+    shape: ModelShape
     global_batch_size: int
     trainers: TrainerGroup
     rollout: RolloutWorker
@@ -101,16 +104,12 @@ def check_versions(batch: RolloutBatch) -> None:
 
 def train(parts: Parts, batch: RolloutBatch) -> TrainReport:
     """Split the rollout over the ranks and train on it."""
-    settings = parts.settings
-    shards = build_shards(
+    shards = split_rollout(
         batch,
-        algorithm=settings.algorithm,
-        temperature=settings.rollout.rollout_temperature,
+        parts.settings,
+        parts.shape,
         data_parallel_size=parts.trainers.data_parallel_size,
-        micro_batch_size=settings.megatron.micro_batch_size,
         global_batch_size=parts.global_batch_size,
-        reward_key=settings.rollout.reward_key,
-        keep_groups_together=settings.megatron.share_prompts,
     )
     with parts.console.wait("train") as wait:
         return parts.trainers.train(shards, on_poll=watch_trainers(parts, wait))

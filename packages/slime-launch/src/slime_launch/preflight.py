@@ -13,6 +13,7 @@ from slime_launch.manifest import Manifest
 from slime_launch.resume import find_run
 from slime_launch.validate import check_settings, check_shape
 from slime_launch.weights import StartWeights, start_weights
+from slime_megatron.algorithm import check_algorithm
 from slime_rollout.data.check import check_prompt_data
 from slime_rollout.engine.ports import check_port_free
 from slime_rollout.engine.server import importable_in
@@ -48,6 +49,7 @@ def preflight(settings: Settings) -> Checked:
     check_hf_directory(Path(settings.rollout.hf_checkpoint))
     shape = check_shape(settings)
     settings.megatron.check_fits(shape)
+    check_algorithm(settings.algorithm)
     check_prompt_data(settings.rollout)
     manifest = find_run(settings)
     weights = start_weights(settings, manifest)

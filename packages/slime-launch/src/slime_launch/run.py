@@ -89,6 +89,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
             turn_the_crank(
                 Parts(
                     settings=settings,
+                    shape=checked.shape,
                     global_batch_size=global_batch_size(settings),
                     trainers=trainers,
                     rollout=rollout,

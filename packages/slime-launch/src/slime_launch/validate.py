@@ -47,6 +47,8 @@ def check_settings(settings: Settings) -> None:
         global_batch_size=global_batch_size(settings),
         data_parallel_size=megatron.data_parallel_size(cluster.actor_gpus),
         micro_batch_size=megatron.micro_batch_size,
+        use_dynamic_batch_size=megatron.use_dynamic_batch_size,
+        max_tokens_per_gpu=megatron.max_tokens_per_gpu,
     )
     per_engine = settings.engine.rollout_num_gpus_per_engine
     if cluster.rollout_gpus % per_engine:

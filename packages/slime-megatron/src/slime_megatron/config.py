@@ -21,6 +21,7 @@ _POSITIVE = (
     "tensor_model_parallel_size",
     "micro_batch_size",
     "global_batch_size",
+    "max_tokens_per_gpu",
     "save_interval",
     "distributed_timeout_minutes",
     "recompute_num_layers",
@@ -64,6 +65,15 @@ class MegatronConfig:
         None,
         unit="samples",
         help="samples per optimizer step over all ranks; all of a rollout's, in equal steps, unless given",
+    )
+    use_dynamic_batch_size: bool = flag(
+        False, help="limit a micro-batch by --max-tokens-per-gpu instead of --micro-batch-size"
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None, unit="tokens", help="most tokens in a micro-batch of one rank; a longer sample gets one to itself"
+    )
+    balance_by_flops: bool = flag(
+        False, help="balance ranks and micro-batches by operations, in which long sequences weigh more, not by tokens"
     )
     share_prompts: bool = flag(
         False, help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same"
@@ -192,6 +202,10 @@ class MegatronConfig:
 
     def _check_combinations(self) -> None:
         self._check_learning_rate()
+        if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
+            raise ConfigError(
+                "--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none"
+            )
         if self.save_interval is not None and self.save is None:
             raise ConfigError(f"--save-interval {self.save_interval} needs --save, the directory to write to")
         if self.recompute_activations and self.recompute_granularity == "full":

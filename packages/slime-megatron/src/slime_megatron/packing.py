@@ -99,18 +99,23 @@ class PackedBatch:
     def trained(self, values: Sequence[Sequence[float]]) -> torch.Tensor:
         """The entries of per-response-token ``values`` (one list per sample) that belong to targets, as fp32 of
         shape N."""
-        picked = [
-            value
-            for sample, row in zip(self.samples, values, strict=True)
-            for value, kept in zip(row, sample.loss_mask, strict=True)
-            if kept
-        ]
+        picked = trained_values(self.samples, values)
         return torch.tensor(picked, dtype=torch.float32, device=self.targets_N.device)
 
     def per_sample(self, values_N: torch.Tensor) -> list[list[float]]:
         """Spread N values over the samples' response tokens; 0 where the mask is 0."""
         rest = iter(values_N.tolist())
         return [[next(rest) if kept else 0.0 for kept in sample.loss_mask] for sample in self.samples]
+
+
+def trained_values(samples: Sequence[TrainSample], values: Sequence[Sequence[float]]) -> list[float]:
+    """Those of the samples' per-response-token ``values`` that belong to trained tokens, one sample after the other."""
+    return [
+        value
+        for sample, row in zip(samples, values, strict=True)
+        for value, kept in zip(row, sample.loss_mask, strict=True)
+        if kept
+    ]
 
 
 @dataclass

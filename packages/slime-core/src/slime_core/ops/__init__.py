@@ -29,7 +29,9 @@ from slime_core.ops.kl import kl_penalty
 from slime_core.ops.linear_logprobs import linear_log_probs_and_entropy
 from slime_core.ops.logprobs import log_probs_and_entropy
 from slime_core.ops.losses import cispo_loss, gspo_loss, policy_loss
-from slime_core.ops.objective import policy_objective
+from slime_core.ops.objective import loss_weights, policy_objective
+from slime_core.ops.off_policy import correction_factors
+from slime_core.ops.policy_advantages import policy_advantages
 from slime_core.ops.preference import dpo_loss, preference_objective, reward_model_loss
 from slime_core.ops.returns import discounted_returns, token_rewards
 from slime_core.ops.sequence_ratio import gspo_log_ratio, sequence_log_ratio
@@ -47,6 +49,7 @@ __all__ = [
     "Statistics",
     "cispo_loss",
     "compute_advantages",
+    "correction_factors",
     "discounted_returns",
     "distilled_advantages",
     "dpo_loss",
@@ -61,11 +64,13 @@ __all__ = [
     "leave_one_out_by_group",
     "linear_log_probs_and_entropy",
     "log_probs_and_entropy",
+    "loss_weights",
     "mis_weight_sums",
     "mis_weights",
     "normalize_rewards_by_group",
     "opsm_mask",
     "outcome_advantages",
+    "policy_advantages",
     "policy_loss",
     "policy_objective",
     "policy_statistics",

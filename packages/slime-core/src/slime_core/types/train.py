@@ -32,9 +32,11 @@ class TrainSample:
         tokens: Token ids of prompt and response.
         response_length: R, the number of response tokens at the end of ``tokens``.
         loss_mask: R numbers, 1 where the token is trained on.
-        reward: Reward after group normalisation.
+        trajectory_tokens: Trained tokens of its whole trajectory, of which it may be one sample of several.
+        reward: Reward that the advantage estimator starts from: after the group's mean, for those that take it off.
         raw_reward: Reward as given.
         rollout_log_probs: R log-probs (nats) of the engine, or ``None``.
+        teacher_log_probs: R log-probs (nats) of the teacher in on-policy distillation, or ``None``.
     """
 
     index: int
@@ -42,9 +44,11 @@ class TrainSample:
     tokens: list[int]
     response_length: int
     loss_mask: list[int]
+    trajectory_tokens: int
     reward: float
     raw_reward: float
     rollout_log_probs: list[float] | None = None
+    teacher_log_probs: list[float] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -58,12 +62,13 @@ class TrainStep:
 
     Attributes:
         micro_batches: Per micro-batch, positions in ``TrainShard.samples``. All ranks have equally many.
-        global_samples: Samples in this step over all ranks: the denominator of a per-sample loss.
+        global_trajectories: Trajectories in this step over all ranks: the denominator of a mean over them. Mostly a
+            trajectory is one sample.
         global_tokens: Trained tokens (mask 1) in this step over all ranks: the denominator of a per-token loss.
     """
 
     micro_batches: list[list[int]]
-    global_samples: int
+    global_trajectories: int
     global_tokens: int
 
 

@@ -1,13 +1,9 @@
-"""One optimizer step: plan its micro-batches, run Megatron's schedule over them, update the weights.
-
-Notation: N trained response tokens of a micro-batch.
-"""
+"""One optimizer step: run Megatron's schedule over its micro-batches. Notation: N trained tokens of a micro-batch."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,50 +14,26 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import grpo_advantages, log_probs_and_entropy, policy_objective, token_weights
-from slime_core.types import TrainSample, TrainStep
+from slime_core.ops import (
+    Statistics,
+    drift_statistics,
+    log_probs_and_entropy,
+    loss_weights,
+    mis_weight_sums,
+    policy_objective,
+    policy_statistics,
+)
+from slime_core.ops.corrections import weighted_sum
+from slime_core.ops.needed import needed
+from slime_core.types import TrainStep
 from slime_megatron.packing import PackedBatch
+from slime_megatron.trainer.advantages import teacher_log_probs
+from slime_megatron.trainer.plan import MicroBatch, StepPlan
 
-# Largest values over the step; every other metric is a sum over micro-batches and ranks.
-MAX_METRICS = ("train_rollout_logprob_abs_diff_max",)
-
-
-@dataclass
-class MicroBatch:
-    """A packed micro-batch and the log-probs that its loss compares with.
-
-    Attributes:
-        batch: The packed samples.
-        old_log_probs_N: Log-probs under the weights that the rollout's first step started from; ``None`` for the
-            current ones.
-        ref_log_probs_N: Log-probs under the reference model, if the loss needs them.
-    """
-
-    batch: PackedBatch
-    old_log_probs_N: torch.Tensor | None = None
-    ref_log_probs_N: torch.Tensor | None = None
-
-
-@dataclass
-class StepPlan:
-    """One optimizer step of one rank, packed."""
-
-    step: TrainStep
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that one pass over the step computes on this rank."""
-        return sum(micro_batch.batch.computed_tokens for micro_batch in self.micro_batches)
-
-
-def contributes(sample: TrainSample, algorithm: AlgorithmConfig) -> bool:
-    """Whether a sample adds anything to the loss or its gradient.
-
-    Without a trained token it does not; nor does it with a zero advantage, unless the KL loss or the entropy bonus
-    wants it.
-    """
-    return any(sample.loss_mask) and (sample.reward != 0 or algorithm.use_kl_loss or algorithm.entropy_coef != 0)
+# The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens that were
+# computed: samples that contribute nothing are not, and what they would have said is not known.
+_SUMS = ("loss", "pg_loss", "entropy_loss", "kl_loss")
+_WEIGHT = "computed_weight"
 
 
 def log_probs(
@@ -91,10 +63,12 @@ def forward_backward(
     Returns:
         The step's metrics, equal on all ranks.
     """
+    device = next(model.parameters()).device
+    mis_sums = step_mis_sums(plan, algorithm, device) if algorithm.needs_step_sums else None
     count = len(plan.micro_batches)
     if count == 0:
         finalize_model_grads([model])
-        return reduce_metrics([])
+        return step_metrics([])
     scale = count * parallel_state.get_data_parallel_world_size()
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -106,9 +80,9 @@ def forward_backward(
             vocab_size=vocab_size,
             with_entropy=algorithm.entropy_coef != 0,
         )
-        return log_probs_N, partial(_loss, micro_batch, plan.step, algorithm, scale, entropy_N)
+        return log_probs_N, partial(_loss, micro_batch, plan.step, algorithm, scale, entropy_N, mis_sums)
 
-    metrics = get_forward_backward_func()(
+    statistics = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(plan.micro_batches),
         model=[model],
@@ -116,7 +90,7 @@ def forward_backward(
         seq_length=max(len(micro_batch.batch.tokens_T) for micro_batch in plan.micro_batches),
         micro_batch_size=1,
     )
-    return reduce_metrics(metrics)
+    return step_metrics(statistics)
 
 
 def _loss(
@@ -125,64 +99,114 @@ def _loss(
     algorithm: AlgorithmConfig,
     scale: int,
     entropy_N: torch.Tensor | None,
+    mis_sums: torch.Tensor | None,
     log_probs_N: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Statistics]:
     """The micro-batch's share of the step's loss, times ``scale``, and its metrics."""
-    batch = micro_batch.batch
-    device = log_probs_N.device
     old_log_probs_N = micro_batch.old_log_probs_N
     if old_log_probs_N is None:
         old_log_probs_N = log_probs_N.detach()
-    pairs = zip(batch.samples, batch.target_lengths, strict=True)
-    loss, metrics = policy_objective(
+    weights_N = token_weights(micro_batch.batch, step, algorithm)
+    loss, sums = policy_objective(
         algorithm,
         log_probs_T=log_probs_N,
         old_log_probs_T=old_log_probs_N,
-        advantages_T=torch.cat([grpo_advantages(sample.reward, count, device=device) for sample, count in pairs]),
-        weights_T=token_weights(
-            [[1] * count for count in batch.target_lengths],
-            global_samples=step.global_samples,
-            global_tokens=step.global_tokens,
-            per_token=algorithm.calculate_per_token_loss,
-            device=device,
-        ),
+        advantages_T=micro_batch.advantages_N,
+        weights_T=weights_N,
+        lengths=micro_batch.batch.target_lengths,
         ref_log_probs_T=micro_batch.ref_log_probs_N,
+        rollout_log_probs_T=micro_batch.rollout_log_probs_N,
         entropy_T=entropy_N,
+        mis_sums=mis_sums,
     )
-    return loss * scale, {**metrics, **_engine_difference(batch, log_probs_N.detach())}
+    parts = [Statistics(sums={**sums, _WEIGHT: weights_N.sum()})]
+    parts += _comparisons(micro_batch, algorithm, log_probs_N.detach(), old_log_probs_N, weights_N)
+    return loss * scale, Statistics.merged(parts)
 
 
-def _engine_difference(batch: PackedBatch, log_probs_N: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far the engine's log-probs are from the trainer's: summed, counted and at most."""
-    rollout = [sample.rollout_log_probs for sample in batch.samples]
-    if any(values is None for values in rollout):
-        return {}
-    difference_N = (log_probs_N - batch.trained([values for values in rollout if values is not None])).abs()
-    return {
-        "train_rollout_logprob_abs_diff": difference_N.sum(),
-        "train_rollout_logprob_count": torch.tensor(float(len(difference_N)), device=difference_N.device),
-        "train_rollout_logprob_abs_diff_max": difference_N.max(),
-    }
+def token_weights(batch: PackedBatch, step: TrainStep, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """The weights of a micro-batch's trained tokens in the step's loss [N]."""
+    return loss_weights(
+        algorithm,
+        [[1] * count for count in batch.target_lengths],
+        trajectory_tokens=[sample.trajectory_tokens for sample in batch.samples],
+        global_trajectories=step.global_trajectories,
+        global_tokens=step.global_tokens,
+        device=batch.targets_N.device,
+    )
 
 
-def reduce_metrics(metrics: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Metrics of micro-batches, combined over them and over the data-parallel ranks. Called by every rank."""
-    local: dict[str, float] = {}
-    for row in metrics:
-        for name, value in row.items():
-            number = float(value)
-            if name in MAX_METRICS:
-                local[name] = max(local.get(name, number), number)
-            else:
-                local[name] = local.get(name, 0.0) + number
-    gathered: list[dict[str, float]] = [{}] * parallel_state.get_data_parallel_world_size()
-    dist.all_gather_object(gathered, local, group=parallel_state.get_data_parallel_group())
-    total: dict[str, float] = {}
-    for part in gathered:
-        for name, number in part.items():
-            combine = max if name in MAX_METRICS else operator.add
-            total[name] = combine(total[name], number) if name in total else number
-    tokens = total.pop("train_rollout_logprob_count", 0.0)
-    if tokens:
-        total["train_rollout_logprob_abs_diff"] /= tokens
-    return total
+def step_mis_sums(plan: StepPlan, algorithm: AlgorithmConfig, device: torch.device) -> torch.Tensor:
+    """:func:`slime_core.ops.mis_weight_sums` over the step and all data-parallel ranks, all of which call this [2]."""
+    sums_2, flag = torch.zeros(2, device=device), "--mis-batch-normalize"
+    for micro_batch in plan.micro_batches:
+        batch = micro_batch.batch
+        sums_2 += mis_weight_sums(
+            algorithm,
+            train_log_probs_T=needed(micro_batch.old_log_probs_N, flag, "the log-probs from before the update"),
+            rollout_log_probs_T=needed(micro_batch.rollout_log_probs_N, flag, "the engine's log-probs"),
+            mask_T=torch.ones_like(batch.targets_N),
+            weights_T=token_weights(batch, plan.step, algorithm),
+            lengths=batch.target_lengths,
+        )
+    dist.all_reduce(sums_2, group=parallel_state.get_data_parallel_group())
+    return sums_2
+
+
+def _comparisons(
+    micro_batch: MicroBatch,
+    algorithm: AlgorithmConfig,
+    log_probs_N: torch.Tensor,
+    old_log_probs_N: torch.Tensor,
+    weights_N: torch.Tensor,
+) -> list[Statistics]:
+    """How far the policy has moved in this rollout, and how far the engine's log-probs are from the trainer's."""
+    parts = []
+    if micro_batch.old_log_probs_N is not None:
+        parts.append(
+            policy_statistics(
+                log_probs_T=log_probs_N,
+                old_log_probs_T=old_log_probs_N,
+                advantages_T=micro_batch.advantages_N,
+                mask_T=weights_N,
+                weights_T=weights_N,
+                eps_clip=algorithm.eps_clip,
+                eps_clip_high=algorithm.clip_high,
+                eps_clip_c=algorithm.eps_clip_c,
+            )
+        )
+    if algorithm.use_opd:
+        difference_N = old_log_probs_N - teacher_log_probs(micro_batch.batch.samples, old_log_probs_N.device)
+        parts.append(Statistics(sums={"opd_reverse_kl": weighted_sum(difference_N, weights_N, weights_N)}))
+    if micro_batch.rollout_log_probs_N is not None:
+        drift = drift_statistics(
+            train_log_probs_T=old_log_probs_N,
+            rollout_log_probs_T=micro_batch.rollout_log_probs_N,
+            mask_T=weights_N,
+            weights_T=weights_N,
+            lengths=micro_batch.batch.target_lengths,
+        )
+        if not algorithm.get_mismatch_metrics:
+            name = "train_rollout_logprob_abs_diff"
+            drift = Statistics(sums={name: drift.sums[name]}, maxima={name: drift.maxima[name]})
+        parts.append(drift)
+    return parts
+
+
+def step_metrics(parts: Sequence[Statistics]) -> dict[str, float]:
+    """The statistics of micro-batches as metrics of the step, the same on all ranks. Called by every rank.
+
+    Ranks may have had nothing to compute, so what they know is gathered by name.
+    """
+    gathered: list[Statistics] = [Statistics()] * parallel_state.get_data_parallel_world_size()
+    own = _on_cpu(Statistics.merged(parts))
+    dist.all_gather_object(gathered, own, group=parallel_state.get_data_parallel_group())
+    metrics = {name: float(value) for name, value in Statistics.merged(gathered).metrics().items()}
+    weight = metrics.pop(_WEIGHT, 0.0)
+    summed = {name for part in gathered for name in part.sums} - {*_SUMS, _WEIGHT}
+    return {name: value / weight if name in summed and weight else value for name, value in metrics.items()}
+
+
+def _on_cpu(statistics: Statistics) -> Statistics:
+    kinds = {kind.name: getattr(statistics, kind.name) for kind in fields(statistics)}
+    return Statistics(**{kind: {name: value.cpu() for name, value in values.items()} for kind, values in kinds.items()})

@@ -14,6 +14,7 @@ from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard
 from slime_megatron import sync
+from slime_megatron.algorithm import check_algorithm
 from slime_megatron.checkpoint.find import find_checkpoint, reference_source
 from slime_megatron.checkpoint.store import load_checkpoint, load_weights, save_checkpoint
 from slime_megatron.config import MegatronConfig
@@ -24,7 +25,8 @@ from slime_megatron.model.gpt import PackedGPT
 from slime_megatron.packing import PackedBatch, pack
 from slime_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_model
 from slime_megatron.trainer.parallel import join_ranks, leave_ranks, seed_everything
-from slime_megatron.trainer.step import MicroBatch, StepPlan, contributes, forward_backward, log_probs
+from slime_megatron.trainer.plan import Planner, StepPlan
+from slime_megatron.trainer.step import forward_backward, log_probs
 from slime_megatron.trainer.timing import PhaseTimer
 
 
@@ -61,6 +63,7 @@ class RankTrainer:
         self.algorithm = algorithm
         self.shape = shape
         self._device = device
+        self._estimator = check_algorithm(algorithm)
         join_ranks(config, rendezvous, device)
         seed_everything(config.seed)
         weights = config.load or config.ref_load
@@ -97,19 +100,7 @@ class RankTrainer:
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout: its optimizer steps, in order."""
         timer = PhaseTimer(self._device.synchronize)
-        plans = [self._plan(shard, number) for number in range(len(shard.steps))]
-        if self._reference is not None:
-            for plan in plans:
-                with timer.phase("ref_log_probs", plan.tokens):
-                    for micro_batch in plan.micro_batches:
-                        micro_batch.ref_log_probs_N = self._evaluate(
-                            self._reference, micro_batch.batch, shard.temperature
-                        )
-        if len(plans) > 1:
-            for plan in plans:
-                with timer.phase("log_probs", plan.tokens):
-                    for micro_batch in plan.micro_batches:
-                        micro_batch.old_log_probs_N = self._evaluate(self.model, micro_batch.batch, shard.temperature)
+        plans = self._planner(shard.temperature).plan(shard, timer)
         steps = [self._optimize(plan, shard.temperature, timer) for plan in plans]
         return TrainReport(
             rollout_id=shard.rollout_id, steps=steps, seconds=dict(timer.seconds), tokens=dict(timer.tokens)
@@ -121,9 +112,11 @@ class RankTrainer:
         for step in shard.steps:
             for positions in step.micro_batches:
                 trained = {shard.samples[position].index: position for position in positions}
-                batch = self._pack([shard.samples[position] for position in positions])
-                if batch is None:
+                samples = [shard.samples[position] for position in positions]
+                samples = [sample for sample in samples if any(sample.loss_mask)]
+                if not samples:
                     continue
+                batch = self._pack(samples)
                 log_probs_N = self._evaluate(self.model, batch, shard.temperature)
                 for sample, row in zip(batch.samples, batch.per_sample(log_probs_N), strict=True):
                     result[trained[sample.index]] = row
@@ -143,25 +136,21 @@ class RankTrainer:
         """Leave the process groups."""
         leave_ranks()
 
-    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch | None:
-        """Samples with a trained token, packed on the device; ``None`` if there is none."""
-        samples = [sample for sample in samples if any(sample.loss_mask)]
-        if not samples:
-            return None
+    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
         multiple_of = self.config.tensor_model_parallel_size if self.config.splits_sequences else 1
         batch = pack(samples, share_prompts=self.config.share_prompts, multiple_of=multiple_of)
         return batch.to(self._device.torch_device)
 
-    def _plan(self, shard: TrainShard, number: int) -> StepPlan:
-        """The micro-batches of a step, without the samples that contribute nothing to it."""
-        step = shard.steps[number]
-        plan = StepPlan(step)
-        for positions in step.micro_batches:
-            samples = [shard.samples[position] for position in positions]
-            batch = self._pack([sample for sample in samples if contributes(sample, self.algorithm)])
-            if batch is not None:
-                plan.micro_batches.append(MicroBatch(batch))
-        return plan
+    def _planner(self, temperature: float) -> Planner:
+        reference = self._reference
+        return Planner(
+            algorithm=self.algorithm,
+            pack=self._pack,
+            policy=lambda batch: self._evaluate(self.model, batch, temperature),
+            reference=None if reference is None else lambda batch: self._evaluate(reference, batch, temperature),
+            estimator=self._estimator,
+            device=self._device.torch_device,
+        )
 
     @torch.no_grad()
     def _evaluate(self, model: PackedGPT, batch: PackedBatch, temperature: float) -> torch.Tensor:

@@ -1,0 +1,72 @@
+import dataclasses
+
+import pytest
+
+from slime_convert.shape import ModelShape
+from slime_core.flops import FlopsModel
+from slime_core.types import RolloutBatch, Sample
+from slime_launch.flags.command import parse_train
+from slime_launch.shards import split_rollout, training_flops
+
+SHAPE = ModelShape(
+    family="qwen3", num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
+    kv_channels=32, vocab_size=50, max_position_embeddings=4096,
+)  # fmt: skip
+
+
+@pytest.fixture
+def batch():
+    """One response of 1,000 tokens, seven of 200: as many tokens as five of them, and as many operations as eight."""
+    lengths = [1000, *[200] * 7]
+    samples = [
+        Sample(
+            index=index, group_index=index // 2, prompt="p", tokens=[1] * (length + 4), response_length=length, reward=1
+        )
+        for index, length in enumerate(lengths)
+    ]  # fmt: skip
+    return RolloutBatch(rollout_id=0, groups=[samples[start : start + 2] for start in range(0, 8, 2)])
+
+
+def split(batch, flags, to_words, ranks=2, **more):
+    names = {"--" + name.replace("_", "-"): None if value is True else str(value) for name, value in more.items()}
+    settings = parse_train(to_words(flags | names))
+    return split_rollout(batch, settings, SHAPE, data_parallel_size=ranks, global_batch_size=8)
+
+
+def counts(shards):
+    return [[len(positions) for positions in shard.steps[0].micro_batches] for shard in shards]
+
+
+def test_micro_batches_by_samples(batch, flags, to_words):
+    assert counts(split(batch, flags, to_words, micro_batch_size=2)) == [[2, 2], [2, 2]]
+
+
+def test_micro_batches_under_a_token_limit(batch, flags, to_words):
+    shards = split(batch, flags, to_words, use_dynamic_batch_size=True, max_tokens_per_gpu=450)
+    tokens = [
+        sum(len(shard.samples[position].tokens) for position in positions)
+        for shard in shards
+        for positions in shard.steps[0].micro_batches
+    ]
+    assert max(tokens) == 1004  # the long one, alone
+    assert sorted(tokens)[-2] <= 450
+    assert len({len(shard.steps[0].micro_batches) for shard in shards}) == 1
+
+
+def test_balance_by_operations(batch, flags, to_words):
+    by_tokens, by_flops = (
+        split(batch, flags, to_words, use_dynamic_batch_size=True, max_tokens_per_gpu=5000, **more)
+        for more in ({}, {"balance_by_flops": True})
+    )
+    loads = [sorted(len(shard.samples) for shard in shards) for shards in (by_tokens, by_flops)]
+    assert loads[0] == [2, 6]
+    assert loads[1] == [1, 7]
+
+
+def test_the_cost_is_that_of_the_models_shape():
+    expected = FlopsModel(
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2, head_dim=32,
+        vocab_size=50,
+    )  # fmt: skip
+    assert training_flops(SHAPE)(7) == expected.training(7)
+    assert training_flops(dataclasses.replace(SHAPE, kv_channels=16))(7) < expected.training(7)

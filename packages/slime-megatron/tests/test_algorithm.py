@@ -1,0 +1,30 @@
+import pytest
+
+from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError
+from slime_core.ops import estimator_named
+from slime_megatron.algorithm import check_algorithm
+
+ESTIMATOR = "slime_core.ops.estimators.outcome"
+
+
+def test_what_the_trainer_can_run():
+    assert check_algorithm(AlgorithmConfig(advantage_estimator="gspo")) is None
+    config = AlgorithmConfig(advantage_estimator="ppo", custom_advantage_function_path=ESTIMATOR)
+    assert check_algorithm(config) is estimator_named("grpo")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo needs a critic, and this trainer has none; take"),
+        ({"custom_advantage_function_path": "none.here"}, "--custom-advantage-function-path none.here: none does not"),
+        (
+            {"custom_advantage_function_path": "slime_core.ops.whiten"},
+            r"it is called with 1 argument, \(inputs\)",
+        ),
+    ],
+)
+def test_what_it_cannot(values, message):
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(AlgorithmConfig(**values))

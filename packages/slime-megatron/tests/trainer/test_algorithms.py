@@ -1,0 +1,233 @@
+"""Every algorithm in the trainer equals slime-core's functions over whole responses, on transformers' log-probs.
+
+slime-core's tests compare those functions with the papers. Here the trainer packs trained tokens only, splits steps
+into micro-batches and ranks, and computes log-probs and advantages in passes of its own: none of it may show.
+"""
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+from plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
+
+from slime_core.config import AlgorithmConfig
+from slime_core.ops import loss_weights, mis_weight_sums, policy_advantages, policy_objective
+from slime_core.schedule import FILLER_INDEX, build_shards
+from slime_core.types import RolloutBatch, Sample, Status
+
+TEMPERATURE = 0.8
+WHITENED = {"normalize_advantages": True}
+ALGORITHMS = {
+    "dual clip, per token": {"eps_clip": 0.1, "eps_clip_c": 1.2, "calculate_per_token_loss": True},
+    "constant divisor, entropy": {"loss_divisor": 10.0, "entropy_coef": 0.05},
+    "KL in the reward": {"kl_coef": 0.3, "kl_loss_type": "k2"},
+    "unbiased KL": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "use_unbiased_kl": True},
+    "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05},
+    "gspo with KL in the reward": {"advantage_estimator": "gspo", "eps_clip": 0.1, "kl_coef": 0.3},
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.1},
+    "rloo, whitened": {"advantage_estimator": "rloo", **WHITENED},
+    "reinforce++": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "kl_coef": 0.1, **WHITENED},
+    "reinforce++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.1, **WHITENED},
+    "distillation": {"use_opd": True, "opd_kl_coef": 0.5},
+    "the engine's log-probs": {"use_rollout_logprobs": True, "kl_coef": 0.1},
+    "tis": {"use_tis": True, "tis_clip": 1.1},
+    "icepop": {"use_tis": True, "tis_mode": "icepop", "tis_clip": 1.3, "tis_clip_low": 0.7},
+    "mis": {"use_mis": True, "mis_level": "sequence", "mis_rs_level": "geometric", "mis_batch_normalize": True},
+    "opsm": {"use_opsm": True, "opsm_delta": 0.0},
+}  # fmt: skip
+# The plainest one is in test_worker.py. These show each kind once in the normal run.
+SHOWN = ("KL in the reward", "gspo with KL in the reward", "reinforce++", "distillation", "mis", "opsm")
+EVERY = [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.full) for name in ALGORITHMS]
+
+
+@pytest.fixture
+def near_samples(make_samples, tiny_model):
+    """Samples with gaps in their masks, of which two are one trajectory; log-probs of engine and teacher near ours."""
+
+    def build(groups=4):
+        model, generator = tiny_model("qwen3").hf, random.Random(3)
+        samples = make_samples(groups=groups, per_group=3, masks=True)
+        result = []
+        for number, sample in enumerate(samples):
+            joined = samples[number - number % 3 + 1 : number - number % 3 + 3] if number % 3 else [sample]
+            with torch.no_grad():
+                ours = plain_log_probs(model, sample, TEMPERATURE).tolist()
+            rollout, teacher = ([value + generator.gauss(0, 0.3) for value in ours] for _ in range(2))
+            result.append(
+                dataclasses.replace(
+                    sample, reward=joined[-1].reward, rollout_log_probs=rollout, teacher_log_probs=teacher,
+                    trajectory_tokens=sum(sum(part.loss_mask) for part in joined),
+                )
+            )  # fmt: skip
+        return result
+
+    return build
+
+
+def flat(samples, name):
+    return torch.tensor([value for sample in samples for value in getattr(sample, name)])
+
+
+def expected_training(hf, steps, *, config, algorithm):
+    """Each step's loss and gradient norm, of whole responses in one piece."""
+    model, reference = copy.deepcopy(hf), copy.deepcopy(hf)
+    optimizer = plain_adamw(model, config)
+    samples = [sample for step in steps for sample in step]
+    with torch.no_grad():
+        ref = torch.cat([plain_log_probs(reference, sample, TEMPERATURE) for sample in samples])
+    old = flat(samples, "rollout_log_probs") if algorithm.use_rollout_logprobs else ref  # the same weights at first
+    lengths = [sample.response_length for sample in samples]
+    advantages = policy_advantages(
+        algorithm, rewards_N=torch.tensor([sample.reward for sample in samples]), mask_T=flat(samples, "loss_mask"),
+        lengths=lengths, old_log_probs_T=old, ref_log_probs_T=ref,
+        teacher_log_probs_T=flat(samples, "teacher_log_probs"),
+    ).advantages_T  # fmt: skip
+    metrics, start = [], 0
+    for step in steps:
+        part = slice(start, start + sum(sample.response_length for sample in step))
+        start = part.stop
+        weights = loss_weights(
+            algorithm, [sample.loss_mask for sample in step],
+            trajectory_tokens=[sample.trajectory_tokens for sample in step],
+            global_trajectories=len(step), global_tokens=sum(sum(sample.loss_mask) for sample in step),
+        )  # fmt: skip
+        given = {"lengths": [sample.response_length for sample in step], "weights_T": weights}
+        rollout = flat(step, "rollout_log_probs")
+        sums = mis_weight_sums(
+            algorithm, train_log_probs_T=old[part], rollout_log_probs_T=rollout, mask_T=weights, **given
+        )
+        optimizer.zero_grad()
+        new = torch.cat([plain_log_probs(model, sample, TEMPERATURE) for sample in step])
+        loss, found = policy_objective(
+            algorithm, log_probs_T=new, old_log_probs_T=old[part], advantages_T=advantages[part],
+            ref_log_probs_T=ref[part], rollout_log_probs_T=rollout, entropy_T=plain_entropies(model, step),
+            mis_sums=sums, **given,
+        )  # fmt: skip
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+        optimizer.step()
+        metrics.append({"loss": loss.item(), "pg_loss": found["pg_loss"].item(), "grad_norm": float(norm)})
+    return metrics
+
+
+def plain_entropies(model, samples):
+    rows = []
+    for sample in samples:
+        logits = model(torch.tensor([sample.tokens])).logits[0].float() / TEMPERATURE
+        log_probs = logits[sample.prompt_length - 1 : len(sample.tokens) - 1].log_softmax(-1)
+        rows.append(-(log_probs.exp() * log_probs).sum(-1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_two_steps_in_micro_batches(ranks, tiny_model, tiny_config, near_samples, make_shards, name):
+    model, algorithm, samples = tiny_model("qwen3"), AlgorithmConfig(**ALGORITHMS[name]), near_samples()
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, share_prompts=True)
+    expected = expected_training(model.hf, [samples[:6], samples[6:]], config=config, algorithm=algorithm)
+    ranks.start(1, config, model.shape, algorithm)
+    report = ranks.first("train", make_shards(samples, steps=2, micro_batch_size=4, temperature=TEMPERATURE))
+    same_step(report.steps, expected, ("loss", "pg_loss", "grad_norm"))
+    assert abs(expected[1]["grad_norm"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_two_ranks(ranks, tiny_model, tiny_config, near_samples, make_shards, name):
+    model, algorithm, samples = tiny_model("qwen3"), AlgorithmConfig(**ALGORITHMS[name]), near_samples(groups=3)
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS)
+    expected = expected_training(model.hf, [samples], config=config, algorithm=algorithm)
+    ranks.start(2, config, model.shape, algorithm)
+    reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=2, temperature=TEMPERATURE))
+    same_step(reports[0].steps, expected, ("loss", "pg_loss", "grad_norm"))
+    assert reports[1].steps == reports[0].steps
+
+
+def test_metrics_of_the_ratio_and_the_drift(ranks, tiny_model, tiny_config, near_samples, make_shards):
+    """Means over the tokens that were computed, under the loss's weights."""
+    model, samples = tiny_model("qwen3"), near_samples()
+    samples = [dataclasses.replace(s, reward=0.0) if s.group_index == 1 else s for s in samples]
+    algorithm = AlgorithmConfig(use_tis=True, get_mismatch_metrics=True)
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
+    first, second = ranks.first("train", make_shards(samples, steps=2, temperature=TEMPERATURE)).steps
+    computed = [sample for sample in samples[:6] if sample.reward]
+    total = weighted = 0.0
+    for sample in computed:
+        with torch.no_grad():
+            difference = (plain_log_probs(model.hf, sample, TEMPERATURE) - torch.tensor(sample.rollout_log_probs)).abs()
+        mask = torch.tensor(sample.loss_mask)
+        weight = mask.sum() / sample.trajectory_tokens
+        total, weighted = total + weight, weighted + (difference * mask).sum() / sample.trajectory_tokens
+    assert first["train_rollout_logprob_abs_diff"] == pytest.approx(float(weighted / total), rel=1e-4)
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(second["ratio_mean"] - 1) > 1e-4
+    assert 0 < second["ratio_ess"] < 1
+    assert {"tis", "tis_clipfrac", "mismatch_kl", "mismatch_seq_ratio_ess", "pg_clipfrac_low"} <= second.keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"), [({"use_tis": True}, "rollout_log_probs"), ({"use_opd": True}, "teacher_log_probs")]
+)
+def test_samples_without_the_log_probs_that_the_algorithm_needs(
+    ranks, tiny_model, tiny_config, near_samples, make_shards, rank_error, flags, field
+):
+    model, samples = tiny_model("qwen3"), near_samples(groups=1)
+    samples[1] = dataclasses.replace(samples[1], **{field: None})
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, AlgorithmConfig(**flags))
+    with pytest.raises(rank_error, match=rf"samples \[{samples[1].index}\] have no {field}") as caught:
+        ranks.first("train", make_shards(samples))
+    assert caught.value.kind == "DataError"
+
+
+def test_samples_of_no_advantage_count_in_the_mean_of_the_importance_weights(
+    ranks, tiny_model, tiny_config, near_samples, make_shards
+):
+    model, algorithm = tiny_model("qwen3"), AlgorithmConfig(use_mis=True, mis_batch_normalize=True)
+    samples = [dataclasses.replace(s, reward=s.reward * (s.group_index == 0)) for s in near_samples(groups=2)]
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS)
+    expected = expected_training(model.hf, [samples], config=config, algorithm=algorithm)
+    ranks.start(1, config, model.shape, algorithm)
+    report = ranks.first("train", make_shards(samples, micro_batch_size=2, temperature=TEMPERATURE))
+    same_step(report.steps, expected, ("loss", "grad_norm"))
+
+
+def test_micro_batches_of_the_schedule_some_of_them_fillers(ranks, tiny_model, tiny_config, near_samples):
+    """Six samples of four trajectories on two ranks, each alone by the token limit, in multiples of two per rank."""
+    model, config = tiny_model("qwen3"), tiny_config(load=tiny_model("qwen3").checkpoint, adam_eps=ADAM_EPS)
+    samples = [
+        Sample(
+            index=part.index, group_index=part.group_index, trajectory_id=part.index - (number % 3 == 2), prompt="p",
+            tokens=part.tokens, response_length=part.response_length, loss_mask=part.loss_mask,
+            reward=float(number % 3 == 0), rollout_log_probs=part.rollout_log_probs, status=Status.COMPLETED,
+        )
+        for number, part in enumerate(near_samples(groups=2))
+    ]  # fmt: skip
+    batch, metrics = RolloutBatch(rollout_id=0, groups=[samples[:3], samples[3:]]), []
+    algorithm = AlgorithmConfig(disable_grpo_std_normalization=True)
+    for world, limits in ((1, {}), (2, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 5})):
+        shards = build_shards(
+            batch, algorithm=algorithm, temperature=TEMPERATURE, data_parallel_size=world, micro_batch_size=1,
+            global_batch_size=4, virtual_pipeline_group=world, **limits,
+        )  # fmt: skip
+        fillers = [sample for shard in shards for sample in shard.samples if sample.index == FILLER_INDEX]
+        assert len(fillers) == (0 if world == 1 else 2)
+        ranks.start(world, config, model.shape, algorithm)
+        metrics.append(ranks.call("train", shards)[0].steps)
+    same_step(metrics[1], metrics[0], ("loss", "pg_loss", "grad_norm"))
+
+
+def test_an_advantage_function_of_ones_own(ranks, tiny_model, tiny_config, near_samples, make_shards, tmp_path):
+    """Half of what the estimator gives: half the loss."""
+    (tmp_path / "mine.py").write_text(
+        "from slime_core.ops import Advantages, estimator_named\n"
+        "def half(inputs):\n"
+        "    return Advantages(*(values / 2 for values in estimator_named('grpo')(inputs)))\n"
+    )
+    model, samples = tiny_model("qwen3"), near_samples(groups=2)
+    losses = []
+    for path in (None, f"{tmp_path}/mine.py:half"):
+        algorithm = AlgorithmConfig(custom_advantage_function_path=path)
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
+        losses.append(ranks.first("train", make_shards(samples, temperature=TEMPERATURE)).steps[0]["pg_loss"])
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
+    assert losses[0] != 0
