@@ -31,8 +31,8 @@ def normalize_group_rewards(
     unbiased one (n - 1). It has no meaning for a group of one or for a group whose rewards are all equal: those are
     not divided. A group of equal rewards gives exact zeros when the mean is subtracted.
 
-    With ``divide_by_std`` off this is Dr.GRPO (Liu et al. 2025, section 3.2) and the baseline of REINFORCE++-baseline
-    (Hu 2025).
+    With ``divide_by_std`` off this is Dr.GRPO (Liu et al. 2025, section 3.2) and the first step of REINFORCE++ with
+    baseline (Hu et al. 2025, version 9, equation 6).
 
     Args:
         rewards: One number per sample.
@@ -65,7 +65,7 @@ def leave_one_out_rewards(
     sample_indices: Sequence[int] | None = None,
     trajectory_ids: Sequence[int] | None = None,
 ) -> list[float]:
-    """Each reward less the mean of the others in its group (RLOO; Ahmadian et al. 2024, section 3.2).
+    """Each reward less the mean of the others in its group (RLOO; Ahmadian et al. 2024, section 2.3).
 
     Computed as ``n / (n - 1) · (r - mean)``, which is the same. A group of one has no others: it gives 0, as a group of
     equal rewards does.

@@ -5,8 +5,8 @@ The bytes are cut into blocks of 64 KiB, each block's little-endian 64-bit words
 
     h_1 = Σ k_i w_i        h_2 = Σ l_i ⌊w_i / 2^32⌋   (words taken as signed)
 
-A block hash is the multilinear family of Lemire and Kaser, "Strongly universal string hashing is fast" (2014, section
-2), on 32-bit characters: h_2 sees the upper halves, and where those agree h_1 differs by Σ k_i d_i with |d_i| < 2^32.
+A block hash is the multilinear family of Lemire and Kaser, "Strongly universal string hashing is fast" (2014), on
+32-bit characters: h_2 sees the upper halves, and where those agree h_1 differs by Σ k_i d_i with |d_i| < 2^32.
 For random keys two given different blocks collide with a chance of at most 2^-32, and of about 2^-64 or less unless
 all differences are multiples of large powers of two. For these very keys, a change to a single word and a swap of two
 different words are caught for certain: the keys are odd, and their lower 33 bits are all different. BLAKE2b catches
@@ -181,7 +181,7 @@ def _hash_blocks(words_NW: Tensor) -> bytes:
 
 @functools.cache
 def _keys(device: torch.device) -> Tensor:
-    """The keys of both sums [2, 8192]: odd outputs of SplitMix64 (Steele, Lea and Flood 2014, figure 16) from 0."""
+    """The keys of both sums [2, 8192]: odd outputs of SplitMix64 (Steele, Lea and Flood 2014) from 0."""
     mask, keys, state = 2**64 - 1, array.array("Q"), 0
     for _ in range(2 * _BLOCK_WORDS):
         state = (state + 0x9E3779B97F4A7C15) & mask

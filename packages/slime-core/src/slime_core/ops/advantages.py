@@ -57,9 +57,11 @@ def outcome_advantages(
     """``A_t = r − kl_coef · KL_t``: the response's reward at each of its tokens, less the token's own KL penalty.
 
     Advantages of grpo (Shao et al. 2024, section 4.1.2), gspo (Zheng et al. 2025, equation 6), cispo (MiniMax 2025,
-    equation 4), rloo (Ahmadian et al. 2024, section 3.2) and reinforce_plus_plus_baseline (Hu 2025). They differ in how
-    r comes from the rewards of a group: see :func:`slime_core.rewards.estimator_rewards`. The penalty stays at its
-    token, as in REINFORCE++-baseline, and counts in units of the normalised reward.
+    equation 2), rloo (Ahmadian et al. 2024, section 2.3) and reinforce_plus_plus_baseline (Hu et al. 2025, version 9,
+    equation 6). They differ in how r comes from the rewards of a group: see
+    :func:`slime_core.rewards.estimator_rewards`. The penalty stays at its token and counts in units of the normalised
+    reward; none of these papers has it there. They put the KL divergence into the loss or leave it out, except RLOO,
+    which takes it off the reward of the whole response.
 
     Args:
         rewards_N: One reward per response, after group normalisation [N].
@@ -89,8 +91,8 @@ def distilled_advantages(
 ) -> Tensor:
     """``A_t − coef · (log π_student − log π_teacher)``: on-policy distillation, added to any advantages.
 
-    The added term is the negative reverse KL per token as a reward (Agarwal et al. 2024, section 3; Lu and Thinking
-    Machines Lab 2025). With advantages of 0 it is distillation alone. Add it before whitening.
+    The added term is the negative reverse KL per token as a reward (on-policy distillation of Agarwal et al. 2024;
+    Lu and Thinking Machines Lab 2025). With advantages of 0 it is distillation alone. Add it before whitening.
 
     Args:
         advantages_T: From any estimator [T].

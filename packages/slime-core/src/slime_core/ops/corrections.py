@@ -96,7 +96,7 @@ def icepop_weights(
 ) -> tuple[Tensor, Metrics]:
     """IcePop, double-sided masking: ρ where ``lower ≤ ρ ≤ upper``, else 0, per token.
 
-    Ling Team 2025, the Ring-1T report "Every Step Evolves", where the bounds are α and β.
+    Ling Team 2025, the Ring-1T report "Every Step Evolves", equations 1 and 2; it trains with α = 0.5 and β = 5.
 
     Args:
         train_log_probs_T: Log-probs (nats) under the policy that the update starts from [T].

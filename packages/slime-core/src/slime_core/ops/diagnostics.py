@@ -182,8 +182,8 @@ def drift_statistics(
         ``mismatch_rollout_log_ppl`` (−log π); of each sequence's mean of −d, its size ``mismatch_log_ppl_abs_diff`` and
         its exponential ``mismatch_ppl_ratio``, the trainer's perplexity over the engine's; ``mismatch_chi2_token`` and
         ``mismatch_chi2_seq``, estimates of χ²(π_train ‖ π_rollout) = E[ρ²] − 1 with ρ of the token and of the sequence
-        (Li and Liu 2025, "The Fatal Trade-off"). The maximum ``train_rollout_logprob_abs_diff``. Moments and extremes
-        of ``mismatch_ratio`` and ``mismatch_seq_ratio``, the two ρ, taken within exp(±20).
+        (Liu, Li et al. 2025, "When Speed Kills Stability", part 1). The maximum ``train_rollout_logprob_abs_diff``.
+        Moments and extremes of ``mismatch_ratio`` and ``mismatch_seq_ratio``, the two ρ, taken within exp(±20).
 
     Raises:
         DataError: The shapes differ, or the lengths do not add up to T.

@@ -28,7 +28,8 @@ def policy_loss(
 
     Schulman et al. 2017, equation 7, with the sign turned; separate bounds as in DAPO (Yu et al. 2025, equation 8). ρ
     follows its tangent above exp(20), so neither a value nor a gradient overflows. With ``eps_clip_c`` c, a token of
-    negative advantage loses no more than −cA: ``min(max(…), −cA)`` (dual clip; Ye et al. 2020, "Dual-clip PPO").
+    negative advantage loses no more than −cA: ``min(max(…), −cA)`` (dual clip; Ye et al. 2020, "Mastering Complex
+    Control in MOBA Games with Deep Reinforcement Learning").
 
     Args:
         log_probs_T: Log-probs (nats) under the policy being trained [T].

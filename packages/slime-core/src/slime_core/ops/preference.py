@@ -26,10 +26,11 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """DPO: ``−(1 − ε) log σ(h) − ε log σ(−h)``, h the chosen response's implicit reward less the rejected one's.
 
-    The implicit reward is β Σ (log π − log π_ref) over the response's unmasked tokens (Rafailov et al. 2023, equation
-    7). ε is the probability that a label is the wrong way round (conservative DPO; Mitchell 2023). Reference-free, the
-    rewards are β Σ log π, as if every response were as likely as any other under the reference. The log-ratios are
-    summed, not the log-probs: long responses' sums of log-probs have too few digits in fp32 for their difference.
+    The implicit reward is β Σ (log π − log π_ref) over the response's unmasked tokens (Rafailov et al. 2023; the loss
+    is equation 7). ε is the probability that a label is the wrong way round (conservative DPO; Mitchell 2023).
+    Reference-free, the rewards are β Σ log π, as if every response were as likely as any other under the reference. The
+    log-ratios are summed, not the log-probs: long responses' sums of log-probs have too few digits in fp32 for their
+    difference.
 
     Args:
         log_probs_T: Log-probs (nats) under the policy [T], of chosen, rejected, chosen, rejected, …

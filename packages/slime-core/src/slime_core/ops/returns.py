@@ -24,9 +24,9 @@ def token_rewards(
 ) -> Tensor:
     """``−kl_coef · KL_t`` at every trained token, plus the response's reward at the last one.
 
-    Ziegler et al. 2019, equation 2, token by token as in Ouyang et al. 2022. The last trained token is the last with
-    mask 1: what an environment appended behind it was no action, and earns nothing. A response without a trained token
-    has zeros only.
+    The modified reward of Ziegler et al. 2019, R = r − β log(π/ρ), token by token as in Ouyang et al. 2022. The last
+    trained token is the last with mask 1: what an environment appended behind it was no action, and earns nothing. A
+    response without a trained token has zeros only.
 
     Args:
         rewards_N: One reward per response [N].
@@ -57,7 +57,9 @@ def token_rewards(
 def discounted_returns(
     *, rewards_T: Tensor, mask_T: Tensor, lengths: Sequence[int] | Tensor, gamma: float = 1.0
 ) -> Tensor:
-    """``G_t = Σ_{k ≥ t} γ^{k − t} r_k`` over the trained tokens of a response (REINFORCE++; Hu 2025, equation 6).
+    """``G_t = Σ_{k ≥ t} γ^{k − t} r_k`` over the trained tokens of a response.
+
+    With γ = 1 the unnormalised advantage of REINFORCE++ (Hu et al. 2025, version 9, equation 4).
 
     Time is counted in trained tokens: between two of them nothing is discounted, because the tokens of an environment
     that lie there are part of the step from one action to the next. With γ = 1 this makes no difference.

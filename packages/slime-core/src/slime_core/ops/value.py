@@ -22,7 +22,7 @@ def value_loss(
     """Squared error of the values, clipped: ``max((V − G)², (V_old + clip(V − V_old, −c, c) − G)²)``.
 
     A value that has moved more than c towards the return gains nothing by moving further. There is no factor ½.
-    Engstrom et al. 2020, section 3 ("value function clipping").
+    Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients" (value function clipping).
 
     Args:
         values_T: Values under the critic being trained [T], in units of reward.

@@ -15,7 +15,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, group: dist.ProcessGroup | None 
     """``(x − μ) / sqrt(σ² + eps)`` over the tokens with mask 1 of every rank in the group.
 
     μ is the mean over those tokens and σ² their variance with Bessel's correction (n − 1), 0 for a single token. Each
-    rank's count, mean and sum of squared deviations are put together as in Chan et al. 1983, equation 2.1, so that
+    rank's count, mean and sum of squared deviations are put together as in Chan et al. 1983 (pairwise update), so that
     neither a large mean nor the way tokens fall to ranks costs accuracy.
 
     One collective, in which **every rank of the group must take part**, with no tokens too. The group is the
