@@ -199,10 +199,10 @@ def mis_weight_sums(
     weights_T: Tensor,
     lengths: Sequence[int] | Tensor,
 ) -> Tensor:
-    """What :func:`mis_weights` needs for ``mis_batch_normalize``: Σ weights_T · w and Σ weights_T [2].
+    """What :func:`mis_weights` needs for ``mis_batch_normalize``.
 
-    w are the weights that the mode gives, before any rejection. Add the result up over the micro-batches and ranks of
-    the step: a mean over each micro-batch alone would make the loss depend on how the step is split.
+    Add the result up over the micro-batches and ranks of the step: a mean over each micro-batch alone would make the
+    loss depend on how the step is split.
 
     Args:
         config: Level, mode and bounds.
@@ -211,6 +211,10 @@ def mis_weight_sums(
         mask_T: As there [T].
         weights_T: As there [T].
         lengths: As there.
+
+    Returns:
+        Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the weights that the mode gives, before any
+        rejection.
 
     Raises:
         DataError: The shapes differ, or the lengths do not add up to T.

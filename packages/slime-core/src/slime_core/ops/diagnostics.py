@@ -58,6 +58,9 @@ class Statistics:
 
         Args:
             group: The ranks among which the tokens are split; ``None`` means all.
+
+        Returns:
+            Sums and moments added up, extremes taken over all ranks.
         """
         added = _all_reduced({**_keyed(self.sums, "s"), **_keyed(self.moments, "m")}, dist.ReduceOp.SUM, group)
         negated = {name: -value for name, value in self.minima.items()}
@@ -152,6 +155,12 @@ def weight_statistics(name: str, values_T: Tensor, mask_T: Tensor, weights_T: Te
         values_T: Numbers of 0 or more [T]; what is masked may be NaN.
         mask_T: 1 where a token is trained on [T].
         weights_T: From :func:`slime_core.ops.token_weights` [T].
+
+    Returns:
+        Moments and extremes of that name.
+
+    Raises:
+        DataError: The shapes differ.
     """
     return _spread(name, widen(values_T.detach()) - 1, mask_T, weights_T)
 

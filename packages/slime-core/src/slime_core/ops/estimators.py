@@ -81,7 +81,15 @@ class AdvantageEstimator(Protocol):
 
 
 def outcome(inputs: AdvantageInputs, /) -> Advantages:
-    """The estimator of grpo, gspo, cispo, rloo and reinforce_plus_plus_baseline: :func:`outcome_advantages`."""
+    """The estimator of grpo, gspo, cispo, rloo and reinforce_plus_plus_baseline: :func:`outcome_advantages`.
+
+    Returns:
+        Advantages, and the same again as returns.
+
+    Raises:
+        ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
+        DataError: A divergence that counts is not finite.
+    """
     advantages_T = outcome_advantages(
         rewards_N=inputs.rewards_N,
         mask_T=inputs.mask_T,
@@ -109,7 +117,12 @@ class Discounted:
         check_factor("gamma", self.gamma)
 
     def __call__(self, inputs: AdvantageInputs, /) -> Advantages:
-        """Advantages, which are the returns."""
+        """Advantages, which are the returns.
+
+        Raises:
+            ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
+            DataError: A divergence that counts is not finite.
+        """
         returns_T = discounted_returns(
             rewards_T=_token_rewards(inputs), mask_T=inputs.mask_T, lengths=inputs.lengths_N, gamma=self.gamma
         )
@@ -139,7 +152,8 @@ class GeneralizedAdvantage:
         """Advantages and returns.
 
         Raises:
-            DataError: There are no values.
+            ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
+            DataError: There are no values, or a value or divergence that counts is not finite.
         """
         if inputs.values_T is None:
             raise DataError("ppo needs the critic's values, values_T, and none were given")
@@ -163,6 +177,9 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
             ``rloo``.
         gamma: γ of ppo and reinforce_plus_plus; the others have none.
         lambd: λ of ppo.
+
+    Returns:
+        A function or an object with a ``__call__``, as :class:`AdvantageEstimator` says.
 
     Raises:
         ConfigError: There is none of that name, or γ or λ is not between 0 and 1.
@@ -216,7 +233,9 @@ def compute_advantages(
         Advantages and returns, each [T], 0 where masked.
 
     Raises:
-        DataError: The estimator broke its contract, in shape or by a number that is not finite.
+        ConfigError: A coefficient is not finite, or ``kl_coef`` is not 0 and there is no ``kl_T``.
+        DataError: The estimator broke its contract, in shape or by a number that is not finite; or what it was given
+            does not fit it.
     """
     advantages_T, returns_T = estimator(inputs)
     advantages_T = _checked("advantages_T", advantages_T, inputs.mask_T)

@@ -39,10 +39,10 @@ def linear_log_probs_and_entropy(
     """``log_probs_and_entropy((hidden @ weightᵀ + bias), targets)`` without ever holding the logits.
 
     Forward and backward go through the vocabulary in chunks; the backward pass computes the logits again, so a call
-    costs four matrix products and keeps one or two numbers per token besides its inputs. Softmax statistics and the
-    sums over chunks are fp32 (fp64 for fp64 inputs). A matrix product is rounded to the inputs' type once, as
-    everywhere in torch; for logits in fp32, give hidden states and weight in fp32. Entropies cost nothing in the
-    backward pass unless a gradient reaches them.
+    costs four matrix products and keeps one or two numbers per token besides its inputs. Softmax statistics (put
+    together as in the online softmax; Milakov and Gimelshein 2018, equation 4) and the sums over chunks are fp32 (fp64
+    for fp64 inputs). A matrix product is rounded to the inputs' type once, as everywhere in torch; for logits in fp32,
+    give hidden states and weight in fp32. Entropies cost nothing in the backward pass unless a gradient reaches them.
 
     A group is used twice in the forward pass, and once in the backward pass if the hidden states need a gradient,
     however many chunks there are.
