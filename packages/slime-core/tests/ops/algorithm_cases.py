@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from slime_core.config import AlgorithmConfig
 from slime_core.ops import loss_weights, mis_weight_sums, policy_advantages, policy_objective
@@ -317,3 +318,29 @@ def reference_factors(config, responses, advantages, trajectories, all_tokens):
 
 def config_of(name):
     return AlgorithmConfig(**CASES[name])
+
+
+RANK_LENGTHS = [4, 2, 7, 3, 5, 6, 0, 1, 2]
+# Which responses the first rank has. Of trajectories of two samples, each rank has one; or one rank has nothing at all.
+RANK_SPLITS = ([0, 1, 4, 5, 6], list(range(len(RANK_LENGTHS))))
+
+
+def rank_differences(rank):
+    """On one of two ranks: by case, the largest difference between the step and the same computed in one piece."""
+    return {name: max(_difference(config_of(name), rank, split) for split in RANK_SPLITS) for name in CASES}
+
+
+def _difference(config, rank, split):
+    responses = make_responses(RANK_LENGTHS, seed=0, group_size=3)
+    loss, metrics, gradients = whole(config, responses)
+    mine = [response for number, response in enumerate(responses) if (number in split) == (rank == 0)]
+    part = Part(config, mine, processed_rewards(config, responses), step_sizes(responses), group=dist.group.WORLD)
+    mis_sums = part.mis_sums()
+    dist.all_reduce(mis_sums)
+    own_loss, own_metrics = part.objective(part.advantages(), mis_sums)
+    own = part.gradients(own_loss)
+    sums = torch.stack([own_loss.detach(), *own_metrics.values()])
+    dist.all_reduce(sums)
+    found = [(sums - torch.stack([loss.detach(), *metrics.values()])).abs().max()]
+    found += [(own[id(response)] - gradients[id(response)]).abs().max() for response in mine if response.mask]
+    return torch.stack(found).max().item()

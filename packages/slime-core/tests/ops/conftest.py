@@ -1,35 +1,71 @@
+import multiprocessing
+import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules beside the tests
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))  # for the helper modules beside the tests
+SECONDS = 90
 
 
-@pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory):
-    """Runs ``NAME.py FOLDER RANK`` of this folder as two gloo processes; gives what each wrote to ``rank<N>.pt``."""
+class TwoRanks:
+    """Two processes joined by gloo. Started by the first call, since most runs select no test that needs them."""
 
-    def run(name):
-        worker, folder = Path(__file__).with_name(f"{name}.py"), tmp_path_factory.mktemp("gloo")
-        command = [sys.executable, str(worker), str(folder)]
-        ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    def __init__(self, make_folder):
+        self.make_folder = make_folder
+        self.processes, self.pipes = [], []
+
+    def __call__(self, module, name, *arguments):
+        """What the function of that name, in the module (a file beside this one), returns of ``(rank, *arguments)``."""
+        if not self.processes:
+            self.start()
+        job = pickle.dumps((str(FOLDER / module), name, arguments))
+        end = time.monotonic() + SECONDS
+        outcomes = []
         try:
-            for process in ranks:
-                _, errors = process.communicate(timeout=90)
-                assert process.returncode == 0, errors
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+            for pipe in self.pipes:
+                pipe.send_bytes(job)
+            for rank, pipe in enumerate(self.pipes):
+                assert pipe.poll(max(end - time.monotonic(), 0)), f"rank {rank} gave nothing in {SECONDS} seconds"
+                outcomes.append(pickle.loads(pipe.recv_bytes()))
+            for rank, (good, result) in enumerate(outcomes):
+                assert good, f"rank {rank}: {result}"
+        except BaseException:
+            self.stop()  # the ranks may be out of step now
+            raise
+        return [result for _, result in outcomes]
 
-    return run
+    def start(self):
+        folder = self.make_folder()
+        for rank in range(2):
+            ours, theirs = multiprocessing.Pipe()
+            command = [sys.executable, FOLDER / "gloo_rank.py", str(rank), str(theirs.fileno()), folder]
+            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+            self.pipes.append(ours)
+            theirs.close()
+
+    def stop(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes, self.pipes = [], []
 
 
 @pytest.fixture(scope="session")
-def vocab_parallel_ranks(two_ranks):
+def on_two_ranks(tmp_path_factory):
+    """Call a function on two gloo ranks: see :class:`TwoRanks`."""
+    ranks = TwoRanks(lambda: tmp_path_factory.mktemp("gloo"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def vocab_parallel_ranks(on_two_ranks):
     """What two ranks computed, each with half of the vocabulary: of each rank, by "logits" or "linear"."""
-    return two_ranks("vocab_parallel_worker")
+    return on_two_ranks("vocab_parallel_cases.py", "run_all")

@@ -1,4 +1,6 @@
-"""What ``vocab_parallel_worker.py`` computes from hidden states, each rank with half of the weight's rows."""
+"""What ``vocab_parallel_cases.py`` computes from hidden states, each rank with half of the weight's rows."""
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -63,6 +65,7 @@ def run_case(name, rank):
     return result | {"calls": len(CALLS)}
 
 
+@contextlib.contextmanager
 def count_collectives():
     """Make every all-reduce leave a note in CALLS."""
     plain = dist.all_reduce
@@ -72,3 +75,7 @@ def count_collectives():
         return plain(*args, **kwargs)
 
     dist.all_reduce = counted
+    try:
+        yield
+    finally:
+        dist.all_reduce = plain

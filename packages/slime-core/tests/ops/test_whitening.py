@@ -1,22 +1,14 @@
-import importlib.util
 import math
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.ops import AdvantageInputs, Discounted, compute_advantages, whiten
-
-WORKER = Path(__file__).with_name("whitening_worker.py")
-spec = importlib.util.spec_from_file_location("whitening_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
 
 
 def by_a_loop(values, mask, eps=1e-8):
@@ -52,38 +44,77 @@ def test_eps_types_and_gradient():
 def test_what_it_refuses():
     with pytest.raises(DataError, match=r"values_T has shape \[2\], must be \[3\]"):
         whiten(torch.zeros(2), torch.ones(3))
+    with pytest.raises(DataError, match=r"mask_T has shape \[2, 1\], must be \[2\]"):
+        whiten(torch.zeros(2), torch.ones(2, 1))
     for bad in (math.nan, math.inf, 1e200):
         with pytest.raises(DataError, match="must be finite where the mask is 1"):
             whiten(torch.tensor([bad, 0.0], dtype=torch.float64), torch.ones(2))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """What two gloo processes computed, each with a part of the tokens."""
-    folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, str(WORKER), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+# name: (tokens of each rank, share of them that is masked, what is added to all)
+CASES = {
+    "uneven": ((13, 4), 0.3, 0.0),
+    "empty rank": ((9, 0), 0.0, 0.0),
+    "both empty": ((0, 0), 0.0, 0.0),
+    "all masked on one": ((6, 5), None, 0.0),
+    "one token": ((1, 0), 0.0, 0.0),
+    "far from zero": ((50, 70), 0.2, 1e6),
+}
+
+
+def tokens(name):
+    """All ranks' values, NaN where masked, and masks."""
+    counts, masked, offset = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    values = torch.randn(sum(counts), generator=generator, dtype=torch.float64) + offset
+    mask = torch.ones(sum(counts)) if masked is None else torch.rand(sum(counts), generator=generator) >= masked
+    if masked is None:
+        mask[counts[0] :] = 0
+    return values.masked_fill(mask == 0, torch.nan), mask, counts
+
+
+def run_case(rank, name):
+    values, mask, counts = tokens(name)
+    return whiten(values.split(counts)[rank], mask.split(counts)[rank], group=dist.group.WORLD)
+
+
+def run_estimator(rank):
+    """Three responses: two on the first rank, one on the second, or all on the second."""
+    rewards, mask, lengths = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1, 1, 0, 1, 1, 0.0]), [2, 1, 3]
+    results = []
+    for cut in (2, 0):
+        mine = slice(0, cut) if rank == 0 else slice(cut, 3)
+        start = sum(lengths[: mine.start])
+        inputs = AdvantageInputs(
+            rewards_N=rewards[mine],
+            mask_T=mask[start : start + sum(lengths[mine])],
+            lengths_N=torch.tensor(lengths[mine], dtype=torch.int64),
+        )
+        result = compute_advantages(inputs, Discounted(0.9), whitened=True, group=dist.group.WORLD)
+        results.append(result.advantages_T)
+    return results
+
+
+def refusal(rank):
+    """A NaN on the second rank is an error on both."""
     try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=90)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+        whiten(torch.tensor([1.0, 2.0 if rank == 0 else torch.nan]), torch.ones(2), group=dist.group.WORLD)
+    except DataError as error:
+        return str(error)
+    return None
 
 
-@pytest.mark.parametrize("name", worker.CASES)
-def test_split_over_ranks_equals_whole(two_ranks, name):
-    values, mask, counts = worker.tokens(name)
-    joined = torch.cat([rank[name] for rank in two_ranks])
-    assert [len(rank[name]) for rank in two_ranks] == list(counts)
+@pytest.mark.parametrize("name", CASES)
+def test_split_over_ranks_equals_whole(on_two_ranks, name):
+    values, mask, counts = tokens(name)
+    parts = on_two_ranks(__file__, "run_case", name)
+    joined = torch.cat(parts)
+    assert [len(part) for part in parts] == list(counts)
     assert joined.tolist() == pytest.approx(whiten(values, mask).tolist(), rel=1e-9, abs=1e-9)
     assert joined.tolist() == pytest.approx(by_a_loop(values, mask), rel=1e-7, abs=1e-7)
 
 
-def test_advantages_are_whitened_alike_wherever_the_responses_lie(two_ranks):
+def test_advantages_are_whitened_alike_wherever_the_responses_lie(on_two_ranks):
     whole = compute_advantages(
         AdvantageInputs(
             rewards_N=torch.tensor([1.0, -2.0, 0.5]),
@@ -93,11 +124,11 @@ def test_advantages_are_whitened_alike_wherever_the_responses_lie(two_ranks):
         Discounted(0.9),
         whitened=True,
     )
-    for split in range(2):
-        joined = torch.cat([rank["estimator"][split] for rank in two_ranks])
+    for parts in zip(*on_two_ranks(__file__, "run_estimator"), strict=True):
+        joined = torch.cat(parts)
         torch.testing.assert_close(joined, whole.advantages_T, rtol=1e-6, atol=1e-6)
 
 
-def test_a_nan_on_one_rank_is_an_error_on_every_rank(two_ranks):
-    for rank in two_ranks:
-        assert "are [0.5, nan]" in rank["refusal"]
+def test_a_nan_on_one_rank_is_an_error_on_every_rank(on_two_ranks):
+    for message in on_two_ranks(__file__, "refusal"):
+        assert "are [0.5, nan]" in message

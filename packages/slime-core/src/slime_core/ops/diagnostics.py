@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.ops.corrections import bounded_ratio, log_ratio, weighted_sum
-from slime_core.ops.masking import masked, widen
-from slime_core.ops.numerics import LIMIT, bounded_expm1_minus
+from slime_core.ops.masking import masked
+from slime_core.ops.numerics import bounded_expm1_minus
 from slime_core.ops.ragged import lengths_tensor, sequence_mean, sequence_sum
 
 
@@ -29,9 +29,9 @@ class Statistics:
 
     Attributes:
         sums: ``Σ a x`` under the token weights a, by metric name: they add up.
-        moments: By name, ``Σ a``, ``Σ a (w − 1)`` and ``Σ a (w − 1)²`` of a weight or ratio w [3]: they add up. Taken
-            about 1, where w mostly is, they keep their digits in fp32.
-        minima: By name; the smallest of the parts' counts. Infinite where a part is empty.
+        moments: By name, ``Σ a``, ``Σ a w`` and ``Σ a w²`` of a weight or ratio w, float64 [3]: they add up. In fp32
+            a deviation would drown where w is near 1.
+        minima: By name; the smallest of the parts' counts. Infinity where a part is empty.
         maxima: By name; the largest of the parts' counts. Minus infinity where a part is empty.
     """
 
@@ -75,25 +75,24 @@ class Statistics:
     def metrics(self) -> dict[str, Tensor]:
         """Scalars by name, once all parts are combined. These do not add up any more.
 
-        Each of the ``sums``; of each of the ``moments`` ``<name>_mean``, ``<name>_std`` and ``<name>_ess``; of the
-        extremes ``<name>_min`` and ``<name>_max``. Where no token counted, the last five are 0.
+        Each of the ``sums``; of each of the ``moments`` ``<name>_mean``, ``<name>_std`` and ``<name>_ess``, in float64;
+        of the extremes ``<name>_min`` and ``<name>_max``. Where no token counted, the last five are 0.
 
         ``_ess`` is the effective sample size as a share of the samples, ``(Σ a w)² / (Σ a · Σ a w²)`` (Kish 1965, here
         under the weights a): 1 when all w are equal, 1/n when one of n equally weighted tokens has it all.
         """
         values = dict(self.sums)
         for name, moments_3 in self.moments.items():
-            total, first, second = moments_3.unbind()
-            first, second = first / total.where(total > 0, 1), second / total.where(total > 0, 1)
-            square = 1 + 2 * first + second
+            total = moments_3[0]
+            mean, square = (moments_3[1:] / total.where(total > 0, 1)).unbind()
             found = {
-                "mean": 1 + first,
-                "std": (second - first.square()).clamp(min=0).sqrt(),
-                "ess": (1 + first).square() / square.where(square > 0, 1),
+                "mean": mean,
+                "std": (square - mean.square()).clamp(min=0).sqrt(),
+                "ess": mean.square() / square.where(square != 0, 1),
             }
             values |= {f"{name}_{kind}": value.where(total > 0, 0) for kind, value in found.items()}
-        for kind, extremes in (("min", self.minima), ("max", self.maxima)):
-            values |= {f"{name}_{kind}": value.where(value.isfinite(), 0) for name, value in extremes.items()}
+        for kind, extremes, empty in (("min", self.minima, torch.inf), ("max", self.maxima, -torch.inf)):
+            values |= {f"{name}_{kind}": value.where(value != empty, 0) for name, value in extremes.items()}
         return values
 
 
@@ -144,7 +143,7 @@ def policy_statistics(
     if eps_clip_c is not None:
         values["pg_clipfrac_dual"] = (signs_T < 0) & (ratio_T > eps_clip_c)
     moved = Statistics(sums={name: weighted_sum(value_T, mask_T, weights_T) for name, value_T in values.items()})
-    return Statistics.merged([moved, _spread("ratio", _excess(log_ratio_T), mask_T, weights_T)])
+    return Statistics.merged([moved, _spread("ratio", bounded_ratio(log_ratio_T.double()), mask_T, weights_T)])
 
 
 def weight_statistics(name: str, values_T: Tensor, mask_T: Tensor, weights_T: Tensor) -> Statistics:
@@ -162,7 +161,7 @@ def weight_statistics(name: str, values_T: Tensor, mask_T: Tensor, weights_T: Te
     Raises:
         DataError: The shapes differ.
     """
-    return _spread(name, widen(values_T.detach()) - 1, mask_T, weights_T)
+    return _spread(name, values_T.detach(), mask_T, weights_T)
 
 
 def drift_statistics(
@@ -203,8 +202,9 @@ def drift_statistics(
     counted_N = sequence_sum(trained_T.to(d_T), lengths_N) > 0
     weights_N = sequence_sum(weights_T.detach().to(d_T).masked_fill(~trained_T, 0), lengths_N)
     mean_N = sequence_mean(d_T, trained_T, lengths_N)
-    token = _spread("mismatch_ratio", _excess(d_T), trained_T, weights_T)
-    sequence = _spread("mismatch_seq_ratio", _excess(sequence_sum(d_T, lengths_N)), counted_N, weights_N)
+    token = _spread("mismatch_ratio", bounded_ratio(d_T.double()), trained_T, weights_T)
+    ratio_N = bounded_ratio(sequence_sum(d_T, lengths_N).double())
+    sequence = _spread("mismatch_seq_ratio", ratio_N, counted_N, weights_N)
     per_token = {
         "train_rollout_logprob_abs_diff": d_T.abs(),
         "mismatch_kl": -d_T,
@@ -221,15 +221,10 @@ def drift_statistics(
     return Statistics.merged([Statistics(sums=sums, maxima=largest), token, sequence])
 
 
-def _excess(log_ratio_X: Tensor) -> Tensor:
-    """ρ − 1, within the bounds of `bounded_ratio` and accurate near 0."""
-    return log_ratio_X.clamp(-LIMIT, LIMIT).expm1()
-
-
-def _spread(name: str, excess_X: Tensor, mask_X: Tensor, weights_X: Tensor) -> Statistics:
-    """Moments and extremes of ``1 + excess_X``."""
-    powers = (torch.ones_like(excess_X), excess_X, excess_X.square())
-    smallest, largest = _extremes(excess_X + 1, mask_X)
+def _spread(name: str, values_X: Tensor, mask_X: Tensor, weights_X: Tensor) -> Statistics:
+    values_X = values_X.double()
+    powers = (torch.ones_like(values_X), values_X, values_X.square())
+    smallest, largest = _extremes(values_X, mask_X)
     return Statistics(
         moments={name: torch.stack([weighted_sum(power_X, mask_X, weights_X) for power_X in powers])},
         minima={name: smallest},
@@ -248,7 +243,7 @@ def _extremes(values_X: Tensor, mask_X: Tensor) -> tuple[Tensor, Tensor]:
 
 def _square_less_one(moments_3: Tensor) -> Tensor:
     """``Σ a (w² − 1)``, which still adds up."""
-    return 2 * moments_3[1] + moments_3[2]
+    return moments_3[2] - moments_3[0]
 
 
 def _merge(whole: dict[str, Tensor], part: dict[str, Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -36,7 +36,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, group: dist.ProcessGroup | None 
         DataError: The shapes differ; or a number that counts is not finite on some rank, and then on every rank, so
             that none waits for another.
     """
-    check_tokens(len(mask_T), values_T=values_T)
+    check_tokens(len(mask_T), mask_T=mask_T, values_T=values_T)
     kept_T = mask_T != 0
     numbers_T = values_T.detach().double().masked_fill(~kept_T, 0)
     count = kept_T.sum().double()

@@ -1,8 +1,4 @@
-"""One of two gloo ranks with half of the vocabulary each: ``vocab_parallel_worker.py FOLDER RANK``."""
-
-import datetime
-import sys
-from pathlib import Path
+"""What each of two gloo ranks with half of the vocabulary computes."""
 
 import torch
 import torch.distributed as dist
@@ -54,24 +50,9 @@ def run_case(name, rank):
     }
 
 
-def main():
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    count_collectives()
-    results = {
-        "logits": {name: run_case(name, rank) for name in CASES},
-        "linear": {name: run_linear_case(name, rank) for name in LINEAR_CASES},
-    }
-    torch.save(results, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def run_all(rank):
+    with count_collectives():
+        return {
+            "logits": {name: run_case(name, rank) for name in CASES},
+            "linear": {name: run_linear_case(name, rank) for name in LINEAR_CASES},
+        }
