@@ -59,7 +59,10 @@ def test_the_order_of_samples_does_not_matter(rows, rng: random.Random):
     rng.shuffle(order)
     straight = normalize_group_rewards([r for _, r in rows], [g for g, _ in rows])
     shuffled = normalize_group_rewards([rows[i][1] for i in order], [rows[i][0] for i in order])
-    assert shuffled == [straight[i] for i in order]
+    assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-12, abs=1e-12)
+    straight = leave_one_out_rewards([r for _, r in rows], [g for g, _ in rows])
+    shuffled = leave_one_out_rewards([rows[i][1] for i in order], [rows[i][0] for i in order])
+    assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -70,7 +73,16 @@ def test_a_reward_that_is_no_number_names_its_sample(bad):
         normalize_group_rewards([1.0, bad], [0, 0])
 
 
+def test_an_error_names_the_first_twenty_samples():
+    with pytest.raises(DataError, match=r"samples 0 \(nan\), .*, 19 \(nan\) and 80 more: mend"):
+        normalize_group_rewards([math.nan] * 100, [0] * 100)
+    with pytest.raises(DataError, match=r", 19 \(nan\): mend"):
+        normalize_group_rewards([math.nan] * 20, [0] * 20)
+
+
 def test_lengths_must_agree():
+    with pytest.raises(DataError, match="2 rewards but 1 sample indices"):
+        normalize_group_rewards([1.0, 2.0], [0, 0], sample_indices=[4])
     with pytest.raises(DataError, match="2 rewards but 1 group"):
         normalize_group_rewards([1.0, 2.0], [0])
     with pytest.raises(DataError, match="2 rewards but 1 trajectory ids"):

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 from slime_core.errors import ConfigError, DataError
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
 """The estimators by name. One's own is no name but a function: see :mod:`slime_core.ops.estimators`."""
+
+MOST_NAMED = 20
+"""Samples that an error names one by one; a reward that fails for all of a large batch must stay readable."""
 
 
 def normalize_group_rewards(
@@ -48,7 +52,8 @@ def normalize_group_rewards(
         One number per sample, in the order given.
 
     Raises:
-        DataError: The lengths differ, a reward is NaN or infinite, or samples of one trajectory differ in reward.
+        DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
+            differ in reward.
     """
     normalized = [0.0] * len(rewards)
     for positions, counted in _groups(rewards, group_indices, trajectory_ids, sample_indices):
@@ -152,8 +157,9 @@ def estimator_rewards(
 
 def nonfinite_message(broken: Sequence[tuple[int, float]]) -> str:
     """What to say of samples, each given as number and reward, whose rewards are no finite numbers."""
-    named = ", ".join(f"{name} ({value})" for name, value in broken)
-    return f"rewards must be finite numbers; not so for samples {named}: mend the reward"
+    named = ", ".join(f"{name} ({value})" for name, value in islice(broken, MOST_NAMED))
+    more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
+    return f"rewards must be finite numbers; not so for samples {named}{more}: mend the reward"
 
 
 def trajectory_message(trajectory: int, group: int, first: tuple[int, float], second: tuple[int, float]) -> str:
@@ -176,6 +182,8 @@ def _groups(
     if trajectory_ids is not None and len(rewards) != len(trajectory_ids):
         raise DataError(f"{len(rewards)} rewards but {len(trajectory_ids)} trajectory ids; give one of each per sample")
     names = range(len(rewards)) if sample_indices is None else sample_indices
+    if len(rewards) != len(names):
+        raise DataError(f"{len(rewards)} rewards but {len(names)} sample indices; give one of each per sample")
     if broken := [pair for pair in zip(names, rewards, strict=True) if not math.isfinite(pair[1])]:
         raise DataError(nonfinite_message(broken))
     members: dict[int, list[int]] = defaultdict(list)

@@ -41,6 +41,27 @@ def test_equals_the_plain_numbers_for_uneven_interleaved_groups(rows, with_traje
     assert_as_plain(rewards, groups, trajectories if with_trajectories else None)
 
 
+SHARES = st.integers(-4096, 4096).map(lambda number: number / 64)  # a spread that is 0 or not tiny beside the rewards
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), SHARES), max_size=40), st.randoms())
+def test_equals_the_plain_numbers_whatever_the_rewards_and_their_order(rows, rng):
+    assert_as_plain([reward for _, reward in rows], [group for group, _ in rows], None)
+    order = rng.sample(range(len(rows)), len(rows))
+    rewards = torch.tensor([reward for _, reward in rows], dtype=torch.float64)
+    groups, order = torch.tensor([group for group, _ in rows]), torch.tensor(order, dtype=torch.int64)
+    for function in (normalize_rewards_by_group, leave_one_out_by_group):
+        shuffled = function(rewards[order], groups[order])
+        torch.testing.assert_close(shuffled, function(rewards, groups)[order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_eps_is_added_to_the_standard_deviation(eps):
+    ours = normalize_rewards_by_group(torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([0, 0]), eps=eps)
+    assert ours.tolist() == pytest.approx([1 / (math.sqrt(2) + eps), -1 / (math.sqrt(2) + eps)])
+    assert plain.normalize_group_rewards([3.0, 1.0], [0, 0], eps=eps) == pytest.approx(ours.tolist())
+
+
 @given(UNIFORM)
 def test_equals_the_plain_numbers_for_even_groups_in_order(shape):
     groups, size, seed = shape
@@ -99,7 +120,14 @@ def test_a_trajectory_has_one_reward():
         )
 
 
+def test_an_error_names_the_first_twenty_samples():
+    with pytest.raises(DataError, match=r"samples 0 \(nan\), .*, 19 \(nan\) and 80 more: mend"):
+        normalize_rewards_by_group(torch.full((100,), math.nan), torch.zeros(100, dtype=torch.int64))
+
+
 def test_lengths_must_agree():
+    with pytest.raises(DataError, match="2 rewards but 1 sample indices"):
+        normalize_rewards_by_group(torch.zeros(2), torch.zeros(2, dtype=torch.int64), sample_indices=[4])
     with pytest.raises(DataError, match=r"rewards \[2\] but group indices \[1\]"):
         normalize_rewards_by_group(torch.zeros(2), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(DataError, match=r"rewards \[1\] but trajectory ids \[2\]"):

@@ -45,7 +45,8 @@ def normalize_rewards_by_group(
         One number per sample [N], in the order given, in the rewards' type or, below that, float32.
 
     Raises:
-        DataError: The lengths differ, a reward is NaN or infinite, or samples of one trajectory differ in reward.
+        DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
+            differ in reward.
     """
     groups = _group(rewards_N, group_indices_N, trajectory_ids_N, sample_indices)
     shifted_N = groups.centred_N if subtract_mean else groups.rewards_N
@@ -226,6 +227,10 @@ def _check(
         raise DataError(
             f"rewards {list(rewards_N.shape)} but trajectory ids {list(trajectory_ids_N.shape)}; "
             "give one of each per sample"
+        )
+    if sample_indices is not None and len(rewards_N) != len(sample_indices):
+        raise DataError(
+            f"{len(rewards_N)} rewards but {len(sample_indices)} sample indices; give one of each per sample"
         )
     # One sum is quicker than a look at each; where it overflows, `broken` is empty.
     if not math.isfinite(float(rewards_N.sum(dtype=torch.float64))):
