@@ -18,6 +18,20 @@ def test_type_and_error():
         grpo_advantages(1.0, -1)
 
 
+def test_what_outcome_advantages_refuse():
+    one, two = torch.ones(1), torch.ones(2)
+    with pytest.raises(DataError, match=r"mask_T has shape \[2, 1\], must be \[2\]"):
+        outcome_advantages(rewards_N=one, mask_T=torch.ones(2, 1), lengths=[2])
+    with pytest.raises(DataError, match=r"rewards have shape \[2\] but there are 1 responses"):
+        outcome_advantages(rewards_N=two, mask_T=two, lengths=[2])
+    with pytest.raises(ConfigError, match=r"kl_coef 0.1 needs the divergence"):
+        outcome_advantages(rewards_N=one, mask_T=two, lengths=[2], kl_coef=0.1)
+    with pytest.raises(ConfigError, match="kl_coef nan must be a finite number"):
+        outcome_advantages(rewards_N=one, mask_T=two, lengths=[2], kl_coef=torch.nan)
+    with pytest.raises(DataError, match=r"kl_T must be finite .* at token 1"):
+        outcome_advantages(rewards_N=one, mask_T=two, lengths=[2], kl_T=torch.tensor([0.0, torch.inf]), kl_coef=0.1)
+
+
 LENGTHS = st.lists(st.integers(0, 5), max_size=5)
 
 
@@ -76,6 +90,12 @@ def test_what_distillation_refuses():
         distilled_advantages(**given_, mask_T=torch.ones(2), coef=torch.inf)
     with pytest.raises(DataError, match=r"has shape \[2\], must be \[3\]"):
         distilled_advantages(**given_, mask_T=torch.ones(3), coef=1.0)
+    with pytest.raises(DataError, match=r"mask_T has shape \[2, 1\], must be \[2\]"):
+        distilled_advantages(**given_, mask_T=torch.ones(2, 1), coef=1.0)
+    with pytest.raises(DataError, match=r"advantages_T must be finite .* got inf at token 1"):
+        distilled_advantages(
+            **{**given_, "advantages_T": torch.tensor([0.0, torch.inf])}, mask_T=torch.ones(2), coef=1.0
+        )
     given_["teacher_log_probs_T"] = torch.tensor([0.0, -torch.inf])
     with pytest.raises(DataError, match=r"student_log_probs_T - teacher_log_probs_T must be finite .* at token 1"):
         distilled_advantages(**given_, mask_T=torch.ones(2), coef=1.0)

@@ -47,6 +47,30 @@ def test_tensor_masks_and_a_bad_denominator():
         token_weights([[1]], global_samples=0, global_tokens=1, per_token=False)
 
 
+def test_narrow_types_still_count_every_token():
+    """bf16 has no 257. What is given back is rounded once, at the end."""
+    mask = [1] * 257
+    exact = torch.tensor(1 / 257).bfloat16()
+    ours = [
+        token_weights([mask], global_samples=1, global_tokens=0, dtype=torch.bfloat16),
+        token_weights([mask], global_samples=1, global_tokens=257, per_token=True, dtype=torch.bfloat16),
+        token_weights_per_trajectory([mask], [257], global_trajectories=1, dtype=torch.bfloat16),
+        token_weights_by_constant([mask], divisor=257, global_samples=1, dtype=torch.bfloat16),
+    ]
+    assert all(weights.equal(exact.expand(257)) for weights in ours)
+
+
+def test_a_part_without_samples_has_no_weights():
+    for weights in (
+        token_weights([], global_samples=2, global_tokens=3),
+        token_weights([], global_samples=2, global_tokens=3, per_token=True),
+        token_weights_per_trajectory([], [], global_trajectories=2),
+        token_weights_by_constant([], divisor=4, global_samples=2, dtype=torch.float64),
+    ):
+        assert weights.shape == (0,)
+    assert weights.dtype == torch.float64
+
+
 STEP = st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.integers(0, 3)), min_size=1, max_size=7)
 
 

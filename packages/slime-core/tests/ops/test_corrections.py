@@ -171,6 +171,24 @@ def test_mis_is_that_of_the_paper(config, lengths, seed, per_token):
     assert summed([metrics]) == pytest.approx(expected_metrics)
 
 
+@given(CONFIGS, LENGTHS, st.integers(0, 99), st.booleans())
+def test_weight_sums_are_those_of_a_loop(config, lengths, seed, per_token):
+    """Of the mode's weights before any rejection or veto."""
+    batch = Batch(lengths, seed, per_token=per_token)
+    (lower, upper), expected = config.bounds, [0.0, 0.0]
+    for n, t, share in batch.positions():
+        ratio = batch.ratio(config.mis_level, n, t)
+        weight = {
+            "truncate": min(ratio, upper),
+            "clip": min(max(ratio, lower), upper),
+            "mask": ratio if lower <= ratio <= upper else 0.0,
+            "none": 1.0,
+        }[config.mis_mode]
+        expected[0] += share * weight
+        expected[1] += share
+    assert mis_weight_sums(config, **batch.whole["sequence"]).tolist() == pytest.approx(expected)
+
+
 @settings(max_examples=40)
 @given(CONFIGS, LENGTHS.filter(len), st.integers(0, 99), st.integers(1, 4))
 def test_any_split_into_micro_batches_gives_the_same(config, lengths, seed, count):

@@ -136,6 +136,8 @@ def test_an_estimator_that_breaks_its_contract(result, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"mask_T": MASK.unsqueeze(1)}, r"mask_T has shape \[6, 1\], must be \[6\]"),
+        ({"rewards_N": torch.tensor([0.0, math.nan, 1.0])}, r"not so for responses \[1\]"),
         ({"rewards_N": REWARDS[:2]}, r"rewards have shape \[2\] but there are 3 responses"),
         ({"lengths_N": LENGTHS + 1}, "add up to 9 but there are 6"),
         ({"kl_T": KL[:3]}, r"kl_T has shape \[3\]"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.config import KL_LOSS_TYPES
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
 from slime_core.ops import kl_penalty
 
 LOG_PROBS = st.floats(-15, 0)
@@ -55,6 +55,14 @@ def test_the_mean_of_k1_and_k3_is_the_divergence():
     exact = (policy.exp() * (policy - reference)).sum()
     for kind in ("k1", "k3"):
         torch.testing.assert_close((policy.exp() * kl_penalty(policy, reference, kind)).sum(), exact)
+
+
+def test_shapes_must_agree_with_and_without_a_mask():
+    for mask in (None, torch.ones(3)):
+        with pytest.raises(DataError, match=r"one shape.*ref_log_probs_T \[3, 1\]"):
+            kl_penalty(torch.zeros(3), torch.zeros(3, 1), "k1", mask_T=mask)
+        with pytest.raises(DataError, match=r"one shape.*old_log_probs_T \[1\]"):
+            kl_penalty(torch.zeros(3), torch.zeros(3), "k1", old_log_probs_T=torch.zeros(1), mask_T=mask)
 
 
 def test_an_unknown_kind_lists_the_known():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
 from slime_core.ops import cispo_loss, policy_loss
 
 ROW = st.tuples(st.floats(-10, 0), st.floats(-10, 0), st.floats(-5, 5))
@@ -176,6 +176,17 @@ def test_a_mask_changes_nothing_for_the_other_tokens(rows):
         loss, clipped = loss_of(new, old, advantages, 0.2, 0.28, mask_T=mask)
         assert loss.equal(torch.where(mask, plain, 0.0))
         assert clipped.equal(plain_clipped & mask)
+
+
+def test_shapes_must_agree_with_and_without_a_mask():
+    """A column would broadcast to a loss of T × T numbers."""
+    three = torch.zeros(3)
+    for loss_of in (policy_loss, cispo_loss):
+        for mask in (None, torch.ones(3)):
+            with pytest.raises(DataError, match=r"one shape.*old_log_probs_T \[3, 1\]"):
+                loss_of(three, three.unsqueeze(1), three, 0.2, 0.2, mask_T=mask)
+        with pytest.raises(DataError, match=r"one shape.*mask_T \[3, 1\]"):
+            loss_of(three, three, three, 0.2, 0.2, mask_T=torch.ones(3, 1))
 
 
 def test_narrow_bounds_survive_bf16():

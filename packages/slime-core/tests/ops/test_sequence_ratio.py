@@ -47,8 +47,11 @@ class Batch:
         return (loss * weights).sum(), clipped
 
 
-def by_the_paper(batch, bounds):
-    """Zheng et al. 2025: equations 5 and 7 for the value, equation 10 (with the clip) for the gradient."""
+def by_the_paper(batch, bounds, c=math.inf):
+    """Zheng et al. 2025: equations 5 and 7 for the value, equation 10 (with the clip) for the gradient.
+
+    And Ye et al. 2020 for the dual clip's c.
+    """
     objective, slopes, start = 0.0, [], 0
     size = len(batch.masks)
     for mask, reward in zip(batch.masks, batch.rewards.tolist(), strict=True):
@@ -58,9 +61,14 @@ def by_the_paper(batch, bounds):
         total = sum(a - b for a, b, m in zip(new, old, mask, strict=True) if m)
         s = math.exp(total / count) if count else 1.0
         clipped = min(max(s, 1 - bounds[0]), 1 + bounds[1])
+        value, slope = min(s * reward, clipped * reward), s * reward
+        if clipped * reward < s * reward:
+            slope = 0.0
+        if reward < 0 and value < c * reward:
+            value, slope = c * reward, 0.0
         if count:
-            objective += min(s * reward, clipped * reward) / size
-        slope = 0.0 if clipped * reward < s * reward else s * reward / max(count, 1) / size
+            objective += value / size
+        slope *= 1 / max(count, 1) / size
         slopes += [slope * m for m in mask]
     return -objective, [-slope for slope in slopes]
 
@@ -75,6 +83,33 @@ def test_both_forms_have_the_papers_value_and_gradient(masks, seed, bounds, toke
     if bounds != (0.0, 0.0):  # there a one-token sequence can tie with both bounds
         (grad,) = torch.autograd.grad(loss, batch.new)
         assert grad.tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
+@given(MASKS, st.integers(0, 2**16), st.booleans())
+def test_the_dual_clip_bounds_the_sequence_ratio(masks, seed, token_form):
+    batch = Batch(masks, seed, spread=1.0)
+    loss, _ = batch.loss((0.2, 0.28), token_form=token_form, eps_clip_c=1.5)
+    expected, slopes = by_the_paper(batch, (0.2, 0.28), c=1.5)
+    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    (grad,) = torch.autograd.grad(loss, batch.new)
+    assert grad.tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
+@given(MASKS, st.integers(0, 2**16))
+def test_log_ratios_are_means_over_unmasked_tokens(masks, seed):
+    """Zheng et al. 2025, equation 7; the same at every token of the sequence, in both forms."""
+    batch = Batch(masks, seed)
+    expected, start = [], 0
+    for mask in masks:
+        found = [batch.new[start + t].item() - batch.old[start + t].item() for t, m in enumerate(mask) if m]
+        expected.append(sum(found) / len(found) if found else 0.0)
+        start += len(mask)
+    options = {"mask_T": batch.mask, "lengths": batch.lengths}
+    assert sequence_log_ratio(batch.new, batch.old, **options).tolist() == pytest.approx(expected, abs=1e-12)
+    everywhere = [value for value, mask in zip(expected, masks, strict=True) for _ in mask]
+    for token_form in (False, True):
+        ours = gspo_log_ratio(batch.new, batch.old, **options, token_form=token_form)
+        assert ours.tolist() == pytest.approx(everywhere, abs=1e-12)
 
 
 @given(MASKS, st.integers(0, 2**16), st.booleans(), st.booleans(), st.integers(2, 3))

@@ -78,6 +78,7 @@ def outcome_advantages(
         ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
         DataError: The shapes do not fit, or a number that counts is not finite.
     """
+    check_tokens(len(mask_T), mask_T=mask_T)
     lengths_N = lengths_tensor(lengths, len(mask_T), mask_T.device)
     check_rewards(rewards_N, lengths_N)
     outcome_T = expand(rewards_N.detach().double(), lengths_N).masked_fill_(mask_T == 0, 0)
@@ -106,12 +107,13 @@ def distilled_advantages(
 
     Raises:
         ConfigError: ``coef`` is not finite.
-        DataError: The shapes differ, or a log-prob is not finite where the mask is 1.
+        DataError: The shapes differ, or a number is not finite where the mask is 1.
     """
     if not math.isfinite(coef):
         raise ConfigError(f"the coefficient of on-policy distillation, {coef}, must be a finite number")
     check_tokens(
         len(mask_T),
+        mask_T=mask_T,
         advantages_T=advantages_T,
         student_log_probs_T=student_log_probs_T,
         teacher_log_probs_T=teacher_log_probs_T,
@@ -120,5 +122,7 @@ def distilled_advantages(
     divergence_T = kl_penalty(student_log_probs_T.double(), teacher_log_probs_T.double(), "k1")
     divergence_T = divergence_T.masked_fill(masked_T, 0)
     check_finite("student_log_probs_T - teacher_log_probs_T", divergence_T)
-    result_T = advantages_T.detach().double().masked_fill(masked_T, 0).sub_(divergence_T, alpha=coef)
+    result_T = advantages_T.detach().double().masked_fill(masked_T, 0)
+    check_finite("advantages_T", result_T)
+    result_T = result_T.sub_(divergence_T, alpha=coef)
     return result_T.to(torch.promote_types(advantages_T.dtype, torch.float32))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -45,12 +46,10 @@ def token_weights(
     """
     if global_samples < 1:
         raise DataError(f"global_samples {global_samples} must be 1 or more: the samples of the step over all ranks")
-    masks = [torch.as_tensor(mask, dtype=dtype, device=device) for mask in loss_masks]
-    if not masks:
-        return torch.zeros(0, dtype=dtype, device=device)
+    masks = _wide(loss_masks, dtype, device)
     if per_token:
-        return torch.cat(masks) / max(global_tokens, 1)
-    return torch.cat([mask / (mask.sum().clamp(min=1) * global_samples) for mask in masks])
+        return _divided(masks, repeat(max(global_tokens, 1)), dtype, device)
+    return _divided(masks, (mask.sum().clamp(min=1) * global_samples for mask in masks), dtype, device)
 
 
 def trajectory_tokens(loss_masks: Sequence[Sequence[int] | Tensor], trajectory_ids: Sequence[int]) -> list[int]:
@@ -110,9 +109,8 @@ def token_weights_per_trajectory(
         )
     if len(loss_masks) != len(tokens):
         raise DataError(f"{len(loss_masks)} loss masks and {len(tokens)} token counts; give one per sample")
-    masks = [torch.as_tensor(mask, dtype=dtype, device=device) for mask in loss_masks]
-    weighted = [mask / (max(count, 1) * global_trajectories) for mask, count in zip(masks, tokens, strict=True)]
-    return torch.cat(weighted) if weighted else torch.zeros(0, dtype=dtype, device=device)
+    masks = _wide(loss_masks, dtype, device)
+    return _divided(masks, (max(count, 1) * global_trajectories for count in tokens), dtype, device)
 
 
 def token_weights_by_constant(
@@ -145,5 +143,23 @@ def token_weights_by_constant(
         raise DataError(f"divisor {divisor} must be a finite number of tokens above 0")
     if global_samples < 1:
         raise DataError(f"global_samples {global_samples} must be 1 or more: the samples of the step over all ranks")
-    masks = [torch.as_tensor(mask, dtype=dtype, device=device) for mask in loss_masks]
-    return torch.cat(masks) / (divisor * global_samples) if masks else torch.zeros(0, dtype=dtype, device=device)
+    return _divided(_wide(loss_masks, dtype, device), repeat(divisor * global_samples), dtype, device)
+
+
+def _wide(
+    loss_masks: Sequence[Sequence[int] | Tensor], dtype: torch.dtype, device: torch.device | str | None
+) -> list[Tensor]:
+    """The masks in fp32 or better: bf16 counts tokens to 256 and no further."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return [torch.as_tensor(mask, dtype=wide, device=device) for mask in loss_masks]
+
+
+def _divided(
+    masks: list[Tensor],
+    denominators: Iterable[float | Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Tensor:
+    """Each mask by its denominator, one after the other [T]."""
+    parts = [mask / denominator for mask, denominator in zip(masks, denominators, strict=False)]
+    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype, device=device)

@@ -47,9 +47,9 @@ class AdvantageInputs:
     values_T: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_rewards(self.rewards_N, lengths_tensor(self.lengths_N, len(self.mask_T)))
-        per_token = {"kl_T": self.kl_T, "values_T": self.values_T}
+        per_token = {"mask_T": self.mask_T, "kl_T": self.kl_T, "values_T": self.values_T}
         check_tokens(len(self.mask_T), **{name: tensor for name, tensor in per_token.items() if tensor is not None})
+        check_rewards(self.rewards_N, lengths_tensor(self.lengths_N, len(self.mask_T)))
 
 
 class Advantages(NamedTuple):
@@ -81,15 +81,7 @@ class AdvantageEstimator(Protocol):
 
 
 def outcome(inputs: AdvantageInputs, /) -> Advantages:
-    """The estimator of grpo, gspo, cispo, rloo and reinforce_plus_plus_baseline: :func:`outcome_advantages`.
-
-    Returns:
-        Advantages, and the same again as returns.
-
-    Raises:
-        ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
-        DataError: A divergence that counts is not finite.
-    """
+    """The estimator of grpo, gspo, cispo, rloo and reinforce_plus_plus_baseline: :func:`outcome_advantages`."""
     advantages_T = outcome_advantages(
         rewards_N=inputs.rewards_N,
         mask_T=inputs.mask_T,
@@ -121,7 +113,7 @@ class Discounted:
 
         Raises:
             ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
-            DataError: A divergence that counts is not finite.
+            DataError: A KL estimate is not finite where the mask is 1.
         """
         returns_T = discounted_returns(
             rewards_T=_token_rewards(inputs), mask_T=inputs.mask_T, lengths=inputs.lengths_N, gamma=self.gamma
@@ -153,7 +145,7 @@ class GeneralizedAdvantage:
 
         Raises:
             ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
-            DataError: There are no values, or a value or divergence that counts is not finite.
+            DataError: There are no values, or a number is not finite where the mask is 1.
         """
         if inputs.values_T is None:
             raise DataError("ppo needs the critic's values, values_T, and none were given")
@@ -177,9 +169,6 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
             ``rloo``.
         gamma: γ of ppo and reinforce_plus_plus; the others have none.
         lambd: λ of ppo.
-
-    Returns:
-        A function or an object with a ``__call__``, as :class:`AdvantageEstimator` says.
 
     Raises:
         ConfigError: There is none of that name, or γ or λ is not between 0 and 1.
@@ -233,9 +222,9 @@ def compute_advantages(
         Advantages and returns, each [T], 0 where masked.
 
     Raises:
-        ConfigError: A coefficient is not finite, or ``kl_coef`` is not 0 and there is no ``kl_T``.
-        DataError: The estimator broke its contract, in shape or by a number that is not finite; or what it was given
-            does not fit it.
+        ConfigError: A coefficient is not finite, or ``inputs.kl_coef`` is not 0 and there is no ``kl_T``.
+        DataError: The estimator needs what the inputs lack, or broke its contract, in shape or by a number that is not
+            finite; or a number of the distillation is not finite.
     """
     advantages_T, returns_T = estimator(inputs)
     advantages_T = _checked("advantages_T", advantages_T, inputs.mask_T)

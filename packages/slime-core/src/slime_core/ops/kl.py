@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slime_core.config import KL_LOSS_TYPES
 from slime_core.errors import ConfigError
-from slime_core.ops.masking import masked, widen
+from slime_core.ops.masking import masked
 from slime_core.ops.numerics import LIMIT, bounded_expm1_minus
 
 LOW_VAR_BOUND = 10.0
@@ -47,12 +47,12 @@ def kl_penalty(
 
     Raises:
         ConfigError: ``kind`` is none of the four.
-        DataError: The mask's shape is not that of the other tensors.
+        DataError: The shapes differ.
     """
     given = {"log_probs_T": log_probs_T, "ref_log_probs_T": ref_log_probs_T}
     if old_log_probs_T is not None:
         given["old_log_probs_T"] = old_log_probs_T.detach()
-    values_T = [widen(tensor) for tensor in given.values()] if mask_T is None else masked(mask_T, **given)
+    values_T = masked(mask_T, **given)
     difference_T = values_T[0] - values_T[1]
     estimate_T = _estimate(difference_T, kind)
     if old_log_probs_T is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_core.errors import ConfigError
-from slime_core.ops.masking import masked, widen
+from slime_core.ops.masking import masked
 from slime_core.ops.numerics import bounded_exp
 from slime_core.ops.sequence_ratio import gspo_log_ratio
 
@@ -47,14 +47,11 @@ def policy_loss(
 
     Raises:
         ConfigError: ``eps_clip_c`` is not above 1.
-        DataError: The mask's shape is not that of the other tensors.
+        DataError: The shapes differ.
     """
-    if mask_T is None:
-        new_T, old_T, advantages_T = widen(log_probs_T), widen(old_log_probs_T), widen(advantages_T)
-    else:
-        new_T, old_T, advantages_T = masked(
-            mask_T, log_probs_T=log_probs_T, old_log_probs_T=old_log_probs_T, advantages_T=advantages_T
-        )
+    new_T, old_T, advantages_T = masked(
+        mask_T, log_probs_T=log_probs_T, old_log_probs_T=old_log_probs_T, advantages_T=advantages_T
+    )
     return _clipped_surrogate(new_T - old_T.detach(), advantages_T.detach(), eps_clip, eps_clip_high, eps_clip_c)
 
 
