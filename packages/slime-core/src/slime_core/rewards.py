@@ -43,7 +43,7 @@ def normalize_group_rewards(
         group_indices: The group of each sample.
         subtract_mean: Subtract the group's mean.
         divide_by_std: Divide by the group's standard deviation.
-        eps: Added to the standard deviation.
+        eps: Added to the standard deviation, 0 or more.
         sample_indices: The samples' numbers, for error messages only. ``None`` means their positions.
         trajectory_ids: The trajectory of each sample. A trajectory that became several samples counts once in its
             group's mean and standard deviation, and so does not outweigh the others. ``None`` means one sample each.
@@ -52,9 +52,11 @@ def normalize_group_rewards(
         One number per sample, in the order given.
 
     Raises:
+        ConfigError: ``eps`` is negative or not finite.
         DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
             differ in reward.
     """
+    check_eps(eps)
     normalized = [0.0] * len(rewards)
     for positions, counted in _groups(rewards, group_indices, trajectory_ids, sample_indices):
         shift, scale = _shift_and_scale(counted, subtract_mean, divide_by_std, eps)
@@ -153,6 +155,16 @@ def estimator_rewards(
         sample_indices=sample_indices,
         trajectory_ids=trajectory_ids,
     )
+
+
+def check_eps(eps: float) -> None:
+    """Check what is added to a standard deviation.
+
+    Raises:
+        ConfigError: It is negative, which may divide by 0, or not finite.
+    """
+    if not 0 <= eps < math.inf:
+        raise ConfigError(f"eps {eps} must be a finite number, 0 or more; 1e-6 is usual")
 
 
 def nonfinite_message(broken: Sequence[tuple[int, float]]) -> str:

@@ -32,8 +32,8 @@ class TwoRanks:
             for rank, pipe in enumerate(self.pipes):
                 assert pipe.poll(max(end - time.monotonic(), 0)), f"rank {rank} gave nothing in {SECONDS} seconds"
                 outcomes.append(pickle.loads(pipe.recv_bytes()))
-            for rank, (good, result) in enumerate(outcomes):
-                assert good, f"rank {rank}: {result}"
+            broken = [f"rank {rank}: {result}" for rank, (good, result) in enumerate(outcomes) if not good]
+            assert not broken, "\n".join(broken)
         except BaseException:
             self.stop()  # the ranks may be out of step now
             raise
@@ -58,7 +58,7 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="session")
-def on_two_ranks(tmp_path_factory):
+def two_ranks(tmp_path_factory):
     """Call a function on two gloo ranks: see :class:`TwoRanks`."""
     ranks = TwoRanks(lambda: tmp_path_factory.mktemp("gloo"))
     yield ranks
@@ -66,6 +66,6 @@ def on_two_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def vocab_parallel_ranks(on_two_ranks):
+def vocab_parallel_ranks(two_ranks):
     """What two ranks computed, each with half of the vocabulary: of each rank, by "logits" or "linear"."""
-    return on_two_ranks("vocab_parallel_cases.py", "run_all")
+    return two_ranks("vocab_parallel_cases.py", "run_all")

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 
@@ -209,6 +210,17 @@ def test_any_split_into_micro_batches_gives_the_same(config, lengths, seed, coun
         pieces, (factor, metrics) = [compute(part) for part in parts], compute(whole)
         torch.testing.assert_close(torch.cat([piece for piece, _ in pieces]), factor, rtol=1e-12, atol=1e-12)
         assert summed([part for _, part in pieces]) == pytest.approx(summed([metrics]), rel=1e-9, abs=1e-12)
+
+
+def test_a_ratio_at_a_bound_is_inside():
+    same = {"train_log_probs_T": torch.zeros(2), "rollout_log_probs_T": torch.zeros(2), "mask_T": torch.ones(2)}
+    same["weights_T"] = torch.full((2,), 0.5)
+    factor, metrics = icepop_weights(**same, lower=1.0, upper=1.0)
+    assert (factor.tolist(), metrics["icepop_clipfrac"].item()) == ([1, 1], 0)
+    config = MisConfig(mis_mode="mask", mis_upper_bound=1.0, mis_rs_level="token", mis_rs_upper_bound=1.0)
+    factor, metrics = mis_weights(dataclasses.replace(config, mis_veto_threshold=1.0), **same, lengths=[2])
+    assert factor.tolist() == [1, 1]
+    assert {name for name, value in metrics.items() if value.item()} == {"mis_ratio", "mis_weight"}
 
 
 def test_batch_normalisation_gives_a_mean_of_one_before_rejection():

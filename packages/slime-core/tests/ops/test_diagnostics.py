@@ -167,12 +167,12 @@ def statistics_of_a_rank(rank, kind, split, dtype):
 
 @pytest.mark.parametrize("kind", ["policy", "drift"])
 @pytest.mark.parametrize("split", [([0, 1, 2], [3, 4]), ([0, 1, 2, 3, 4], []), ([2], [4, 3, 1, 0])])
-def test_two_ranks_find_what_one_does(on_two_ranks, kind, split):
+def test_two_ranks_find_what_one_does(two_ranks, kind, split):
     """A step split evenly, one of which a rank has nothing, and one of which it has only an empty sequence."""
     whole = numbers(COMPUTE[kind](**Batch([4, 3, 0, 6, 1], seed=7).inputs(kind)).metrics())
-    for metrics in on_two_ranks(__file__, "statistics_of_a_rank", kind, split, torch.float64):
+    for metrics in two_ranks(__file__, "statistics_of_a_rank", kind, split, torch.float64):
         assert metrics == pytest.approx(whole, rel=1e-9)
-    for metrics in on_two_ranks(__file__, "statistics_of_a_rank", kind, split, torch.float32):
+    for metrics in two_ranks(__file__, "statistics_of_a_rank", kind, split, torch.float32):
         assert metrics == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core import rewards as plain
-from slime_core.errors import DataError
+from slime_core.errors import ConfigError, DataError
 from slime_core.ops import leave_one_out_by_group, normalize_rewards_by_group
 
 ROWS = st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([0.0, 0.1, 1 / 3, 1.0, -2.5, 7.25]), st.integers(1, 3)))
@@ -60,6 +60,14 @@ def test_eps_is_added_to_the_standard_deviation(eps):
     ours = normalize_rewards_by_group(torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([0, 0]), eps=eps)
     assert ours.tolist() == pytest.approx([1 / (math.sqrt(2) + eps), -1 / (math.sqrt(2) + eps)])
     assert plain.normalize_group_rewards([3.0, 1.0], [0, 0], eps=eps) == pytest.approx(ours.tolist())
+
+
+@pytest.mark.parametrize("eps", [-1e-6, math.nan, math.inf])
+def test_eps_that_cannot_be(eps):
+    with pytest.raises(ConfigError, match=r"eps \S+ must be a finite number, 0 or more"):
+        normalize_rewards_by_group(torch.ones(2), torch.zeros(2, dtype=torch.int64), eps=eps)
+    with pytest.raises(ConfigError, match=r"eps \S+ must be a finite number, 0 or more"):
+        plain.normalize_group_rewards([1.0], [0], eps=eps)
 
 
 @given(UNIFORM)

@@ -217,12 +217,12 @@ def outcomes_of_a_rank(rank, split, dtype):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_ranks(on_two_ranks, split, dtype, tolerance):
+def test_two_ranks(two_ranks, split, dtype, tolerance):
     """Every loss under every aggregation, every correction under every aggregation."""
     step = Step(LENGTHS, seed=3)
     first, second = (set(itertools.chain(*SPLITS["trajectories cut"][rank])) for rank in range(2))
     assert {step.trajectories[n] for n in first if step.masks[n]} & {step.trajectories[n] for n in second}
-    ranks = on_two_ranks(__file__, "outcomes_of_a_rank", split, dtype)
+    ranks = two_ranks(__file__, "outcomes_of_a_rank", split, dtype)
     for case, one, other in zip(CASES, *ranks, strict=True):
         whole = outcome(step, [range(len(LENGTHS))], case)
         assert whole[1:].abs().max() > 1e-3 or case[0] == "kl_penalty, k1", case  # there is something to compare
@@ -249,9 +249,9 @@ def pairs_of_a_rank(rank, kind):
 
 
 @pytest.mark.parametrize("kind", ["dpo_loss", "reward_model_loss"])
-def test_two_ranks_with_pairs(on_two_ranks, kind):
+def test_two_ranks_with_pairs(two_ranks, kind):
     whole = pair_losses(Step(LENGTHS, seed=3), range(4), kind)
-    for result in on_two_ranks(__file__, "pairs_of_a_rank", kind):
+    for result in two_ranks(__file__, "pairs_of_a_rank", kind):
         torch.testing.assert_close(result, whole, rtol=1e-12, atol=1e-12)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.errors import DataError
+from slime_core.errors import ConfigError, DataError
 from slime_core.ops import AdvantageInputs, Discounted, compute_advantages, whiten
 
 
@@ -42,6 +42,9 @@ def test_eps_types_and_gradient():
 
 
 def test_what_it_refuses():
+    for eps in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"eps \S+ must be a finite number above 0"):
+            whiten(torch.ones(2), torch.ones(2), eps=eps)
     with pytest.raises(DataError, match=r"values_T has shape \[2\], must be \[3\]"):
         whiten(torch.zeros(2), torch.ones(3))
     with pytest.raises(DataError, match=r"mask_T has shape \[2, 1\], must be \[2\]"):
@@ -105,16 +108,16 @@ def refusal(rank):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_split_over_ranks_equals_whole(on_two_ranks, name):
+def test_split_over_ranks_equals_whole(two_ranks, name):
     values, mask, counts = tokens(name)
-    parts = on_two_ranks(__file__, "run_case", name)
+    parts = two_ranks(__file__, "run_case", name)
     joined = torch.cat(parts)
     assert [len(part) for part in parts] == list(counts)
     assert joined.tolist() == pytest.approx(whiten(values, mask).tolist(), rel=1e-9, abs=1e-9)
     assert joined.tolist() == pytest.approx(by_a_loop(values, mask), rel=1e-7, abs=1e-7)
 
 
-def test_advantages_are_whitened_alike_wherever_the_responses_lie(on_two_ranks):
+def test_advantages_are_whitened_alike_wherever_the_responses_lie(two_ranks):
     whole = compute_advantages(
         AdvantageInputs(
             rewards_N=torch.tensor([1.0, -2.0, 0.5]),
@@ -124,11 +127,11 @@ def test_advantages_are_whitened_alike_wherever_the_responses_lie(on_two_ranks):
         Discounted(0.9),
         whitened=True,
     )
-    for parts in zip(*on_two_ranks(__file__, "run_estimator"), strict=True):
+    for parts in zip(*two_ranks(__file__, "run_estimator"), strict=True):
         joined = torch.cat(parts)
         torch.testing.assert_close(joined, whole.advantages_T, rtol=1e-6, atol=1e-6)
 
 
-def test_a_nan_on_one_rank_is_an_error_on_every_rank(on_two_ranks):
-    for message in on_two_ranks(__file__, "refusal"):
+def test_a_nan_on_one_rank_is_an_error_on_every_rank(two_ranks):
+    for message in two_ranks(__file__, "refusal"):
         assert "are [0.5, nan]" in message

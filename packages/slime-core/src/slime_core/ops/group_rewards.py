@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_core.errors import DataError
-from slime_core.rewards import nonfinite_message, trajectory_message
+from slime_core.rewards import check_eps, nonfinite_message, trajectory_message
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def normalize_rewards_by_group(
         subtract_mean: Subtract the group's mean.
         divide_by_std: Divide by the group's unbiased standard deviation, unless its rewards are all equal. Off in
             Dr.GRPO and REINFORCE++-baseline.
-        eps: Added to the standard deviation.
+        eps: Added to the standard deviation, 0 or more.
         sample_indices: The samples' numbers, for error messages only. ``None`` means their positions.
         trajectory_ids_N: The trajectory of each sample, integers [N]; each counts once. ``None`` means one sample each.
 
@@ -45,9 +45,11 @@ def normalize_rewards_by_group(
         One number per sample [N], in the order given, in the rewards' type or, below that, float32.
 
     Raises:
+        ConfigError: ``eps`` is negative or not finite.
         DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
             differ in reward.
     """
+    check_eps(eps)
     groups = _group(rewards_N, group_indices_N, trajectory_ids_N, sample_indices)
     shifted_N = groups.centred_N if subtract_mean else groups.rewards_N
     if divide_by_std:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.errors import DataError
+from slime_core.errors import ConfigError, DataError
 from slime_core.ops.scan import check_tokens
 
 
@@ -27,15 +29,18 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, group: dist.ProcessGroup | None 
             anything, NaN too.
         mask_T: 1 where a token counts, else 0 [T].
         group: Ranks that share the statistics. ``None`` means this process alone.
-        eps: Added to the variance.
+        eps: Added to the variance, above 0: equal numbers have none.
 
     Returns:
         Whitened numbers [T], 0 where masked, without gradient; in the values' type or, below that, float32.
 
     Raises:
+        ConfigError: ``eps`` is not a finite number above 0.
         DataError: The shapes differ; or a number that counts is not finite on some rank, and then on every rank, so
             that none waits for another.
     """
+    if not 0 < eps < math.inf:
+        raise ConfigError(f"eps {eps} must be a finite number above 0; 1e-8 is usual")
     check_tokens(len(mask_T), mask_T=mask_T, values_T=values_T)
     kept_T = mask_T != 0
     numbers_T = values_T.detach().double().masked_fill(~kept_T, 0)
