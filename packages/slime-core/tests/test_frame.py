@@ -89,10 +89,23 @@ def test_what_would_not_come_back_is_refused(value, message):
         check_plain(value, "meta")
 
 
+@pytest.mark.parametrize("levels", range(97, 102))
+def test_what_is_not_too_deep_to_write_is_not_too_deep_to_read(levels):
+    def stack(depth):
+        return [] if depth == 1 else [stack(depth - 1), 0]
+
+    head = {"a": stack(levels)}
+    if levels < 100:  # the head is a level too
+        assert unpack_frame(pack_frame(b"TEST", 1, head, b""), b"TEST", 1, "")[0] == head
+    else:
+        with pytest.raises(DataError, match="nested too deeply"):
+            pack_frame(b"TEST", 1, head, b"")
+
+
 def test_a_value_that_holds_itself_is_refused():
     loop = []
     loop.append(loop)
-    with pytest.raises(DataError, match="x is nested too deeply, or holds itself"):
+    with pytest.raises(DataError, match=r"is nested too deeply \(over 100 levels\), or holds itself"):
         check_plain(loop, "x")
     with pytest.raises(DataError, match="does not fit JSON"):
         pack_frame(b"TEST", 1, {"n": 10**5000}, b"")

@@ -17,6 +17,9 @@ from slime_core.errors import DamagedError, DataError, FormatVersionError
 _HEADER = struct.Struct("<4sHHQQ")
 _CRC = struct.Struct("<I")
 _START = _HEADER.size + _CRC.size
+_SCALARS = {str, int, float, bool, type(None)}
+# Python's own limit for JSON is near 1000 and depends on the caller; what was written must be readable anywhere.
+_MOST_LEVELS = 100
 
 
 def pack_frame(magic: bytes, version: int, head: dict[str, Any], body: bytes) -> bytes:
@@ -91,25 +94,27 @@ def check_plain(value: Any, path: str) -> None:
         path: Name of the value, for errors: ``metadata`` gives ``metadata.tools[2]``.
 
     Raises:
-        DataError: Naming the place and the type, for a tuple too, which JSON would turn into a list.
+        DataError: Naming the place and the type, for a tuple too, which JSON would turn into a list; or the value has
+            more than 100 levels, as one that holds itself has.
     """
-    try:
-        _check_plain(value, path)
-    except RecursionError:
-        raise DataError(f"{path} is nested too deeply, or holds itself; make it flatter") from None
+    _check_plain(value, path, _MOST_LEVELS)
 
 
-def _check_plain(value: Any, path: str) -> None:
+def _check_plain(value: Any, path: str, levels: int) -> None:
     if value is None or isinstance(value, str | int | float):
         return
+    if not levels:
+        raise DataError(f"{path} is nested too deeply (over {_MOST_LEVELS} levels), or holds itself; make it flatter")
     if isinstance(value, list):
+        if set(map(type, value)) <= _SCALARS:  # long lists of numbers, such as token ids
+            return
         for place, item in enumerate(value):
-            _check_plain(item, f"{path}[{place}]")
+            _check_plain(item, f"{path}[{place}]", levels - 1)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise DataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
-            _check_plain(item, f"{path}.{key}")
+            _check_plain(item, f"{path}.{key}", levels - 1)
     else:
         raise DataError(
             f"{path} is a {type(value).__name__}; allowed: None, bool, int, float, str, list, dict with string keys"

@@ -33,7 +33,7 @@ def samples(draw):
         return draw(st.none() | st.just(values))
 
     return Sample(
-        index=draw(st.integers(-(2**70), 2**70)),
+        index=draw(st.integers(0, 2**70)),
         group_index=draw(st.integers(0)),
         prompt=draw(TEXT | st.lists(st.dictionaries(TEXT, PLAIN, max_size=2), max_size=2)),
         label=draw(st.none() | TEXT),
@@ -56,16 +56,18 @@ def samples(draw):
 
 # repr, unlike ==, takes NaN for NaN and tells 0.0 from -0.0 and True from 1.
 @given(samples())
-def test_a_sample_comes_back_from_bytes_as_it_was(sample):
+def test_a_sample_comes_back_from_bytes_and_from_json_as_it_was(sample):
     assert repr(Sample.from_bytes(sample.to_bytes())) == repr(sample)
+    assert repr(Sample.from_json(sample.to_json())) == repr(sample)
 
 
 @given(st.lists(st.lists(samples(), max_size=2), max_size=3), st.dictionaries(TEXT, st.floats(), max_size=2))
-def test_a_batch_comes_back_from_bytes_as_it_was(groups, metrics):
+def test_a_batch_comes_back_from_bytes_and_from_json_lines_as_it_was(groups, metrics):
     batch = RolloutBatch(
         rollout_id=3, groups=groups, source_state={"epoch": 1}, metrics=metrics, seconds={"generate": 0.5}
     )
     assert repr(RolloutBatch.from_bytes(batch.to_bytes())) == repr(batch)
+    assert repr(RolloutBatch.from_jsonl(batch.to_jsonl())) == repr(batch)
 
 
 def make_sample(**fields):
@@ -193,18 +195,27 @@ def test_a_forged_batch_is_told(forgery):
         RolloutBatch.from_bytes(pack_frame(b"SLMB", 1, head | forgery, bytes(body)))
 
 
-def test_what_would_not_come_back_is_refused():
+WRITERS = [Sample.to_bytes, Sample.to_json]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_would_not_come_back_is_refused(write):
     with pytest.raises(DataError, match=r"sample 7: metadata\.turns\[0\] is a tuple"):
-        make_sample(metadata={"turns": [(1, 2)]}).to_bytes()
+        write(make_sample(metadata={"turns": [(1, 2)]}))
+    with pytest.raises(DataError, match=r"sample 7: train_metadata has the key 1 of type int; keys must be strings"):
+        write(make_sample(train_metadata={1: 2}))
     with pytest.raises(DataError, match=r"sample 7: prompt\[0\]\.image is a bytes"):
-        make_sample(prompt=[{"role": "user", "image": b"png"}]).to_bytes()
+        write(make_sample(prompt=[{"role": "user", "image": b"png"}]))
+    with pytest.raises(DataError, match="does not fit JSON"):
+        write(make_sample(metadata={"n": 10**5000}))
 
 
-def test_a_sample_made_invalid_later_is_refused():
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_sample_made_invalid_later_is_refused(write):
     sample = make_sample()
     sample.loss_mask = [1]
     with pytest.raises(DataError, match="sample 7: loss_mask has 1 entries, response_length is 2"):
-        sample.to_bytes()
+        write(sample)
 
 
 def test_every_field_is_carried():
@@ -228,6 +239,7 @@ def test_every_field_is_carried():
         assert getattr(full, field.name) != getattr(bare, field.name), f"give {field.name} another value above"
     assert Sample.from_bytes(full.to_bytes()) == full
     assert Sample.from_dict(full.to_dict()) == full
+    assert Sample.from_json(full.to_json()) == full
 
 
 WRITTEN_BY_VERSION_1 = (

@@ -54,6 +54,8 @@ BASE = {"index": 7, "group_index": 0, "prompt": "p", "tokens": [1, 2, 3], "respo
     ("fields", "message"),
     [
         ({"prompt": 5}, "sample 7: prompt must be a string or chat messages, got int"),
+        ({"prompt": [{"role": "user"}, "hi"]}, r"sample 7: prompt\[1\] must be a message, got 'hi'"),
+        ({"label": 42}, r"sample 7: label must be a string or None, got 42 \(int\)"),
         ({"response_length": 4}, "sample 7: response_length 4 is not between 0 and 3 tokens"),
         ({"response_length": -1}, "sample 7: response_length -1 is not between 0 and 3 tokens"),
         ({"loss_mask": [1]}, "sample 7: loss_mask has 1 entries, response_length is 2"),
@@ -65,19 +67,26 @@ BASE = {"index": 7, "group_index": 0, "prompt": "p", "tokens": [1, 2, 3], "respo
         ({"tokens": None}, "sample 7: tokens must be a list of integers, got NoneType"),
         ({"tokens": [1, 2.5, 3]}, r"sample 7: tokens\[1\] must be an integer, got 2.5 \(float\)"),
         ({"tokens": [1, 2, -3]}, r"sample 7: tokens\[2\] is -3; it must be 0 or more"),
+        ({"tokens": [1, 2, -(10**5000)]}, r"sample 7: tokens\[2\] is an integer of 16610 bits"),
+        ({"tokens": {1, 2, 3}}, "sample 7: tokens must be a list of integers, got set"),
         ({"weight_versions": [0, -2]}, r"sample 7: weight_versions\[1\] is -2; it must be -1 or more"),
         ({"teacher_log_probs": [0.0]}, "sample 7: teacher_log_probs has 1 entries, response_length is 2"),
         ({"rollout_log_probs": [0.0, None]}, r"sample 7: rollout_log_probs\[1\] must be a number, got None"),
         ({"rollout_log_probs": [0.0, "-1"]}, r"sample 7: rollout_log_probs\[1\] must be a number, got '-1'"),
-        ({"index": "7"}, "sample 7: index must be an integer, got '7'"),
+        ({"index": "7"}, "a sample: index must be an integer, got '7'"),
+        ({"index": -1}, "a sample: index is -1; it must be 0 or more"),
+        ({"index": 10**5000}, "a sample: index is an integer of 16610 bits; at most 1024 are allowed"),
+        ({"group_index": -1}, "sample 7: group_index is -1; it must be 0 or more"),
+        ({"trajectory_id": -1}, "sample 7: trajectory_id is -1; it must be 0 or more"),
         ({"group_index": None}, "sample 7: group_index must be an integer, got None"),
         ({"response_length": 1.0}, "sample 7: response_length must be an integer, got 1.0"),
         ({"trajectory_id": "a"}, "sample 7: trajectory_id must be an integer, got 'a'"),
         ({"reward": "good"}, "sample 7: reward must be a number, got 'good'"),
+        ({"reward": 10**400}, "sample 7: reward must be a number that a float can hold; it is too large"),
         ({"reward": {"a": None}}, r"sample 7: reward\['a'\] must be a number, got None"),
-        ({"reward": {1: 2.0}}, "sample 7: reward has the key 1; rewards are named by strings"),
+        ({"reward": {1: 2.0}}, "sample 7: reward has the key 1; its numbers are named by strings"),
         ({"response": None}, "sample 7: response must be a string, got NoneType"),
-        ({"session_id": 3}, "sample 7: session_id must be a string, got 3"),
+        ({"session_id": 3}, "sample 7: session_id must be a string or None, got 3"),
         ({"remove_sample": 1}, "sample 7: remove_sample must be true or false, got 1"),
         ({"metadata": []}, "sample 7: metadata must be a dictionary, got list"),
         ({"train_metadata": None}, "sample 7: train_metadata must be a dictionary, got NoneType"),
@@ -92,6 +101,8 @@ def test_validation_names_the_field_and_the_values(fields, message):
 def test_from_dict_refuses_unknown_and_missing_fields():
     with pytest.raises(DataError, match=r"no fields \['colour'\]"):
         Sample.from_dict(BASE | {"colour": "red"})
+    with pytest.raises(DataError, match=r"no fields \['3', 'colour'\]"):
+        Sample.from_dict(BASE | {"colour": "red", 3: 4})
     with pytest.raises(DataError, match=r"needs the fields \['index'\]"):
         Sample.from_dict({"group_index": 0, "prompt": "p"})
     with pytest.raises(DataError, match="sample 7: status 'done' is unknown; allowed: pending, completed, truncated"):
@@ -181,6 +192,10 @@ def test_an_observation_first_is_filled_up_with_zeros():
         ({}, {"log_probs": [0.0]}, "sample 0: 2 tokens to append, but 1 log_probs"),
         ({"log_probs": [-1.0]}, {}, "the 2 trained tokens to append come without log_probs, unlike those before"),
         ({}, {"log_probs": [-1.0, 0.0]}, "the 2 trained tokens to append come with log_probs, unlike those before"),
+        # An observation's log-probs would make zeros of those that the trained tokens lack.
+        ({}, {"log_probs": [-1.0, 0.0], "trained": False}, "the 2 untrained tokens to append come with log_probs"),
+        ({}, {"text": None}, "text must be a string, got NoneType"),
+        ({}, {"weight_version": -2}, "weight_version is -2; it must be -1 or more"),
         ({}, {"log_probs": [-1.0, "x"], "trained": False}, r"log_probs\[1\] must be a number, got 'x'"),
         ({}, {"weight_version": "v"}, "weight_version must be an integer, got 'v'"),
     ],
@@ -195,6 +210,40 @@ def test_an_append_that_fails_changes_nothing(first, then, message):
     sample.teacher_log_probs = [0.0]
     with pytest.raises(DataError, match="teacher_log_probs are there already"):
         sample.append_response([2])
+
+
+def test_appending_no_tokens_makes_up_no_log_probs():
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[9])
+    sample.append_response([], log_probs=[], trained=False)
+    sample.append_response([1, 2])
+    sample.append_response([], text="x", log_probs=[], weight_version=3)
+    assert (sample.rollout_log_probs, sample.loss_mask, sample.weight_versions) == (None, None, [])
+    assert (sample.tokens, sample.response) == ([9, 1, 2], "x")
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.integers(-1, 2)),
+        max_size=6,
+    )
+)
+def test_no_sequence_of_appends_gives_a_trained_token_a_log_prob_that_no_engine_gave(appends):
+    sample, expected = Sample(index=0, group_index=0, prompt="p", tokens=[9]), []
+    for number, (count, trained, scored, version) in enumerate(appends, start=1):
+        log_probs = [-float(number)] * count if scored else None
+        try:
+            sample.append_response([number] * count, trained=trained, log_probs=log_probs, weight_version=version)
+        except DataError:
+            continue
+        expected += [(number, trained, -float(number) if scored else None, version)] * count
+    sample.validate()
+    assert sample.response_tokens == [token for token, *_ in expected]
+    assert sample.trained_mask == [int(trained) for _, trained, *_ in expected]
+    assert (sample.weight_versions or [-1] * len(expected)) == [version for *_, version in expected]
+    given = sample.rollout_log_probs
+    for place, (_, trained, log_prob, _) in enumerate(expected):
+        if trained or given is not None:
+            assert (None if given is None else given[place]) == (0.0 if log_prob is None and not trained else log_prob)
 
 
 def test_scalar_reward():

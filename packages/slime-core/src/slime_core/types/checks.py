@@ -7,24 +7,31 @@ from typing import Any
 
 from slime_core.errors import DataError
 
+# No float is larger, and Python prints it: integers of 4,300 digits and more it does not.
+_MOST_BITS = 1024
 
-def integer(where: str, name: str, value: Any) -> int:
+
+def integer(where: str, name: str, value: Any, *, least: int | None = None) -> int:
     """The value as a plain integer.
 
     Args:
         where: Whose field it is, such as ``sample 7``.
         name: The field.
         value: Its value.
+        least: The smallest allowed value, if there is one.
 
     Raises:
-        DataError: It is no integer.
+        DataError: It is no integer, is too small, or has more than 1,024 bits.
     """
-    if type(value) is int:
-        return value
     try:
-        return int(operator.index(value))
+        plain = value if type(value) is int else int(operator.index(value))
     except TypeError:
         raise DataError(f"{where}: {name} must be an integer, got {value!r} ({type(value).__name__})") from None
+    if plain.bit_length() > _MOST_BITS:
+        raise DataError(f"{where}: {name} is an integer of {plain.bit_length()} bits; at most {_MOST_BITS} are allowed")
+    if least is not None and plain < least:
+        raise DataError(f"{where}: {name} is {plain}; it must be {least} or more")
+    return plain
 
 
 def integers(where: str, name: str, values: Any, *, least: int) -> list[int]:
@@ -37,15 +44,12 @@ def integers(where: str, name: str, values: Any, *, least: int) -> list[int]:
         least: The smallest allowed value.
 
     Raises:
-        DataError: Naming the first entry that is no integer or too small.
+        DataError: Naming the first entry that is no integer, too small or too large.
     """
     plain: list[int] = _as_list(where, name, values, "integers")
-    if not set(map(type, plain)) <= {int}:
-        plain = [integer(where, f"{name}[{place}]", value) for place, value in enumerate(plain)]
-    if plain and min(plain) < least:
-        place = next(place for place, value in enumerate(plain) if value < least)
-        raise DataError(f"{where}: {name}[{place}] is {plain[place]}; it must be {least} or more")
-    return plain
+    if set(map(type, plain)) <= {int} and (not plain or (least <= min(plain) and max(plain) < 2**63)):
+        return plain
+    return [integer(where, f"{name}[{place}]", value, least=least) for place, value in enumerate(plain)]
 
 
 def numbers(where: str, name: str, values: Any) -> list[float]:
@@ -84,6 +88,20 @@ def _distinct(entries: list[Any], wrong: list[Any]) -> list[Any]:
         return wrong[:3]
 
 
+def messages(where: str, name: str, value: Any) -> None:
+    """Check that a value is text or chat messages.
+
+    Raises:
+        DataError: It is neither.
+    """
+    if not isinstance(value, str | list):
+        raise DataError(f"{where}: {name} must be a string or chat messages, got {type(value).__name__}")
+    if isinstance(value, list):
+        for place, message in enumerate(value):
+            if not isinstance(message, dict):
+                raise DataError(f"{where}: {name}[{place}] must be a message, got {message!r}; write a dictionary")
+
+
 def reward(where: str, value: Any) -> float | dict[str, float] | None:
     """The reward as plain values: a number, several by name, or ``None``.
 
@@ -91,24 +109,38 @@ def reward(where: str, value: Any) -> float | dict[str, float] | None:
         DataError: It is none of them.
     """
     if isinstance(value, dict):
-        if wrong := [key for key in value if not isinstance(key, str)]:
-            raise DataError(f"{where}: reward has the key {wrong[0]!r}; rewards are named by strings")
-        plain = {key: _plain_number(where, f"reward[{key!r}]", item) for key, item in value.items()}
-        return value if all(plain[key] is value[key] for key in plain) else plain
+        return named_numbers(where, "reward", value)
     return None if value is None else _plain_number(where, "reward", value)
+
+
+def named_numbers(where: str, name: str, value: Any) -> dict[str, float]:
+    """A dictionary of plain numbers by name; the same object if it is one already.
+
+    Raises:
+        DataError: It is no dictionary, or naming the key that is no string or the entry that is no number.
+    """
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {name} must be a dictionary, got {type(value).__name__}")
+    if wrong := [key for key in value if not isinstance(key, str)]:
+        raise DataError(f"{where}: {name} has the key {wrong[0]!r}; its numbers are named by strings")
+    plain = {key: _plain_number(where, f"{name}[{key!r}]", item) for key, item in value.items()}
+    return value if all(plain[key] is value[key] for key in plain) else plain
 
 
 def _plain_number(where: str, name: str, value: Any) -> float:
     """Plain integers stay what they are: as a float, a large one would be another number."""
-    return value if type(value) in (int, float, bool) else _number(where, name, value)
+    number = _number(where, name, value)
+    return value if type(value) in (int, float, bool) else number
 
 
 def _number(where: str, name: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         pass
+    except OverflowError:
+        raise DataError(f"{where}: {name} must be a number that a float can hold; it is too large") from None
     raise DataError(f"{where}: {name} must be a number, got {value!r} ({type(value).__name__})")
 
 
@@ -116,7 +148,7 @@ def _as_list(where: str, name: str, values: Any, kind: str) -> list[Any]:
     if type(values) is list:
         return values
     try:
-        if not isinstance(values, str | bytes | dict):
+        if not isinstance(values, str | bytes | dict | set | frozenset):
             plain = values.tolist() if hasattr(values, "tolist") else list(values)
             if isinstance(plain, list):
                 return plain

@@ -52,8 +52,8 @@ def pack_sample(sample: Sample) -> bytes:
             arrays.append([name, kind, len(values)])
             body.append(_to_little_endian(array.array(_TYPE_CODES[kind], fields.pop(name))).tobytes())
     fields["status"] = sample.status.value
-    for name, value in fields.items():
-        check_plain(value, f"sample {sample.index}: {name}")
+    for name in ("prompt", "metadata", "train_metadata"):
+        check_plain(fields[name], f"sample {sample.index}: {name}")
     return pack_frame(SAMPLE_MAGIC, FORMAT_VERSION, {"fields": fields, "arrays": arrays}, b"".join(body))
 
 
@@ -83,6 +83,7 @@ def pack_batch(batch: RolloutBatch) -> bytes:
     Raises:
         DataError: A field is invalid, or holds a value that would not come back as it is.
     """
+    batch.validate()
     packed = [pack_sample(sample) for sample in batch.samples]
     head = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "groups"}
     check_plain(head, "rollout")

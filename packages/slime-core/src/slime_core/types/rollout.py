@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from slime_core.errors import DataError
+from slime_core.types import checks
 from slime_core.types.sample import Group, Sample
-
-FORMAT_VERSION = 1
 
 
 @dataclasses.dataclass(kw_only=True)
 class RolloutBatch:
-    """One rollout: finished, scored groups of samples.
+    """One rollout: finished, scored groups of samples. Checked when it is made and whenever it is written.
 
     Attributes:
         rollout_id: Number of the rollout, from 0.
@@ -35,17 +33,50 @@ class RolloutBatch:
         """All samples, group by group."""
         return [sample for group in self.groups for sample in group]
 
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check the batch's own fields; its samples check themselves.
+
+        Raises:
+            DataError: Naming the field and the values.
+        """
+        self.rollout_id = checks.integer("a rollout", "rollout_id", self.rollout_id, least=0)
+        where = f"rollout {self.rollout_id}"
+        if not isinstance(self.groups, list) or not all(isinstance(group, list) for group in self.groups):
+            raise DataError(f"{where}: groups must be a list of lists of samples, got {type(self.groups).__name__}")
+        if strangers := [sample for sample in self.samples if not isinstance(sample, Sample)]:
+            raise DataError(f"{where}: groups must hold samples, got {type(strangers[0]).__name__}")
+        if not isinstance(self.source_state, dict):
+            raise DataError(f"{where}: source_state must be a dictionary, got {type(self.source_state).__name__}")
+        self.metrics = checks.named_numbers(where, "metrics", self.metrics)
+        self.seconds = checks.named_numbers(where, "seconds", self.seconds)
+
     def to_jsonl(self) -> str:
-        """The batch as JSON lines: a head, then a line per sample. Floats survive to the last bit."""
-        head = {
-            "format_version": FORMAT_VERSION,
-            "rollout_id": self.rollout_id,
-            "group_sizes": [len(group) for group in self.groups],
-            "source_state": self.source_state,
-            "metrics": self.metrics,
-            "seconds": self.seconds,
-        }
-        return "".join(json.dumps(row) + "\n" for row in [head, *(sample.to_dict() for sample in self.samples)])
+        """The batch as JSON lines: a head, then a line per sample. See :mod:`slime_core.types.json_lines`.
+
+        Floats survive to the last bit, infinities and NaN (as ``Infinity`` and ``NaN``) included.
+
+        Raises:
+            DataError: A field is invalid, or holds a value that would not come back as it is.
+        """
+        from slime_core.types import json_lines
+
+        return json_lines.batch_lines(self)
+
+    @classmethod
+    def from_jsonl(cls, text: str) -> RolloutBatch:
+        """The reverse of :meth:`to_jsonl`.
+
+        Raises:
+            FormatVersionError: The text is of a format version that this slime does not know.
+            DataError: It is cut off, lacks an entry or has one of a wrong type, or has fewer or more samples than its
+                head says.
+        """
+        from slime_core.types import json_lines
+
+        return cls(**json_lines.read_batch_lines(text))
 
     def to_bytes(self) -> bytes:
         """The batch as bytes: small, quick to read, without pickle. See :mod:`slime_core.types.packed`.
@@ -69,56 +100,6 @@ class RolloutBatch:
         from slime_core.types import packed
 
         return packed.unpack_batch(data)
-
-    @classmethod
-    def from_jsonl(cls, text: str) -> RolloutBatch:
-        """The reverse of :meth:`to_jsonl`.
-
-        Raises:
-            DataError: The text is cut off, is of another format version, lacks an entry, or has fewer or more samples
-                than its head says.
-        """
-        if not text:
-            raise DataError("a rollout file is empty; delete it and generate that rollout again")
-        head, *rows = [_parse(line, number) for number, line in enumerate(text.splitlines(), start=1)]
-        if head.get("format_version") != FORMAT_VERSION:
-            raise DataError(f"rollout format_version {head.get('format_version')!r}; this slime reads {FORMAT_VERSION}")
-        try:
-            sizes = head["group_sizes"]
-            if len(rows) != sum(sizes):
-                raise DataError(f"rollout {head['rollout_id']}: {len(rows)} samples, its head says {sum(sizes)}")
-            samples = iter([_read_sample(row, number) for number, row in enumerate(rows, start=2)])
-            return cls(
-                rollout_id=head["rollout_id"],
-                groups=[[next(samples) for _ in range(size)] for size in sizes],
-                source_state=head["source_state"],
-                metrics=head["metrics"],
-                seconds=head["seconds"],
-            )
-        except (KeyError, TypeError) as error:
-            raise DataError(
-                f"an entry of a rollout file is missing or of a wrong type ({error!r}); generate that rollout again"
-            ) from error
-
-
-def _read_sample(row: dict[str, Any], number: int) -> Sample:
-    try:
-        return Sample.from_dict(row)
-    except DataError as error:
-        raise DataError(
-            f"line {number} of a rollout file: an entry is missing or of a wrong type or value ({error}); "
-            "generate that rollout again"
-        ) from error
-
-
-def _parse(line: str, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"line {number} of a rollout file is not JSON ({error}); generate that rollout again") from None
-    if not isinstance(row, dict):
-        raise DataError(f"line {number} of a rollout file is no JSON object; generate that rollout again")
-    return row
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -28,12 +28,14 @@ class Status(enum.StrEnum):
 class Sample:
     """One prompt and one response. Mutable, because generate and reward functions fill it in.
 
-    R is the number of response tokens.
+    Checked when it is made and whenever it is written, as bytes or JSON. What is assigned in between is not:
+    :meth:`validate` checks it at once. R is the number of response tokens.
 
     Attributes:
-        index: Number of the sample, unique in a run.
-        group_index: Number of its group: the samples of one prompt share it.
-        trajectory_id: Interaction it belongs to; several training samples may share one. ``None`` means ``index``.
+        index: Number of the sample, from 0, unique in a run.
+        group_index: Number of its group, from 0: the samples of one prompt share it.
+        trajectory_id: Interaction it belongs to, from 0; several training samples may share one. ``None`` means
+            ``index``.
         prompt: Text, or chat messages.
         label: The expected answer, if the data has one.
         tokens: Token ids of prompt and response.
@@ -131,8 +133,8 @@ class Sample:
     ) -> None:
         """Add tokens to the response: a turn of the model, or an observation that the model is not trained on.
 
-        Mask, log-probs and weight versions grow with it. Tokens that the engine gave no log-probs for get 0.0, which is
-        why a trained one needs some once any other has.
+        Mask, log-probs and weight versions grow with it. Tokens that the engine gave no log-probs for get 0.0, which
+        only untrained ones may: of the trained tokens, all have log-probs or none has.
 
         Args:
             tokens: n token ids.
@@ -142,32 +144,40 @@ class Sample:
             weight_version: The version that sampled them; -1 if no engine did.
 
         Raises:
-            DataError: The lengths differ, or of the trained tokens some have log-probs and some don't. The sample is
-                then as it was.
+            DataError: The lengths or types are wrong, or of the trained tokens some have log-probs and some don't. The
+                sample is then as it was.
         """
         where, count, length = f"sample {self.index}", len(tokens), self.response_length
         if log_probs is not None and len(log_probs) != count:
             raise DataError(f"{where}: {count} tokens to append, but {len(log_probs)} log_probs")
-        if self.teacher_log_probs is not None:
-            raise DataError(f"{where}: teacher_log_probs are there already; append first, then ask the teacher")
-        had, mask = self.rollout_log_probs, self.loss_mask or [1] * length
-        if trained and count and (had is not None if log_probs is None else had is None and any(mask)):
-            raise DataError(
-                f"{where}: the {count} trained tokens to append come {'without' if log_probs is None else 'with'} "
-                "log_probs, unlike those before; give them for all trained tokens or for none"
-            )
+        if not isinstance(text, str):
+            raise DataError(f"{where}: text must be a string, got {type(text).__name__}")
         new_tokens = checks.integers(where, "tokens", list(tokens), least=0)
         new_log_probs = None if log_probs is None else checks.numbers(where, "log_probs", list(log_probs))
-        version = checks.integer(where, "weight_version", weight_version)
-        if new_log_probs is not None or had is not None:
-            self.rollout_log_probs = [*(had or [0.0] * length), *(new_log_probs or [0.0] * count)]
-        if self.loss_mask is not None or not trained:
-            self.loss_mask = [*mask, *([int(trained)] * count)]
-        if self.weight_versions or version != -1:
-            self.weight_versions = [*(self.weight_versions or [-1] * length), *([version] * count)]
+        version = checks.integer(where, "weight_version", weight_version, least=-1)
+        if count:
+            had, mask = (self.rollout_log_probs if length else None), self.loss_mask or [1] * length
+            self._check_append(where, count, trained=trained, given=new_log_probs is not None, mask=mask)
+            if new_log_probs is not None or had is not None:
+                self.rollout_log_probs = [*(had or [0.0] * length), *(new_log_probs or [0.0] * count)]
+            if self.loss_mask is not None or not trained:
+                self.loss_mask = [*mask, *([int(trained)] * count)]
+            if self.weight_versions or version != -1:
+                self.weight_versions = [*(self.weight_versions or [-1] * length), *([version] * count)]
         self.tokens = [*self.tokens, *new_tokens]
         self.response += text
         self.response_length += count
+
+    def _check_append(self, where: str, count: int, *, trained: bool, given: bool, mask: list[int]) -> None:
+        if self.teacher_log_probs is not None:
+            raise DataError(f"{where}: teacher_log_probs are there already; append first, then ask the teacher")
+        had = self.rollout_log_probs is not None and self.response_length > 0
+        if (any(mask) if given else trained) and given != had:
+            raise DataError(
+                f"{where}: the {count} {'trained' if trained else 'untrained'} tokens to append come "
+                f"{'with' if given else 'without'} log_probs, unlike those before; "
+                "give them for all trained tokens or for none"
+            )
 
     def validate(self) -> None:
         """Check every field, and make plain numbers and lists of those that other libraries gave.
@@ -175,11 +185,13 @@ class Sample:
         Raises:
             DataError: Naming the field and the values.
         """
+        self.index = checks.integer("a sample", "index", self.index, least=0)
         where = f"sample {self.index}"
-        for name in ("index", "group_index", "response_length"):
-            setattr(self, name, checks.integer(where, name, getattr(self, name)))
+        self.group_index = checks.integer(where, "group_index", self.group_index, least=0)
+        self.response_length = checks.integer(where, "response_length", self.response_length)
         if self.trajectory_id is not None:
-            self.trajectory_id = checks.integer(where, "trajectory_id", self.trajectory_id)
+            self.trajectory_id = checks.integer(where, "trajectory_id", self.trajectory_id, least=0)
+        checks.messages(where, "prompt", self.prompt)
         self._validate_texts(where)
         self.tokens = checks.integers(where, "tokens", self.tokens, least=0)
         self.weight_versions = checks.integers(where, "weight_versions", self.weight_versions, least=-1)
@@ -192,12 +204,11 @@ class Sample:
         self._validate_lengths(where)
 
     def _validate_texts(self, where: str) -> None:
-        if not isinstance(self.prompt, str | list):
-            raise DataError(f"{where}: prompt must be a string or chat messages, got {type(self.prompt).__name__}")
         if not isinstance(self.response, str):
             raise DataError(f"{where}: response must be a string, got {type(self.response).__name__}")
-        if self.session_id is not None and not isinstance(self.session_id, str):
-            raise DataError(f"{where}: session_id must be a string, got {self.session_id!r}")
+        for name in ("label", "session_id"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise DataError(f"{where}: {name} must be a string or None, got {value!r} ({type(value).__name__})")
         if not isinstance(self.remove_sample, bool):
             raise DataError(f"{where}: remove_sample must be true or false, got {self.remove_sample!r}")
         for name in ("metadata", "train_metadata"):
@@ -218,10 +229,9 @@ class Sample:
                 raise DataError(f"{where}: {name} has {len(values)} entries, response_length is {length}")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as values that JSON can hold, if prompt and metadata are.
+        """All fields by name, the status as text. Lists and dictionaries are the sample's own, not copies.
 
-        Lossless through JSON, NaN and infinities included, but for what ``json`` itself alters inside the metadata:
-        tuples become lists and keys strings. :meth:`to_bytes` refuses those.
+        Nothing is checked: :meth:`to_json` and :meth:`to_bytes` refuse what would not come back as it is.
         """
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {
             "status": self.status.value
@@ -235,11 +245,35 @@ class Sample:
             DataError: A key is unknown or missing, or the status is none.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(values.keys() - names):
+        if unknown := sorted(map(str, values.keys() - names)):
             raise DataError(f"a sample has no fields {unknown}; known: {sorted(names)}")
         if missing := sorted({"index", "group_index", "prompt"} - values.keys()):
             raise DataError(f"a sample needs the fields {missing}")
         return cls(**values)
+
+    def to_json(self) -> str:
+        """All fields as one line of JSON, for people and their tools. :meth:`from_json` gives an equal sample.
+
+        Floats survive to the last bit, infinities and NaN (as ``Infinity`` and ``NaN``) included.
+
+        Raises:
+            DataError: A field is invalid, or prompt or metadata hold a value that would not come back as it is.
+        """
+        from slime_core.types import json_lines
+
+        return json_lines.sample_line(self)
+
+    @classmethod
+    def from_json(cls, line: str) -> Sample:
+        """The reverse of :meth:`to_json`.
+
+        Raises:
+            FormatVersionError: The line is of a format version that this slime does not know.
+            DataError: It is cut off, is no sample, or holds one with an invalid field.
+        """
+        from slime_core.types import json_lines
+
+        return json_lines.read_sample_line(line)
 
     def to_bytes(self) -> bytes:
         """All fields as bytes: small, quick to read, without pickle. :meth:`from_bytes` gives an equal sample.
