@@ -1,4 +1,5 @@
 import itertools
+import math
 import statistics
 
 import pytest
@@ -16,11 +17,13 @@ from slime_core.metrics import (
 )
 from slime_core.types import Sample, Status
 
+NUMBERS = itertools.count()
 
-def make_sample(group, reward, length=2, status=Status.COMPLETED):
+
+def make_sample(group, reward, length=2, status=Status.COMPLETED, trajectory=None):
     return Sample(
-        index=0, group_index=group, prompt="p", tokens=[1] * (length + 1), response_length=length, reward=reward,
-        status=status,
+        index=next(NUMBERS), group_index=group, trajectory_id=trajectory, prompt="p", tokens=[1] * (length + 1),
+        response_length=length, reward=reward, status=status,
     )  # fmt: skip
 
 
@@ -35,6 +38,7 @@ def test_a_rollout_in_numbers():
     assert rollout_metrics(samples) == {
         "raw_reward": 0.5,
         "response_len/mean": 3.2,
+        "response_len/median": 4.0,
         "response_len/max": 6.0,
         "response_len/min": 0.0,
         "truncated_ratio": 0.2,
@@ -76,6 +80,25 @@ def test_pass_rates_go_up_to_the_smallest_group():
     samples = [make_sample(0, reward) for reward in (1, 0, 0, 0)] + [make_sample(1, reward) for reward in (1, 1, 0)]
     assert pass_rates(samples) == pytest.approx({"pass@1": (1 / 4 + 2 / 3) / 2, "pass@2": (1 / 2 + 1) / 2})
     assert pass_rates(samples, correct=2.0) == {"pass@1": 0.0, "pass@2": 0.0}
+
+
+def test_a_trajectory_of_several_samples_is_one_attempt():
+    """Three samples of one solved attempt and one of an attempt that was not: 1 of 2, not 3 of 4."""
+    samples = [make_sample(0, 1.0, trajectory=900) for _ in range(3)] + [make_sample(0, 0.0)]
+    assert pass_rates(samples) == {"pass@1": 0.5, "pass@2": 1.0}
+    assert rollout_metrics(samples)["raw_reward"] == 0.5
+    turns = [make_sample(1, reward, trajectory=901) for reward in (0.0, 1.0)] + [make_sample(1, 0.5)]
+    assert zero_variance_groups(turns) == {"zero_std/count_0.5": 1.0}
+    # The same number in another group is another trajectory.
+    assert pass_rates([*samples, make_sample(2, 0.0, trajectory=900)])["pass@1"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean"), [((math.inf, -math.inf), math.nan), ((1e308, 1e308), math.inf), ((math.nan, 1.0), math.nan)]
+)
+def test_rewards_that_have_no_mean_end_no_run(rewards, mean):
+    metrics = rollout_metrics([make_sample(0, reward) for reward in rewards])
+    assert metrics["raw_reward"] == pytest.approx(mean, nan_ok=True)
 
 
 def test_lengths_in_numbers():

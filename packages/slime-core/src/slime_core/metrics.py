@@ -14,8 +14,10 @@ from slime_core.types import Sample, Status
 def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) -> dict[str, float]:
     """Named numbers that describe a rollout.
 
-    - ``raw_reward``: mean reward of the scored samples (left out when there is none).
-    - ``response_len/mean``, ``/max``, ``/min``: response tokens.
+    A trajectory that became several samples counts once among the rewards, with the mean of theirs.
+
+    - ``raw_reward``: mean reward of the scored trajectories (left out when there is none).
+    - ``response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens of the samples.
     - ``truncated_ratio``, ``aborted_ratio``, ``failed_ratio``: share of samples with that status.
     - ``zero_std/count``: groups whose rewards are all equal, and which therefore teach GRPO nothing; ``zero_std/ratio``
       their share.
@@ -29,19 +31,14 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     """
     if not samples:
         return {}
-    lengths = [sample.response_length for sample in samples]
+    metrics = length_metrics([sample.response_length for sample in samples], percentiles=())
     groups = _rewards_by_group(samples, reward_key)
     rewards = [reward for group in groups for reward in group]
-    metrics = {
-        "response_len/mean": sum(lengths) / len(lengths),
-        "response_len/max": float(max(lengths)),
-        "response_len/min": float(min(lengths)),
-    }
     for status in (Status.TRUNCATED, Status.ABORTED, Status.FAILED):
         metrics[f"{status}_ratio"] = sum(sample.status == status for sample in samples) / len(samples)
     if rewards:
         constant = sum(min(group) == max(group) for group in groups)
-        metrics["raw_reward"] = math.fsum(rewards) / len(rewards)
+        metrics["raw_reward"] = _mean(rewards)
         metrics["zero_std/count"] = float(constant)
         metrics["zero_std/ratio"] = constant / len(groups)
     return metrics
@@ -49,6 +46,8 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
 
 def pass_rates(samples: Iterable[Sample], reward_key: str | None = None, correct: float = 1.0) -> dict[str, float]:
     """``pass@k`` for k = 1, 2, 4 … up to the smallest group: the mean over groups of :func:`pass_at_k`.
+
+    A trajectory that became several samples is one attempt, with the mean of their rewards.
 
     Args:
         samples: Scored samples; unscored ones are left out.
@@ -63,7 +62,7 @@ def pass_rates(samples: Iterable[Sample], reward_key: str | None = None, correct
     k = 1
     while groups and k <= min(map(len, groups)):
         solved = [pass_at_k(len(group), sum(reward >= correct for reward in group), k) for group in groups]
-        rates[f"pass@{k}"] = math.fsum(solved) / len(solved)
+        rates[f"pass@{k}"] = _mean(solved)
         k *= 2
     return rates
 
@@ -163,8 +162,16 @@ def zero_variance_groups(
 
 
 def _rewards_by_group(samples: Iterable[Sample], reward_key: str | None) -> list[list[float]]:
-    groups: dict[int, list[float]] = defaultdict(list)
+    """Per group the rewards of its scored trajectories."""
+    groups: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         if sample.reward is not None:
-            groups[sample.group_index].append(sample.scalar_reward(reward_key))
-    return list(groups.values())
+            groups[sample.group_index][sample.trajectory].append(sample.scalar_reward(reward_key))
+    return [[_mean(rewards) for rewards in group.values()] for group in groups.values()]
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values) / len(values)
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond the largest float
+        return sum(values) / len(values)
