@@ -51,3 +51,6 @@ def test_sizes_are_checked():
             dataclasses.replace(SMALL, **{name: 0})
     with pytest.raises(ConfigError, match="vocab_size -1 of the FLOPs model must be 0 or more"):
         dataclasses.replace(SMALL, vocab_size=-1)
+    with pytest.raises(ConfigError, match="hidden_size 8 of the FLOPs model is no multiple of num_attention_heads 3"):
+        dataclasses.replace(SMALL, num_attention_heads=3)
+    assert dataclasses.replace(SMALL, num_attention_heads=3, head_dim=5).per_pair == 4 * 3 * 5

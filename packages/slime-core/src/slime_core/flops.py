@@ -26,7 +26,7 @@ class FlopsModel:
         gated: Whether the MLP has three matrices (SwiGLU) rather than two.
 
     Raises:
-        ConfigError: A size is below 1 (the vocabulary's: below 0).
+        ConfigError: A size is below 1 (the vocabulary's: below 0), or the hidden size does not split into heads.
     """
 
     num_layers: int
@@ -43,6 +43,11 @@ class FlopsModel:
             value, least = getattr(self, field.name), int(field.name not in ("vocab_size", "gated"))
             if value is not None and value < least:
                 raise ConfigError(f"{field.name} {value} of the FLOPs model must be {least} or more")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} of the FLOPs model is no multiple of num_attention_heads "
+                f"{self.num_attention_heads}; give head_dim"
+            )
 
     @property
     def per_token(self) -> int:
