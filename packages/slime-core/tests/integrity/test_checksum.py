@@ -192,6 +192,12 @@ def test_what_has_no_bytes_is_refused(tensor):
         tensor_checksum(tensor)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch is about to drop these
+def test_tensors_quantized_by_torch_are_refused():
+    with pytest.raises(DataError, match=r"cpu tensor of qint8 .* has no bytes to read"):
+        tensor_checksum(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8))
+
+
 def test_many_tensors_have_one_checksum():
     assert combined_checksum({"a": "1", "b": "2"}) == combined_checksum({"b": "2", "a": "1"})
     others = [{"a": "2", "b": "1"}, {"a": "1"}, {}, {"a": "1", "b": "2", "c": "3"}]

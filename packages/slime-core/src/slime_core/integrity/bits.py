@@ -21,9 +21,9 @@ def as_integers(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same size; complex numbers get a last dimension of 2.
 
     Raises:
-        DataError: The tensor's bits do not lie in memory element by element (sparse, meta).
+        DataError: The tensor's bits do not lie in memory element by element (sparse, quantized by torch, meta).
     """
-    if tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = f"{tensor.device.type} tensor of {dtype_name(tensor.dtype)} with the layout {tensor.layout}"
         raise DataError(f"a {kind} has no bytes to read; give a dense tensor that holds data")
     tensor = tensor.detach().resolve_conj().resolve_neg()
