@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime_core.config import AlgorithmConfig
-    from slime_core.errors import ConfigError, DataError, SlimeError
+    from slime_core.errors import ConfigError, DataError, IntegrityError, SlimeError
     from slime_core.flags import FlagSpec, flag_specs
     from slime_core.hooks import HookArgs
-    from slime_core.interfaces import DataSource, Rollout, TrainerWorker, WeightChannel
+    from slime_core.interfaces import (
+        DataSource,
+        Generate,
+        GenerateGroup,
+        GroupFilter,
+        GroupReward,
+        Reward,
+        Rollout,
+        TrainerWorker,
+        WeightChannel,
+    )
     from slime_core.types import (
+        Drop,
         EvalReport,
         Group,
+        Keep,
         Message,
         Prompt,
         Rendezvous,
@@ -28,6 +40,7 @@ if TYPE_CHECKING:
         TrainSample,
         TrainShard,
         TrainStep,
+        Verdict,
     )
 
 __all__ = [
@@ -35,13 +48,21 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DataSource",
+    "Drop",
     "EvalReport",
     "FlagSpec",
+    "Generate",
+    "GenerateGroup",
     "Group",
+    "GroupFilter",
+    "GroupReward",
     "HookArgs",
+    "IntegrityError",
+    "Keep",
     "Message",
     "Prompt",
     "Rendezvous",
+    "Reward",
     "Rollout",
     "RolloutBatch",
     "Sample",
@@ -53,6 +74,7 @@ __all__ = [
     "TrainShard",
     "TrainStep",
     "TrainerWorker",
+    "Verdict",
     "WeightChannel",
     "flag_specs",
 ]
@@ -63,7 +85,13 @@ _ELSEWHERE = {
     "DataError": "errors",
     "DataSource": "interfaces",
     "FlagSpec": "flags",
+    "Generate": "interfaces",
+    "GenerateGroup": "interfaces",
+    "GroupFilter": "interfaces",
+    "GroupReward": "interfaces",
     "HookArgs": "hooks",
+    "IntegrityError": "errors",
+    "Reward": "interfaces",
     "Rollout": "interfaces",
     "SlimeError": "errors",
     "TrainerWorker": "interfaces",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from slime_core.types import EvalReport, Group, RolloutBatch, SyncReport, TrainReport, TrainShard
+from slime_core.types import EvalReport, Group, RolloutBatch, Sample, SyncReport, TrainReport, TrainShard, Verdict
 
 if TYPE_CHECKING:
     import torch
 
 NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
+RewardValue = float | dict[str, float]
+"""One number, or several by name."""
 
 
 @runtime_checkable
@@ -31,6 +33,54 @@ class DataSource(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken."""
+        ...
+
+
+class Generate(Protocol):
+    """Gives one fresh sample its response. Many run at once on one event loop."""
+
+    async def __call__(self, sample: Sample) -> list[Sample]:
+        """Generate.
+
+        Args:
+            sample: Its ``tokens`` are the prompt, or an unfinished response to go on with. May be changed.
+
+        Returns:
+            What to train on: mostly the sample itself; several of one ``trajectory_id`` and ``group_index`` where the
+            interaction yields several.
+        """
+        ...
+
+
+class GenerateGroup(Protocol):
+    """Gives all samples of a prompt their responses, where one depends on another."""
+
+    async def __call__(self, group: Group) -> Group:
+        """Generate; what to train on, as :class:`Generate` returns it."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores one sample."""
+
+    async def __call__(self, sample: Sample) -> RewardValue:
+        """The reward of a finished sample."""
+        ...
+
+
+class GroupReward(Protocol):
+    """Scores all samples of a prompt together, where a score depends on the others."""
+
+    async def __call__(self, group: Group) -> list[RewardValue]:
+        """The rewards of the group's finished samples, in their order."""
+        ...
+
+
+class GroupFilter(Protocol):
+    """Decides which scored groups are trained on, such as those whose rewards differ."""
+
+    def __call__(self, group: Group) -> Verdict:
+        """``Keep()``, or ``Drop(reason)``."""
         ...
 
 
@@ -67,14 +117,27 @@ class WeightChannel(Protocol):
         """Send some Hugging Face-named tensors."""
         ...
 
-    def end(self) -> None:
-        """Close the update; return only when every engine has confirmed the version."""
+    def end(self) -> dict[str, str]:
+        """Close the update; return only when every engine has confirmed the version.
+
+        Returns:
+            The tensors' checksums at the receiving end, by name, for
+            :func:`slime_core.integrity.verify_checksums`. None from a transport whose receivers tell no checksums.
+        """
         ...
 
 
 @runtime_checkable
 class TrainerWorker(Protocol):
-    """One rank of the training half. Every rank gets every call, in the same order."""
+    """One rank of the training half. Every rank gets every call, in the same order.
+
+    It is made with its :class:`~slime_core.types.Rendezvous`, and loads its weights then.
+    """
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which shard of a rollout this rank trains on."""
+        ...
 
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout."""
@@ -86,4 +149,8 @@ class TrainerWorker(Protocol):
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""
+        ...
+
+    def close(self) -> None:
+        """Leave the other ranks in order. Nothing is called after it."""
         ...

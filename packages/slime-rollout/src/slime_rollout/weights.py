@@ -90,8 +90,11 @@ class TensorWeightChannel:
             handles = {url: [_handles(shared) for _ in range(self.tp_size)] for url in self.engine_urls}
             self._on_all(lambda url: self._load(url, handles[url]))
 
-    def end(self) -> None:
+    def end(self) -> dict[str, str]:
         """Close the update; return when every engine has confirmed the version and generates again.
+
+        Returns:
+            No checksums: these engines tell none.
 
         Raises:
             WeightSyncError: An engine refused, or says that it has another version.
@@ -100,6 +103,7 @@ class TensorWeightChannel:
         with self._giving_up_on_error():
             self._on_all(lambda url: self._close(url, version))
         self._version = None
+        return {}
 
     def _require_open(self) -> int:
         if self._version is None:

@@ -3,10 +3,13 @@
 from slime_core.types.rollout import EvalReport, RolloutBatch
 from slime_core.types.sample import Group, Message, Prompt, Sample, Status
 from slime_core.types.train import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, TrainStep
+from slime_core.types.verdict import Drop, Keep, Verdict
 
 __all__ = [
+    "Drop",
     "EvalReport",
     "Group",
+    "Keep",
     "Message",
     "Prompt",
     "Rendezvous",
@@ -18,4 +21,5 @@ __all__ = [
     "TrainSample",
     "TrainShard",
     "TrainStep",
+    "Verdict",
 ]

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
+from slime_core.interfaces import Reward
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.rewards.custom import CustomReward
 from slime_rollout.rewards.rules import RULES, Rule
-
-
-class Reward(Protocol):
-    """Scores one sample."""
-
-    async def __call__(self, sample: Sample) -> float | dict[str, float]:
-        """The reward of a finished sample: a number, or several by name."""
-        ...
 
 
 class RuleReward:

@@ -1,0 +1,180 @@
+import asyncio
+import inspect
+import typing
+
+import pytest
+
+import slime_core.interfaces
+from slime_core.errors import DataError
+from slime_core.interfaces import (
+    DataSource,
+    Generate,
+    GenerateGroup,
+    GroupFilter,
+    GroupReward,
+    Reward,
+    Rollout,
+    TrainerWorker,
+    WeightChannel,
+)
+from slime_core.types import Drop, EvalReport, Keep, RolloutBatch, Sample, Status, SyncReport, TrainReport
+from slime_core.types.verdict import Verdict
+
+PROTOCOLS = [
+    value
+    for value in vars(slime_core.interfaces).values()
+    if isinstance(value, type) and getattr(value, "_is_protocol", False) and value.__module__ == "slime_core.interfaces"
+]
+
+
+class Source:
+    """Two samples per group, numbered; groups given back come first."""
+
+    def __init__(self):
+        self.next, self.back = 0, []
+
+    def get_samples(self, num_groups):
+        return [self.back.pop(0) if self.back else self.fresh() for _ in range(num_groups)]
+
+    def fresh(self):
+        group = [
+            Sample(index=2 * self.next + i, group_index=self.next, prompt="p", tokens=[1], label=str(self.next))
+            for i in range(2)
+        ]
+        self.next += 1
+        return group
+
+    def add_samples(self, groups):
+        self.back.extend(groups)
+
+    def state_dict(self):
+        return {"next": self.next, "back": [[sample.to_dict() for sample in group] for group in self.back]}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+        self.back = [[Sample.from_dict(values) for values in group] for group in state["back"]]
+
+
+async def two_turns(sample):
+    """Several training samples from one interaction."""
+    sample.append_response([sample.index], text=str(sample.index))
+    sample.status, sample.trajectory_id = Status.COMPLETED, sample.index
+    second = Sample.from_dict(sample.to_dict() | {"index": sample.index + 100})
+    return [sample, second]
+
+
+async def even(sample):
+    return float(sample.trajectory % 2 == 0)
+
+
+def all_of_group(group):
+    return Drop("odd_group") if group[0].group_index % 2 else Keep()
+
+
+class PlainRollout:
+    """A rollout that knows nothing but the interfaces."""
+
+    def __init__(self, source: DataSource, generate: Generate, reward: Reward, keep: GroupFilter):
+        self.source, self.make, self.reward, self.keep = source, generate, reward, keep
+
+    async def group(self, group):
+        made = [part for sample in group for part in await self.make(sample)]
+        for sample in made:
+            sample.reward = await self.reward(sample)
+        return made
+
+    def generate(self, rollout_id):
+        groups, dropped = [], {}
+        while len(groups) < 2:
+            (fresh,) = self.source.get_samples(1)
+            group = asyncio.run(self.group(fresh))
+            match self.keep(group):
+                case Keep():
+                    groups.append(group)
+                case Drop(reason):
+                    name = f"dynamic_filter/drop_{reason}"
+                    dropped[name] = dropped.get(name, 0) + 1
+        return RolloutBatch(rollout_id=rollout_id, groups=groups, metrics=dropped, source_state=self.state_dict())
+
+    def evaluate(self, rollout_id):
+        return EvalReport(rollout_id=rollout_id, pass_rates={}, samples={}, seconds=0.0)
+
+    def state_dict(self):
+        return self.source.state_dict()
+
+    def load_state_dict(self, state):
+        self.source.load_state_dict(state)
+
+
+class Channel:
+    def begin(self, version):
+        self.names = []
+
+    def send(self, bucket):
+        self.names += [name for name, _ in bucket]
+
+    def end(self):
+        return dict.fromkeys(self.names, "checksum")
+
+
+class Worker:
+    data_parallel_rank = 0
+
+    def train(self, shard):
+        return TrainReport(rollout_id=shard.rollout_id, steps=[])
+
+    def push_weights(self, channel, version):
+        channel.begin(version)
+        channel.send([("w", None)])
+        return SyncReport(version=version, tensors=len(channel.end()), bytes=0, seconds=0.0)
+
+    def save(self, iteration):
+        return str(iteration)
+
+    def close(self):
+        pass
+
+
+def test_a_rollout_needs_nothing_but_the_interfaces():
+    rollout = PlainRollout(Source(), two_turns, even, all_of_group)
+    assert isinstance(rollout, Rollout) and isinstance(rollout.source, DataSource)
+    batch = rollout.generate(0)
+    assert [[sample.index for sample in group] for group in batch.groups] == [[0, 100, 1, 101], [4, 104, 5, 105]]
+    assert [sample.reward for sample in batch.groups[0]] == [1.0, 1.0, 0.0, 0.0]
+    assert batch.metrics == {"dynamic_filter/drop_odd_group": 1.0}
+    again = PlainRollout(Source(), two_turns, even, all_of_group)
+    again.load_state_dict(RolloutBatch.from_bytes(batch.to_bytes()).source_state)
+    assert repr(again.generate(1)) == repr(rollout.generate(1))
+
+
+def test_a_worker_needs_nothing_but_the_interfaces():
+    assert isinstance(Worker(), TrainerWorker) and isinstance(Channel(), WeightChannel)
+    assert Worker().push_weights(Channel(), 3).tensors == 1
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.__name__)
+def test_every_method_is_typed_and_says_what_it_does(protocol):
+    assert protocol.__doc__
+    methods = {
+        name: getattr(value, "fget", value)
+        for name, value in vars(protocol).items()
+        if name == "__call__" or (not name.startswith("_") and (callable(value) or isinstance(value, property)))
+    }
+    assert methods
+    for name, method in methods.items():
+        hints = typing.get_type_hints(method, {**vars(slime_core.interfaces), "torch": __import__("torch")})
+        arguments = set(inspect.signature(method).parameters) - {"self"}
+        assert hints.keys() == arguments | {"return"}, name
+        assert method.__doc__, name
+
+
+def test_the_interfaces_are_all_there():
+    named = {DataSource, Generate, GenerateGroup, GroupFilter, GroupReward, Reward, Rollout, TrainerWorker}
+    assert set(PROTOCOLS) == named | {WeightChannel}
+
+
+def test_verdicts():
+    assert Keep() == Keep() and Drop("a") != Drop("b") and isinstance(Drop("a"), Verdict)
+    for reason in ("", None, 3):
+        with pytest.raises(DataError, match="the reason to drop a group must be a name to count it by, got"):
+            Drop(reason)
