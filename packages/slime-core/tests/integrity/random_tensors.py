@@ -4,6 +4,7 @@ import math
 
 import torch
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 NAMES = [
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
@@ -46,6 +47,15 @@ def relaid(tensor, layout):
         flat[1:] = tensor.reshape(-1)
         return flat[1:].view(tensor.shape)
     return tensor
+
+
+def peak_bytes(run):
+    """The most memory that torch held at a time while running, above what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = torch.tensor([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).cumsum(0)
+    return int(held.max())
 
 
 LAYOUTS = ["contiguous", "transposed", "strided", "offset"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_tensors import DTYPES, LAYOUTS, bits, random_tensor, relaid, tensors
+from random_tensors import DTYPES, LAYOUTS, bits, peak_bytes, random_tensor, relaid, tensors
 
 from slime_core.errors import DataError, IntegrityError
 from slime_core.integrity import ChecksumStream, combined_checksum, tensor_checksum, verify_checksums
@@ -93,6 +93,13 @@ def test_the_memory_layout_makes_no_difference(dtype, layout):
 def test_rows_larger_than_a_chunk_are_cut():
     tensor = random_tensor(torch.uint8, (3, 3 * 2**20), 0)
     assert tensor_checksum(relaid(tensor, "strided")) == tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize(("layout", "limit"), [("contiguous", 1.1), ("strided", 2.1)])
+def test_memory_does_not_grow_with_the_tensor(layout, limit):
+    """A chunk of 1 MiB for products, and one for a copy where elements do not lie side by side."""
+    tensor = relaid(random_tensor(torch.uint8, (8, 2**20), 0), layout)
+    assert peak_bytes(lambda: tensor_checksum(tensor)) < limit * 2**20
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

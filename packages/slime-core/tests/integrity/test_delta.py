@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_tensors import DTYPES, LAYOUTS, SHAPES, bits, random_tensor, relaid
+from random_tensors import DTYPES, LAYOUTS, SHAPES, bits, peak_bytes, random_tensor, relaid
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError, IntegrityError, WrongBaseError
 from slime_core.frame import pack_frame, unpack_frame
@@ -82,6 +82,18 @@ def test_a_sparse_step_in_bf16_takes_two_bytes_a_change_and_one_when_deflated():
 def test_a_delta_is_never_much_larger_than_the_tensor(dtype, level):
     base, new = random_tensor(dtype, (100_000,), 0), random_tensor(dtype, (100_000,), 1)
     assert len(encode_delta(base, new, compression_level=level)) < base.numel() * dtype.itemsize + 400
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_memory_does_not_grow_with_the_tensor(dtype, share):
+    """Three stretches, of 3 or 24 MiB in all. What is counted is torch's memory; the delta itself is Python's."""
+    base = random_tensor(dtype, (3 * 2**20,), 0)
+    new = changed(base, share, 1, step=1)
+    deltas = []
+    assert peak_bytes(lambda: deltas.append(encode_delta(base, new, compression_level=0))) < 48 * 2**20
+    assert peak_bytes(lambda: apply_delta_(base, deltas[0])) < 4 * 2**20
+    assert torch.equal(base.view(torch.uint8), new.view(torch.uint8))
 
 
 def test_nothing_changed_takes_next_to_nothing():

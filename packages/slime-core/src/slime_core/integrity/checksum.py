@@ -43,7 +43,8 @@ _SHOWN = 5
 def tensor_checksum(tensor: Tensor) -> str:
     """The checksum of a tensor's dtype, shape and bits.
 
-    The same on every device and for every memory layout. Takes a copy of at most 1 MiB on a CPU, 64 MiB elsewhere.
+    The same on every device and for every memory layout. Takes about 1 MiB of memory on a CPU and 64 MiB elsewhere, and
+    the same again for a tensor that is not contiguous.
 
     Args:
         tensor: Any dtype and shape; dense.

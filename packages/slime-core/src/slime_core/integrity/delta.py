@@ -51,7 +51,8 @@ def encode_delta(base: Tensor, new: Tensor, *, compression_level: int = 1) -> by
         compression_level: zlib's, 0 (none) to 9. Places and differences are deflated one by one where it saves space.
 
     Returns:
-        Bytes for :func:`apply_delta`.
+        Bytes for :func:`apply_delta`. Beside them it takes less than 48 MiB of memory on a CPU, however
+        large these are, and a copy of one that is not contiguous.
 
     Raises:
         DataError: The two don't match in dtype, shape or device, or hold no data; or there is no such level.

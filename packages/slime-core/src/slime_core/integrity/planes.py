@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -200,8 +200,8 @@ def _inflate(data: memoryview, size: int, deflated: bool) -> bytes | memoryview:
     return result
 
 
-def split_planes(old_N: Tensor, new_N: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-    """Places and differences of each byte plane, for :func:`encode_plane`.
+def split_planes(old_N: Tensor, new_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Places and differences of each byte plane, one after the other, for :func:`encode_plane`.
 
     Args:
         old_N: Integers, contiguous.
@@ -210,9 +210,7 @@ def split_planes(old_N: Tensor, new_N: Tensor) -> Sequence[tuple[Tensor, Tensor]
     changed_C = (old_N != new_N).nonzero().squeeze(1)
     width = old_N.element_size()
     differences_CW = (new_N[changed_C].view(torch.uint8) - old_N[changed_C].view(torch.uint8)).view(-1, width)
-    planes = []
     for plane in range(width):
         differences_C = differences_CW[:, plane]
         kept = differences_C != 0
-        planes.append((changed_C[kept], differences_C[kept]))
-    return planes
+        yield changed_C[kept], differences_C[kept]
