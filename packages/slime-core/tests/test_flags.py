@@ -13,12 +13,13 @@ class Config:
     eval_prompt_data: tuple[str, ...] = flag((), help="name and path pairs")
     use_kl: bool = flag(False, help="add KL")
     kind: str = flag("a", help="which", choices=("a", "b"), name="--the-kind")
+    layers: tuple[bool, ...] = flag((), help="one per layer")
     hidden: int = 3
 
 
 def test_every_kind_of_field():
     specs = {spec.dest: spec for spec in flag_specs(Config)}
-    assert list(specs) == ["prompt_data", "lr_decay", "eval_prompt_data", "use_kl", "kind"]
+    assert list(specs) == ["prompt_data", "lr_decay", "eval_prompt_data", "use_kl", "kind", "layers"]
     assert specs["prompt_data"].name == "--prompt-data"
     assert specs["prompt_data"].default is dataclasses.MISSING
     assert specs["prompt_data"].metavar == "FILE"
@@ -26,6 +27,7 @@ def test_every_kind_of_field():
     assert (specs["eval_prompt_data"].type, specs["eval_prompt_data"].nargs) == (str, "+")
     assert specs["use_kl"].is_switch
     assert not specs["lr_decay"].is_switch
+    assert not specs["layers"].is_switch
     assert (specs["kind"].name, specs["kind"].choices) == ("--the-kind", ("a", "b"))
 
 

@@ -45,6 +45,11 @@ def test_copies_and_pickles(clone):
     assert clone(ARGS).max_turns == 5
 
 
+def test_an_object_that_is_not_made_yet_has_no_flags():
+    with pytest.raises(AttributeError, match="_values"):
+        _ = HookArgs.__new__(HookArgs).max_turns
+
+
 def test_from_configs():
     @dataclasses.dataclass(frozen=True)
     class Other:

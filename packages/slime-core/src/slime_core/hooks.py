@@ -43,8 +43,8 @@ class HookArgs:
         return cls(merged)
 
     def __getattr__(self, name: str) -> Any:
-        # Only names that are no attributes come here. Copying and unpickling look for `__…__` ones before `_values` is.
-        if name.startswith("__") or name == "_values":
+        # Only names that are no attributes come here, `_values` too as long as the object is not made.
+        if name == "_values":
             raise AttributeError(name)
         try:
             return self._values[name]

@@ -68,6 +68,7 @@ BASE = {"index": 7, "group_index": 0, "prompt": "p", "tokens": [1, 2, 3], "respo
         ({"tokens": [1, 2.5, 3]}, r"sample 7: tokens\[1\] must be an integer, got 2.5 \(float\)"),
         ({"tokens": [1, 2, -3]}, r"sample 7: tokens\[2\] is -3; it must be 0 or more"),
         ({"tokens": [1, 2, -(10**5000)]}, r"sample 7: tokens\[2\] is an integer of 16610 bits"),
+        ({"tokens": [1, 2, 10**5000]}, r"sample 7: tokens\[2\] is an integer of 16610 bits"),
         ({"tokens": {1, 2, 3}}, "sample 7: tokens must be a list of integers, got set"),
         ({"weight_versions": [0, -2]}, r"sample 7: weight_versions\[1\] is -2; it must be -1 or more"),
         ({"teacher_log_probs": [0.0]}, "sample 7: teacher_log_probs has 1 entries, response_length is 2"),
