@@ -42,6 +42,7 @@ def test_the_new_version_comes_out(versions, level):
     result = apply_delta(base, delta)
     assert (result.dtype, result.shape) == (new.dtype, new.shape)
     assert bits(result) == bits(new) and bits(base) == before
+    assert bits(apply_delta(result, delta)) == bits(new)  # the new version already
     assert apply_delta_(base, delta) is base
     assert bits(base) == bits(new)
     assert apply_delta_(base, delta) is base  # once more changes nothing

@@ -222,6 +222,14 @@ def test_appending_no_tokens_makes_up_no_log_probs():
     assert (sample.tokens, sample.response) == ([9, 1, 2], "x")
 
 
+@pytest.mark.parametrize("log_probs", [None, [-0.5]])
+def test_an_empty_response_with_log_probs_is_one_without(log_probs):
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[9], rollout_log_probs=[], loss_mask=[])
+    sample.append_response([1], log_probs=log_probs)
+    sample.validate()
+    assert (sample.rollout_log_probs, sample.loss_mask) == (log_probs, [1])
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.integers(-1, 2)),

@@ -158,8 +158,8 @@ class Sample:
         if count:
             had, mask = (self.rollout_log_probs if length else None), self.loss_mask or [1] * length
             self._check_append(where, count, trained=trained, given=new_log_probs is not None, mask=mask)
-            if new_log_probs is not None or had is not None:
-                self.rollout_log_probs = [*(had or [0.0] * length), *(new_log_probs or [0.0] * count)]
+            missing = new_log_probs is None and had is None
+            self.rollout_log_probs = None if missing else [*(had or [0.0] * length), *(new_log_probs or [0.0] * count)]
             if self.loss_mask is not None or not trained:
                 self.loss_mask = [*mask, *([int(trained)] * count)]
             if self.weight_versions or version != -1:
