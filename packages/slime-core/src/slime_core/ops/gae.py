@@ -1,4 +1,4 @@
-"""Generalised advantage estimation. T tokens of N responses; C chunks of L steps."""
+"""Generalised advantage estimation. T tokens of N responses, K of them trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_core.ops.ragged import lengths_tensor
 from slime_core.ops.returns import check_factor
-from slime_core.ops.scan import Chunks, blocks, check_tokens
+from slime_core.ops.scan import Trained, add_following, blocks, check_tokens, reverse_scan_
 
 
 @torch.no_grad()
@@ -53,10 +53,11 @@ def gae_advantages(
     dtype = torch.promote_types(torch.promote_types(rewards_T.dtype, values_T.dtype), torch.float32)
     advantages_T, returns_T = torch.empty(2, len(mask_T), dtype=dtype, device=mask_T.device)
     for tokens, sequences in blocks(lengths_N):
-        chunks = Chunks.of(lengths_N[sequences], mask_T[tokens])
-        values_CL = chunks.put_finite("values_T", values_T[tokens], tokens.start)
-        deltas_CL = chunks.put_finite("rewards_T", rewards_T[tokens], tokens.start).sub_(values_CL)
-        advantages_CL = chunks.reverse_scan(chunks.add_following(deltas_CL, values_CL, gamma), gamma * lambd)
-        chunks.take(advantages_CL, advantages_T[tokens])
-        chunks.take(values_CL.add_(advantages_CL), returns_T[tokens])
+        trained = Trained.of(lengths_N[sequences], mask_T[tokens])
+        values_K = trained.pick("values_T", values_T[tokens], tokens.start)
+        deltas_K = trained.pick("rewards_T", rewards_T[tokens], tokens.start).sub_(values_K)
+        add_following(deltas_K, values_K, gamma, trained.lengths_N)
+        advantages_K = reverse_scan_(deltas_K, trained.lengths_N, gamma * lambd)
+        trained.write(advantages_K, advantages_T[tokens])
+        trained.write(values_K.add_(advantages_K), returns_T[tokens])
     return advantages_T, returns_T

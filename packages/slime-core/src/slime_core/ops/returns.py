@@ -1,4 +1,4 @@
-"""Rewards per token, and the returns they add up to. T tokens of N responses; C chunks of L steps."""
+"""Rewards per token, and the returns they add up to. T tokens of N responses, K of them trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.ragged import lengths_tensor
-from slime_core.ops.scan import Chunks, blocks, check_finite, check_tokens
+from slime_core.ops.scan import Trained, blocks, check_finite, check_tokens, reverse_scan_
 
 
 @torch.no_grad()
@@ -83,9 +83,9 @@ def discounted_returns(
     lengths_N = lengths_tensor(lengths, len(mask_T), mask_T.device)
     returns_T = torch.empty_like(rewards_T, dtype=torch.promote_types(rewards_T.dtype, torch.float32))
     for tokens, sequences in blocks(lengths_N):
-        chunks = Chunks.of(lengths_N[sequences], mask_T[tokens])
-        rewards_CL = chunks.put_finite("rewards_T", rewards_T[tokens], tokens.start)
-        chunks.take(chunks.reverse_scan(rewards_CL, gamma), returns_T[tokens])
+        trained = Trained.of(lengths_N[sequences], mask_T[tokens])
+        rewards_K = trained.pick("rewards_T", rewards_T[tokens], tokens.start)
+        trained.write(reverse_scan_(rewards_K, trained.lengths_N, gamma), returns_T[tokens])
     return returns_T
 
 

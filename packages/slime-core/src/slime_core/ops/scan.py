@@ -1,6 +1,6 @@
 """The recurrence behind discounted returns and generalised advantages, for all tokens at once.
 
-T tokens of N sequences; C chunks of L steps, P = C · L places.
+T tokens of N sequences, K of them trained; C chunks of L steps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from slime_core.errors import DataError
 
-CHUNK = 48
-"""Most steps in a chunk: the more, the more multiplications per token and the fewer levels of chunks."""
+CHUNK = 24
+"""Most tokens in a chunk: the more, the more multiplications per token and the fewer chunks."""
 
+CHUNK_OF_CHUNKS = 128
+"""Most chunks that are one step each of a chunk in turn: they are few, so that fewer levels count for more."""
 
 CPU_BLOCK = 2**17
 """Tokens that a CPU works on at a time: so few that its caches hold them, and that the allocator keeps the memory."""
@@ -39,55 +41,33 @@ def blocks(lengths_N: Tensor) -> list[tuple[slice, slice]]:
     return result
 
 
-class Chunks(NamedTuple):
-    """Where trained tokens stand when each sequence's begin a chunk, close ranks and are followed by a zero or more.
+class Trained(NamedTuple):
+    """The K tokens of some sequences that are trained on, one sequence after the other.
 
     Attributes:
-        place_T: Each token's place among the P; P itself for a token that is masked.
-        count_N: Chunks per sequence.
-        size: L.
+        token_K: Where they stand among the T; ``None`` if all are trained on.
+        lengths_N: Trained tokens of each sequence.
     """
 
-    place_T: Tensor
-    count_N: Tensor
-    size: int
+    token_K: Tensor | None
+    lengths_N: Tensor
 
     @classmethod
-    def of(cls, lengths_N: Tensor, mask_T: Tensor) -> Chunks:
-        """Lay out sequences.
+    def of(cls, lengths_N: Tensor, mask_T: Tensor) -> Trained:
+        """Leave out what is masked.
 
         Args:
             lengths_N: From :func:`slime_core.ops.ragged.lengths_tensor`.
             mask_T: Not 0 where a token is trained.
         """
-        total = len(mask_T)
-        kept_T = None if int(mask_T.count_nonzero()) == total else mask_T != 0
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        trained_N = lengths_N
-        step_T = torch.ones(total + 1, dtype=torch.int64, device=lengths_N.device)
-        if kept_T is not None:
-            step_T[:-1] = kept_T
-            before = torch.cat([lengths_N.new_zeros(1), step_T[:-1].cumsum(0)])
-            trained_N = before[starts_N + lengths_N] - before[starts_N]
-        size = min(CHUNK, 1 + int(trained_N.max())) if len(trained_N) else 1
-        count_N = trained_N // size + 1
-        # A token is one place behind the last trained one; where a sequence starts, that many more.
-        skipped_N = (count_N.cumsum(0) - count_N) * size - (trained_N.cumsum(0) - trained_N)
-        step_T.index_add_(0, starts_N, skipped_N.diff(prepend=skipped_N.new_ones(1)))
-        place_T = step_T.cumsum_(0)[:-1]
-        if kept_T is not None:
-            place_T = torch.where(kept_T, place_T, count_N.sum() * size)
-        return cls(place_T, count_N, size)
+        if len(mask_T) == 0 or bool(mask_T.min() > 0):
+            return cls(None, lengths_N)
+        token_K = mask_T.nonzero().flatten()
+        before_N = torch.searchsorted(token_K, lengths_N.cumsum(0))
+        return cls(token_K, before_N.diff(prepend=before_N.new_zeros(1)))
 
-    def put(self, values_T: Tensor) -> Tensor:
-        """Values at their places, zeros elsewhere, without gradient, float64 [C, L]."""
-        places = int(self.count_N.sum()) * self.size
-        row = torch.zeros(places + 1, dtype=torch.float64, device=values_T.device)
-        row.scatter_(0, self.place_T, values_T.detach().double())
-        return row[:places].view(-1, self.size)
-
-    def put_finite(self, name: str, values_T: Tensor, first: int = 0) -> Tensor:
-        """:meth:`put`, checked.
+    def pick(self, name: str, values_T: Tensor, first: int) -> Tensor:
+        """A copy of their values without gradient, float64 [K].
 
         Args:
             name: What the values are called.
@@ -95,53 +75,72 @@ class Chunks(NamedTuple):
             first: The caller's number of the first of these tokens.
 
         Raises:
-            DataError: A trained token's value is NaN or infinite; names the token.
+            DataError: A value is NaN or infinite; names the token.
         """
-        values_CL = self.put(values_T)
+        values_K = values_T.detach() if self.token_K is None else values_T.detach().index_select(0, self.token_K)
+        values_K = values_K.to(torch.float64, copy=True)
         # One sum is quicker than a look at each token, and only where it overflows for nothing are both taken.
-        if not math.isfinite(float(values_CL.sum())):
-            check_finite(name, values_T.masked_fill(self.place_T == values_CL.numel(), 0), first)
-        return values_CL
+        if not math.isfinite(float(values_K.sum())):
+            check_finite(name, self.write(values_K, torch.empty_like(values_T, dtype=torch.float64)), first)
+        return values_K
 
-    def take(self, values_CL: Tensor, result_T: Tensor) -> Tensor:
-        """Write the tokens' values, 0 for a masked token, to ``result_T``, in its type."""
-        row = torch.empty(values_CL.numel() + 1, dtype=result_T.dtype, device=values_CL.device)
-        row[:-1] = values_CL.view(-1)
-        row[-1] = 0
-        return torch.index_select(row, 0, self.place_T, out=result_T)
+    def write(self, values_K: Tensor, result_T: Tensor) -> Tensor:
+        """Write their values, 0 for a masked token, to ``result_T``, in its type."""
+        if self.token_K is None:
+            return result_T.copy_(values_K)
+        return result_T.zero_().scatter_(0, self.token_K, values_K.to(result_T.dtype))
 
-    def add_following(self, target_CL: Tensor, values_CL: Tensor, factor: float) -> Tensor:
-        """Add, in place, ``factor`` times the value of the next token in the sequence, or 0 where there is none."""
-        row = target_CL.view(-1)
-        row[:-1].add_(values_CL.view(-1)[1:], alpha=factor)
-        row[self.count_N.cumsum(0) * self.size - 1] = 0  # always an empty place; its next is another sequence's
-        return target_CL
 
-    def reverse_scan(self, inputs_CL: Tensor, decay: float) -> Tensor:
-        """``y_t = x_t + decay · y_{t+1}`` within each sequence.
+def add_following(target_T: Tensor, values_T: Tensor, factor: float, lengths_N: Tensor) -> Tensor:
+    """Add, in place, ``factor`` times the value of the next token in the same sequence, where there is one."""
+    if len(target_T):
+        last_N = lengths_N.cumsum(0) - 1  # of an empty sequence: the last of the one before, or at −1 of all
+        kept_N = target_T[last_N]
+        target_T[:-1].add_(values_T[1:], alpha=factor)
+        target_T[last_N] = kept_N
+    return target_T
 
-        Instead of T steps in a row: every chunk is a row of one product with the powers of ``decay``. What a chunk
-        takes over from the next one follows the same recurrence, with ``decay ** L``, over the chunks; and so on, until
-        each sequence is one chunk. In float64, which neither TF32 nor autocast touches.
 
-        Args:
-            inputs_CL: x at its places; finite, since what a chunk holds mixes.
-            decay: 0 to 1.
+def reverse_scan_(values_T: Tensor, lengths_N: Tensor, decay: float, *, most: int = CHUNK) -> Tensor:
+    """Replace x by y with ``y_t = x_t + decay · y_{t+1}`` within each sequence.
 
-        Returns:
-            y at its places [C, L].
-        """
-        step = torch.arange(self.size, device=inputs_CL.device)
-        powers = decay ** torch.arange(self.size + 1, dtype=inputs_CL.dtype, device=inputs_CL.device)
-        distance_LL = step.unsqueeze(1) - step
-        outputs_CL = inputs_CL @ torch.where(distance_LL >= 0, powers[distance_LL.clamp(min=0)], 0.0)
-        if self.size == CHUNK:
-            chunks = Chunks.of(self.count_N, torch.ones_like(outputs_CL[:, 0], dtype=torch.bool))
-            heads = chunks.reverse_scan(chunks.put(outputs_CL[:, 0]), float(powers[-1]))
-            following = chunks.add_following(torch.zeros_like(heads), heads, 1.0)
-            carry_C = chunks.take(following, heads.new_empty(len(outputs_CL)))
-            outputs_CL.addcmul_(carry_C.unsqueeze(1), powers[1:].flip(0))
-        return outputs_CL
+    Instead of T steps in a row: every sequence is cut into chunks, and each of them is a row of one product with the
+    powers of ``decay``. What a chunk takes over from the next one follows the same recurrence, with ``decay ** L``,
+    over the chunks; and so on, until each sequence is one chunk. In float64, which neither TF32 nor autocast touches.
+
+    Args:
+        values_T: x, float64; finite, since what a chunk holds mixes.
+        lengths_N: Tokens of each sequence, T in all.
+        decay: 0 to 1.
+        most: Most steps in a chunk.
+
+    Returns:
+        ``values_T``, now y.
+    """
+    if len(values_T) == 0:
+        return values_T
+    longest = int(lengths_N.max())
+    size = min(most, longest)
+    count_N = (lengths_N + (size - 1)) // size
+    place_T = _places(lengths_N, count_N, size, len(values_T))
+    row = values_T.new_zeros(int(count_N.sum()) * size).scatter_(0, place_T, values_T)
+    step_L = torch.arange(size, dtype=values_T.dtype, device=values_T.device)
+    powers_LL = torch.pow(decay, (step_L.unsqueeze(1) - step_L).clamp_(min=0)).tril_()
+    chunks_CL = row.view(-1, size) @ powers_LL
+    if longest > size:
+        heads_C = reverse_scan_(chunks_CL[:, 0].clone(), count_N, decay**size, most=CHUNK_OF_CHUNKS)
+        carry_C = add_following(torch.zeros_like(heads_C), heads_C, 1.0, count_N)
+        chunks_CL.addcmul_(carry_C.unsqueeze(1), powers_LL[-1] * decay)
+    return torch.index_select(chunks_CL.view(-1), 0, place_T, out=values_T)
+
+
+def _places(lengths_N: Tensor, count_N: Tensor, size: int, total: int) -> Tensor:
+    """Where tokens stand if each sequence begins a chunk: one place after another, some left out before a sequence."""
+    starts_N = lengths_N.cumsum(0) - lengths_N
+    skipped_N = (count_N.cumsum(0) - count_N) * size - starts_N
+    step_T = torch.ones(total + 1, dtype=torch.int64, device=lengths_N.device)  # the last is an empty sequence's
+    step_T.index_add_(0, starts_N, skipped_N.diff(prepend=skipped_N.new_ones(1)))
+    return step_T.cumsum_(0)[:-1]
 
 
 def check_tokens(total: int, **tensors_T: Tensor) -> None:
