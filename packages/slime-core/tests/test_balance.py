@@ -97,15 +97,22 @@ def test_a_heavy_bin_gets_its_least_items_from_the_lightest():
     assert sorted(map(sorted, placed)) == [[0, 1, 2], [3, 4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("sizes", [[5, 7, 1, 3, 1], [3, 1, 3, 7, 3]])
-def test_no_exchange_that_a_size_forbids(sizes):
-    """6 + 4 and 5 + 4 + 3 become 11 each if 5 and 4 change places; then one bin's size, or the other's, is 12 or 13."""
+@pytest.mark.parametrize(("sizes", "limit"), [([5, 4, 4, 7, 7], 16), ([6, 3, 6, 7, 1], 13)])
+def test_no_exchange_that_a_size_forbids(sizes, limit):
+    """6 + 5 and 4 + 4 + 3 weigh 11 each; an exchange that leads there makes the heavy, or the light, bin too large."""
     weights = [6, 5, 4, 4, 3]
-    assert heaviest(weights, balance(weights, 2)) == 11
-    assert balance(weights, 2, sizes=sizes, max_size=13) == balance(weights, 2)
-    placed = balance(weights, 2, sizes=sizes, max_size=11)
+    assert heaviest(weights, balance(weights, 2, sizes=sizes, max_size=100)) == 11
+    placed = balance(weights, 2, sizes=sizes, max_size=limit)
     assert heaviest(weights, placed) == 12
-    assert max(sum(sizes[item] for item in items) for items in placed) <= 11
+    assert max(sum(sizes[item] for item in items) for items in placed) <= limit
+
+
+def test_the_largest_items_come_first_where_room_is_short():
+    """Heaviest first would put both items of size 1 before the last of size 2, which then finds no room."""
+    sizes, weights = [2, 2, 1, 1], [3, 1, 9, 9]
+    placed = balance(weights, 2, sizes=sizes, max_size=3)
+    assert sorted(sum(sizes[item] for item in items) for items in placed) == [3, 3]
+    assert heaviest(weights, placed) == 12
 
 
 def test_sizes_are_followed_through_many_exchanges():

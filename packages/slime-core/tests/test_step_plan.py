@@ -1,9 +1,12 @@
 import itertools
+import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.context_parallel import padded_length
+from slime_core.errors import ConfigError
 from slime_core.micro_batches import MicroBatchLimits
 from slime_core.step_plan import StepPlanner
 from slime_core.types import TrainSample
@@ -83,11 +86,11 @@ def test_a_shared_prompt_costs_once_whatever_the_cost():
     assert planner.cost_of([2]) == 81
 
 
-@given(GROUPS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 2))
-def test_a_limit_of_samples_that_does_not_divide(groups, ranks, size, multiple):
+@given(GROUPS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.booleans())
+def test_a_limit_of_samples_that_does_not_divide(groups, ranks, size, multiple, by_group):
     samples = make_samples(groups)
     planner = StepPlanner(
-        samples=samples, ranks=ranks, limits=MicroBatchLimits(samples=size, multiple=multiple), by_group=True
+        samples=samples, ranks=ranks, limits=MicroBatchLimits(samples=size, multiple=multiple), by_group=by_group
     )
     plan = planner.plan(range(len(samples)))
     assert sorted(itertools.chain(*itertools.chain(*plan))) == list(range(len(samples)))
@@ -96,3 +99,31 @@ def test_a_limit_of_samples_that_does_not_divide(groups, ranks, size, multiple):
     for positions in itertools.chain(*plan):
         assert len(positions) <= size
         assert positions or len(samples) < ranks * count
+
+
+def test_groups_under_a_limit_of_samples():
+    """Pieces of 3 + 1, 3 and 2 samples in micro-batches of 3: 9 samples fill three, but a piece of 2 and one of 1."""
+    samples = make_samples([(5, [1] * 4), (5, [2] * 3), (5, [3] * 2)])
+    planner = StepPlanner(samples=samples, ranks=1, limits=MicroBatchLimits(samples=3), by_group=True)
+    assert sorted(planner.plan(range(9))[0]) == [[0, 1, 2], [3, 7, 8], [4, 5, 6]]
+
+
+def test_groups_of_many_sizes_are_balanced_and_fill_their_micro_batches():
+    generator = random.Random(0)
+    groups = [(generator.randint(1, 50), [generator.randint(1, 200)] * generator.randint(1, 8)) for _ in range(200)]
+    samples = make_samples(groups)
+    planner = StepPlanner(samples=samples, ranks=4, limits=MicroBatchLimits(samples=8), by_group=True)
+    plan = planner.plan(range(len(samples)))
+    loads = [sum(map(planner.cost_of, micro_batches)) for micro_batches in plan]
+    assert max(loads) < 1.002 * sum(loads) / 4
+    assert len(plan[0]) <= 1.1 * len(samples) / 8 / 4 + 1
+    for micro_batches in plan:
+        costs = [planner.cost_of(positions) for positions in micro_batches]
+        assert costs == sorted(costs, reverse=True)
+    for group in range(len(groups)):  # at most 8 samples, so each group is whole
+        assert sum(any(samples[at].group_index == group for at in members) for micro in plan for members in micro) == 1
+
+
+def test_both_limits_and_whole_groups_are_refused():
+    with pytest.raises(ConfigError, match="under a limit of samples or of tokens; got both"):
+        StepPlanner(samples=[], ranks=1, limits=MicroBatchLimits(samples=1, tokens=1), by_group=True)

@@ -109,13 +109,19 @@ def _largest_first(
     placed: list[list[int]] = [[] for _ in range(bins)]
     room = [max_size] * bins
     heap: list[tuple[float, int]] = [(0, index) for index in range(bins)]
-    short, left, limit = bins * min_items, len(weights), most
-    for item in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
+    crowded: list[tuple[float, int]] = []  # bins without room for items of this size, of which none are larger
+    short, left, limit, size = bins * min_items, len(weights), most, max_size
+    for item in _order(weights, sizes if max_size < math.inf else weights):
         if left == short and limit != min_items:  # from here on every item goes to a bin that has too few
             limit = min_items
-            heap = [entry for entry in heap if len(placed[entry[1]]) < limit]
+            heap = [entry for entry in heap + crowded if len(placed[entry[1]]) < limit]
             heapq.heapify(heap)
-        size, crowded = sizes[item], []
+            crowded = []
+        if sizes[item] != size:
+            size = sizes[item]
+            for entry in crowded:
+                heapq.heappush(heap, entry)
+            crowded = []
         while heap and room[heap[0][1]] < size:
             crowded.append(heapq.heappop(heap))
         if not heap:
@@ -130,9 +136,15 @@ def _largest_first(
             heapq.heapreplace(heap, (load + weights[item], index))
         else:
             heapq.heappop(heap)
-        for entry in crowded:
-            heapq.heappush(heap, entry)
     return placed
+
+
+def _order(weights: Sequence[float], sizes: Sequence[float]) -> list[int]:
+    """The largest first, because they find room last; among equals the heaviest."""
+    order = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+    if sizes is not weights:
+        order.sort(key=sizes.__getitem__, reverse=True)
+    return order
 
 
 class _Exchange:

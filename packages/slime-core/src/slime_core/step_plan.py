@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
+from slime_core.balance import balance, try_balance
 from slime_core.context_parallel import padded_length
+from slime_core.errors import ConfigError
 from slime_core.micro_batches import MicroBatchLimits, RankMicroBatches, plan_micro_batches
-from slime_core.packing import Bin, Block, num_samples, pack, split_to
 from slime_core.types import TrainSample
 
 Cost = Callable[[int], float]
@@ -21,6 +25,14 @@ def token_count(tokens: int) -> int:
     return tokens
 
 
+class _Piece(NamedTuple):
+    """Samples of a group that stay together. The one of most samples sorts first."""
+
+    minus_size: int
+    cost: float
+    positions: list[int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlanner:
     """Plans steps over a rollout's samples.
@@ -29,9 +41,12 @@ class StepPlanner:
         samples: The rollout's samples.
         ranks: Number of data-parallel ranks.
         limits: What a micro-batch may hold, over all its context-parallel ranks.
-        by_group: Keep the samples of a prompt together as far as they fit.
+        by_group: Keep the samples of a prompt in one micro-batch as far as they fit; for one limit, not for both.
         cost: What is balanced.
         context_parallel_size: Number of ranks that a sequence is cut over; it is padded for that.
+
+    Raises:
+        ConfigError: ``by_group`` with limits of both samples and tokens.
     """
 
     samples: Sequence[TrainSample]
@@ -40,6 +55,10 @@ class StepPlanner:
     by_group: bool = False
     cost: Cost = token_count
     context_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.by_group and self.limits.samples and self.limits.tokens:
+            raise ConfigError("samples of a prompt are kept together under a limit of samples or of tokens; got both")
 
     def plan(self, members: Sequence[int]) -> list[RankMicroBatches]:
         """Place one step's samples.
@@ -51,54 +70,66 @@ class StepPlanner:
             Per rank its micro-batches of positions, equally many on each. A micro-batch is empty only if there are
             fewer samples than micro-batches.
         """
-        if (size := self.limits.samples) and len(members) % (self.ranks * size * self.limits.multiple) == 0:
-            return self._full(members, size)
-        if self.by_group and (cap := self.limits.tokens):
-            plan = self._limited([piece for group in self._groups(members) for piece in self._cut(group, cap)])
-            if all(positions for micro_batches in plan for positions in micro_batches):
-                return plan
-        return self._limited([[position] for position in members])
+        plan = self._together(self._groups(members)) if self.by_group else None
+        return plan or self._apart(members)
 
-    def _full(self, members: Sequence[int], size: int) -> list[RankMicroBatches]:
-        """Micro-batches of ``size`` samples; groups kept together may leave some less full."""
-        plan: list[list[Bin]] = []
-        if self.by_group:
-            plan = self._spread([self._block(group) for group in self._groups(members)], size)
-        count = self.limits.round_up(max(map(len, plan), default=0))
-        if not plan or any(sum(map(num_samples, bins)) < count for bins in plan):
-            plan = self._spread([self._block([position]) for position in members], size)
-            count = len(plan[0])  # the sizes divide, so all ranks have equally many
-        return [self._in_order(split_to(count, bins, self._block)) for bins in plan]
+    def _apart(self, members: Sequence[int]) -> list[RankMicroBatches]:
+        """Micro-batches under the limits, of any samples."""
+        lengths = [len(self.samples[position].tokens) for position in members]
+        costs = [self.cost(length) for length in lengths]
+        plan = plan_micro_batches(self._padded(lengths), ranks=self.ranks, limits=self.limits, costs=costs)
+        return [[sorted([members[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
 
-    def _spread(self, blocks: list[Block], size: int) -> list[list[Bin]]:
-        """Blocks to ranks, then each rank's blocks, cut to fit, to as few micro-batches as they need."""
-        plan = []
-        for rank_blocks in pack(blocks, bins=self.ranks, capacity=num_samples(blocks) // self.ranks):
-            pieces = list(chain.from_iterable(self._pieces(block, size) for block in rank_blocks))
-            fewest = -(-num_samples(pieces) // size)
-            plan.append(pack(pieces, bins=fewest, capacity=size, grow=True))
-        return plan
-
-    def _pieces(self, block: Block, size: int) -> list[Block]:
-        positions = block.positions
-        if len(positions) <= size:
-            return [block]
-        return [self._block(positions[start : start + size]) for start in range(0, len(positions), size)]
-
-    def _in_order(self, bins: list[Bin]) -> RankMicroBatches:
-        """Positions per micro-batch, the costliest first: memory trouble shows at once, and ranks keep pace."""
-        micro_batches = [sorted(position for block in bin_ for position in block.positions) for bin_ in bins]
-        return sorted(micro_batches, key=lambda positions: (-self.cost_of(positions), positions))
-
-    def _limited(self, units: list[list[int]]) -> list[RankMicroBatches]:
-        """Micro-batches under the limits, of samples that stay together in their unit."""
-        tokens = [self._tokens(unit) for unit in units]
-        costs = [self.cost_of(unit) for unit in units]
+    def _together(self, groups: list[list[int]]) -> list[RankMicroBatches] | None:
+        """Micro-batches under the limit, of pieces of groups that stay together; ``None`` if one would be empty."""
+        if self.limits.samples is not None:
+            return self._filled(groups, self.limits.samples)
+        pieces = [piece for group in groups for piece in self._cut(group, self.limits.tokens or math.inf)]
+        costs = [self.cost_of(piece) for piece in pieces]
+        tokens = [self._tokens(piece) for piece in pieces]
         plan = plan_micro_batches(tokens, ranks=self.ranks, limits=self.limits, costs=costs)
+        if not all(chosen for micro_batches in plan for chosen in micro_batches):
+            return None
+        return [[_joined([pieces[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
+
+    def _filled(self, groups: list[list[int]], size: int) -> list[RankMicroBatches] | None:
+        """Pieces of groups to as few micro-batches of ``size`` samples as are found to do, and these to ranks."""
+        pieces = [self._piece(group[at : at + size]) for group in groups for at in range(0, len(group), size)]
+        total, step = sum(map(len, groups)), self.ranks * self.limits.multiple
+        for count in range(-(-total // (size * step)) * step, total + 1, step):
+            pieces = self._halved(pieces, count)
+            costs, sizes = [piece.cost for piece in pieces], [-piece.minus_size for piece in pieces]
+            placed = try_balance(costs, count, min_items=1, sizes=sizes, max_size=size)
+            if placed is not None:
+                return self._to_ranks([[pieces[at] for at in chosen] for chosen in placed])
+        return None
+
+    def _to_ranks(self, micro_batches: list[list[_Piece]]) -> list[RankMicroBatches]:
+        """Equally many to each rank, the costliest first."""
+        costs = [sum([piece.cost for piece in pieces]) for pieces in micro_batches]
+        each = len(micro_batches) // self.ranks
+        ranks = balance(costs, self.ranks, min_items=each, max_items=each)
         return [
-            [sorted(position for unit in chosen for position in units[unit]) for chosen in micro_batches]
-            for micro_batches in plan
+            [
+                _joined([piece.positions for piece in micro_batches[at]])
+                for at in sorted(chosen, key=lambda at: (-costs[at], at))
+            ]
+            for chosen in ranks
         ]
+
+    def _piece(self, positions: list[int]) -> _Piece:
+        return _Piece(-len(positions), self.cost_of(positions), positions)
+
+    def _halved(self, pieces: list[_Piece], count: int) -> list[_Piece]:
+        """``count`` pieces or more: the one of most samples is halved until there are."""
+        result = [*pieces]
+        heapq.heapify(result)
+        while len(result) < count:
+            positions = result[0].positions
+            half = len(positions) // 2
+            heapq.heapreplace(result, self._piece(positions[:half]))
+            heapq.heappush(result, self._piece(positions[half:]))
+        return result
 
     def _groups(self, members: Sequence[int]) -> list[list[int]]:
         groups: dict[int, list[int]] = defaultdict(list)
@@ -106,7 +137,7 @@ class StepPlanner:
             groups[self.samples[position].group_index].append(position)
         return list(groups.values())
 
-    def _cut(self, group: list[int], cap: int) -> list[list[int]]:
+    def _cut(self, group: list[int], cap: float) -> list[list[int]]:
         """A group in pieces that go into one micro-batch each."""
         pieces: list[list[int]] = [[]]
         for position in group:
@@ -121,24 +152,34 @@ class StepPlanner:
         """What a unit adds to a micro-batch. Sequences cut over ranks are padded one by one and share no prompt."""
         if self.context_parallel_size == 1:
             return self._sum(unit, token_count)
-        lengths = [len(self.samples[position].tokens) for position in unit]
-        return sum(padded_length(length, context_parallel_size=self.context_parallel_size) for length in lengths)
+        return sum(self._padded([len(self.samples[position].tokens) for position in unit]))
+
+    def _padded(self, lengths: list[int]) -> list[int]:
+        """Lengths, padded where sequences are cut over ranks."""
+        if self.context_parallel_size == 1:
+            return lengths
+        return [padded_length(length, context_parallel_size=self.context_parallel_size) for length in lengths]
 
     def cost_of(self, positions: Sequence[int]) -> float:
         """What samples that stay together cost to compute; a prompt that several of them share counts once."""
         return self._sum(positions, self.cost)
 
-    def _block(self, positions: Sequence[int]) -> Block:
-        return Block(tuple(positions), self.cost_of(positions))
-
     def _sum(self, positions: Sequence[int], cost: Cost) -> float:
         if len(positions) == 1:
             return cost(len(self.samples[positions[0]].tokens))
-        prompts: set[tuple[int, tuple[int, ...]]] = set()
-        responses: float = 0
+        prompts: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+        total: float = 0
         for position in positions:
             sample = self.samples[position]
             length, prompt = len(sample.tokens), sample.prompt_length
-            prompts.add((sample.group_index, tuple(sample.tokens[:prompt])))
-            responses += cost(length) - cost(prompt)
-        return responses + sum([cost(len(prompt)) for _, prompt in prompts])
+            total += cost(length)
+            seen, tokens = prompts[sample.group_index, prompt], sample.tokens[:prompt]
+            if tokens in seen:
+                total -= cost(prompt)
+            else:
+                seen.append(tokens)
+        return total
+
+
+def _joined(units: Iterable[Sequence[int]]) -> list[int]:
+    return sorted(chain.from_iterable(units))
