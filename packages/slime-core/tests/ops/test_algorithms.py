@@ -99,8 +99,8 @@ def test_no_overflow_however_far_the_policies_are_apart(name, shift):
 
 
 @pytest.mark.timeout(120)
-def test_two_ranks_equal_one(on_two_ranks):
+def test_two_ranks_equal_one(two_ranks):
     """Responses, and the samples of a trajectory, fall to different ranks; one step leaves a rank without any."""
-    for reports in on_two_ranks("algorithm_cases.py", "rank_differences"):
+    for reports in two_ranks("algorithm_cases.py", "rank_differences"):
         assert set(reports) == set(CASES)
         assert max(reports.values()) < 1e-9, reports
