@@ -24,10 +24,10 @@ POLL_SECONDS = 0.02
 # Besides the pipe, the parent's pid is compared this often: a child that the parent forked in C without exec holds a
 # copy of the pipe's write end, and would keep it open after the parent's death.
 PARENT_CHECK_SECONDS = 1.0
-# torch names the memory that a process shares after its pid. Its manager removes it when that process is gone, unless
+# torch names the memory that a process shares `torch_<pid>_…`. Its manager removes it when that process is gone, unless
 # the manager is killed, too, as it is by whoever ends a whole tree (Ray does so for each of its workers).
 SHARED_MEMORY = "/dev/shm"
-TORCH_MEMORY = "torch_{pid}_"
+TORCH_MEMORY = "torch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,32 @@ def become_subreaper() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State, parent's pid and start time of a process; ``None`` if it is gone."""
+@dataclasses.dataclass(frozen=True)
+class Stat:
+    """What the kernel says about a process.
+
+    Attributes:
+        alive: Whether any of its threads is. The kernel calls a process whose first thread has ended a zombie, but the
+            other threads may run on for ever, and those of a killed process take a moment to end.
+        parent: Its parent's pid.
+        start_time: As in :class:`Process`.
+    """
+
+    alive: bool
+    parent: int
+    start_time: int
+
+
+def _stat(pid: int) -> Stat | None:
+    """A process that is there, a zombie included."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  (pathlib would double the start-up time)
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # Fields of proc(5) after the command's name: 3 state, 4 ppid, … 22 starttime.
-    return fields[0].decode(), int(fields[1]), int(fields[19])
+    # Fields of proc(5) after the command's name: 3 state, 4 ppid, … 20 num_threads, … 22 starttime.
+    alive = fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
+    return Stat(alive, int(fields[1]), int(fields[19]))
 
 
 def descendants(root: int) -> list[Process]:
@@ -73,10 +90,9 @@ def descendants(root: int) -> list[Process]:
         stat = _stat(int(name)) if name.isdigit() else None
         if stat is None:
             continue
-        state, parent, start_time = stat
-        children.setdefault(parent, []).append(int(name))
-        if state not in "ZX":
-            alive[int(name)] = Process(int(name), start_time)
+        children.setdefault(stat.parent, []).append(int(name))
+        if stat.alive:
+            alive[int(name)] = Process(int(name), stat.start_time)
     order, queue = [], [root]
     while queue:
         below = children.get(queue.pop(0), [])
@@ -96,13 +112,19 @@ def open_files(pid: int) -> list[str]:
 
 
 def remove_torch_memory(pids: set[int]) -> None:
-    """Remove the files of shared memory that torch left behind for those of the processes that are gone."""
-    gone = [pid for pid in pids if _stat(pid) is None]
+    """Remove the files of shared memory that torch left behind for those of the processes that have ended."""
     with contextlib.suppress(OSError):
         for name in os.listdir(SHARED_MEMORY):  # noqa: PTH208
-            if any(name.startswith(TORCH_MEMORY.format(pid=pid)) for pid in gone):
+            kind, _, rest = name.partition("_")
+            pid = rest.partition("_")[0]
+            if kind == TORCH_MEMORY and pid.isdigit() and int(pid) in pids and not _is_alive(int(pid)):
                 with contextlib.suppress(OSError):  # its manager was quicker
                     os.unlink(f"{SHARED_MEMORY}/{name}")  # noqa: PTH108
+
+
+def _is_alive(pid: int) -> bool:
+    stat = _stat(pid)
+    return stat is not None and stat.alive
 
 
 def send_signal(process: Process, signum: int) -> None:
@@ -113,7 +135,7 @@ def send_signal(process: Process, signum: int) -> None:
         return
     try:
         stat = _stat(process.pid)
-        if stat is not None and stat[2] == process.start_time:
+        if stat is not None and stat.start_time == process.start_time:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(handle, signum)
     finally:
@@ -228,7 +250,7 @@ class Supervisor:
         """Let the command close its own children in order before everybody gets a signal."""
         stat = _stat(self.child)
         if stat is not None:
-            send_signal(Process(self.child, stat[2]), self.signals[0] if self.signals else signal.SIGTERM)
+            send_signal(Process(self.child, stat.start_time), self.signals[0] if self.signals else signal.SIGTERM)
         deadline = time.monotonic() + self.grace
         while self.exit_code is None and time.monotonic() < deadline and not self._hurry():
             time.sleep(POLL_SECONDS)
