@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import psutil
 
 LAUNCHER = Path(sys.executable).with_name("slime-launch")
 RUN_SECONDS = 240.0
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,23 @@ def train_command(assets: Assets, work: Path, *extra: str, rollouts: int, save: 
     return [str(LAUNCHER), "train", *(word for flag, values in flags.items() for word in (flag, *values))]
 
 
+def _end_with_this_process() -> None:
+    """Have a launcher end in order if the tests are killed; it would go on to its last rollout."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 @contextmanager
 def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher in a process group of its own; whatever happens, it is gone afterwards."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_this_process,
+        )
     try:
         yield process
     finally:
@@ -124,6 +137,18 @@ def tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The process and all its descendants now."""
     top = psutil.Process(process.pid)
     return [top, *top.children(recursive=True)]
+
+
+def shared_memory(processes: list[psutil.Process]) -> list[Path]:
+    """The files in /dev/shm that the processes have in their memory now, and whose names others could still open."""
+    paths = set()
+    for process in processes:
+        with suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            paths |= {
+                line.partition("/")[2] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")
+            }
+    return sorted(Path("/", path) for path in paths)
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""However a run ends, nothing it started is left after thirty seconds, and nothing else was touched."""
+"""However a run ends, no process and no shared memory of it is left after thirty seconds; nothing else was touched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import Assets, rows, started, train_command, tree, wait_for, wait_until_gone
+from launching import Assets, rows, shared_memory, started, train_command, tree, wait_for, wait_until_gone
 
 GONE_SECONDS = 30.0
 
@@ -41,8 +41,10 @@ def _kill_one(*words: str) -> Callable[[list[psutil.Process]], None]:
 
 
 CASES = {
+    "finishes": (lambda family: None, {0}),
     "ctrl-c": (_topmost(signal.SIGINT), {130}),
     "sigterm": (_topmost(signal.SIGTERM), {143}),
+    "sigkill": (_topmost(signal.SIGKILL), {-signal.SIGKILL}),
     "engine crashes": (_kill_one("sglang.launch_server"), {1}),
     "trainer crashes": (_kill_one("ray::", "Trainer"), {1}),
 }
@@ -58,17 +60,19 @@ FULL = {
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 def test_nothing_is_left(case: str, qwen3: Assets, bystander: subprocess.Popen[bytes], tmp_path: Path) -> None:
     end, codes = {**CASES, **FULL}[case]
-    command = train_command(qwen3, tmp_path, rollouts=100_000)
+    command = train_command(qwen3, tmp_path, rollouts=4 if case == "finishes" else 100_000)
     with started(command, tmp_path / "log.txt") as process:
         wait_for(lambda: len(rows(tmp_path, "train")) >= 1, "the first step", process=process, log=tmp_path / "log.txt")
         family = tree(process)
+        memory = shared_memory(family)
         end(family)
         code = process.wait(GONE_SECONDS)
         left = wait_until_gone(family, GONE_SECONDS)
-    pids = [process.pid for process in family]
-    memory = [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]
-    print(f"{case}: {len(family)} processes, exit code {code}, {len(left)} left, shared memory left: {memory}")
+    print(
+        f"{case}: {len(family)} processes, exit code {code}, {len(left)} left; shared {[path.name for path in memory]}"
+    )
     assert not left, left
     assert code in codes, (tmp_path / "log.txt").read_text(errors="replace")[-4000:]
-    assert not memory
+    assert {path.name.partition("_")[0] for path in memory} == {"torch", "sglang"}
+    assert not [path.name for path in memory if path.exists()]
     assert bystander.poll() is None

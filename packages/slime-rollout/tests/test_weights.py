@@ -1,6 +1,8 @@
 import http.server
+import os
 import pickle
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +80,19 @@ def test_tensors_of_all_kinds_are_copied_into_one_shared_buffer(channel):
     again = channel._copied(bucket[:2])
     assert again[0][1].data_ptr() == shared[0][1].data_ptr()
     assert torch.multiprocessing.get_sharing_strategy() == before
+
+
+def test_a_closed_channel_leaves_no_shared_memory_and_can_be_used_again(channel):
+    before = shared_memory()
+    for value in (1.0, 2.0):
+        shared = channel._copied([("w", torch.full((5,), value))])
+        assert len(shared_memory() - before) == 1
+        assert shared[0][1].tolist() == [value] * 5
+        del shared
+        channel.close()
+        channel.close()
+        assert shared_memory() == before
+
+
+def shared_memory():
+    return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))

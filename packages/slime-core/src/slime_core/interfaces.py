@@ -126,6 +126,10 @@ class WeightChannel(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Give back what is kept between updates, such as shared memory."""
+        ...
+
 
 @runtime_checkable
 class TrainerWorker(Protocol):

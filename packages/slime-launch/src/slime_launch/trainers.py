@@ -85,7 +85,9 @@ class TrainerRank:
         return self._built.save(iteration)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Give back the channel's shared memory, and leave the process groups."""
+        if self._channel is not None:
+            self._channel[1].close()
         if self._worker is not None:
             self._worker.close()
 

@@ -105,6 +105,14 @@ class TensorWeightChannel:
         self._version = None
         return {}
 
+    def close(self) -> None:
+        """Give the shared memory back, which is as large as the largest bucket; another update takes some anew.
+
+        It is kept from one update to the next. Of a process that is killed, whoever supervises it has to remove the
+        file in ``/dev/shm``.
+        """
+        self._buffer = None
+
     def _require_open(self) -> int:
         if self._version is None:
             raise WeightSyncError("no update is open; call begin(version) first")
