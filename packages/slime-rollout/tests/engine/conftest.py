@@ -1,5 +1,6 @@
 """One fleet of real engines for all tests here: two SGLang servers on the CPU behind sglang-router."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -28,16 +29,18 @@ def open_files():
 @pytest.fixture(scope="session")
 def fleet(engine_config, tiny_model, tmp_path_factory):
     seen = []
-    fleet = EngineFleet.start(
-        engine_config,
-        model_path=tiny_model,
-        num_engines=2,
-        dtype="float32",
-        context_length=None,
-        seed=1,
-        log_dir=tmp_path_factory.mktemp("logs"),
-        on_progress=lambda ready, total, seconds: seen.append((ready, total, seconds)),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there, and nobody may try
+        fleet = EngineFleet.start(
+            dataclasses.replace(engine_config, sglang_args={"log-level": "debug"}),
+            model_path=tiny_model,
+            num_engines=2,
+            dtype="float32",
+            context_length=None,
+            seed=1,
+            log_dir=tmp_path_factory.mktemp("logs"),
+            on_progress=lambda ready, total, seconds: seen.append((ready, total, seconds)),
+        )
     print(f"two engines and the router were up after {fleet.startup_seconds:.1f} s")
     assert seen[-1][:2] == (3, 3)
     load_files = {path for path in open_files() if path.startswith(LOAD_FILES)}

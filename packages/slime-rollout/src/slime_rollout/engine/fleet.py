@@ -86,6 +86,8 @@ class EngineFleet:
         )
         try:
             fleet._wait_until_ready(started, config.engine_startup_timeout, on_progress)
+            for server in fleet._servers:
+                server.freeze_gc()
             fleet._router.add_workers(fleet.engine_urls)
         except BaseException:
             fleet.stop()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ POLL_SECONDS = 0.1
 LIVENESS_TIMEOUT_SECONDS = 5.0
 WORKER_TIMEOUT_SECONDS = 60.0
 LOG_LINES = 20
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 # With the router's own defaults, an engine that was started again gets no requests for more than ten seconds.
 _RECOVERY_FLAGS = {
@@ -49,6 +52,15 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int) -> 
     return [sys.executable, "-m", "sglang_router.launch_router", *arguments]
 
 
+def router_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of the router: ``base`` (this process's by default) without proxies.
+
+    It talks to our engines alone, and a proxy cannot reach those that listen on the loopback address.
+    """
+    environment = os.environ if base is None else base
+    return {name: value for name, value in environment.items() if name.lower() not in PROXIES}
+
+
 class Router:
     """A running router. Made by :meth:`start`, which returns at once; :meth:`is_ready` tells when it serves."""
 
@@ -68,7 +80,8 @@ class Router:
         command = router_command(config, port=port, prometheus_port=prometheus_port)
         host = config.sglang_router_ip
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        return cls(Supervised.start(command, log_path=log_path, grace=GRACE_SECONDS), url)
+        process = Supervised.start(command, env=router_environment(), log_path=log_path, grace=GRACE_SECONDS)
+        return cls(process, url)
 
     def is_ready(self, timeout: float = LIVENESS_TIMEOUT_SECONDS) -> bool:
         """Whether the router itself answers. It has no workers at first.
