@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import Assets, rows, started, train_command, wait_for, wait_until_gone
+from launching import Assets, rows, shared_memory, started, train_command, wait_for, wait_until_gone
 
 RAY = Path(sys.executable).with_name("ray")
 GONE_SECONDS = 30.0
@@ -84,7 +84,8 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(end: str, qwen3: Assets, 
         with started(train_command(qwen3, tmp_path, rollouts=rollouts, save=False), log) as process:
             wait_for(lambda: len(rows(tmp_path, "train")) >= 1, "the first step", process=process, log=log)
             ours = _ours(cluster)
-            print(f"{len(ours)} processes of the run on the cluster")
+            memory = shared_memory(ours)
+            print(f"{len(ours)} processes of the run on the cluster; they share {[path.name for path in memory]}")
             if end == "finishes":
                 assert process.wait(120) == 0, log.read_text()
             else:
@@ -92,3 +93,5 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(end: str, qwen3: Assets, 
                 process.kill()
                 process.wait(10)
         _assert_as_before(cluster, nodes)
+        assert {path.name.partition("_")[0] for path in memory} == {"torch", "sglang"}
+        assert not [path.name for path in memory if path.exists()]

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
 
 CLOSE_SECONDS = 5.0
+# A rank's only child is torch's manager of shared memory, which ends by itself after the rank, and removes what that
+# leaves in /dev/shm. Ray would kill both, and on a cluster that was there before nobody else cleans up.
+KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,9 @@ class TrainerGroup:
         for rank, bundle in enumerate(place.trainer):
             log_path = log_dir / f"trainer-{rank}.log"
             actor = ray.remote(TrainerRank).options(
-                scheduling_strategy=place.strategy(bundle), **place.layout.trainer_resources()
+                scheduling_strategy=place.strategy(bundle),
+                runtime_env={"env_vars": KEEP_CHILDREN},
+                **place.layout.trainer_resources(),
             )
             handle = actor.remote(str(Path.cwd()), str(log_path), config.trainer_threads)
             workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch))
