@@ -116,6 +116,9 @@ class Channel:
     def end(self):
         return dict.fromkeys(self.names, "checksum")
 
+    def close(self):
+        self.names = []
+
 
 class Worker:
     data_parallel_rank = 0
