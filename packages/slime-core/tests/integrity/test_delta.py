@@ -269,6 +269,8 @@ def test_views_that_cannot_be_changed_in_place_are_refused():
     with pytest.raises(DataError, match=r"share memory \(strides \(0,\)\); use apply_delta"):
         apply_delta_(base, delta)
     assert apply_delta(base, delta).tolist() == [1.0] * 4
+    single = torch.zeros(4).as_strided((1, 4), (0, 1))  # a stride that is never taken
+    assert apply_delta_(single, encode_delta(single, torch.ones(1, 4))).tolist() == [[1.0] * 4]
     negated = torch.zeros(4, dtype=torch.complex64).conj()
     delta = encode_delta(negated, torch.ones(4, dtype=torch.complex64))
     with pytest.raises(DataError, match="is a view that negates another tensor; use apply_delta"):

@@ -47,6 +47,8 @@ def test_a_truncated_or_foreign_file_is_refused():
     text = make_batch([2, 1]).to_jsonl()
     with pytest.raises(DataError, match="rollout 4: 2 samples, its head says 3"):
         RolloutBatch.from_jsonl("".join(text.splitlines(keepends=True)[:-1]))
+    with pytest.raises(DataError, match="rollout 4: 4 samples, its head says 3"):
+        RolloutBatch.from_jsonl(text + text.splitlines(keepends=True)[-1])
     with pytest.raises(DataError, match="a rollout file is empty"):
         RolloutBatch.from_jsonl("")
     head, *rest = text.splitlines()
