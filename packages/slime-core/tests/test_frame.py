@@ -50,6 +50,8 @@ def test_errors_say_what_is_wrong():
         unpack_frame(FRAME + b"x", b"TEST", 2, "a test")
     with pytest.raises(FormatVersionError, match="a test: format version 2; this slime reads 1 to 1"):
         unpack_frame(FRAME, b"TEST", 1, "a test")
+    with pytest.raises(FormatVersionError, match="a test: format version 0; this slime reads 1 to 2"):
+        unpack_frame(pack_frame(b"TEST", 0, {}, b""), b"TEST", 2, "a test")
     with pytest.raises(DamagedError, match="starts with b'TEST' instead of b'OTHR'"):
         unpack_frame(FRAME, b"OTHR", 1, "a test")
 

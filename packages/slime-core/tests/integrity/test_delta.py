@@ -259,6 +259,8 @@ def test_tensors_that_do_not_match_are_refused():
         encode_delta(torch.zeros(2), torch.zeros(3))
     with pytest.raises(DataError, match=r"got float32 .* and float64"):
         encode_delta(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(DataError, match=r"got float32 \[2\] on cpu and float32 \[2\] on meta"):
+        encode_delta(torch.zeros(2), torch.zeros(2, device="meta"))
     with pytest.raises(DataError, match="compression_level 10 is not between 0 and 9"):
         encode_delta(torch.zeros(2), torch.zeros(2), compression_level=10)
 
