@@ -22,9 +22,9 @@ def plan(budget=None, *, tokens=2048, hidden=1024, columns=QWEN_VOCAB, dtype=tor
 
 
 def bytes_of(chosen, *, tokens, hidden, dtype, grad):
-    """By the definition: a chunk and its weight's copy, two fp32 buffers, sum and product of the hidden gradient."""
+    """By the definition: a chunk and its weight's copy, two fp32 buffers, the sum of the hidden gradient."""
     wide = 8 if dtype == torch.float64 else 4
-    sums = tokens * hidden * (wide + dtype.itemsize) if grad and dtype.itemsize < wide else 0
+    sums = tokens * hidden * wide if grad and dtype.itemsize < wide else 0
     block = min(chosen.block_rows, tokens) * chosen.chunk_columns * wide
     return (tokens + hidden) * chosen.chunk_columns * dtype.itemsize + 2 * block + sums
 
@@ -53,10 +53,10 @@ def test_a_plan_stays_within_the_budget_or_is_refused(tokens, hidden, columns, d
 
 
 @pytest.mark.parametrize("hidden", [1024, 4096])
-def test_by_default_an_eighth_of_the_logits(hidden):
+def test_by_default_less_than_an_eighth_of_the_logits(hidden):
     chosen = plan(hidden=hidden)
     taken = bytes_of(chosen, tokens=2048, hidden=hidden, dtype=torch.bfloat16, grad=True)
-    assert taken <= 2048 * QWEN_VOCAB * 2 // 8
+    assert taken <= 2048 * QWEN_VOCAB * 2 // 10
     assert chosen.chunk_columns >= 1024
 
 

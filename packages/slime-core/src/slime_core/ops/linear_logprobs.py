@@ -57,7 +57,7 @@ def linear_log_probs_and_entropy(
         vocab_size: Ids from here on are padding and take no part. ``None`` means no padding.
         with_entropy: Compute entropies too.
         memory_budget: Bytes that the call may take besides inputs, outputs and gradients, which sets the size of the
-            chunks. ``None`` means an eighth of the logits, or a little more where that would make chunks too thin.
+            chunks. ``None`` means a tenth of the logits, or a little more where that would make chunks too thin.
 
     Returns:
         Log-probs [T] in nats, and entropies [T] in nats or ``None``; the same on all ranks. The gradient of the hidden
@@ -173,12 +173,12 @@ class _LinearLogProbs(torch.autograd.Function):
         for grad in (grad_weight_VD, grad_bias_V):
             if grad is not None:
                 grad[ctx.call.columns :] = 0  # padding
-        grad_hidden_TD = None if hidden_sum is None else hidden_sum.total(ctx.call.group).to(hidden_TD.dtype)
+        grad_hidden_TD = None if hidden_sum is None else hidden_sum.total(ctx.call.group)
         return grad_hidden_TD, grad_weight_VD, grad_bias_V, None, None
 
 
 class _ProductSum:
-    """A sum of matrix products, kept in fp32 (fp64)."""
+    """A sum of matrix products, kept in fp32 (fp64). The buffer of one product is what the sum is returned in."""
 
     def __init__(self, like_TD: Tensor) -> None:
         self._sum_TD = torch.zeros_like(like_TD, dtype=accumulation_dtype(like_TD.dtype))
@@ -191,7 +191,7 @@ class _ProductSum:
             self._sum_TD.add_(torch.mm(left_TC, right_CD, out=self._product_TD))
 
     def total(self, group: dist.ProcessGroup | None) -> Tensor:
-        """The sum over all ranks of the group."""
+        """The sum over all ranks of the group, in the type of the factors."""
         if group is not None:
             dist.all_reduce(self._sum_TD, group=group)
-        return self._sum_TD
+        return self._sum_TD if self._product_TD is None else self._product_TD.copy_(self._sum_TD)

@@ -16,6 +16,10 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.ops.softmax_rows import SoftmaxRows, block_elements
 from slime_core.ops.vocab_shard import VocabShard, check_temperature
 
+# A chunk is a part of the logits so small that two buffers of it in fp32 add an eighth to bf16 logits at most, unless
+# chunks would be too small to be worth a kernel.
+_CHUNKS, _MIN_ELEMENTS = 32, 1 << 16
+
 
 def log_probs_and_entropy(
     logits_TV: Tensor,
@@ -62,7 +66,8 @@ def log_probs_and_entropy(
     shard = VocabShard.of(logits_TV.shape[1], group, vocab_size)
     valid_T = shard.valid(targets_T)
     if chunk_size is None:
-        chunk_size = max(1, block_elements(logits_TV.device) // max(logits_TV.shape[1], 1))
+        elements = min(block_elements(logits_TV.device), max(logits_TV.numel() // _CHUNKS, _MIN_ELEMENTS))
+        chunk_size = max(1, elements // max(logits_TV.shape[1], 1))
     log_probs_T, entropy_T = _LogProbs.apply(  # type: ignore[no-untyped-call]
         logits_TV, targets_T.long() - shard.first, shard.columns, temperature, group, with_entropy, chunk_size
     )

@@ -41,11 +41,11 @@ class ChunkPlan:
 
         What counts: a chunk of logits [tokens, chunk_columns] and a copy of the chunk's weight [chunk_columns, hidden]
         in ``dtype`` (libraries of matrix products pack such a copy for themselves); two buffers of the softmax in fp32
-        (a quarter of what is left for both); and, where a gradient reaches 16-bit hidden states, its sum in fp32 and
-        a product [tokens, hidden].
+        (a quarter of what is left for both); and, where a gradient reaches 16-bit hidden states, its sum in fp32.
 
         Args:
-            budget: Bytes. ``None`` means an eighth of the logits, at least 16 MiB and what 1,024 columns need.
+            budget: Bytes. ``None`` means a tenth of the logits, which leaves libraries something of their own below an
+                eighth; at least 16 MiB and what 1,024 columns need.
             tokens: Rows of the hidden states.
             hidden: Hidden size.
             columns: Vocabulary ids of this rank.
@@ -59,7 +59,7 @@ class ChunkPlan:
         wide = accumulation_dtype(dtype).itemsize
         fixed = tokens * _BYTES_PER_TOKEN
         if hidden_gradient and wide != dtype.itemsize:
-            fixed += tokens * hidden * (wide + dtype.itemsize)
+            fixed += tokens * hidden * wide
         column_bytes = (max(tokens, 1) + hidden) * dtype.itemsize
 
         def needed(at_least: int) -> int:
@@ -67,7 +67,7 @@ class ChunkPlan:
             return fixed + width * max(column_bytes * 4 // 3 + 1, 4 * 2 * wide)
 
         if budget is None:
-            budget = max(columns * tokens * dtype.itemsize // 8, needed(_GOOD_COLUMNS), _DEFAULT_FLOOR)
+            budget = max(columns * tokens * dtype.itemsize // 10, needed(_GOOD_COLUMNS), _DEFAULT_FLOOR)
         if budget < needed(_MIN_COLUMNS):
             raise ConfigError(
                 f"memory_budget {budget} bytes is below the {needed(_MIN_COLUMNS)} that {tokens} tokens of hidden size "

@@ -31,10 +31,11 @@ def blocks(lengths_N: Tensor) -> list[tuple[slice, slice]]:
     count = len(lengths_N)
     ends_N = lengths_N.cumsum(0)
     total = int(ends_N[-1]) if count else 0
-    limit = CPU_BLOCK if lengths_N.device.type == "cpu" else total
+    if lengths_N.device.type != "cpu" or total <= CPU_BLOCK:
+        return [(slice(0, total), slice(0, count))]
     result, token, sequence = [], 0, 0
     while sequence < count:
-        stop = max(int(torch.searchsorted(ends_N, token + limit, right=True)), sequence + 1)
+        stop = max(int(torch.searchsorted(ends_N, token + CPU_BLOCK, right=True)), sequence + 1)
         end = int(ends_N[stop - 1])
         result.append((slice(token, end), slice(sequence, stop)))
         token, sequence = end, stop
