@@ -22,6 +22,7 @@ class Record:
         value: The number.
         unit: Its unit.
         more_is_better: Whether a larger value is better; `None` where neither is.
+        goal: What the value should reach, or stay at or below where less is better; `None` without a goal.
     """
 
     case: str
@@ -29,3 +30,4 @@ class Record:
     value: float
     unit: str
     more_is_better: bool | None = None
+    goal: float | None = None

@@ -5,13 +5,18 @@ From hidden states: ours against TRL's chunked log-probs (as TRL calls it, and w
 there already. From logits: ours against `log_softmax` and `gather`. Sides alternate. A gradient reaches log-probs and
 entropies, except from logits, where the other side has no entropies.
 
-Times are CPU seconds of one thread, the least of several rounds, so that other work on the machine disturbs little.
+Times are CPU seconds of one thread, the least of the rounds, so that other work on the machine disturbs little. Goals
+from hidden states: an eighth of the logits, 1.35 times the bare products (which compute the logits twice, as we do),
+and 1.3 times as fast as the faster of the others with no more memory. From logits: once the logits, and no slower than
+the other side. The gradient alone is once the logits; what comes on top is three rows in fp32 to compute in.
+
 `extra` is the largest resident size during the call less that before it; for hidden states also less the gradients
 that it returns, since every side returns them. Everything else counts, fp32 copies of gradients too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -33,19 +38,19 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for settings, results and the log.
-        quick: A sixteenth of the vocabulary, hidden size 1,024 only, one round.
+        quick: A sixteenth of the vocabulary, where the goals say nothing, and hidden size 1,024 only.
     """
     install_others()
-    vocab, rounds = (VOCAB // 16, {1024: 1}) if quick else (VOCAB, {1024: 3, 4096: 1})
+    vocab = VOCAB // 16 if quick else VOCAB
     records = []
-    for hidden, count in rounds.items():
+    for hidden in (1024,) if quick else (1024, 4096):
         sides = ("bare", "ours", "trl", "trl, chunks of 4,096", "verl")
-        measured = measure(out / f"hidden-{hidden}", "_log_probs_linear", sides, vocab, hidden, count)
+        measured = measure(out / f"hidden-{hidden}", "_log_probs_linear", sides, vocab, hidden, rounds=1)
         records += against_others(f"hidden {hidden:,}", measured, vocab)
     for dtype in ("bfloat16", "float32"):
         measured = measure(out / dtype, "_log_probs_logits", ("ours", "log_softmax"), vocab, dtype, 1 if quick else 3)
         records += against_log_softmax(f"logits {dtype}", measured)
-    return records
+    return [dataclasses.replace(record, goal=None) for record in records] if quick else records
 
 
 Measured = Mapping[str, Mapping[str, float]]
@@ -85,14 +90,14 @@ def against_others(case: str, measured: Measured, vocab: int) -> list[Record]:
         if side != "bare":
             records.append(Record(f"{case}: {side}", "extra", figures["extra"] / 2**20, "MiB", more_is_better=False))
     ours = measured["ours"]
-    best = min(figures["seconds"] for side, figures in measured.items() if side not in ("ours", "bare"))
+    others = [figures for side, figures in measured.items() if side not in ("ours", "bare")]
+    best, least = (min(figures[field] for figures in others) for field in ("seconds", "extra"))
     return [
         *records,
-        Record(
-            f"{case}: ours / bare", "time", ours["seconds"] / measured["bare"]["seconds"], "x", more_is_better=False
-        ),
-        Record(f"{case}: best of others / ours", "time", best / ours["seconds"], "x", more_is_better=True),
-        Record(f"{case}: ours / bf16 logits", "extra", ours["extra"] / logits, "x", more_is_better=False),
+        Record(f"{case}: ours / bare", "time", ours["seconds"] / measured["bare"]["seconds"], "x", False, 1.35),
+        Record(f"{case}: best of others / ours", "time", best / ours["seconds"], "x", True, 1.3),
+        Record(f"{case}: ours / least of others", "extra", ours["extra"] / least, "x", False, 1.0),
+        Record(f"{case}: ours / bf16 logits", "extra", ours["extra"] / logits, "x", False, 1 / 8),
     ]
 
 
@@ -101,10 +106,13 @@ def against_log_softmax(case: str, measured: Measured) -> list[Record]:
     records = []
     for side, figures in measured.items():
         records.append(Record(f"{case}: {side}", "time", figures["seconds"], "s", more_is_better=False))
-        share = figures["extra"] / figures["logits"]
-        records.append(Record(f"{case}: {side} / logits", "extra", share, "x", more_is_better=False))
-    ratio = measured["log_softmax"]["seconds"] / measured["ours"]["seconds"]
-    return [*records, Record(f"{case}: log_softmax / ours", "time", ratio, "x", more_is_better=True)]
+        share, goal = figures["extra"] / figures["logits"], 1.0 if side == "ours" else None
+        records.append(Record(f"{case}: {side} / logits", "extra", share, "x", False, goal))
+    ours = measured["ours"]
+    besides = (ours["extra"] - ours["logits"]) / 2**20
+    records.append(Record(f"{case}: ours besides the gradient", "extra", besides, "MiB", more_is_better=False))
+    ratio = measured["log_softmax"]["seconds"] / ours["seconds"]
+    return [*records, Record(f"{case}: log_softmax / ours", "time", ratio, "x", True, 1.0)]
 
 
 def install_others() -> None:

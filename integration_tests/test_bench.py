@@ -65,6 +65,33 @@ def test_the_table_marks_what_lost_a_fifth() -> None:
     assert lines[-1].split() == ["a", "new", "1.000", "u"]
 
 
+def test_the_table_marks_missed_goals() -> None:
+    from bench import table
+
+    def record(metric: str, value: float, goal: float | None, more_is_better: bool = False) -> dict[str, object]:
+        return {
+            "case": "a",
+            "metric": metric,
+            "value": value,
+            "unit": "u",
+            "more_is_better": more_is_better,
+            "goal": goal,
+        }
+
+    records = [
+        record("time", 1.36, 1.35),
+        record("time reached", 1.35, 1.35),
+        record("speed", 4.9, 5.0, True),
+        record("speed reached", 5.0, 5.0, True),
+        record("other", 9.0, None),
+    ]
+    lines = table(records, {("a", "time"): 1.0}).splitlines()
+    assert lines[0].split() == ["case", "metric", "value", "unit", "goal", "baseline", "ratio"]
+    assert lines[1].split() == ["a", "time", "1.360", "u", "<=", "1.35", "1.000", "1.36", "worse,", "missed"]
+    assert [line.endswith("missed") for line in lines[1:]] == [True, False, True, False, False]
+    assert lines[4].split() == ["a", "speed", "reached", "5.000", "u", ">=", "5"]
+
+
 def test_every_benchmark_says_what_it_measures_and_its_baseline_can_be_read() -> None:
     from bench import BENCHMARKS, baseline, first_line
 

@@ -69,7 +69,7 @@ def run(name: str, *, quick: bool) -> dict[str, Any]:
     """Run one benchmark.
 
     Returns:
-        `machine`: facts; `quick`; `records`: a list of `case`, `metric`, `value`, `unit`, `more_is_better`.
+        `machine`: facts; `quick`; `records`: a list of `case`, `metric`, `value`, `unit`, `more_is_better`, `goal`.
     """
     print(f"{name}: {first_line(BENCHMARKS / f'{name}.py')}", flush=True)
     out = OUTPUTS / name
@@ -115,21 +115,27 @@ def baseline(name: str) -> Mapping[tuple[str, str], float]:
 
 
 def table(records: Sequence[Mapping[str, Any]], before: Mapping[tuple[str, str], float]) -> str:
-    """The figures as aligned text, with their ratio to the committed ones; `worse` marks what lost a fifth.
+    """The figures as aligned text: `worse` marks what lost a fifth against the committed one, `missed` a missed goal.
 
     Args:
         records: As in the JSON files.
         before: From :func:`baseline`.
     """
-    rows = [("case", "metric", "value", "unit", "baseline", "ratio", "")]
+    goals = any(record.get("goal") is not None for record in records)
+    rows = [("case", "metric", "value", "unit", *(["goal"] if goals else []), "baseline", "ratio", "")]
     for record in records:
         old = before.get((record["case"], record["metric"]))
         ratio = record["value"] / old if old else None
         shown = ("" if old is None else f"{old:.3f}", "" if ratio is None else f"{ratio:.2f}")
-        mark = "worse" if ratio is not None and is_worse(ratio, record["more_is_better"]) else ""
-        rows.append((record["case"], record["metric"], f"{record['value']:.3f}", record["unit"], *shown, mark))
+        marks = [
+            *(["worse"] if ratio is not None and is_worse(ratio, record["more_is_better"]) else []),
+            *(["missed"] if misses_goal(record) else []),
+        ]
+        goal = [goal_text(record)] if goals else []
+        value = f"{record['value']:.3f}"
+        rows.append((record["case"], record["metric"], value, record["unit"], *goal, *shown, ", ".join(marks)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    numbers = {2, 4, 5}
+    numbers = {2, *range(4, len(rows[0]) - 1)}
     return "\n".join(
         "  ".join(
             cell.rjust(width) if column in numbers else cell.ljust(width)
@@ -137,6 +143,18 @@ def table(records: Sequence[Mapping[str, Any]], before: Mapping[tuple[str, str],
         ).rstrip()
         for row in rows
     )
+
+
+def goal_text(record: Mapping[str, Any]) -> str:
+    """A figure's goal, such as `<= 50`; empty without one."""
+    goal = record.get("goal")
+    return "" if goal is None else f"{'>=' if record['more_is_better'] else '<='} {goal:g}"
+
+
+def misses_goal(record: Mapping[str, Any]) -> bool:
+    """Whether a figure has a goal and does not reach it."""
+    goal, value = record.get("goal"), record["value"]
+    return goal is not None and (value < goal if record["more_is_better"] else value > goal)
 
 
 def is_worse(ratio: float, more_is_better: bool | None) -> bool:
