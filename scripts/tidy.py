@@ -19,6 +19,7 @@ MAX_FUNCTION_LINES = 80
 # Written so that this file does not find itself.
 FORBIDDEN = {
     "a package index's host name": re.compile(r"\b(?:test\.)?pypi\.(?:org)\b|\bpythonhosted\.(?:org)\b"),
+    "a mark of a merge conflict": re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)"),
     "a path of one machine": re.compile(r"(?<![\w.~}/-])/(?:work|opt|root|home/\w+|Users/\w+)/\w"),
 }
 

@@ -55,10 +55,10 @@ def build_shards(
         micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
         global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
-        keep_groups_together: Keep the samples of a prompt on one rank and, as far as they fit, in one micro-batch, so
-            that the trainer can compute their prompt once. Ranks may then differ in their number of samples. Where
-            whole groups cannot give every rank equally many micro-batches, that step falls back to single samples.
-            With a token limit, a group that exceeds it is cut, and its pieces may go to several ranks.
+        keep_groups_together: Keep the samples of a prompt in one micro-batch, as far as they fit, so that the trainer
+            can compute their prompt once. Ranks may then differ in their number of samples. Where there are too few
+            samples for that, the step falls back to single samples. A group that exceeds a limit is cut, and its pieces
+            may go to several ranks.
         use_dynamic_batch_size: Limit a micro-batch by its tokens instead of its samples.
         max_tokens_per_gpu: That limit, per context-parallel rank. A sample above it gets a micro-batch to itself.
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
@@ -128,7 +128,7 @@ def _place(
     for start in range(0, len(trajectories), global_batch_size):
         step = trajectories[start : start + global_batch_size]
         members = sorted(position for trajectory in step for position in trajectory)
-        tokens = sum(sum(planner.samples[position].loss_mask) for position in members)
+        tokens = sum(planner.samples[trajectory[0]].trajectory_tokens for trajectory in step)
         for shard, micro_batches in zip(shards, planner.plan(members), strict=True):
             placed: list[list[int]] = []
             for positions in micro_batches:
@@ -234,16 +234,12 @@ def _train_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, reward
         trajectory_ids=[samples[position].trajectory for position in trained],
     )
     rewards = dict(zip(trained, processed, strict=True))
-    masks = [
-        sample.trained_mask if position in rewards else [0] * sample.response_length
-        for position, sample in enumerate(samples)
-    ]
     tokens: dict[int, int] = defaultdict(int)
-    for sample, mask in zip(samples, masks, strict=True):
-        tokens[sample.trajectory] += sum(mask)
+    for position, sample in enumerate(samples):
+        tokens[sample.trajectory] += sample.trained_tokens if position in rewards else 0
     result = []
     for position, sample in enumerate(samples):
-        if sample.response_length and not sample.prompt_tokens:
+        if sample.response_length and sample.response_length == len(sample.tokens):
             raise DataError(
                 f"sample {sample.index} has a response but no prompt tokens, so nothing predicts its first token; "
                 "give every prompt a token, such as the tokenizer's first one"
@@ -254,7 +250,7 @@ def _train_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, reward
                 group_index=sample.group_index,
                 tokens=sample.tokens or _PLACEHOLDER_TOKENS,
                 response_length=sample.response_length,
-                loss_mask=masks[position],
+                loss_mask=sample.trained_mask if position in rewards else [0] * sample.response_length,
                 trajectory_tokens=tokens[sample.trajectory],
                 reward=rewards.get(position, 0.0),
                 raw_reward=raw.get(position, 0.0),

@@ -154,3 +154,42 @@ def test_split_by_vocabulary_equals_whole(vocab_parallel_ranks, name):
     joined = torch.cat([first["grad"], second["grad"]], dim=1)
     one_ulp = 2**-8 if whole.dtype == torch.bfloat16 else tolerance
     torch.testing.assert_close(joined, whole.grad, rtol=one_ulp, atol=tolerance)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_gradient_may_take_the_place_of_the_logits(dtype, with_entropy):
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(6, 4, generator=generator), torch.randn(4, 30, generator=generator)
+    targets = torch.randint(0, 28, (6,), generator=generator)
+    outcomes = []
+    for overwrite in (False, True):
+        leaf = weight.to(dtype).requires_grad_()
+        logits = hidden.to(dtype) @ leaf
+        log_probs, entropy = log_probs_and_entropy(
+            logits, targets, temperature=0.7, vocab_size=28, with_entropy=with_entropy, chunk_size=4,
+            overwrite_logits=overwrite,
+        )  # fmt: skip
+        total = log_probs.sum() + (entropy.square().sum() if with_entropy else 0)
+        (grad_logits,) = torch.autograd.grad(total, logits, retain_graph=True)
+        assert (grad_logits.data_ptr() == logits.data_ptr()) is overwrite
+        if overwrite:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                total.backward()
+            logits = hidden.to(dtype) @ leaf
+            log_probs, entropy = log_probs_and_entropy(
+                logits, targets, temperature=0.7, vocab_size=28, with_entropy=with_entropy, chunk_size=4,
+                overwrite_logits=True,
+            )  # fmt: skip
+            total = log_probs.sum() + (entropy.square().sum() if with_entropy else 0)
+        total.backward()
+        outcomes.append((total, grad_logits.clone(), leaf.grad))
+    for ours, expected in zip(*outcomes, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_leafs_values_are_not_overwritten():
+    leaf, targets = torch.randn(2, 5).requires_grad_(), torch.tensor([0, 1])
+    with pytest.raises(DataError, match="overwrite_logits would write the gradient of a leaf tensor over its values"):
+        log_probs_and_entropy(leaf, targets, overwrite_logits=True)
+    log_probs_and_entropy(leaf.detach(), targets, overwrite_logits=True)  # no backward pass, nothing to overwrite

@@ -30,6 +30,7 @@ def log_probs_and_entropy(
     vocab_size: int | None = None,
     with_entropy: bool = False,
     chunk_size: int | None = None,
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(logits / temperature)`` at the targets, and the entropy of each row's whole distribution.
 
@@ -46,13 +47,16 @@ def log_probs_and_entropy(
         vocab_size: Ids from here on are padding and take no part. ``None`` means no padding.
         with_entropy: Compute entropies too.
         chunk_size: Rows per chunk; ``None`` chooses by device.
+        overwrite_logits: In the backward pass, write the gradient over the logits instead of beside them, which
+            halves the peak. They must be the result of an operation that does not need them, such as a matrix product,
+            and nobody may look at them afterwards; autograd refuses another backward pass through them.
 
     Returns:
         Log-probs [T] in nats, and entropies [T] in nats or ``None``; the same on all ranks.
 
     Raises:
         ConfigError: The temperature is not above 0, or ``chunk_size`` or ``vocab_size`` is below 1.
-        DataError: The shapes do not match; on a CPU also a target outside the vocabulary (elsewhere, where looking
+        DataError: The shapes do not match; ``overwrite_logits`` for a tensor that no operation made; on a CPU also a target outside the vocabulary (elsewhere, where looking
             would stall the device, its log-prob is NaN).
     """
     check_temperature(temperature)
@@ -63,13 +67,25 @@ def log_probs_and_entropy(
             f"logits must be [tokens, vocabulary] and targets [tokens]; got {list(logits_TV.shape)} "
             f"and {list(targets_T.shape)}"
         )
+    if overwrite_logits and logits_TV.requires_grad and logits_TV.is_leaf:
+        raise DataError(
+            "overwrite_logits would write the gradient of a leaf tensor over its values; leave it out, or hand over "
+            "the logits that a model computed"
+        )
     shard = VocabShard.of(logits_TV.shape[1], group, vocab_size)
     valid_T = shard.valid(targets_T)
     if chunk_size is None:
         elements = min(block_elements(logits_TV.device), max(logits_TV.numel() // _CHUNKS, _MIN_ELEMENTS))
         chunk_size = max(1, elements // max(logits_TV.shape[1], 1))
     log_probs_T, entropy_T = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits_TV, targets_T.long() - shard.first, shard.columns, temperature, group, with_entropy, chunk_size
+        logits_TV,
+        targets_T.long() - shard.first,
+        shard.columns,
+        temperature,
+        group,
+        with_entropy,
+        chunk_size,
+        overwrite_logits,
     )
     return log_probs_T.masked_fill(~valid_T, torch.nan), entropy_T if with_entropy else None
 
@@ -87,6 +103,7 @@ class _LogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         with_entropy: bool,
         chunk_size: int,
+        overwrite_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         rows = SoftmaxRows(logits_TV, local_T, columns, temperature, chunk_size)
         statistics = rows.statistics(with_entropy=with_entropy)
@@ -96,13 +113,15 @@ class _LogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_TV, local_T, lse_T, entropy_T)
         ctx.columns, ctx.temperature, ctx.chunk_size = columns, temperature, chunk_size
+        ctx.overwrite_logits = overwrite_logits
         return log_probs_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_TV, local_T, lse_T, entropy_T = ctx.saved_tensors
-        grad_logits_TV = torch.empty_like(logits_TV)
+        # Detached, it still counts as a change to the logits, so that autograd notices a second use of them.
+        grad_logits_TV = logits_TV.detach() if ctx.overwrite_logits else torch.empty_like(logits_TV)
         rows = SoftmaxRows(logits_TV, local_T, ctx.columns, ctx.temperature, ctx.chunk_size)
         rows.write_gradient(grad_logits_TV, grad_T, grad_entropy_T, lse_T, entropy_T)
-        return grad_logits_TV, None, None, None, None, None, None
+        return grad_logits_TV, None, None, None, None, None, None, None

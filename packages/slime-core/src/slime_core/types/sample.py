@@ -95,7 +95,9 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         """Number of response tokens that are trained on."""
-        return sum(self.trained_mask)
+        if self.remove_sample:
+            return 0
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     @property
     def trajectory(self) -> int:

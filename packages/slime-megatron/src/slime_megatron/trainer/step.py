@@ -48,6 +48,7 @@ def log_probs(
         group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
         vocab_size=vocab_size,
         with_entropy=with_entropy,
+        overwrite_logits=True,
     )
 
 
