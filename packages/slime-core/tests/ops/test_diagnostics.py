@@ -176,6 +176,19 @@ def test_two_ranks_find_what_one_does(two_ranks, kind, split):
         assert metrics == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
+def in_another_order(rank):
+    batch = Batch([4, 3, 0, 6, 1], seed=7)
+    parts = [COMPUTE[kind](**batch.inputs(kind, [[0, 3], [1, 2, 4]][rank])) for kind in sorted(COMPUTE)]
+    return numbers(Statistics.merged(parts[:: 1 - 2 * rank]).reduced().metrics())
+
+
+def test_ranks_may_put_their_statistics_together_in_any_order(two_ranks):
+    batch = Batch([4, 3, 0, 6, 1], seed=7)
+    whole = numbers(Statistics.merged(COMPUTE[kind](**batch.inputs(kind)) for kind in COMPUTE).metrics())
+    for metrics in two_ranks(__file__, "in_another_order"):
+        assert metrics == pytest.approx(whole, rel=1e-9)
+
+
 def test_statistics_of_a_correction_and_their_effective_sample_size():
     """Weights 1, 1, 0, 0 are worth two of four samples; one weight of four is worth one."""
     mask, weights = torch.tensor([1, 1, 1, 1, 0]), torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0])
@@ -220,6 +233,9 @@ def test_a_tiny_deviation_keeps_its_digits_in_fp32():
         mask_T=torch.ones(1000), weights_T=torch.full((1000,), 1e-3), **CLIP,
     ).metrics()  # fmt: skip
     assert metrics["ratio_std"].item() == pytest.approx(1e-4, rel=1e-5)
+    weights = torch.full((1000,), 1e-3)
+    metrics = weight_statistics("w", 1 + difference, torch.ones(1000), weights).metrics()
+    assert metrics["w_std"].item() == pytest.approx(1e-4, rel=1e-3)  # 1 + 1e-4 has been rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
