@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import cispo_loss, policy_loss
+from slime_core.ops import cispo_loss, gspo_loss, policy_loss
 
 ROW = st.tuples(st.floats(-10, 0), st.floats(-10, 0), st.floats(-5, 5))
 
@@ -64,12 +64,19 @@ def test_huge_and_tiny_ratios_stay_finite(size, grew, advantage):
     assert grad.isfinite().all()
 
 
-def test_old_log_probs_and_advantages_are_constants():
-    old = torch.tensor([-1.0], requires_grad=True)
-    advantage = torch.tensor([1.0], requires_grad=True)
-    policy_loss(torch.tensor([-1.1], requires_grad=True), old, advantage, 0.2, 0.2)[0].sum().backward()
+def whole_sequence(new, old, advantages, low, high):
+    return gspo_loss(new, old, advantages, low, high, mask_T=torch.ones(1), lengths=[1])
+
+
+@pytest.mark.parametrize("loss_of", [policy_loss, partial(policy_loss, eps_clip_c=3.0), cispo_loss, whole_sequence])
+def test_old_log_probs_and_advantages_are_constants(loss_of):
+    new, old, advantage = (torch.tensor([value], requires_grad=True) for value in (-1.1, -1.0, 1.0))
+    loss, clipped = loss_of(new, old, advantage, 0.2, 0.2)
+    loss.sum().backward()
+    assert new.grad is not None
     assert old.grad is None
     assert advantage.grad is None
+    assert not clipped.requires_grad
 
 
 def by_the_paper_with_dual_clip(new, old, advantage, low, high, c):
