@@ -56,8 +56,8 @@ def log_probs_and_entropy(
 
     Raises:
         ConfigError: The temperature is not above 0, or ``chunk_size`` or ``vocab_size`` is below 1.
-        DataError: The shapes do not match; ``overwrite_logits`` for a tensor that no operation made; on a CPU also a target outside the vocabulary (elsewhere, where looking
-            would stall the device, its log-prob is NaN).
+        DataError: The shapes do not match; ``overwrite_logits`` for a tensor that no operation made; on a CPU also a
+            target outside the vocabulary (elsewhere, where looking would stall the device, its log-prob is NaN).
     """
     check_temperature(temperature)
     if chunk_size is not None and chunk_size < 1:
