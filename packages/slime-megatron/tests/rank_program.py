@@ -38,9 +38,11 @@ class Rank:
     worker = None
 
     def build(self, config, algorithm, shape, rendezvous, resume_from=None):
+        from slime_core.interfaces import TrainerWorker
         from slime_megatron.worker import MegatronWorker
 
         self.worker = MegatronWorker(config, algorithm, shape, rendezvous, resume_from)
+        assert isinstance(self.worker, TrainerWorker)
         return self.worker.iteration
 
     def close(self):
