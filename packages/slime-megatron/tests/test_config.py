@@ -15,6 +15,7 @@ def test_flags_carry_megatron_names_and_defaults():
     specs = {spec.name: spec for spec in flag_specs(MegatronConfig)}
     assert specs["--tensor-model-parallel-size"].default == 1
     assert specs["--share-prompts"].is_switch
+    assert specs["--balance-data"].is_switch
     assert specs["--recompute-activations"].is_switch
     assert specs["--clip-grad"].default == 1.0
     assert specs["--seed"].default == 1234
@@ -38,6 +39,9 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"seed": -1}, "--seed -1 must be between 0 and 4294967295"),
         ({"seed": 2**32}, "--seed 4294967296"),
         ({"micro_batch_size": 0}, "--micro-batch-size 0"),
+        ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 0}, "--max-tokens-per-gpu 0 must be at least 1"),
+        ({"use_dynamic_batch_size": True}, "--max-tokens-per-gpu, its limit, go together; give both or none"),
+        ({"max_tokens_per_gpu": 4096}, "--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together"),
         ({"lr": -1.0}, "--lr -1.0"),
         ({"lr_decay_style": "step"}, "constant, linear, cosine"),
         ({"lr_decay_style": "cosine"}, "--lr-decay-iters"),

@@ -75,6 +75,7 @@ class MegatronConfig:
     balance_by_flops: bool = flag(
         False, help="balance ranks and micro-batches by operations, in which long sequences weigh more, not by tokens"
     )
+    balance_data: bool = flag(False, help="no effect: the work is always balanced over the data-parallel ranks")
     share_prompts: bool = flag(
         False, help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same"
     )
