@@ -7,6 +7,7 @@ It has the interface of the `pickle` module that ``torch.load(pickle_module=…)
 
 from __future__ import annotations
 
+import enum
 import pickle
 from typing import IO, Any
 
@@ -56,11 +57,20 @@ class Inert:
         pass
 
 
+def _enum_member(kind: Any, name: Any) -> Any:
+    """What ``getattr`` gives for a known enum and the name of a member; else inert."""
+    if isinstance(kind, enum.EnumMeta) and isinstance(name, str):
+        return kind.__members__.get(name, Inert())
+    return Inert()
+
+
 class Unpickler(pickle.Unpickler):
     """An unpickler that knows plain types and torch's checkpoint records only."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """The named type if it is plain, else :class:`Inert`."""
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _enum_member  # Python 3.11.0 to 3.11.3 write a member as getattr(its enum, its name)
         if global_name in _PLAIN.get(module_name, ()):
             return super().find_class(module_name, global_name)
         return Inert
