@@ -2,13 +2,13 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import loss_weights, mis_weight_sums, policy_advantages, policy_objective
+from slime_core.ops import drift_statistics, loss_weights, mis_weight_sums, policy_advantages, policy_objective
 from slime_core.rewards import estimator_rewards
 
 WHITENED = {"normalize_advantages": True}
@@ -29,12 +29,15 @@ CASES = {
     "distillation": {"use_opd": True, "opd_kl_coef": 0.5},
     "tis": {"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.3},
     "icepop": {"use_tis": True, "tis_mode": "icepop", "tis_clip": 1.3, "tis_clip_low": 0.6},
-    "mis, sequence": {"use_mis": True, "mis_level": "sequence", "mis_rs_level": "token", "mis_veto_threshold": 0.4},
+    "mis, sequence": {"use_mis": True, "mis_level": "sequence", "mis_rs_level": "token", "mis_veto_threshold": 0.6},
     "mis, normalised": {"use_mis": True, "mis_level": "geometric", "mis_mode": "clip", "mis_upper_bound": 1.1,
                         "mis_batch_normalize": True},
     "opsm": {"use_opsm": True, "opsm_delta": 0.0},
     "opsm with tis": {"use_opsm": True, "opsm_delta": 0.02, "use_tis": True},
 }  # fmt: skip
+
+
+PER_TOKEN = ("mask", "new", "old", "ref", "rollout", "teacher", "values", "entropy")
 
 
 @dataclass
@@ -105,7 +108,7 @@ def flat(responses, name, dtype=torch.float64):
 class Part:
     """Some responses of a step, as tensors: one micro-batch, or one rank's."""
 
-    def __init__(self, config, responses, rewards, sizes, group=None):
+    def __init__(self, config, responses, rewards, sizes, group=None, context_group=None):
         self.config, self.responses, self.sizes = config, responses, sizes
         self.lengths = [len(response.mask) for response in responses]
         self.rewards_N = torch.tensor([rewards[id(response)] for response in responses], dtype=torch.float64)
@@ -120,7 +123,7 @@ class Part:
             trajectory_tokens=[sizes["tokens_of"][response.trajectory] for response in responses],
             global_trajectories=sizes["global_trajectories"], global_tokens=sizes["global_tokens"], dtype=torch.float64,
         )  # fmt: skip
-        self.group = group
+        self.group, self.context_group = group, context_group
 
     def advantages(self):
         return policy_advantages(
@@ -131,7 +134,13 @@ class Part:
     def mis_sums(self):
         return mis_weight_sums(
             self.config, train_log_probs_T=self.old_T, rollout_log_probs_T=self.rollout_T, mask_T=self.mask_T,
-            weights_T=self.weights_T, lengths=self.lengths,
+            weights_T=self.weights_T, lengths=self.lengths, context_group=self.context_group,
+        )  # fmt: skip
+
+    def drift(self):
+        return drift_statistics(
+            train_log_probs_T=self.old_T, rollout_log_probs_T=self.rollout_T, mask_T=self.mask_T,
+            weights_T=self.weights_T, lengths=self.lengths, context_group=self.context_group,
         )  # fmt: skip
 
     def objective(self, advantages_T, mis_sums=None):
@@ -139,6 +148,7 @@ class Part:
             self.config, log_probs_T=self.new_T, old_log_probs_T=self.old_T, advantages_T=advantages_T,
             weights_T=self.weights_T, lengths=self.lengths, ref_log_probs_T=self.ref_T,
             rollout_log_probs_T=self.rollout_T, entropy_T=self.entropy_T, mis_sums=mis_sums,
+            context_group=self.context_group,
         )  # fmt: skip
 
     def gradients(self, loss):
@@ -343,4 +353,43 @@ def _difference(config, rank, split):
     dist.all_reduce(sums)
     found = [(sums - torch.stack([loss.detach(), *metrics.values()])).abs().max()]
     found += [(own[id(response)] - gradients[id(response)]).abs().max() for response in mine if response.mask]
+    return torch.stack(found).max().item()
+
+
+def context_differences(rank):
+    """The same with every response cut over the two ranks, as zig-zag slices or one rank having nothing of it."""
+    return {name: max(_context_difference(config_of(name), rank, count) for count in (2, 3)) for name in CASES}
+
+
+def _context_difference(config, rank, chunks):
+    responses = make_responses(RANK_LENGTHS, seed=0, group_size=3)
+    rewards, sizes = processed_rewards(config, responses), step_sizes(responses)
+    loss, metrics, gradients = whole(config, responses)
+    uncut = Part(config, responses, rewards, sizes)
+    advantages = uncut.advantages().split(uncut.lengths)
+    mine, kept = [], []
+    for response in responses:
+        # Chunk c of several goes to rank 0, 1, 1, 0, …: with three chunks of a short response, some are empty.
+        length = len(response.mask)
+        places = [t for t in range(length) if (t * chunks // length in (0, 3)) == (rank == 0)]
+        lists = {name: [getattr(response, name)[t] for t in places] for name in PER_TOKEN}
+        mine.append(replace(response, **lists))
+        kept.append(places)
+    part = Part(
+        config, mine, {id(new): rewards[id(old)] for new, old in zip(mine, responses, strict=True)}, sizes,
+        context_group=dist.group.WORLD,
+    )  # fmt: skip
+    mis_sums = part.mis_sums()
+    dist.all_reduce(mis_sums)
+    own_advantages_T = torch.cat([row[places] for row, places in zip(advantages, kept, strict=True)])
+    own_loss, own_metrics = part.objective(own_advantages_T, mis_sums)
+    own = part.gradients(own_loss)
+    sums = torch.stack([own_loss.detach(), *own_metrics.values()])
+    dist.all_reduce(sums)
+    found = [(sums - torch.stack([loss.detach(), *metrics.values()])).abs().max()]
+    for new, old, places in zip(mine, responses, kept, strict=True):
+        expected = gradients[id(old)].view(2, -1)[:, places].flatten()
+        found += [(own[id(new)] - expected).abs().max()] if places else []
+    drift, whole_drift = part.drift().reduced(dist.group.WORLD).metrics(), uncut.drift().metrics()
+    found += [(drift[name] - value).abs() for name, value in whole_drift.items()]
     return torch.stack(found).max().item()

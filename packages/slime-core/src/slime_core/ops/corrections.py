@@ -1,6 +1,7 @@
 """Corrections for tokens that another policy sampled than the one that trains on them: a factor on each token's loss.
 
-Shapes: T tokens of N sequences, one sequence after the other; a sequence is never split over two calls.
+Shapes: T tokens of N sequences, one sequence after the other; a sequence is never split over two calls, other than over
+the ranks of a ``context_group``.
 
 The engine that sampled the tokens (π_rollout) and the trainer (π_train, the policy that the update starts from) see
 them differently: kernels and precisions differ, and the engine's weights may be older. With d = log π_train −
@@ -23,6 +24,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.errors import ConfigError
@@ -129,6 +131,7 @@ def mis_weights(
     weights_T: Tensor,
     lengths: Sequence[int] | Tensor,
     weight_sums: Tensor | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Masked importance sampling, MIS, in its variants.
 
@@ -155,6 +158,8 @@ def mis_weights(
         lengths: N token counts, one per sequence.
         weight_sums: With ``mis_batch_normalize``: :func:`mis_weight_sums` added up over all micro-batches and ranks of
             the step [2].
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         The factors [T]; and sums under ``weights_T`` that add up over micro-batches and ranks: ``mis_ratio`` (the ratio
@@ -169,20 +174,22 @@ def mis_weights(
     """
     log_ratio_T = log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T)
     lengths_N = lengths_tensor(lengths, len(log_ratio_T), log_ratio_T.device)
-    ratio_T = _ratio_at(config.mis_level, log_ratio_T, mask_T, lengths_N)
+    ratio_T = _ratio_at(config.mis_level, log_ratio_T, mask_T, lengths_N, context_group)
     factor_T, low_T, high_T = _apply_mode(config, ratio_T)
     shares = {"mis_low_fraction": low_T, "mis_high_fraction": high_T}
     if config.mis_batch_normalize:
         factor_T = factor_T * _scale(weight_sums)
     if config.mis_rs_level is not None:
         lower, upper = config.rejection_bounds
-        compared_T = _ratio_at(config.mis_rs_level, log_ratio_T, mask_T, lengths_N)
+        compared_T = _ratio_at(config.mis_rs_level, log_ratio_T, mask_T, lengths_N, context_group)
         shares["mis_rejected_fraction"] = rejected_T = (compared_T < lower) | (compared_T > upper)
         factor_T = factor_T.masked_fill(rejected_T, 0)
     if config.mis_veto_threshold is not None:
         # Compared as logarithms: the threshold may lie below the smallest bounded ratio.
         shares["mis_veto_token_fraction"] = below_T = log_ratio_T < math.log(config.mis_veto_threshold)
-        shares["mis_veto_fraction"] = vetoed_T = expand(sequence_sum(below_T.to(ratio_T), lengths_N), lengths_N) > 0
+        shares["mis_veto_fraction"] = vetoed_T = (
+            expand(sequence_sum(below_T.to(ratio_T), lengths_N, context_group), lengths_N) > 0
+        )
         factor_T = factor_T.masked_fill(vetoed_T, 0)
     factor_T = _masked(factor_T, mask_T)
     shares["mis_dropped_fraction"] = factor_T == 0
@@ -198,6 +205,7 @@ def mis_weight_sums(
     mask_T: Tensor,
     weights_T: Tensor,
     lengths: Sequence[int] | Tensor,
+    context_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """What :func:`mis_weights` needs for ``mis_batch_normalize``.
 
@@ -211,6 +219,8 @@ def mis_weight_sums(
         mask_T: As there [T].
         weights_T: As there [T].
         lengths: As there.
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         Σ weights_T · w and Σ weights_T over the trained tokens [2], w being the weights that the mode gives, before any
@@ -221,7 +231,7 @@ def mis_weight_sums(
     """
     log_ratio_T = log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T)
     lengths_N = lengths_tensor(lengths, len(log_ratio_T), log_ratio_T.device)
-    factor_T, _, _ = _apply_mode(config, _ratio_at(config.mis_level, log_ratio_T, mask_T, lengths_N))
+    factor_T, _, _ = _apply_mode(config, _ratio_at(config.mis_level, log_ratio_T, mask_T, lengths_N, context_group))
     ones_T = torch.ones_like(factor_T)
     return torch.stack([weighted_sum(factor_T, mask_T, weights_T), weighted_sum(ones_T, mask_T, weights_T)])
 
@@ -235,6 +245,7 @@ def opsm_mask(
     weights_T: Tensor,
     lengths: Sequence[int] | Tensor,
     delta: float,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Off-policy sequence masking, OPSM: 0 where the advantage is negative and the sequence has drifted, else 1.
 
@@ -250,6 +261,8 @@ def opsm_mask(
         weights_T: From :func:`slime_core.ops.token_weights` [T]; for the metric alone.
         lengths: N token counts, one per sequence.
         delta: δ, the largest drift allowed (nats per token, ``--opsm-delta``).
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         The factors [T]; and ``opsm_clipfrac``, the masked tokens under ``weights_T``, which adds up over micro-batches
@@ -264,7 +277,7 @@ def opsm_mask(
     drift_T = log_ratio(old_log_probs_T, log_probs_T, mask_T)
     (kept_advantages_T,) = masked(mask_T, advantages_T=advantages_T)
     lengths_N = lengths_tensor(lengths, len(drift_T), drift_T.device)
-    drifted_T = expand(sequence_mean(drift_T, mask_T != 0, lengths_N), lengths_N) > delta
+    drifted_T = expand(sequence_mean(drift_T, mask_T != 0, lengths_N, context_group), lengths_N) > delta
     dropped_T = drifted_T & (kept_advantages_T < 0)
     factor_T = _masked((~dropped_T).to(drift_T.dtype), mask_T)
     return factor_T, {"opsm_clipfrac": weighted_sum(dropped_T, mask_T, weights_T)}
@@ -280,12 +293,14 @@ def weighted_sum(values_X: Tensor, mask_X: Tensor, weights_X: Tensor) -> Tensor:
     return (kept_X * kept_weights_X).sum()
 
 
-def _ratio_at(level: str, log_ratio_T: Tensor, mask_T: Tensor, lengths_N: Tensor) -> Tensor:
+def _ratio_at(
+    level: str, log_ratio_T: Tensor, mask_T: Tensor, lengths_N: Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
     match level:
         case "sequence":
-            log_ratio_T = expand(sequence_sum(log_ratio_T, lengths_N), lengths_N)
+            log_ratio_T = expand(sequence_sum(log_ratio_T, lengths_N, group), lengths_N)
         case "geometric":
-            log_ratio_T = expand(sequence_mean(log_ratio_T, mask_T != 0, lengths_N), lengths_N)
+            log_ratio_T = expand(sequence_mean(log_ratio_T, mask_T != 0, lengths_N, group), lengths_N)
     return bounded_ratio(log_ratio_T)
 
 

@@ -171,6 +171,7 @@ def drift_statistics(
     mask_T: Tensor,
     weights_T: Tensor,
     lengths: Sequence[int] | Tensor,
+    context_group: dist.ProcessGroup | None = None,
 ) -> Statistics:
     """How differently the trainer and the engine see the tokens that the engine sampled.
 
@@ -183,6 +184,8 @@ def drift_statistics(
         mask_T: 1 where a token is trained on [T].
         weights_T: From :func:`slime_core.ops.token_weights` [T].
         lengths: N token counts, one per sequence.
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         Sums ``train_rollout_logprob_abs_diff`` (|d|); ``mismatch_kl`` (−d) and ``mismatch_k3_kl`` (exp(d) − 1 − d),
@@ -201,9 +204,9 @@ def drift_statistics(
     trained_T = mask_T != 0
     counted_N = sequence_sum(trained_T.to(d_T), lengths_N) > 0
     weights_N = sequence_sum(weights_T.detach().to(d_T).masked_fill(~trained_T, 0), lengths_N)
-    mean_N = sequence_mean(d_T, trained_T, lengths_N)
+    mean_N = sequence_mean(d_T, trained_T, lengths_N, context_group)
     token = _spread("mismatch_ratio", bounded_ratio(d_T.double()), trained_T, weights_T)
-    ratio_N = bounded_ratio(sequence_sum(d_T, lengths_N).double())
+    ratio_N = bounded_ratio(sequence_sum(d_T, lengths_N, context_group).double())
     sequence = _spread("mismatch_seq_ratio", ratio_N, counted_N, weights_N)
     per_token = {
         "train_rollout_logprob_abs_diff": d_T.abs(),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.errors import ConfigError
@@ -66,6 +67,7 @@ def gspo_loss(
     lengths: Sequence[int] | Tensor,
     token_form: bool = False,
     eps_clip_c: float | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """GSPO: the clipped surrogate of :func:`policy_loss` with one ratio per sequence (Zheng et al. 2025, equation 5).
 
@@ -82,9 +84,12 @@ def gspo_loss(
         eps_clip_high: ε_high, how far above 1.
         mask_T: 0 where a token does not count [T]: it has loss 0 and no gradient, and its inputs may be anything, NaN
             too.
-        lengths: Tokens of each sequence, N numbers that add up to T; 0 is allowed. A sequence must be here whole.
+        lengths: Tokens of each sequence, N numbers that add up to T; 0 is allowed. A sequence must be here whole, or
+            its other tokens on the ranks of ``context_group``.
         token_form: Whether a token's gradient comes from its own loss only.
         eps_clip_c: The dual clip's c, above 1; ``None`` for none.
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         The loss [T], and a bool [T]: whether a clip decides it, so that it brings no gradient.
@@ -94,7 +99,9 @@ def gspo_loss(
         DataError: The shapes or the lengths do not match.
     """
     _, advantages_T = masked(mask_T, log_probs_T=log_probs_T, advantages_T=advantages_T)
-    log_ratio_T = gspo_log_ratio(log_probs_T, old_log_probs_T, mask_T=mask_T, lengths=lengths, token_form=token_form)
+    log_ratio_T = gspo_log_ratio(
+        log_probs_T, old_log_probs_T, mask_T=mask_T, lengths=lengths, token_form=token_form, context_group=context_group
+    )
     return _clipped_surrogate(log_ratio_T, advantages_T.detach(), eps_clip, eps_clip_high, eps_clip_c)
 
 

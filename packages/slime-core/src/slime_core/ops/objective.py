@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.config import AlgorithmConfig
@@ -78,6 +79,7 @@ def policy_objective(
     rollout_log_probs_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
     mis_sums: Tensor | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss − entropy_coef · entropy + kl_loss_coef · KL, each summed under the tokens' weights.
 
@@ -99,6 +101,8 @@ def policy_objective(
             these where they are given, else with ``old_log_probs_T``.
         entropy_T: Entropies (nats) [T]; needed with an ``entropy_coef``, else only a metric.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step [2]; needed with ``mis_batch_normalize``.
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         The scalar loss, and detached scalars by name: ``loss``, ``pg_loss``, ``pg_clipfrac``, ``ppo_kl``,
@@ -109,7 +113,9 @@ def policy_objective(
         ConfigError: The configuration needs an input that is missing.
         DataError: The shapes or the lengths do not match.
     """
-    token_loss_T, clipped_T = _policy_loss(config, log_probs_T, old_log_probs_T, advantages_T, weights_T, lengths)
+    token_loss_T, clipped_T = _policy_loss(
+        config, log_probs_T, old_log_probs_T, advantages_T, weights_T, lengths, context_group
+    )
     old_T, new_T = masked(weights_T, old_log_probs_T=old_log_probs_T, log_probs_T=log_probs_T.detach())
     metrics = {"pg_clipfrac": (clipped_T * weights_T).sum(), "ppo_kl": ((old_T - new_T) * weights_T).sum()}
     factor_T, found = correction_factors(
@@ -121,6 +127,7 @@ def policy_objective(
         lengths=lengths,
         rollout_log_probs_T=rollout_log_probs_T,
         mis_sums=mis_sums,
+        context_group=context_group,
     )
     if factor_T is not None:
         token_loss_T = token_loss_T * factor_T
@@ -148,6 +155,7 @@ def _policy_loss(
     advantages_T: Tensor,
     weights_T: Tensor,
     lengths: Sequence[int] | Tensor | None,
+    context_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     given = (log_probs_T, old_log_probs_T, advantages_T, config.eps_clip, config.clip_high)
     match config.advantage_estimator:
@@ -159,6 +167,7 @@ def _policy_loss(
                 lengths=needed_lengths(lengths, "--advantage-estimator gspo"),
                 token_form=config.advantages_need_log_probs or config.custom_advantage_function_path is not None,
                 eps_clip_c=config.eps_clip_c,
+                context_group=context_group,
             )
         case "cispo":
             return cispo_loss(*given, mask_T=weights_T)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.off_policy_config import OffPolicyConfig
@@ -21,6 +22,7 @@ def correction_factors(
     lengths: Sequence[int] | Tensor | None = None,
     rollout_log_probs_T: Tensor | None = None,
     mis_sums: Tensor | None = None,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor | None, Metrics]:
     """What the policy loss of each token is multiplied by: TIS, IcePop or MIS, and OPSM. Constants.
 
@@ -34,6 +36,8 @@ def correction_factors(
         rollout_log_probs_T: The engine's log-probs [T]; needed by TIS, IcePop and MIS. OPSM compares with these where
             they are given, else with ``old_log_probs_T``.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step [2]; needed with ``mis_batch_normalize``.
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
 
     Returns:
         The factors [T], ``None`` without a correction; and the corrections' metrics, which add up over micro-batches
@@ -55,6 +59,7 @@ def correction_factors(
             weights_T=weights_T,
             lengths=needed_lengths(lengths, "--use-mis"),
             weight_sums=mis_sums,
+            context_group=context_group,
         )
     elif config.use_tis:
         factor_T, metrics = (icepop_weights if config.tis_mode == "icepop" else tis_weights)(
@@ -74,6 +79,7 @@ def correction_factors(
             weights_T=weights_T,
             lengths=needed_lengths(lengths, "--use-opsm"),
             delta=config.opsm_delta,
+            context_group=context_group,
         )
         factor_T, metrics = kept_T if factor_T is None else factor_T * kept_T, metrics | found
     return factor_T, metrics
