@@ -49,8 +49,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         measured = measure(out / f"hidden-{hidden}", "_log_probs_linear", sides, vocab, hidden, rounds=1)
         records += against_others(f"hidden {hidden:,}", measured, vocab)
     for dtype in ("bfloat16", "float32"):
-        sides = ("ours", "log_softmax", "ours, over the logits")
-        measured = measure(out / dtype, "_log_probs_logits", sides, vocab, dtype, 1 if quick else 3)
+        both = ("ours", "log_softmax", "ours, over the logits")
+        measured = measure(out / dtype, "_log_probs_logits", both, vocab, dtype, 1 if quick else 3)
         records += against_log_softmax(f"logits {dtype}", measured)
     return [dataclasses.replace(record, goal=None) for record in records] if quick else records
 

@@ -168,3 +168,11 @@ def engine_python() -> str:
     """The interpreter that has SGLang."""
     default = Path(__file__).parents[1] / ".venv-engine" / "bin" / "python"
     return os.environ.get("SLIME_ENGINE_PYTHON", str(default))
+
+
+def left_of(paths: list[Path], seconds: float) -> list[str]:
+    """Wait until none of the files is there; returns the names of those that still are after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := [path.name for path in paths if path.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 import zipfile
@@ -258,8 +257,7 @@ def check_outside(root: Path, built: Built, siblings: Sequence[Built], outside: 
     if not Path(place).is_relative_to(outside / "env"):
         raise ReleaseError(f"{module} was imported from {place}, not from the wheel")
     say(f"installed outside the workspace: {module}")
-    with tarfile.open(built.sdist) as archive:
-        archive.extractall(outside / "sdist", filter="data")
+    shutil.unpack_archive(built.sdist, outside / "sdist")
     source = next((outside / "sdist").iterdir())
     shutil.rmtree(source / "src")
     command = [str(python), "-m", "pytest", "-c", str(root / "pyproject.toml"), f"--rootdir={source}"]
