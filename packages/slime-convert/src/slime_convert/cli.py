@@ -1,15 +1,17 @@
-"""The command line: ``slime-convert gguf-to-hf | hf-to-torch-dist | torch-dist-to-hf``."""
+"""The command line: ``slime-convert gguf-to-hf | hf-to-torch-dist | torch-dist-to-hf | hf-to-fp8 | …``."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from slime_convert.cli_quantize import add_quantize
 from slime_convert.errors import ConvertError
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
@@ -81,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_gguf_to_hf(commands)
     _add_hf_to_torch_dist(commands)
     _add_torch_dist_to_hf(commands)
+    add_quantize(functools.partial(_add, commands), _positive, _terminal_progress)
     return parser
 
 

@@ -31,3 +31,7 @@ class GgufError(ConvertError):
 
 class OutputError(ConvertError):
     """The output directory already exists or cannot be written."""
+
+
+class QuantizationError(ConvertError):
+    """A model is quantized already, is not, or is so in a way that slime-convert does not read."""

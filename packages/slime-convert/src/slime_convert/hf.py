@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,15 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_convert.errors import HfConfigError, WeightError
+from slime_convert.shards import DEFAULT_SHARD_BYTES as DEFAULT_SHARD_BYTES
+from slime_convert.shards import INDEX, SAFETENSORS_DTYPES, TensorSpec
 
-INDEX = "model.safetensors.index.json"
-DEFAULT_SHARD_BYTES = 5 * 2**30
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+_PLAIN = ("BF16", "F16", "F32", "F64")
+_MAPPED_BYTES = 2**30
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -40,15 +35,15 @@ class HfReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        try:
-            for path in self._paths():
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-                self._files |= dict.fromkeys(file.keys(), file)
-        except (SafetensorError, OSError) as error:
-            self._stack.close()
-            raise HfConfigError(f"cannot read {path} ({error}); fetch the model again") from error
+        self._places: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+        self._path: Path | None = None  # the file that is open
+        self._file: Any = None
+        self._read_bytes = 0
+        for path in self._paths():
+            file = self._open(path)
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                part = file.get_slice(name)
+                self._places[name] = (path, part.get_dtype(), tuple(part.get_shape()))
 
     def __enter__(self) -> HfReader:
         return self
@@ -56,20 +51,46 @@ class HfReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._close()
 
     @property
     def names(self) -> set[str]:
         """Names of all weights."""
-        return set(self._files)
+        return set(self._places)
+
+    @property
+    def names_in_order(self) -> list[str]:
+        """Names of all weights, file by file: read in this order, each file is opened once."""
+        return list(self._places)
 
     def load(self, name: str) -> Tensor:
         """One weight.
 
         Raises:
             WeightError: There is none of this name.
+            HfConfigError: Its file cannot be read any more.
         """
-        return self._file(name).get_tensor(name)  # type: ignore[no-any-return]
+        path, _, _ = self._place(name)
+        # A file is mapped into memory, and what was read of it counts as this process's until it is closed.
+        if path != self._path or self._read_bytes > _MAPPED_BYTES:
+            self._open(path)
+        tensor: Tensor = self._file.get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
+
+    def spec(self, name: str) -> TensorSpec:
+        """Type and shape of one weight, quantized or not, without reading it.
+
+        Raises:
+            WeightError: There is no weight of this name, or its type is unknown.
+        """
+        _, kind, shape = self._place(name)
+        if kind not in SAFETENSORS_DTYPES:
+            raise WeightError(
+                f"{name} of {self.directory} has type {kind}; allowed: {', '.join(SAFETENSORS_DTYPES)}; "
+                "convert an unquantized model"
+            )
+        return TensorSpec(name, SAFETENSORS_DTYPES[kind], shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The element type of one weight, without reading it.
@@ -77,21 +98,35 @@ class HfReader:
         Raises:
             WeightError: There is no weight of this name, or its type is no plain floating point.
         """
-        kind = self._file(name).get_slice(name).get_dtype()
-        if kind not in _DTYPES:
+        kind = self._place(name)[1]
+        if kind not in _PLAIN:
             raise WeightError(
-                f"{name} of {self.directory} has type {kind}; allowed: {', '.join(_DTYPES)}; "
+                f"{name} of {self.directory} has type {kind}; allowed: {', '.join(_PLAIN)}; "
                 "convert an unquantized model"
             )
-        return _DTYPES[kind]
+        return SAFETENSORS_DTYPES[kind]
 
-    def _file(self, name: str) -> Any:
+    def _place(self, name: str) -> tuple[Path, str, tuple[int, ...]]:
         try:
-            return self._files[name]
+            return self._places[name]
         except KeyError:
             raise WeightError(
                 f"{self.directory} has no weight {name}, which its config.json asks for; fetch the model again"
             ) from None
+
+    def _open(self, path: Path) -> Any:
+        self._close()
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise HfConfigError(f"cannot read {path} ({error}); fetch the model again") from error
+        self._path, self._read_bytes = path, 0
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._file = self._path = None
 
     def _paths(self) -> list[Path]:
         index = self.directory / INDEX
