@@ -37,6 +37,11 @@ def test_a_file_is_what_the_library_writes(tmp_path):
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert all(header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in tensors.items())
 
 
 def test_shards_and_their_index(tmp_path):

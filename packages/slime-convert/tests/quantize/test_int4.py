@@ -63,6 +63,14 @@ def test_numbers_and_scales(group_size, dtype):
     assert {abs(q) for line in numbers for q in line} == set(range(8))
 
 
+def test_scales_that_float16_has_few_bits_for():
+    """1.4 times the smallest float16 becomes 1 of it, and quotients of 9.8 are cut off."""
+    tiny = 2.0**-24
+    weight = torch.tensor([[10 * tiny, -10 * tiny, 4 * tiny] + [0.0] * 29]).half()
+    packed, scale = quantize_int4(weight, 32)
+    assert scale.tolist() == [[tiny]] and unpack_int4(packed, 32).tolist() == [[7, -8, 4] + [0] * 29]
+
+
 def test_strips_of_rows_make_no_difference(monkeypatch):
     torch.manual_seed(0)
     weight = torch.randn(7, 64)

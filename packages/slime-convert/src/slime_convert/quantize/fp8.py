@@ -35,9 +35,8 @@ def quantize_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Quantize a weight: scale = max(amax / 448, 2⁻⁵⁰) per block, q = E4M3(weight / scale), all in float32.
 
-    Rounding is to nearest, ties to even; nothing overflows, because no quotient is clamped by more than its own
-    rounding error. What the bfloat16 values of :func:`dequantize_fp8` are quantized to is the same again if the
-    weight was bfloat16 in the first place.
+    Rounding is to nearest, ties to even. Nothing overflows: a quotient exceeds 448 by its own rounding error at most,
+    and all below 464 becomes 448. A bfloat16 weight that went through :func:`dequantize_fp8` gives the same again.
 
     Args:
         weight_RC: Floating point, of any size.
@@ -62,7 +61,7 @@ def quantize_fp8(
         scale_c = (blocks_hcw.abs().amax(dim=(0, 2)) / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
         if not scale_c.isfinite().all():
             raise WeightError(f"{name} holds a NaN or an infinity, which FP8 cannot scale; repair the model")
-        q_hcw = (blocks_hcw / scale_c[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        q_hcw = (blocks_hcw / scale_c[:, None]).to(torch.float8_e4m3fn)
         q_RC[top : top + block[0]] = q_hcw.view(len(strip_hC), -1)[:, :columns]
         scale_rc[number] = scale_c
     return q_RC, scale_rc

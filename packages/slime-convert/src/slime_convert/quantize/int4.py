@@ -57,8 +57,9 @@ def quantize_int4(weight_RC: Tensor, group_size: int, *, name: str = "the weight
     """Quantize a weight: scale = amax / 7 per group, rounded to the weight's type, q = round(weight / scale).
 
     Dividing by 7 makes the range symmetric, so that the largest element of a group keeps its value up to the scale's
-    rounding; -8 does not occur. Quotients are taken in float32 with the rounded scale, the one a reader multiplies by;
-    ties go to even. A group whose scale rounds to zero gets scale 1 and zeros.
+    rounding. Quotients are taken in float32 with the rounded scale, the one a reader multiplies by; ties go to even.
+    Float16's subnormal scales are so coarse that a quotient may pass the range; it is cut off, and -8 occurs only
+    there. A group whose scale rounds to zero gets scale 1 and zeros.
 
     Args:
         weight_RC: Floating point; C is a multiple of ``group_size``.
@@ -88,7 +89,7 @@ def quantize_int4(weight_RC: Tensor, group_size: int, *, name: str = "the weight
         if not scale_hg.isfinite().all():
             raise WeightError(f"{name} holds a NaN or an infinity, which INT4 cannot scale; repair the model")
         scale_hg[scale_hg == 0] = 1
-        q_hC = (groups / scale_hg.float().unsqueeze(-1)).round_().clamp_(INT4_MIN, INT4_MAX).flatten(1)
+        q_hC = (groups / scale_hg.unsqueeze(-1)).round_().clamp_(INT4_MIN, INT4_MAX).flatten(1)
         packed_RP[top : top + height] = pack_int4(q_hC.to(torch.int8))
         scale_Rg[top : top + height] = scale_hg
     return packed_RP, scale_Rg
