@@ -12,7 +12,7 @@ def test_python_examples_run(one_origin, tmp_path, monkeypatch):
     namespace = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
-    assert len(blocks) == 2 and (tmp_path / "back" / "model.safetensors").is_file()
+    assert len(blocks) == 3 and (tmp_path / "back" / "model.safetensors").is_file()
     assert [name.split(".")[-2] for name, _ in (namespace[k] for k in ("query", "key", "value"))] == [
         "q_proj",
         "k_proj",

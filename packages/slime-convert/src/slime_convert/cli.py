@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from slime_convert.cli_inspect import add_inspect
 from slime_convert.cli_quantize import add_quantize
+from slime_convert.cli_verify import add_verify
 from slime_convert.errors import ConvertError
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
@@ -24,21 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; ``sys.argv`` by default.
 
     Returns:
-        0, or 2 after a user's mistake, which is told in one line on stderr.
+        0, 1 if ``verify`` finds differences, or 2 after a user's mistake, which is told in one line on stderr.
     """
     try:
         with _stopping_by_signal():
             args, unknown = _parser().parse_known_args(argv)
             if unknown:
                 args.parser.refuse(unknown)
-            args.run(args)
+            code: int | None = args.run(args)
     except ConvertError as error:
         _say(f"slime-convert: {error}")
         return 2
     except KeyboardInterrupt:
         _say("slime-convert: interrupted; nothing is left half-written")
         return 130
-    return 0
+    return code or 0
 
 
 @contextmanager
@@ -78,8 +80,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="slime-convert", description="Convert model checkpoints. No GPU is needed.")
+    parser = _Parser(
+        prog="slime-convert", description="Convert, inspect and compare model checkpoints. No GPU is needed."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_inspect(commands)
+    add_verify(commands, _terminal_progress)
     _add_gguf_to_hf(commands)
     _add_hf_to_torch_dist(commands)
     _add_torch_dist_to_hf(commands)

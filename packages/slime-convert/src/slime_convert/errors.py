@@ -35,3 +35,7 @@ class OutputError(ConvertError):
 
 class QuantizationError(ConvertError):
     """A model is quantized already, is not, or is so in a way that slime-convert does not read."""
+
+
+class ToleranceError(ConvertError):
+    """The tolerance of a comparison is negative or no number."""

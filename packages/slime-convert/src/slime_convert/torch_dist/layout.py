@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,3 +93,44 @@ def find_iteration(directory: str | Path) -> Path:
     if not (found / METADATA).is_file():
         raise CheckpointError(f"{path / TRACKER} names {found.name}, but {found / METADATA} is missing; {advice}")
     return found
+
+
+_STACK = re.compile(r"^(?P<stack>decoder\.layers\.)(?!\d+\.)(?P<weight>.+)$")
+
+
+def layers_under(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The layers that lie under one key.
+
+    Args:
+        key: Of a tensor on disk.
+        shape: Of that tensor.
+
+    Yields:
+        Names that :func:`places` understands, and the shape of what lies there: of each layer, or of all of it.
+    """
+    match = _STACK.match(key)
+    if match is None or not shape:
+        yield key, shape
+        return
+    for layer in range(shape[0]):
+        yield f"{match['stack']}{layer}.{match['weight']}", shape[1:]
+
+
+def is_optimizer(key: str) -> bool:
+    """Whether a key on disk is optimizer state, such as ``optimizer.state.exp_avg.…`` and ``chained_0.optimizer.…``."""
+    return key.startswith(("optimizer.", "chained_")) or ".optimizer." in key
+
+
+def read_format(iteration: Path) -> None:
+    """Refuse an iteration whose ``metadata.json`` names another format.
+
+    Raises:
+        CheckpointError: It does, or cannot be read.
+    """
+    path = iteration / FORMAT
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path} ({error!r}); use a complete torch_dist checkpoint") from error
+    if found != "torch_dist":
+        raise CheckpointError(f"{iteration} has format {found!r}; allowed: 'torch_dist'; save it with torch_dist")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from slime_convert.errors import CheckpointError
 from slime_convert.torch_dist import plain_pickle
-from slime_convert.torch_dist.layout import COMMON, FORMAT, METADATA, Place, find_iteration, places
+from slime_convert.torch_dist.layout import (
+    COMMON,
+    METADATA,
+    Place,
+    find_iteration,
+    is_optimizer,
+    places,
+    read_format,
+)
 
 
 class TorchDistReader:
@@ -33,13 +42,14 @@ class TorchDistReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = find_iteration(directory)
-        _check_format(self.directory)
+        read_format(self.directory)
         self._metadata = _read_metadata(self.directory)
         self._weights = {
             key: record
             for key, record in self._metadata.state_dict_metadata.items()
-            if isinstance(record, TensorStorageMetadata) and not _is_optimizer(key)
+            if isinstance(record, TensorStorageMetadata) and not is_optimizer(key)
         }
+        self._layers: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
         self._storage = FileSystemReader(self.directory)
         self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -111,7 +121,7 @@ class TorchDistReader:
             offsets[0], sizes[0] = layer, 1
         target = torch.empty(sizes, dtype=record.properties.dtype)
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, record, [chunk])
+        items = create_read_items_for_chunk_list(key, self._around(key, chunk), [chunk])
         covered = sum(item.lengths.numel() for item in items)
         if covered != target.numel():
             raise CheckpointError(
@@ -125,6 +135,19 @@ class TorchDistReader:
                 f"cannot read {key} from {self.directory} ({error!r}); use another checkpoint"
             ) from error
         return target if layer is None else target[0]
+
+    def _around(self, key: str, wanted: ChunkStorageMetadata) -> TensorStorageMetadata:
+        """A key's record with those chunks that one layer may lie in: torch looks at each of them for every read."""
+        record = self._weights[key]
+        if key not in self._layers:
+            layers: dict[int, list[ChunkStorageMetadata]] = defaultdict(list)
+            if all(len(chunk.sizes) and chunk.sizes[0] == 1 for chunk in record.chunks):
+                for chunk in record.chunks:
+                    layers[chunk.offsets[0]].append(chunk)
+            self._layers[key] = layers
+        if not self._layers[key] or wanted.sizes[0] != 1:
+            return record
+        return dataclasses.replace(record, chunks=self._layers[key].get(wanted.offsets[0], []))
 
 
 class _IntoTensor(LoadPlanner):
@@ -160,21 +183,6 @@ class _IntoTensor(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """The item is in place already."""
-
-
-def _is_optimizer(key: str) -> bool:
-    """Keys such as ``optimizer.state.exp_avg.…`` and ``chained_0.optimizer.…``."""
-    return key.startswith(("optimizer.", "chained_")) or ".optimizer." in key
-
-
-def _check_format(directory: Path) -> None:
-    path = directory / FORMAT
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path} ({error!r}); use a complete torch_dist checkpoint") from error
-    if found != "torch_dist":
-        raise CheckpointError(f"{directory} has format {found!r}; allowed: 'torch_dist'; save it with torch_dist")
 
 
 def _read_metadata(directory: Path) -> Metadata:

@@ -1,0 +1,147 @@
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from slime_convert import ModelShape
+from slime_convert.checkpoint import Contents, TensorInfo
+from slime_convert.errors import CheckpointError, HfConfigError
+from slime_convert.formats import FORMATS
+from slime_convert.inspection import inspect_checkpoint, shape_text, size_text, to_json, to_text
+
+
+def test_a_hugging_face_directory(origin):
+    """Counted by transformers."""
+    contents = inspect_checkpoint(origin)
+    model = AutoModelForCausalLM.from_pretrained(origin)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    told = to_json(contents)
+    assert (told["format"], told["parameters"], told["iteration"]) == ("hf", count, None)
+    assert told["dtypes"] == {"bfloat16": {"tensors": len(contents.tensors), "elements": count, "bytes": 2 * count}}
+    assert (contents.shape, contents.family) == (ModelShape.from_hf_config(origin), model.config.model_type)
+    assert contents.files == {path.name: path.stat().st_size for path in origin.glob("*.safetensors")}
+    assert (told["optimizer"], told["quantization"]) == (None, None)
+    assert "model.embed_tokens.weight" in [tensor["name"] for tensor in told["largest"][:2]]
+    assert f"num_layers {contents.shape.num_layers}, hidden_size 24" in to_text(contents)
+
+
+def test_a_torch_dist_checkpoint_holds_the_same(origin, converted):
+    theirs, contents = inspect_checkpoint(origin), inspect_checkpoint(converted)
+    assert contents == inspect_checkpoint(converted / "release")
+    assert contents.num_parameters == theirs.num_parameters
+    assert (contents.format, contents.iteration, contents.iterations) == ("torch_dist", "release", ("release",))
+    assert contents.directory == converted / "release" and set(contents.files) == {"__0_0.distcp"}
+    assert contents.arguments["num_layers"] == 3
+    told = json.loads(json.dumps(to_json(contents)))
+    assert told["arguments"]["padded_vocab_size"] == 128 and told["largest"][0]["shape"][0] == 3
+    assert "num_layers 3, hidden_size 24, ffn_hidden_size 40" in to_text(contents)
+
+
+def test_optimizer_state_and_other_iterations(origin, converted):
+    path = converted / "iter_0000005"
+    dcp.save({"a": torch.ones(2), "optimizer.state.exp_avg.a": torch.ones(7)}, checkpoint_id=path, no_dist=True)
+    shutil.copy(converted / "release" / "metadata.json", path)
+    torch.save({"iteration": 5}, path / "common.pt")
+    (converted / "latest_checkpointed_iteration.txt").write_text("5")
+    contents = inspect_checkpoint(converted)
+    assert (contents.iteration, contents.num_parameters) == ("iter_0000005", 2)
+    assert to_json(contents)["optimizer"] == {"tensors": 1, "elements": 7, "bytes": 28}
+    text = to_text(contents)
+    assert "iter_0000005 (beside it: release)" in text and "1 tensor, 7 elements, 28 bytes" in text
+    assert "model         unknown" in text
+    moved = converted.parent / "elsewhere"
+    shutil.move(path, moved)
+    assert inspect_checkpoint(moved).iteration == "5"
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    def write(settings, **tensors):
+        save_file(tensors, tmp_path / "model.safetensors")
+        config = {"model_type": "deepseek_v3", "quantization_config": settings}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return inspect_checkpoint(tmp_path)
+
+    return write
+
+
+def test_fp8(quantized):
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    weight = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)
+    contents = quantized(settings, **{"a.weight": weight, "a.weight_scale_inv": torch.ones(2, 1)})
+    assert contents.quantization == "fp8, fmt e4m3, weight_block_size [128, 128], activation_scheme dynamic"
+    assert (contents.num_parameters, contents.family, contents.shape) == (256 * 128, "deepseek_v3", None)
+    assert set(to_json(contents)["dtypes"]) == {"float8_e4m3fn", "float32"}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers_are_counted_one_by_one(quantized, bits):
+    weights = {"num_bits": bits, "group_size": 32}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    contents = quantized(
+        settings,
+        **{
+            "a.weight_packed": torch.zeros(64, 96 * bits // 32, dtype=torch.int32),
+            "a.weight_scale": torch.ones(64, 3),
+            "a.weight_shape": torch.tensor([64, 96]),
+        },
+    )
+    assert contents.num_parameters == 64 * 96
+    assert contents.quantization == f"compressed-tensors, format pack-quantized, num_bits {bits}, group_size 32"
+
+
+@pytest.mark.parametrize(
+    "config", ['{"quantization_config": 3, "model_type": 4}', '{"quantization_config": {"config_groups": []}}']
+)
+def test_a_strange_config_is_no_reason_to_fail(one_origin, tmp_path, config):
+    shutil.copytree(one_origin, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(config)
+    assert inspect_checkpoint(tmp_path / "model").shape is None
+
+
+def test_what_is_no_checkpoint_is_told(one_origin, tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no .*/none; give a checkpoint: torch_dist .*; hf"):
+        inspect_checkpoint(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of a known format; give one of these: torch_dist"):
+        inspect_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(HfConfigError, match=r"has no \*\.safetensors"):
+        inspect_checkpoint(tmp_path)
+    shutil.copy(next(one_origin.glob("*.safetensors")), tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(HfConfigError, match=r"holds a JSON list, not an object"):
+        inspect_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(HfConfigError, match=r"cannot read .*config\.json"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_every_format_is_told_from_the_others(one_origin, converted):
+    assert [form.name for form in FORMATS if form.matches(one_origin)] == ["hf"]
+    assert [form.name for form in FORMATS if form.matches(converted)] == ["torch_dist"]
+
+
+def test_sizes_and_shapes_as_text():
+    sizes = [size_text(n) for n in (0, 1023, 1024, 3 * 2**20 // 2, 2**40, 2**51)]
+    assert sizes == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 MiB", "1.0 TiB", "2048.0 TiB"]
+    assert [shape_text(s) for s in ((), (3,), (3, 4))] == ["scalar", "3", "3×4"]
+
+
+def test_an_empty_checkpoint_is_a_table_too(tmp_path):
+    contents = Contents(format="hf", directory=tmp_path, files={}, tensors=())
+    assert "parameters    0" in to_text(contents)
+
+
+def test_padding_is_no_parameter(tmp_path):
+    tensors = tuple(TensorInfo(name, "float32", (8, 3), 96) for name in ("output_layer.weight", "other.weight"))
+    for args, count in (({"vocab_size": 5}, 15 + 24), ({"vocab_size": 9}, 48), ({}, 48)):
+        contents = Contents(format="torch_dist", directory=tmp_path, files={}, tensors=tensors, arguments=args)
+        assert contents.num_parameters == count
