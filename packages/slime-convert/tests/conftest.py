@@ -1,7 +1,12 @@
 """Tiny random models, made by transformers: the independent side of every comparison."""
 
+import json
 import resource
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,10 +44,12 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def make_origin(name, path):
+def make_origin(name, path, **changes):
     """A Hugging Face directory in several shards, with a stand-in for the tokenizer's files."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16)
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -87,3 +94,39 @@ def converted(origin, tmp_path):
 
     hf_to_torch_dist(origin, tmp_path / "converted")
     return tmp_path / "converted"
+
+
+# What a real megatron-core model on two ranks writes: the model and the parallel sizes. An uneven first stage of two
+# of three layers; two virtual stages of one layer on each rank.
+LEGACY_RUNS = {
+    "llama-tied": {"tp": 1},
+    "qwen3-untied": {"tp": 2},
+    "qwen3-tied": {"pp": 2, "first": 2},
+    "llama3-scaled": {"pp": 2, "vpp": 2},
+}
+
+
+@pytest.fixture(scope="session")
+def legacy_runs(tmp_path_factory):
+    """Legacy checkpoints, by model: where they are (``save``) and the model they came from (``origin``).
+
+    Not to be changed.
+    """
+    from slime_convert.convert import hf_to_torch_dist
+
+    root, jobs = tmp_path_factory.mktemp("legacy"), {}
+    for name, layout in LEGACY_RUNS.items():
+        origin = make_origin(name, root / name / "origin", **({"num_hidden_layers": 4} if "vpp" in layout else {}))
+        hf_to_torch_dist(origin, root / name / "torch_dist")
+        paths = {"origin": origin, "torch_dist": root / name / "torch_dist" / "release", "save": root / name / "legacy"}
+        jobs[name] = {key: str(path) for key, path in paths.items()} | layout
+    program = Path(__file__).parent / "legacy" / "megatron_ranks.py"
+    words = [str(root), json.dumps(list(jobs.values()))]
+    ranks = [subprocess.Popen([sys.executable, program, str(rank), *words], stderr=subprocess.PIPE) for rank in (0, 1)]
+    try:
+        errors = [rank.communicate(timeout=150)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "".join(errors)
+    return {name: SimpleNamespace(origin=Path(job["origin"]), save=Path(job["save"])) for name, job in jobs.items()}

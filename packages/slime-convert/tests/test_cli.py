@@ -81,6 +81,7 @@ def commands(one_origin, tmp_path_factory):
             ["torch-dist-to-hf", "--input-dir", inputs / "td", "--origin-hf-dir", one_origin],
             "--output-dir",
         ),
+        "megatron-to-hf": (["megatron-to-hf", "--load", inputs / "td", "--hf-checkpoint", one_origin], "--output-dir"),
     }
 
 
@@ -90,6 +91,7 @@ def commands(one_origin, tmp_path_factory):
         ("gguf-to-hf", signal.SIGTERM),
         ("hf-to-torch-dist", signal.SIGINT),
         ("torch-dist-to-hf", signal.SIGHUP),
+        ("megatron-to-hf", signal.SIGTERM),
     ],
 )
 def test_a_stop_leaves_nothing(commands, tmp_path, capfd, name, stop):
@@ -145,11 +147,20 @@ def test_after_a_kill_the_same_command_works(one_origin, commands, tmp_path):
     assert main([*map(str, back), back_output, str(tmp_path / "hf")]) == 0
 
 
-def test_the_likely_mistakes_are_told_before_torch_is_imported(one_origin, tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hf-to-torch-dist", "--save", "out", "--hf-checkpoint"],
+        ["torch-dist-to-hf", "--input-dir", "in", "--output-dir", "out", "--origin-hf-dir"],
+        ["megatron-to-hf", "--load", "in", "--output-dir", "out", "--origin-hf-dir"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_likely_mistakes_are_told_before_torch_is_imported(one_origin, words):
     code = (
         "import sys; from slime_convert.cli import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )
-    words = ["hf-to-torch-dist", "--hf-checkpoint", one_origin, "--save", tmp_path / "td", "--num-layers", "9"]
+    words = [*words, one_origin, "--num-layers", "9"]
     result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
     assert result.stdout == "2 False\n" and "--num-layers 9" in result.stderr
 

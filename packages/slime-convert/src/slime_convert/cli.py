@@ -1,4 +1,4 @@
-"""The command line: ``slime-convert gguf-to-hf | hf-to-torch-dist | torch-dist-to-hf | hf-to-fp8 | …``."""
+"""The command line: ``slime-convert gguf-to-hf | hf-to-torch-dist | torch-dist-to-hf | megatron-to-hf | …``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> int:
     """Run one command.
 
     Args:
         argv: Words after the program's name; ``sys.argv`` by default.
+        skip_unknown: Take a training run's whole command line: flags unknown here are told and left alone.
 
     Returns:
         0, 1 if ``verify`` finds differences, or 2 after a user's mistake, which is told in one line on stderr.
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stopping_by_signal():
             args, unknown = _parser().parse_known_args(argv)
             if unknown:
-                args.parser.refuse(unknown)
+                args.parser.handle_unknown(unknown, skip=skip_unknown)
             code: int | None = args.run(args)
     except ConvertError as error:
         _say(f"slime-convert: {error}")
@@ -72,11 +73,17 @@ class _Parser(argparse.ArgumentParser):
         """One line on stderr, exit code 2."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Tell words that mean nothing here, and what the first was probably meant to be."""
-        nearest = difflib.get_close_matches(words[0].partition("=")[0], self._option_string_actions, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+    def handle_unknown(self, words: Sequence[str], *, skip: bool) -> None:
+        """Tell words that mean nothing here, and end unless they may be skipped and are no misspelling."""
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")] if skip else []
+        # Words to be skipped are another program's flags, so only nearly the same word is a misspelling.
+        for word in flags or [words[0].partition("=")[0]]:
+            nearest = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.9 if skip else 0.6)
+            if nearest:
+                self.error(f"unrecognized arguments: {' '.join(words)}; did you mean {nearest[0]}?")
+        if not flags:
+            self.error(f"unrecognized arguments: {' '.join(words)}")
+        _say(f"{self.prog}: left alone, as they do not concern the conversion: {' '.join(dict.fromkeys(flags))}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_gguf_to_hf(commands)
     _add_hf_to_torch_dist(commands)
     _add_torch_dist_to_hf(commands)
+    _add_megatron_to_hf(commands)
     add_quantize(functools.partial(_add, commands), _positive, _terminal_progress)
     return parser
 
@@ -96,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add(commands: Any, name: str, run: Any, help_: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("--force", action="store_true", help="replace an earlier output")
+    parser.add_argument("-f", "--force", action="store_true", help="replace an earlier output")
     return parser
 
 
@@ -123,6 +131,50 @@ def _add_hf_to_torch_dist(commands: Any) -> None:
         metavar="N",
         help="pad the embedding to a multiple of N rows (default: 128)",
     )
+    _add_shape_flags(parser)
+
+
+def _add_torch_dist_to_hf(commands: Any) -> None:
+    parser = _add(commands, "torch-dist-to-hf", _torch_dist_to_hf, "Megatron torch_dist → Hugging Face directory")
+    parser.add_argument("--input-dir", required=True, metavar="DIR", help="checkpoint, or one iteration of it")
+    _add_hf_output(parser, "--origin-hf-dir")
+
+
+def _add_megatron_to_hf(commands: Any) -> None:
+    help_ = "Megatron checkpoint, torch_dist or legacy torch → Hugging Face directory"
+    parser = _add(commands, "megatron-to-hf", _megatron_to_hf, help_)
+    parser.add_argument("--load", required=True, metavar="DIR", help="checkpoint, or one iteration of it")
+    parser.add_argument(
+        "--ckpt-format",
+        choices=("torch", "torch_dist"),
+        help="accepted as in training, where it is the format to save in; the format of --load is detected",
+    )
+    _add_hf_output(parser, "--origin-hf-dir", "--hf-checkpoint")
+
+
+def _add_hf_output(parser: argparse.ArgumentParser, *origin: str) -> None:
+    """Flags of the commands from Megatron to Hugging Face; ``origin`` are the names of one of them."""
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="directory to create")
+    parser.add_argument(
+        *origin,
+        dest="origin_hf_dir",
+        required=True,
+        metavar="DIR",
+        help="model that training began with (config, tokenizer)",
+    )
+    parser.add_argument(
+        "-a",
+        "--add-missing-from-origin-hf",
+        action="store_true",
+        help="copy weights that the checkpoint lacks from that model, and print their names",
+    )
+    parser.add_argument(
+        "--max-shard-gib", type=_positive, default=5, metavar="N", help="largest safetensors file in GiB (default: 5)"
+    )
+    _add_shape_flags(parser)
+
+
+def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group(
         "model shape", "The shape is read from config.json; a flag given here must agree with it."
     )
@@ -131,18 +183,6 @@ def _add_hf_to_torch_dist(commands: Any) -> None:
             shape.add_argument(flag.name, dest=flag.dest, action="store_true", help=flag.help)
         else:
             shape.add_argument(flag.name, dest=flag.dest, type=flag.type, help=flag.help)
-
-
-def _add_torch_dist_to_hf(commands: Any) -> None:
-    parser = _add(commands, "torch-dist-to-hf", _torch_dist_to_hf, "Megatron torch_dist → Hugging Face directory")
-    parser.add_argument("--input-dir", required=True, metavar="DIR", help="checkpoint, or one iteration of it")
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="directory to create")
-    parser.add_argument(
-        "--origin-hf-dir", required=True, metavar="DIR", help="model that training began with (config, tokenizer)"
-    )
-    parser.add_argument(
-        "--max-shard-gib", type=_positive, default=5, metavar="N", help="largest safetensors file in GiB (default: 5)"
-    )
 
 
 def _positive(text: str) -> int:
@@ -158,9 +198,7 @@ def _gguf_to_hf(args: argparse.Namespace) -> None:
 
 
 def _hf_to_torch_dist(args: argparse.Namespace) -> None:
-    flags = {flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS}
-    # The likely mistakes are told before torch is imported, which takes seconds.
-    check_flags(ModelShape.from_hf_config(args.hf_checkpoint), flags)
+    flags = _checked_flags(args, args.hf_checkpoint)
     from slime_convert.convert import hf_to_torch_dist
 
     hf_to_torch_dist(
@@ -174,17 +212,40 @@ def _hf_to_torch_dist(args: argparse.Namespace) -> None:
 
 
 def _torch_dist_to_hf(args: argparse.Namespace) -> None:
-    ModelShape.from_hf_config(args.origin_hf_dir)
+    flags = _checked_flags(args, args.origin_hf_dir)
     from slime_convert.convert import torch_dist_to_hf
 
-    torch_dist_to_hf(
-        args.input_dir,
-        args.output_dir,
-        args.origin_hf_dir,
-        force=args.force,
-        max_shard_bytes=args.max_shard_gib * 2**30,
-        on_progress=_terminal_progress(),
-    )
+    _tell_copied(args.origin_hf_dir, torch_dist_to_hf(args.input_dir, **_hf_output(args), flags=flags))
+
+
+def _megatron_to_hf(args: argparse.Namespace) -> None:
+    flags = _checked_flags(args, args.origin_hf_dir)
+    from slime_convert.megatron_to_hf import megatron_to_hf
+
+    _tell_copied(args.origin_hf_dir, megatron_to_hf(args.load, **_hf_output(args), flags=flags))
+
+
+def _checked_flags(args: argparse.Namespace, hf_directory: str) -> dict[str, Any]:
+    """The given shape flags. The likely mistakes are told before torch is imported, which takes seconds."""
+    flags = {flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS}
+    check_flags(ModelShape.from_hf_config(hf_directory), flags)
+    return flags
+
+
+def _hf_output(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "output_dir": args.output_dir,
+        "origin_hf_dir": args.origin_hf_dir,
+        "add_missing_from_origin_hf": args.add_missing_from_origin_hf,
+        "force": args.force,
+        "max_shard_bytes": args.max_shard_gib * 2**30,
+        "on_progress": _terminal_progress(),
+    }
+
+
+def _tell_copied(origin: str, names: Sequence[str]) -> None:
+    for name in names:
+        print(f"copied from {origin}: {name}")
 
 
 def _terminal_progress() -> OnProgress:

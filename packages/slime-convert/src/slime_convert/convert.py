@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +19,32 @@ from slime_convert.output import new_directory
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import ModelShape, check_flags
 from slime_convert.torch_dist import TorchDistReader, WeightSource, write_release
-from slime_convert.torch_dist.layout import TRACKER
+from slime_convert.torch_dist.layout import TRACKER, Place
+
+
+class MegatronReader(Protocol):
+    """The weights of a Megatron checkpoint of any format, by whole-model names of megatron-core's local layers."""
+
+    directory: Path
+
+    @property
+    def weight_keys(self) -> set[str]:
+        """Keys of the model's tensors, as they stand on disk."""
+
+    def args(self) -> Mapping[str, Any]:
+        """The arguments that the checkpoint records; empty if it records none."""
+
+    def find(self, name: str) -> Place:
+        """Where a weight lies; a :class:`CheckpointError` if there is none."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of one weight."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The element type of one weight."""
+
+    def load(self, name: str) -> Tensor:
+        """One whole weight."""
 
 
 def hf_to_torch_dist(
@@ -64,33 +91,101 @@ def torch_dist_to_hf(
     output_dir: str | Path,
     origin_hf_dir: str | Path,
     *,
+    flags: Mapping[str, Any] | None = None,
+    add_missing_from_origin_hf: bool = False,
     force: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: OnProgress = no_progress,
-) -> None:
+) -> list[str]:
     """Convert a ``torch_dist`` checkpoint, converted or written by a trainer, into a Hugging Face directory.
 
     Args:
         input_dir: The checkpoint, or one iteration of it. Optimizer state is skipped.
         output_dir: Directory to create.
         origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template.
+        flags: Shape flags to be checked against the config, by ``dest``.
+        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``.
         force: Replace an earlier model at ``output_dir``.
         max_shard_bytes: Largest safetensors file, in bytes.
         on_progress: Called after each weight.
 
+    Returns:
+        Hugging Face names of the weights that were copied from ``origin_hf_dir``.
+
     Raises:
         ConvertError: An input or output is not as it must be; nothing is left at ``output_dir`` then.
     """
-    origin = Path(origin_hf_dir)
-    weight_map = WeightMap(ModelShape.from_hf_config(origin))
-    reader = TorchDistReader(input_dir)
+    weight_map = checked_weight_map(origin_hf_dir, flags)
+    return write_hf(
+        TorchDistReader(input_dir),
+        weight_map,
+        output_dir,
+        source=Path(input_dir),
+        origin=Path(origin_hf_dir),
+        add_missing=add_missing_from_origin_hf,
+        force=force,
+        max_shard_bytes=max_shard_bytes,
+        on_progress=on_progress,
+    )
+
+
+def checked_weight_map(origin_hf_dir: str | Path, flags: Mapping[str, Any] | None) -> WeightMap:
+    """The weights of the model that a Hugging Face directory describes.
+
+    Raises:
+        ShapeMismatchError: Shape flags contradict its config.
+    """
+    shape = ModelShape.from_hf_config(Path(origin_hf_dir))
+    check_flags(shape, flags or {})
+    return WeightMap(shape)
+
+
+def write_hf(
+    reader: MegatronReader,
+    weight_map: WeightMap,
+    output_dir: str | Path,
+    *,
+    source: Path,
+    origin: Path,
+    add_missing: bool,
+    force: bool,
+    max_shard_bytes: int,
+    on_progress: OnProgress,
+) -> list[str]:
+    """Write a Megatron checkpoint's weights as a Hugging Face directory.
+
+    Args:
+        reader: The checkpoint.
+        weight_map: The model that it must hold.
+        output_dir: Directory to create.
+        source: Where the checkpoint lies as the user names it; the output may not replace it.
+        origin: The Hugging Face model that training began with.
+        add_missing: Copy weights that the checkpoint lacks from ``origin``.
+        force: Replace an earlier model at ``output_dir``.
+        max_shard_bytes: Largest safetensors file, in bytes.
+        on_progress: Called after each weight of the checkpoint.
+
+    Returns:
+        Names of the weights that were copied from ``origin``.
+    """
     check_args(weight_map.shape, reader.args(), reader.directory)
-    _refuse_unused(reader, weight_map)
-    dtype = reader.dtype(next(weight_map.megatron_names()))
-    keep = frozenset({origin, Path(input_dir)})
-    with new_directory(output_dir, force=force, keep=keep, marker="config.json") as directory:
-        write_weights(directory, _hf_weights(reader, weight_map, on_progress), max_shard_bytes)
+    names = list(weight_map.megatron_names())
+    if add_missing:
+        names = _present(reader, names)
+    _refuse_unused(reader, weight_map, names)
+    dtype = reader.dtype(names[0])
+    weights = _hf_weights(reader, weight_map, names, on_progress)
+    copied: list[str] = []
+    with ExitStack() as stack:
+        if add_missing:
+            original = stack.enter_context(HfReader(origin))
+            copied = _not_in_checkpoint(original, weight_map, names)
+            weights = chain(((name, original.load(name)) for name in copied), weights)
+        keep = frozenset({origin, source})
+        directory = stack.enter_context(new_directory(output_dir, force=force, keep=keep, marker="config.json"))
+        write_weights(directory, weights, max_shard_bytes)
         copy_model_files(origin, directory, dtype)
+    return copied
 
 
 def check_args(shape: ModelShape, args: Mapping[str, Any], where: Path) -> None:
@@ -140,12 +235,7 @@ def _source(name: str, weight_map: WeightMap, reader: HfReader) -> WeightSource:
 
 def _refuse_unknown(reader: HfReader, weight_map: WeightMap) -> None:
     """Refuse weights that no rule carries: dropping them silently would change the model."""
-    unknown = {
-        name
-        for name in reader.names - set(weight_map.hf_names())
-        # A tied model may store its output layer a second time; old Llama files store the rotary frequencies.
-        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")
-    }
+    unknown = _unknown(reader, weight_map)
     if unknown:
         raise WeightError(
             f"{reader.directory} has {len(unknown)} weights that a {weight_map.shape.family} model does not have, "
@@ -153,9 +243,43 @@ def _refuse_unknown(reader: HfReader, weight_map: WeightMap) -> None:
         )
 
 
-def _refuse_unused(reader: TorchDistReader, weight_map: WeightMap) -> None:
+def _unknown(reader: HfReader, weight_map: WeightMap) -> set[str]:
+    """Weights of a Hugging Face model that no rule carries."""
+    return {
+        name
+        for name in reader.names - set(weight_map.hf_names())
+        # A tied model may store its output layer a second time; old Llama files store the rotary frequencies.
+        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")
+    }
+
+
+def _present(reader: MegatronReader, names: Iterable[str]) -> list[str]:
+    """Those of the Megatron weights that a checkpoint has."""
+    present = []
+    for name in names:
+        with suppress(CheckpointError):
+            reader.find(name)
+            present.append(name)
+    if not present:
+        raise CheckpointError(
+            f"{reader.directory} has no weight of the model that the given Hugging Face config describes; "
+            "give the Hugging Face directory that training began with"
+        )
+    return present
+
+
+def _not_in_checkpoint(origin: HfReader, weight_map: WeightMap, present: Iterable[str]) -> list[str]:
+    """Weights of the original model that come from no Megatron weight of a checkpoint, in the model's order."""
+    carried = {part for name in present for part in weight_map.hf_parts(name)}
+    missing = [name for name in weight_map.hf_names() if name not in carried] + sorted(_unknown(origin, weight_map))
+    for name in missing:
+        origin.dtype(name)  # refuses what is absent there, and what is quantized
+    return missing
+
+
+def _refuse_unused(reader: MegatronReader, weight_map: WeightMap, names: Iterable[str]) -> None:
     """Refuse a checkpoint with weights that the config does not describe."""
-    used = {key for name in weight_map.megatron_names() for key in reader.find(name).keys}
+    used = {key for name in names for key in reader.find(name).keys}
     unused = reader.weight_keys - used - {"output_layer.weight"}
     if unused:
         raise CheckpointError(
@@ -165,9 +289,8 @@ def _refuse_unused(reader: TorchDistReader, weight_map: WeightMap) -> None:
 
 
 def _hf_weights(
-    reader: TorchDistReader, weight_map: WeightMap, on_progress: OnProgress
+    reader: MegatronReader, weight_map: WeightMap, names: Sequence[str], on_progress: OnProgress
 ) -> Iterator[tuple[str, Tensor]]:
-    names = list(weight_map.megatron_names())
     sizes = [torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names]
     done = 0
     for name, size in zip(names, sizes, strict=True):

@@ -22,7 +22,7 @@ class WeightError(ConvertError):
 
 
 class CheckpointError(ConvertError):
-    """A directory is no readable ``torch_dist`` checkpoint."""
+    """A directory is no readable Megatron checkpoint."""
 
 
 class GgufError(ConvertError):

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
-from slime_convert.torch_dist import TorchDistReader, WeightSource, find_iteration, plain_pickle, write_release
+from slime_convert.torch_dist import TorchDistReader, WeightSource, find_iteration, write_release
 
 NORM = "decoder.layers.{}.input_layernorm.weight"
 FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
-from slime_convert.torch_dist import plain_pickle
 from slime_convert.torch_dist.layout import (
     COMMON,
     METADATA,

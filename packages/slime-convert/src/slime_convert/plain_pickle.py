@@ -50,8 +50,18 @@ class Inert:
     def __hash__(self) -> int:
         return id(self)
 
+    def __call__(self, *_: Any, **__: Any) -> Inert:
+        """What a foreign object would return, as inert as itself."""
+        return self
+
     def append(self, _: Any) -> None:
         """Drop an item of a foreign list."""
+
+    def extend(self, _: Any) -> None:
+        """Drop the items of a foreign list."""
+
+    def add(self, _: Any) -> None:
+        """Drop an item of a foreign set."""
 
     def __setitem__(self, _: Any, __: Any) -> None:
         pass
@@ -69,6 +79,8 @@ class Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """The named type if it is plain, else :class:`Inert`."""
+        if module_name == "__builtin__":
+            module_name = "builtins"  # torch.save writes the names of Python 2
         if (module_name, global_name) == ("builtins", "getattr"):
             return _enum_member  # Python 3.11.0 to 3.11.3 write a member as getattr(its enum, its name)
         if global_name in _PLAIN.get(module_name, ()):

@@ -4,7 +4,7 @@ import pickle
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from slime_convert.torch_dist import plain_pickle
+from slime_convert import plain_pickle
 
 MODULE = "torch.distributed.checkpoint.metadata"
 

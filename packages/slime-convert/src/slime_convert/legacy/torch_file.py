@@ -1,0 +1,234 @@
+"""Files of ``torch.save``, read tensor by tensor: nothing foreign is unpickled, what is not asked for stays on disk.
+
+``torch.load(mmap=True)`` would leave the rest on disk too, but maps the file privately and writably, which Linux
+refuses for a file that is larger than the memory. Here each tensor's bytes are read when its turn comes, and checked.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from slime_convert import plain_pickle
+from slime_convert.errors import CheckpointError
+
+_LOCAL_HEADER_BYTES = 30  # fixed part of the header before a record in a zip archive; its name and extra field follow
+_CHECK_BYTES = 2**24
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, not read yet.
+
+    Attributes:
+        file: The file.
+        key: The storage that holds it; tensors may share one.
+        dtype: Element type.
+        offset: Its first element's place in the storage, in elements.
+        shape: Its shape.
+        stride: Its strides, in elements.
+    """
+
+    file: TorchFile
+    key: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def load(self) -> Tensor:
+        """Read it.
+
+        Raises:
+            CheckpointError: Its bytes are missing, or are not those that were written.
+        """
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        span, start = _span(self.shape, self.stride), self.offset * self.dtype.itemsize
+        self.file.require(self.key, start + span * self.dtype.itemsize)
+        flat = torch.empty(span, dtype=self.dtype)
+        self.file.read(self.key, start, flat.view(torch.uint8).numpy().data)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class TorchFile:
+    """A file that ``torch.save`` wrote.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        content: The saved object, each tensor a :class:`StoredTensor`, each object of a foreign type inert.
+
+    Raises:
+        CheckpointError: It is no such file, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checked: set[str] = set()
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._records = {info.filename: info for info in archive.infolist()}
+                (pickled,) = (name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl"))
+                self._root = pickled.removesuffix("data.pkl")
+                order = self._records.get(f"{self._root}byteorder")
+                if order is not None and self._bytes(archive, order) != b"little":
+                    raise CheckpointError(f"{path} was written on a big-endian machine; save it on another")
+                self.content = _Unpickler(io.BytesIO(self._bytes(archive, self._records[pickled])), self).load()
+        except CheckpointError:
+            raise
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            raise CheckpointError(
+                f"cannot read {path} ({error!r}); it must be a whole file of torch.save in its zip format, "
+                "use another checkpoint"
+            ) from error
+
+    def require(self, key: str, nbytes: int) -> zipfile.ZipInfo:
+        """The record of one storage, which must have this many bytes.
+
+        Raises:
+            CheckpointError: It has not.
+        """
+        info = self._records.get(f"{self._root}data/{key}")
+        if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size < nbytes:
+            raise self._damaged(f"it lacks bytes of storage {key}")
+        return info
+
+    def read(self, key: str, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of one storage, from its byte ``start`` on.
+
+        Raises:
+            CheckpointError: They are missing, or the storage's checksum is another than when it was written.
+        """
+        info = self.require(key, start + len(target))
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                first = _first_byte(file, info)
+                whole = len(target) == info.file_size
+                if not whole:
+                    self._check_once(file, info, first)
+                file.seek(first + start)
+                _fill(file, target)
+        except (OSError, EOFError, struct.error) as error:
+            raise self._damaged(repr(error)) from error
+        if whole and info.CRC and zlib.crc32(target) != info.CRC:
+            raise self._damaged(f"the checksum of storage {key} is wrong")
+
+    def _check_once(self, file: BinaryIO, info: zipfile.ZipInfo, first: int) -> None:
+        """Check the checksum of a storage that is read in parts. A checksum of 0 was not computed when saving."""
+        if info.filename in self._checked or not info.CRC:
+            return
+        file.seek(first)
+        left, checksum = info.file_size, 0
+        buffer = memoryview(bytearray(min(_CHECK_BYTES, left)))
+        while left:
+            part = buffer[: min(len(buffer), left)]
+            _fill(file, part)
+            checksum = zlib.crc32(part, checksum)
+            left -= len(part)
+        if checksum != info.CRC:
+            raise self._damaged(f"the checksum of {info.filename} is wrong")
+        self._checked.add(info.filename)
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged ({what}); use another checkpoint")
+
+    @staticmethod
+    def _bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+        if not info.CRC:
+            info.CRC = None  # type: ignore[assignment]  # zipfile's word for a checksum that is unknown
+        return archive.read(info)
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from a tensor's first to its last in storage."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin in the archive."""
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
+    return int(info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes)
+
+
+def _fill(file: BinaryIO, target: memoryview) -> None:
+    """One read gives 2 GiB at most."""
+    while len(target):
+        count = file.readinto(target)  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError("the file is cut off")
+        target = target[count:]
+
+
+class _Unpickler(plain_pickle.Unpickler):
+    """Gives :class:`StoredTensor` where torch would give tensors."""
+
+    def __init__(self, file: io.BytesIO, owner: TorchFile) -> None:
+        super().__init__(file)
+        self._owner = owner
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """A storage, by its type and key; torch names nothing else in this way."""
+        kind, storage_type, key, *_ = pid
+        if kind != "storage" or not isinstance(key, str):
+            raise ValueError(f"unknown reference {pid!r}")
+        return _Storage(key, storage_type if isinstance(storage_type, torch.dtype) else None)
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """As the base class does, but for storages, which are known by their dtype, and what rebuilds tensors."""
+        if module_name == "torch" and global_name in _STORAGES:
+            return _STORAGES[global_name]
+        if module_name == "torch._utils":
+            return self._rebuilders().get(global_name) or super().find_class(module_name, global_name)
+        return super().find_class(module_name, global_name)
+
+    def _rebuilders(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "_rebuild_tensor_v2": lambda storage, offset, size, stride, *_: self._tensor(storage, offset, size, stride),
+            "_rebuild_tensor_v3": lambda storage, offset, size, stride, grad, hooks, dtype, *_: self._tensor(
+                _Storage(storage.key, dtype), offset, size, stride
+            ),
+            "_rebuild_parameter": lambda data, *_: data,
+            "_rebuild_parameter_with_state": lambda data, *_: data,
+        }
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any) -> Any:
+        sizes, strides = tuple(size), tuple(stride)
+        numbers = (offset, *sizes, *strides)
+        plain = isinstance(storage, _Storage) and isinstance(storage.dtype, torch.dtype) and len(sizes) == len(strides)
+        if not plain or not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+            return plain_pickle.Inert()
+        if math.prod(sizes) > _span(sizes, strides):
+            return plain_pickle.Inert()  # elements would share bytes: none of Megatron's weights, and of any size
+        return StoredTensor(self._owner, storage.key, storage.dtype, offset, sizes, strides)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    key: str
+    dtype: torch.dtype | None

@@ -1,0 +1,72 @@
+"""Any Megatron checkpoint, ``torch_dist`` or legacy ``torch``, into a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_convert.convert import MegatronReader, checked_weight_map, write_hf
+from slime_convert.hf import DEFAULT_SHARD_BYTES
+from slime_convert.legacy import LegacyReader
+from slime_convert.mapping import WeightMap
+from slime_convert.megatron_format import LEGACY, find_megatron_checkpoint
+from slime_convert.progress import OnProgress, no_progress
+from slime_convert.torch_dist import TorchDistReader
+
+
+def megatron_to_hf(
+    load: str | Path,
+    output_dir: str | Path,
+    origin_hf_dir: str | Path,
+    *,
+    flags: Mapping[str, Any] | None = None,
+    add_missing_from_origin_hf: bool = False,
+    force: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    on_progress: OnProgress = no_progress,
+) -> list[str]:
+    """Convert a Megatron checkpoint of either format into a Hugging Face directory; optimizer state is skipped.
+
+    Args:
+        load: The checkpoint, or one iteration of it.
+        output_dir: Directory to create.
+        origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template.
+        flags: Shape flags to be checked against the config, by ``dest``.
+        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``.
+        force: Replace an earlier model at ``output_dir``.
+        max_shard_bytes: Largest safetensors file, in bytes.
+        on_progress: Called after each weight.
+
+    Returns:
+        Hugging Face names of the weights that were copied from ``origin_hf_dir``.
+
+    Raises:
+        ConvertError: An input or output is not as it must be; nothing is left at ``output_dir`` then.
+    """
+    weight_map = checked_weight_map(origin_hf_dir, flags)
+    return write_hf(
+        open_megatron(load, weight_map),
+        weight_map,
+        output_dir,
+        source=Path(load),
+        origin=Path(origin_hf_dir),
+        add_missing=add_missing_from_origin_hf,
+        force=force,
+        max_shard_bytes=max_shard_bytes,
+        on_progress=on_progress,
+    )
+
+
+def open_megatron(directory: str | Path, weight_map: WeightMap) -> MegatronReader:
+    """A reader of a Megatron checkpoint of either format.
+
+    Args:
+        directory: The checkpoint, or one iteration of it.
+        weight_map: The model that it holds.
+
+    Raises:
+        CheckpointError: It is no readable checkpoint.
+    """
+    iteration, kind = find_megatron_checkpoint(directory)
+    return LegacyReader(iteration, weight_map.merge_tp) if kind == LEGACY else TorchDistReader(iteration)

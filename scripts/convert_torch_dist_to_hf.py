@@ -1,0 +1,5 @@
+"""Megatron `torch_dist` → Hugging Face directory (`--input-dir --output-dir --origin-hf-dir`)."""
+
+from slime_convert.known_names import run_script
+
+run_script("torch-dist-to-hf")
