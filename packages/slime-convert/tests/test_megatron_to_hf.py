@@ -223,6 +223,16 @@ def test_a_weight_that_the_checkpoint_lacks_comes_from_the_origin(legacy_runs, t
     assert_equal_bits(weights_of(tmp_path / "hf"), weights_of(run.origin))
 
 
+def test_a_quantized_part_of_the_origin_is_not_copied(origin_with_more, converted, tmp_path):
+    """It would need its scales, and the config would have to say so."""
+    more = load_file(origin_with_more / "more.safetensors")
+    more["visual.proj.weight"] = more["visual.proj.weight"].to(torch.float8_e4m3fn)
+    save_file(more, origin_with_more / "more.safetensors")
+    with pytest.raises(WeightError, match=r"visual\.proj\.weight of .* has type F8_E4M3"):
+        megatron_to_hf(converted, tmp_path / "hf", origin_with_more, add_missing_from_origin_hf=True)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_what_cannot_be_copied_is_told(legacy_runs, tmp_path):
     run = legacy_runs["llama-tied"]
     edited(run, tmp_path / "legacy", lambda state: state["model"].pop("decoder.final_layernorm.weight"))

@@ -113,7 +113,7 @@ class LegacyReader:
 
 def _state(path: Path) -> tuple[Mapping[str, Any], list[_Chunk]]:
     """The arguments in a rank's file, and its part of the model: a chunk for each virtual pipeline stage."""
-    content = TorchFile(path).content
+    content = TorchFile(path).content()
     numbers = (
         sorted(int(match[1] or 0) for key in content if (match := _MODEL_KEY.match(str(key))))
         if isinstance(content, dict)

@@ -11,7 +11,8 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,9 +80,6 @@ class TorchFile:
     Args:
         path: The file.
 
-    Attributes:
-        content: The saved object, each tensor a :class:`StoredTensor`, each object of a foreign type inert.
-
     Raises:
         CheckpointError: It is no such file, or damaged.
     """
@@ -89,22 +87,23 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._checked: set[str] = set()
-        try:
-            with zipfile.ZipFile(path) as archive:
-                self._records = {info.filename: info for info in archive.infolist()}
-                (pickled,) = (name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl"))
-                self._root = pickled.removesuffix("data.pkl")
-                order = self._records.get(f"{self._root}byteorder")
-                if order is not None and self._bytes(archive, order) != b"little":
-                    raise CheckpointError(f"{path} was written on a big-endian machine; save it on another")
-                self.content = _Unpickler(io.BytesIO(self._bytes(archive, self._records[pickled])), self).load()
-        except CheckpointError:
-            raise
-        except Exception as error:  # unpickling damaged bytes can raise anything
-            raise CheckpointError(
-                f"cannot read {path} ({error!r}); it must be a whole file of torch.save in its zip format, "
-                "use another checkpoint"
-            ) from error
+        with self._opened() as archive:
+            self._records = {info.filename: info for info in archive.infolist()}
+            (pickled,) = (name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl"))
+            self._root = pickled.removesuffix("data.pkl")
+
+    def content(self) -> Any:
+        """The saved object, each tensor a :class:`StoredTensor`, each object of a foreign type inert.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        with self._opened() as archive:
+            order = self._records.get(f"{self._root}byteorder")
+            if order is not None and _bytes(archive, order) != b"little":
+                raise CheckpointError(f"{self.path} was written on a big-endian machine; save it on another")
+            pickled = _bytes(archive, self._records[f"{self._root}data.pkl"])
+            return _Unpickler(io.BytesIO(pickled), self).load()
 
     def require(self, key: str, nbytes: int) -> zipfile.ZipInfo:
         """The record of one storage, which must have this many bytes.
@@ -156,11 +155,25 @@ class TorchFile:
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is damaged ({what}); use another checkpoint")
 
-    @staticmethod
-    def _bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-        if not info.CRC:
-            info.CRC = None  # type: ignore[assignment]  # zipfile's word for a checksum that is unknown
-        return archive.read(info)
+    @contextmanager
+    def _opened(self) -> Iterator[zipfile.ZipFile]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                yield archive
+        except CheckpointError:
+            raise
+        except Exception as error:  # unpickling damaged bytes can raise anything
+            raise CheckpointError(
+                f"cannot read {self.path} ({error!r}); it must be a whole file of torch.save in its zip format, "
+                "use another checkpoint"
+            ) from error
+
+
+def _bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """One record, its checksum checked if it has one."""
+    if not info.CRC:
+        info.CRC = None  # type: ignore[assignment]  # zipfile's word for a checksum that is unknown
+    return archive.read(info)
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

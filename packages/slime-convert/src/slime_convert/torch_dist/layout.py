@@ -78,7 +78,10 @@ def find_iteration(directory: str | Path) -> Path:
     path = Path(directory)
     if (path / METADATA).is_file():
         return path
-    advice = f"give a torch_dist checkpoint ({TRACKER} with release/ or iter_*/) or one iteration of it"
+    advice = (
+        f"give a torch_dist checkpoint ({TRACKER} with release/ or iter_*/) or one iteration of it; "
+        "megatron-to-hf reads the legacy format too"
+    )
     if not path.is_dir():
         raise CheckpointError(f"there is no directory {path}; {advice}")
     try:
