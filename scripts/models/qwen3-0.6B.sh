@@ -1,4 +1,4 @@
-# Shape flags of Qwen3-0.6B. Source it, then pass "${MODEL_ARGS[@]}".
+# Shape flags of Qwen3-0.6B and Qwen3-0.6B-Base. Source it, then pass "${MODEL_ARGS[@]}".
 MODEL_ARGS=(
     --swiglu
     --num-layers 28

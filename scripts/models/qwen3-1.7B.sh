@@ -1,4 +1,4 @@
-# Shape flags of Qwen3-1.7B. Source it, then pass "${MODEL_ARGS[@]}".
+# Shape flags of Qwen3-1.7B and Qwen3-1.7B-Base. Source it, then pass "${MODEL_ARGS[@]}".
 MODEL_ARGS=(
     --swiglu
     --num-layers 28

@@ -1,4 +1,4 @@
-# Shape flags of Qwen3-4B. Source it, then pass "${MODEL_ARGS[@]}".
+# Shape flags of Qwen3-4B and Qwen3-4B-Base. Source it, then pass "${MODEL_ARGS[@]}".
 MODEL_ARGS=(
     --swiglu
     --num-layers 36

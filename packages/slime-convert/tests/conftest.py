@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Glm4Config, GlmConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 # 101 rows need padding; the head's width is not hidden size / heads; three query heads share a key-value head.
 SIZES = {
@@ -31,9 +31,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+GLM = {"tie_word_embeddings": False, "pad_token_id": 0}
 CONFIGS = {
     "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3-scaled": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "qwen2-tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "glm": lambda: GlmConfig(**SIZES, **GLM, attention_bias=True),
+    "glm4": lambda: Glm4Config(**SIZES, **GLM, attention_bias=True),
+    "glm4-unbiased": lambda: Glm4Config(**SIZES, **GLM, attention_bias=False),
     "qwen3-tied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
 }

@@ -108,8 +108,8 @@ def test_weights_that_would_be_lost_are_refused(origin, tmp_path):
     extended = tmp_path / "extended"
     shutil.copytree(origin, extended)
     (extended / "model.safetensors.index.json").unlink()
-    save_file({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, extended / "extra.safetensors")
-    with pytest.raises(WeightError, match=r"1 weights that a \w+ model does not have, such as .*q_proj\.bias"):
+    save_file({"model.layers.0.self_attn.o_proj.bias": torch.zeros(24)}, extended / "extra.safetensors")
+    with pytest.raises(WeightError, match=r"1 weights that a \w+ model does not have, such as .*o_proj\.bias"):
         hf_to_torch_dist(extended, tmp_path / "td")
     assert list(tmp_path.iterdir()) == [extended]
 

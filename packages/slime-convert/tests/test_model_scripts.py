@@ -1,87 +1,71 @@
-"""The shape flags in the workspace's ``scripts/models`` are those that the published configs give."""
+"""The published shapes: the workspace's ``scripts/models`` say them, and the weights that they give add up."""
 
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from slime_convert import ModelShape
+from slime_convert.mapping import WeightMap
+from slime_convert.published import PUBLISHED
 
 SCRIPTS = next((root / "scripts/models" for root in Path(__file__).parents if (root / "scripts/models").is_dir()), None)
-pytestmark = pytest.mark.skipif(SCRIPTS is None, reason="outside the workspace there are no scripts")
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-LLAMA3 = {
-    "model_type": "llama",
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-}
-
-
-def sizes(layers, hidden, ffn, heads):
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-    }
-
-
-def scaling(factor):
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-# The values of each model's published config.json.
-CONFIGS = {
-    "smollm2-135M": {
-        "model_type": "llama",
-        **sizes(30, 576, 1536, 9),
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-0.6B": {**QWEN3, **sizes(28, 1024, 3072, 16)},
-    "qwen3-1.7B": {**QWEN3, **sizes(28, 2048, 6144, 16)},
-    "qwen3-4B": {**QWEN3, **sizes(36, 2560, 9728, 32)},
-    "qwen3-8B": {**QWEN3, **sizes(36, 4096, 12288, 32), "tie_word_embeddings": False},
-    "llama3.1-8B": {
-        **LLAMA3,
-        **sizes(32, 4096, 14336, 32),
-        "tie_word_embeddings": False,
-        "rope_scaling": scaling(8.0),
-    },
-    "llama3.2-3B": {**LLAMA3, **sizes(28, 3072, 8192, 24), "tie_word_embeddings": True, "rope_scaling": scaling(32.0)},
+# As the safetensors metadata of the published weights gives it, a tied output layer counted once.
+PARAMETERS = {
+    "smollm2-135M": 134_515_008,
+    "llama3-8B": 8_030_261_248,
+    "llama3-70B": 70_553_706_496,
+    "llama3.1-8B": 8_030_261_248,
+    "llama3.2-3B": 3_212_749_824,
+    "qwen2.5-0.5B": 494_032_768,
+    "qwen2.5-1.5B": 1_543_714_304,
+    "qwen2.5-3B": 3_085_938_688,
+    "qwen2.5-7B": 7_615_616_512,
+    "qwen2.5-32B": 32_763_876_352,
+    "qwen2.5-32B-Instruct": 32_763_876_352,
+    "qwen3-0.6B": 596_049_920,
+    "qwen3-1.7B": 1_720_574_976,
+    "qwen3-4B": 4_022_468_096,
+    "qwen3-8B": 8_190_735_360,
+    "qwen3-14B": 14_768_307_200,
+    "qwen3-32B": 32_762_123_264,
+    "glm4-9B": 9_400_279_040,
+    "glm4-32B": 32_566_081_536,
 }
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.skipif(SCRIPTS is None, reason="outside the workspace there are no scripts")
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_script_gives_the_flags_of_the_config(name):
     source = f'source "{SCRIPTS / name}.sh" && printf "%s\\n" "${{MODEL_ARGS[@]}}"'
     words = subprocess.run(["bash", "-euc", source], capture_output=True, text=True, check=True, timeout=30).stdout
-    assert words.split() == ModelShape.from_hf_config(CONFIGS[name]).to_megatron_flags()
+    assert words.split() == PUBLISHED[name].shape.to_megatron_flags()
 
 
+@pytest.mark.skipif(SCRIPTS is None, reason="outside the workspace there are no scripts")
 def test_every_script_is_checked():
-    assert {path.stem for path in SCRIPTS.glob("*.sh")} == set(CONFIGS)
+    assert {path.stem for path in SCRIPTS.glob("*.sh")} == set(PUBLISHED)
+
+
+def test_weights_add_up_to_the_published_number_of_parameters():
+    counted = {}
+    for name, entry in PUBLISHED.items():
+        weights = WeightMap(entry.shape)
+        counted[name] = sum(math.prod(weights.megatron_shape(weight)) for weight in weights.megatron_names())
+    assert counted == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "value"),
+    [
+        ("qwen2.5-1.5B", "--rotary-base", "1000000"),
+        ("llama3.1-8B", "--rope-scaling-factor", "8"),
+        ("llama3.2-3B", "--rope-scaling-factor", "32"),
+        ("glm4-32B", "--num-layers", "61"),
+        ("glm4-32B", "--num-query-groups", "2"),
+    ],
+)
+def test_values_that_are_known_to_be_mistaken_elsewhere(name, flag, value):
+    words = PUBLISHED[name].shape.to_megatron_flags()
+    assert words[words.index(flag) + 1] == value

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Glm4Config, GlmConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from slime_convert import SHAPE_FLAGS, ConvertError, ModelShape, check_flags
 from slime_convert.errors import HfConfigError, ShapeMismatchError, UnsupportedModelError
@@ -60,6 +60,38 @@ def test_config_written_by_transformers_is_read_back(tmp_path, config_class, tie
     )
 
 
+@pytest.mark.parametrize(
+    ("config_class", "implied"),
+    [
+        (Qwen2Config, {"add_qkv_bias": True}),
+        (GlmConfig, {"add_qkv_bias": True, "rotary_percent": 0.5, "rotary_interleaved": True}),
+        (
+            Glm4Config,
+            {
+                "add_qkv_bias": True,
+                "rotary_percent": 0.5,
+                "rotary_interleaved": True,
+                "post_self_attn_layernorm": True,
+                "post_mlp_layernorm": True,
+            },
+        ),
+    ],
+)
+def test_what_a_family_implies(tmp_path, config_class, implied):
+    """Whether the config says it, or leaves it to the family's defaults."""
+    config = {**LLAMA, "head_dim": 16, "model_type": config_class.model_type, "rope_theta": 1e4}
+    bare = ModelShape.from_hf_config(config)
+    assert bare == replace(ModelShape.from_hf_config(LLAMA), family=config_class.model_type, **implied)
+    config.pop("model_type")
+    config_class(**config, pad_token_id=0).save_pretrained(tmp_path)
+    assert ModelShape.from_hf_config(tmp_path) == bare
+
+
+def test_glm4_without_biases():
+    shape = ModelShape.from_hf_config({**LLAMA, "model_type": "glm4", "attention_bias": False})
+    assert not shape.add_qkv_bias and "--add-qkv-bias" not in shape.to_megatron_flags()
+
+
 def test_old_and_new_places_of_the_rotary_settings_agree():
     old = ModelShape.from_hf_config({**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING})
     new = ModelShape.from_hf_config({**LLAMA, "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}})
@@ -77,8 +109,8 @@ def test_heads_without_groups_and_head_dim_left_out():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen3"]),
-        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen3"]),
+        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen2, qwen3, glm"]),
+        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen2, qwen3, glm"]),
         ({"attention_bias": True}, UnsupportedModelError, ["attention_bias true", "false"]),
         ({"hidden_act": "gelu"}, UnsupportedModelError, ['hidden_act "gelu"', '"silu"']),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, UnsupportedModelError, ["'linear'", "'llama3'"]),
@@ -93,6 +125,12 @@ def test_heads_without_groups_and_head_dim_left_out():
         ({"rope_theta": "1e4"}, HfConfigError, ["rope_theta is '1e4'", "number"]),
         ({"rope_parameters": [1]}, HfConfigError, ["rotary settings are [1]", "object"]),
         ({"rope_scaling": {**LLAMA3_SCALING, "factor": "8"}}, HfConfigError, ["factor is '8'", "llama3 rope scaling"]),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, ["partial_rotary_factor 0.5", "with 1.0"]),
+        (
+            {"model_type": "glm4", "rope_scaling": {"type": "yarn", "factor": 4}},
+            UnsupportedModelError,
+            ["'yarn'", "partial_rotary_factor 0.5", "allowed: 'default' with any"],
+        ),
         ({"num_key_value_heads": 3}, HfConfigError, ["num_query_groups 3", "multiple"]),
         ({"vocab_size": 0}, HfConfigError, ["vocab_size 0", "positive"]),
     ],
@@ -116,6 +154,10 @@ def test_flags_of_a_shape_agree_with_it():
     shape = ModelShape.from_hf_config({**LLAMA, "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}})
     check_flags(shape, parse(shape.to_megatron_flags()))
     check_flags(shape, {"group_query_attention": True, "position_embedding_type": "rope", "rotary_percent": 1.0})
+    shape = ModelShape.from_hf_config({**LLAMA, "model_type": "glm4"})
+    words = shape.to_megatron_flags()
+    assert {"--add-qkv-bias", "--rotary-interleaved", "--post-self-attn-layernorm", "--post-mlp-layernorm"} < set(words)
+    check_flags(shape, parse(words))
 
 
 def test_all_contradictions_stand_in_one_message():
@@ -125,6 +167,10 @@ def test_all_contradictions_stand_in_one_message():
         "rotary_base": 1e6,
         "qk_layernorm": True,
         "rope_scaling_factor": 8.0,
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
+        "post_mlp_layernorm": True,
+        "add_qkv_bias": True,
         "hidden_size": 64,
         "vocab_size": None,
         "use_rope_scaling": False,
@@ -132,7 +178,7 @@ def test_all_contradictions_stand_in_one_message():
     with pytest.raises(ShapeMismatchError) as caught:
         check_flags(shape, given)
     message = str(caught.value)
-    assert message.startswith("4 shape flags contradict the model's config")
+    assert message.startswith("8 shape flags contradict the model's config")
     for part in [
         "--num-layers 3",
         "says 2",
@@ -140,6 +186,10 @@ def test_all_contradictions_stand_in_one_message():
         "says 10000",
         "--qk-layernorm",
         "no rope scaling",
+        "--rotary-percent 0.5 is given, but the config says 1",
+        "--rotary-interleaved",
+        "--post-mlp-layernorm",
+        "--add-qkv-bias",
     ]:
         assert part in message
     assert "--hidden-size" not in message and "\n" not in message

@@ -238,11 +238,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GLM = {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0, "rms_norm_eps": 1e-5}
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Builds, once each: ``llama-tied``, ``llama3-rope`` (untied, scaled rotary frequencies), ``qwen3`` (untied)."""
+    """Builds each of ``configs`` once: among them are untied models, scaled and partial rotary embeddings, biases."""
     from slime_convert.mapping import WeightMap
     from slime_convert.torch_dist.writer import WeightSource, write_release
 
@@ -252,12 +253,15 @@ def tiny_model(tmp_path_factory):
     def build(name):
         if name in made:
             return made[name]
-        from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+        from transformers import AutoModelForCausalLM, Glm4Config, GlmConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
         configs = {
             "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
             "llama3-rope": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+            "qwen2-tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
             "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
+            "glm": lambda: GlmConfig(**SIZES, **GLM),
+            "glm4": lambda: Glm4Config(**SIZES, **GLM),
         }
         torch.manual_seed(7)
         hf = AutoModelForCausalLM.from_config(configs[name](), dtype=torch.float32).eval()

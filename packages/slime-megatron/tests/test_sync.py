@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2-tied", "qwen3", "glm4"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_push_sends_the_hugging_face_weights(ranks, tiny_model, tiny_config, name, tensor_parallel):
     model = tiny_model(name)

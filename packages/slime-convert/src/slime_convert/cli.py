@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_torch_dist_to_hf(commands)
     _add_megatron_to_hf(commands)
     add_quantize(functools.partial(_add, commands), _positive, _terminal_progress)
+    _add_list_models(commands)
     return parser
 
 
@@ -185,6 +186,12 @@ def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
             shape.add_argument(flag.name, dest=flag.dest, type=flag.type, help=flag.help)
 
 
+def _add_list_models(commands: Any) -> None:
+    help_ = "published models whose shape flags are kept in scripts/models"
+    parser = commands.add_parser("list-models", help=help_, description=help_, allow_abbrev=False)
+    parser.set_defaults(run=_list_models, parser=parser)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
@@ -246,6 +253,12 @@ def _hf_output(args: argparse.Namespace) -> dict[str, Any]:
 def _tell_copied(origin: str, names: Sequence[str]) -> None:
     for name in names:
         print(f"copied from {origin}: {name}")
+
+
+def _list_models(args: argparse.Namespace) -> None:
+    from slime_convert.list_models import model_table
+
+    print(model_table())
 
 
 def _terminal_progress() -> OnProgress:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_convert.errors import GgufError
+from slime_convert.errors import GgufError, UnsupportedModelError
 from slime_convert.mapping import WeightMap
 from slime_convert.output import new_directory
 from slime_convert.shape import ModelShape
 
+FAMILIES = ("llama", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -130,6 +131,11 @@ def _refuse_loss(file: Path, config: Any) -> None:
     settings = config.to_dict()
     settings.pop("quantization_config", None)
     shape = ModelShape.from_hf_config(settings)
+    if shape.family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{file} holds a {shape.family} model; GGUF files are read of {', '.join(FAMILIES)}; "
+            "convert the model's Hugging Face release instead"
+        )
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.family.upper()], shape.num_layers)
     wanted = {names.get_name(name, (".weight",)) for name in WeightMap(shape).hf_names()}
     reader = gguf.GGUFReader(file)

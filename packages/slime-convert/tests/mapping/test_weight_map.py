@@ -26,6 +26,7 @@ def shapes(draw):
         kv_channels=2 * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 20)),
         max_position_embeddings=8,
+        add_qkv_bias=draw(st.booleans()),
         untie_embeddings_and_output_weights=draw(st.booleans()),
     )
 
@@ -66,7 +67,9 @@ def test_padding_is_zero_and_trimmed_again(shape, extra, seed):
 def test_merging_the_shards_of_tensor_parallel_ranks_is_the_identity(shape, tp, seed):
     weight_map = WeightMap(shape, shape.padded_vocab_size(tp, 1))
     for name, tensor in random_weights(weight_map, seed).items():
-        if shape.num_query_groups % tp and name.endswith(("linear_qkv.weight", "linear_proj.weight")):
+        if shape.num_query_groups % tp and name.endswith(
+            ("linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight")
+        ):
             with pytest.raises(WeightError, match="do not divide"):
                 weight_map.split_tp(name, tensor, tp)
             continue

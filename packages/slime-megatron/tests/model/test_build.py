@@ -10,7 +10,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama3-rope", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-tied", "llama3-rope", "qwen2-tied", "qwen3", "glm", "glm4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_equal_transformers(ranks, tiny_model, tiny_config, make_samples, hf_logits, name, layout):
     model = tiny_model(name)

@@ -111,12 +111,25 @@ _ATTENTION = (
         "self_attention.linear_proj", "hidden query", {"self_attn.o_proj": "hidden query"}, TensorParallel.COLUMNS
     ),
 )
+_QKV_BIAS = Rule(
+    f"{_LAYER}self_attention.linear_qkv.bias",
+    "qkv",
+    tuple(
+        HfWeight(f"{_HF_LAYER}self_attn.{name}_proj.bias", dims)
+        for name, dims in {"q": "query", "k": "key", "v": "key"}.items()
+    ),
+    GROUPED_QKV,
+    TensorParallel.ROWS,
+    when=lambda shape: shape.add_qkv_bias,
+)
 _QK_NORM = (
     _norm("self_attention.q_layernorm", "self_attn.q_norm", "head"),
     _norm("self_attention.k_layernorm", "self_attn.k_norm", "head"),
 )
+_MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden", fused_into="mlp.linear_fc1")
+_MLP_DOWN = _projection("mlp.linear_fc2", "hidden ffn", {"mlp.down_proj": "hidden ffn"}, TensorParallel.COLUMNS)
 _GATED_MLP = (
-    _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden", fused_into="mlp.linear_fc1"),
+    _MLP_NORM,
     _projection(
         "mlp.linear_fc1",
         "gate_up hidden",
@@ -124,11 +137,24 @@ _GATED_MLP = (
         TensorParallel.PAIRED_ROWS,
         GATE_UP,
     ),
-    _projection("mlp.linear_fc2", "hidden ffn", {"mlp.down_proj": "hidden ffn"}, TensorParallel.COLUMNS),
+    _MLP_DOWN,
+)
+_JOINED_MLP = (
+    _MLP_NORM,
+    _projection("mlp.linear_fc1", "gate_up hidden", {"mlp.gate_up_proj": "gate_up hidden"}, TensorParallel.PAIRED_ROWS),
+    _MLP_DOWN,
+)
+# megatron-core has no such norms: the names are those of slime-megatron's layer.
+_POST_NORMS = (
+    _norm("post_self_attn_layernorm", "post_self_attn_layernorm", "hidden"),
+    _norm("post_mlp_layernorm", "post_mlp_layernorm", "hidden"),
 )
 
 TABLES: Mapping[str, tuple[Rule, ...]] = {
     "llama": (_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_OUTPUT),
+    "qwen2": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_GATED_MLP, *_OUTPUT),
     "qwen3": (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_GATED_MLP, *_OUTPUT),
+    "glm": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_JOINED_MLP, *_OUTPUT),
+    "glm4": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_JOINED_MLP, *_POST_NORMS, *_OUTPUT),
 }
 """The weight table of each of :data:`slime_convert.shape.FAMILIES`."""

@@ -68,6 +68,11 @@ class WeightMap:
         weight = self._find(name)
         return [_fill(part.name, weight.layer) for part in weight.rule.hf]
 
+    def engine_name(self, name: str) -> str:
+        """The name of a Megatron weight in a model of Transformer Engine's layers."""
+        weight = self._find(name)
+        return _fill(weight.rule.engine_name or weight.rule.megatron, weight.layer)
+
     def megatron_shape(self, name: str) -> tuple[int, ...]:
         """The whole (not tensor-parallel) shape of a Megatron weight, with the vocabulary's padding."""
         return self._lengths(self._find(name).rule.dims)

@@ -47,8 +47,13 @@ _COMPARED = (
     "vocab_size",
     "norm_epsilon",
     "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
     "use_rope_scaling",
     "qk_layernorm",
+    "add_qkv_bias",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
     "untie_embeddings_and_output_weights",
 )
 

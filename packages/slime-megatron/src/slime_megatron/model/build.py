@@ -14,6 +14,7 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
 from slime_megatron.model.attention import PackedAttention
 from slime_megatron.model.gpt import PackedGPT
+from slime_megatron.model.layer import PostNormLayer
 from slime_megatron.model.norm import RMSNorm
 from slime_megatron.model.rotary import rotary_frequencies
 
@@ -64,6 +65,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: Device
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.add_qkv_bias,
+        rotary_interleaved=shape.rotary_interleaved,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=config.bf16,
@@ -90,4 +92,7 @@ def _layer_spec(shape: ModelShape) -> Any:
     if shape.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
+    if shape.post_self_attn_layernorm or shape.post_mlp_layernorm:
+        spec.module = PostNormLayer
+        spec.params = {"after_attention": shape.post_self_attn_layernorm, "after_mlp": shape.post_mlp_layernorm}
     return spec

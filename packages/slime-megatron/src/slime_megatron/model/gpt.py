@@ -20,7 +20,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """A decoder-only model that takes :class:`PackedBatch` and gives the logits of its ``logit_rows_N``.
 
     Args:
-        inverse_frequencies_E: Rotary frequencies of half the rotary channels, radians per position.
+        inverse_frequencies_E: Rotary frequencies of half the rotated channels, radians per position.
         kwargs: What :class:`GPTModel` takes. The model has no position embedding of Megatron's own.
     """
 
@@ -53,4 +53,6 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Rotary angles of every token, T × 1 × 1 × 2E."""
         angles_TE = torch.outer(positions_T.float(), self.inverse_frequencies_E.to(positions_T.device))
+        if self.config.rotary_interleaved:
+            return angles_TE.repeat_interleave(2, dim=-1)[:, None, None, :]
         return torch.cat([angles_TE, angles_TE], dim=-1)[:, None, None, :]

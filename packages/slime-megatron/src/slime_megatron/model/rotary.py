@@ -1,4 +1,4 @@
-"""Frequencies of the rotary position embedding. E is half the rotary channels."""
+"""Frequencies of the rotary position embedding. E is half the rotated channels of a head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rotary_frequencies(shape: ModelShape) -> torch.Tensor:
     Returns:
         Frequencies of shape E, fp32 on the CPU.
     """
-    channels = shape.kv_channels
+    channels = int(shape.kv_channels * shape.rotary_percent)
     frequencies_E = 1.0 / shape.rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)
     if not shape.use_rope_scaling:
         return frequencies_E

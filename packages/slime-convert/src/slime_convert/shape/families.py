@@ -1,0 +1,51 @@
+"""The model families, by Hugging Face ``model_type``: what it implies that ``config.json`` does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a ``model_type`` implies.
+
+    Attributes:
+        qk_layernorm: Queries and keys pass an RMSNorm per head.
+        head_dim: Channels of one head when the config has no ``head_dim``; ``None`` for hidden_size / heads.
+        qkv_bias: The query, key and value projections have biases, unless the config says otherwise.
+        reads_attention_bias: The config's ``attention_bias`` is about those three projections alone. Elsewhere it
+            means the output projection too, or nothing.
+        rotary_percent: Rotated part of a head's channels when the config has no ``partial_rotary_factor``; ``None``
+            where every channel is rotated and the config cannot say otherwise.
+        rotary_interleaved: The rotary embedding pairs neighbouring channels, not those half a head apart.
+        post_norms: The outputs of attention and MLP pass an RMSNorm before they join the residual stream.
+    """
+
+    qk_layernorm: bool = False
+    head_dim: int | None = None
+    qkv_bias: bool = False
+    reads_attention_bias: bool = False
+    rotary_percent: float | None = None
+    rotary_interleaved: bool = False
+    post_norms: bool = False
+
+
+_GLM = Family(head_dim=128, qkv_bias=True, reads_attention_bias=True, rotary_percent=0.5, rotary_interleaved=True)
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_layernorm=True, head_dim=128),
+    "glm": _GLM,
+    "glm4": replace(_GLM, post_norms=True),
+}
+"""Every supported family."""
+
+
+def unknown_family(model_type: Any, where: str) -> str:
+    """The message about a ``model_type`` that is none of them."""
+    return (
+        f"model_type {model_type!r} of {where} is not supported; allowed: {', '.join(FAMILIES)}; "
+        "convert a model of one of these families"
+    )

@@ -1,0 +1,143 @@
+"""Reading the shape out of a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_convert.errors import HfConfigError, UnsupportedModelError
+from slime_convert.shape.families import FAMILIES, Family, unknown_family
+
+
+def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a :class:`ModelShape` that a config describes.
+
+    Args:
+        source: A model directory, a ``config.json``, or the config as a mapping.
+
+    Raises:
+        HfConfigError: There is no ``config.json``, it is no JSON object, or a key is missing or of a wrong type.
+        UnsupportedModelError: The model type, or one of its settings, is not supported.
+    """
+    config, where = _read_config(source)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModelError(unknown_family(model_type, where))
+    family = FAMILIES[model_type]
+    _refuse_unsupported(config, family, where)
+    heads = _integer(config, "num_attention_heads", where)
+    hidden_size = _integer(config, "hidden_size", where)
+    return {
+        "family": model_type,
+        "num_layers": _integer(config, "num_hidden_layers", where),
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": _integer(config, "intermediate_size", where),
+        "num_attention_heads": heads,
+        "num_query_groups": _integer(config, "num_key_value_heads", where, default=heads),
+        "kv_channels": _integer(config, "head_dim", where, default=family.head_dim or hidden_size // max(heads, 1)),
+        "vocab_size": _integer(config, "vocab_size", where),
+        "max_position_embeddings": _integer(config, "max_position_embeddings", where),
+        "norm_epsilon": _number(config, "rms_norm_eps", where, default=1e-6),
+        "qk_layernorm": family.qk_layernorm,
+        "add_qkv_bias": _qkv_bias(config, family),
+        "post_self_attn_layernorm": family.post_norms,
+        "post_mlp_layernorm": family.post_norms,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        **_rope_settings(config, family, where),
+    }
+
+
+def _read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The config as a mapping, and how to name it in a message."""
+    if isinstance(source, Mapping):
+        return source, "the given config"
+    path = Path(source)
+    path = path if path.suffix == ".json" else path / "config.json"
+    advice = "give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HfConfigError(f"cannot read {path} ({error.strerror}); {advice}") from error
+    except ValueError as error:
+        raise HfConfigError(f"{path} is no valid JSON ({error}); {advice}") from error
+    if not isinstance(config, dict):
+        raise HfConfigError(f"{path} holds a JSON {type(config).__name__}, not an object; {advice}")
+    return config, str(path)
+
+
+def _integer(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """An entry that must be an integer; ``null`` counts as left out."""
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise HfConfigError(f"{key} is {value!r} in {where}; it must be an integer; use the model's original config")
+    return value
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """An entry that must be a number; ``null`` counts as left out."""
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise HfConfigError(f"{key} is {value!r} in {where}; it must be a number; use the model's original config")
+    return float(value)
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """Settings of the supported families that change the model in ways that the mapping does not carry."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "hidden_act": (None, "silu"),
+        "attention_bias": (None, False, True) if family.reads_attention_bias else (None, False),
+        "mlp_bias": (None, False),
+        "use_sliding_window": (None, False),
+        "quantization_config": (None,),
+    }
+    for key, values in allowed.items():
+        if config.get(key) not in values:
+            shown = ", ".join(json.dumps(value) for value in values if value is not None) or "none"
+            raise UnsupportedModelError(
+                f"{key} {json.dumps(config[key])} of {where} is not supported; allowed: {shown}; "
+                "convert a model without it"
+            )
+
+
+def _qkv_bias(config: Mapping[str, Any], family: Family) -> bool:
+    given = config.get("attention_bias") if family.reads_attention_bias else None
+    return family.qkv_bias if given is None else bool(given)
+
+
+def _rope_settings(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The rotary fields of a shape, from either place in which transformers has kept them."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, Mapping):
+        raise HfConfigError(
+            f"the rotary settings are {settings!r} in {where}; they must be an object; use the model's original config"
+        )
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    holder = config if settings.get("partial_rotary_factor") is None else settings
+    percent = _number(holder, "partial_rotary_factor", where, default=family.rotary_percent or 1.0)
+    kinds = ("default", "llama3") if family.rotary_percent is None else ("default",)
+    if kind not in kinds or (family.rotary_percent is None and percent != 1.0):
+        factors = "1.0" if family.rotary_percent is None else "any"
+        raise UnsupportedModelError(
+            f"rope_type {kind!r} with partial_rotary_factor {percent} of {where} is not supported; "
+            f"allowed: {' or '.join(map(repr, kinds))} with {factors}; convert a model without it"
+        )
+    holder = config if settings.get("rope_theta") is None else settings
+    fields = {
+        "rotary_base": _number(holder, "rope_theta", where, default=10000.0),
+        "rotary_percent": percent,
+        "rotary_interleaved": family.rotary_interleaved,
+    }
+    return fields if kind == "default" else fields | _llama3_scaling(settings, where)
+
+
+def _llama3_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    where = f"the llama3 rope scaling of {where}"
+    return {
+        "use_rope_scaling": True,
+        "rope_scaling_factor": _number(settings, "factor", where),
+        "rope_low_freq_factor": _number(settings, "low_freq_factor", where),
+        "rope_high_freq_factor": _number(settings, "high_freq_factor", where),
+        "rope_original_max_position_embeddings": _integer(settings, "original_max_position_embeddings", where),
+    }

@@ -1,0 +1,19 @@
+# Shape flags of Qwen2.5-1.5B and Qwen2.5-1.5B-Instruct (rotary base 1000000; Qwen2.5-Math-1.5B's is 10000). Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 28
+    --hidden-size 1536
+    --ffn-hidden-size 8960
+    --num-attention-heads 12
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 128
+    --vocab-size 151936
+    --max-position-embeddings 32768
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --add-qkv-bias
+)

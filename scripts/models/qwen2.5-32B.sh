@@ -1,0 +1,20 @@
+# Shape flags of Qwen2.5-32B (norm epsilon 1e-5; the Instruct model's is 1e-6). Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 64
+    --hidden-size 5120
+    --ffn-hidden-size 27648
+    --num-attention-heads 40
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --vocab-size 152064
+    --max-position-embeddings 131072
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-05
+    --disable-bias-linear
+    --add-qkv-bias
+    --untie-embeddings-and-output-weights
+)

@@ -1,0 +1,19 @@
+# Shape flags of Qwen2.5-3B and Qwen2.5-3B-Instruct. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 36
+    --hidden-size 2048
+    --ffn-hidden-size 11008
+    --num-attention-heads 16
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 128
+    --vocab-size 151936
+    --max-position-embeddings 32768
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --add-qkv-bias
+)

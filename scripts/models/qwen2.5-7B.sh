@@ -1,0 +1,20 @@
+# Shape flags of Qwen2.5-7B and Qwen2.5-7B-Instruct. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 28
+    --hidden-size 3584
+    --ffn-hidden-size 18944
+    --num-attention-heads 28
+    --group-query-attention
+    --num-query-groups 4
+    --kv-channels 128
+    --vocab-size 152064
+    --max-position-embeddings 131072
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --add-qkv-bias
+    --untie-embeddings-and-output-weights
+)
