@@ -10,7 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Glm4Config, GlmConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    GlmConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 # 101 rows need padding; the head's width is not hidden size / heads; three query heads share a key-value head.
 SIZES = {
@@ -32,6 +40,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 GLM = {"tie_word_embeddings": False, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 CONFIGS = {
     "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3-scaled": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
@@ -39,6 +48,7 @@ CONFIGS = {
     "glm": lambda: GlmConfig(**SIZES, **GLM, attention_bias=True),
     "glm4": lambda: Glm4Config(**SIZES, **GLM, attention_bias=True),
     "glm4-unbiased": lambda: Glm4Config(**SIZES, **GLM, attention_bias=False),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False),
     "qwen3-tied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
 }

@@ -109,8 +109,8 @@ def test_heads_without_groups_and_head_dim_left_out():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen2, qwen3, glm"]),
-        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen2, qwen3, glm"]),
+        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen2, qwen3, qwen3_moe, glm"]),
+        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen2, qwen3, qwen3_moe, glm"]),
         ({"attention_bias": True}, UnsupportedModelError, ["attention_bias true", "false"]),
         ({"hidden_act": "gelu"}, UnsupportedModelError, ['hidden_act "gelu"', '"silu"']),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, UnsupportedModelError, ["'linear'", "'llama3'"]),
@@ -199,7 +199,7 @@ def test_each_flag_that_is_compared_is_refused_when_it_differs():
     shape = ModelShape.from_hf_config({**LLAMA, "rope_parameters": LLAMA3_SCALING})
     for flag in SHAPE_FLAGS:
         if flag.compared and not flag.is_switch:
-            wrong = "other" if flag.type is str else flag.expected(shape) + 1
+            wrong = "other" if flag.type is str else (flag.expected(shape) or 0) + 1
             with pytest.raises(ShapeMismatchError, match=flag.name):
                 check_flags(shape, {flag.dest: wrong})
 
@@ -210,6 +210,54 @@ def test_every_field_reaches_the_recorded_arguments():
     args = shape.to_megatron_args()
     assert args["group_query_attention"] is True and args["add_bias_linear"] is False and args["num_query_groups"] == 2
     json.dumps(args)
+
+
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts():
+    shape = ModelShape.from_hf_config(QWEN3_MOE)
+    assert (shape.num_experts, shape.moe_router_topk, shape.moe_ffn_hidden_size) == (8, 2, 24)
+    assert shape.qk_layernorm and not shape.moe_router_pre_softmax
+    check_flags(shape, parse(shape.to_megatron_flags()))
+    with pytest.raises(ShapeMismatchError, match=r"2 shape flags .*--num-experts 4 .* 8; --moe-router-topk 3 .* 2\."):
+        check_flags(shape, {"num_experts": 4, "moe_router_topk": 3})
+    with pytest.raises(ShapeMismatchError, match=r"--num-experts 4 is given, .* model without experts"):
+        check_flags(ModelShape.from_hf_config(LLAMA), {"num_experts": 4})
+    assert shape.to_megatron_args()["num_experts"] == 8
+    assert "num_experts" not in ModelShape.from_hf_config(LLAMA).to_megatron_args()
+
+
+def test_router_probabilities_among_all_experts():
+    shape = ModelShape.from_hf_config({**QWEN3_MOE, "norm_topk_prob": False})
+    assert shape.moe_router_pre_softmax and "--moe-router-pre-softmax" in shape.to_megatron_flags()
+
+
+def test_the_newer_name_of_the_number_of_experts():
+    config = {"num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_MOE.items()}
+    assert ModelShape.from_hf_config(config) == ModelShape.from_hf_config(QWEN3_MOE)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"mlp_only_layers": [0]}, UnsupportedModelError, ["mlp_only_layers [0]", "allowed: []"]),
+        ({"decoder_sparse_step": 2}, UnsupportedModelError, ["decoder_sparse_step 2", "allowed: 1"]),
+        ({"num_experts": None}, HfConfigError, ["num_experts is None", "integer"]),
+        ({"num_experts_per_tok": 9}, HfConfigError, ["moe_router_topk 9", "at most num_experts 8"]),
+    ],
+)
+def test_refused_experts(change, error, words):
+    with pytest.raises(error) as caught:
+        ModelShape.from_hf_config({**QWEN3_MOE, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @pytest.mark.parametrize(

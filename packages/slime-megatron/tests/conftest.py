@@ -60,9 +60,7 @@ class Ranks:
     def start(self, world, config, shape, algorithm=None, resume_from=None):
         """Build workers on ``world`` ranks and return them as a group; the last group is closed."""
         self.close()
-        while len(self._pool) < world:
-            self._pool.append(RankProcess())
-        self._members = self._pool[:world]
+        self._recruit(world)
         port = free_port()
         algorithm = algorithm or AlgorithmConfig()
         for rank, member in enumerate(self._members):
@@ -70,6 +68,16 @@ class Ranks:
             member.connection.send(("build", (config, algorithm, shape, rendezvous, resume_from), {}))
         self.iteration = self._answers()[0]
         return self
+
+    def call_apart(self, world, name, *args, **kwargs):
+        """Call a command that needs no worker on ``world`` ranks, each with its rendezvous; a list of answers."""
+        self.close()
+        self._recruit(world)
+        port = free_port()
+        for rank, member in enumerate(self._members):
+            rendezvous = Rendezvous(rank=rank, world_size=world, address="127.0.0.1", port=port)
+            member.connection.send((name, (*args, rendezvous), kwargs))
+        return self._answers()
 
     def call(self, name, *args, **kwargs):
         """Call a command on every rank; a list of answers."""
@@ -80,6 +88,11 @@ class Ranks:
     def first(self, name, *args, **kwargs):
         """The same, but only rank 0's answer."""
         return self.call(name, *args, **kwargs)[0]
+
+    def _recruit(self, world):
+        while len(self._pool) < world:
+            self._pool.append(RankProcess())
+        self._members = self._pool[:world]
 
     def close(self):
         if self._members:
@@ -238,14 +251,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 GLM = {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0, "rms_norm_eps": 1e-5}
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Builds each of ``configs`` once: among them are untied models, scaled and partial rotary embeddings, biases."""
-    from slime_convert.mapping import WeightMap
-    from slime_convert.torch_dist.writer import WeightSource, write_release
+    from slime_convert.convert import hf_to_torch_dist
 
     torch.set_num_threads(1)
     made = {}
@@ -253,13 +266,22 @@ def tiny_model(tmp_path_factory):
     def build(name):
         if name in made:
             return made[name]
-        from transformers import AutoModelForCausalLM, Glm4Config, GlmConfig, LlamaConfig, Qwen2Config, Qwen3Config
+        from transformers import (
+            AutoModelForCausalLM,
+            Glm4Config,
+            GlmConfig,
+            LlamaConfig,
+            Qwen2Config,
+            Qwen3Config,
+            Qwen3MoeConfig,
+        )
 
         configs = {
             "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
             "llama3-rope": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
             "qwen2-tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
             "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
+            "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False),
             "glm": lambda: GlmConfig(**SIZES, **GLM),
             "glm4": lambda: Glm4Config(**SIZES, **GLM),
         }
@@ -271,20 +293,8 @@ def tiny_model(tmp_path_factory):
                 param.normal_(0, 0.15) if param.dim() > 1 else param.add_(0.1 * torch.randn_like(param))
         directory = tmp_path_factory.mktemp(name)
         hf.save_pretrained(directory / "hf")
+        hf_to_torch_dist(directory / "hf", directory / "torch_dist")
         shape = ModelShape.from_hf_config(directory / "hf")
-        weights = hf.state_dict()
-        weight_map = WeightMap(shape, shape.padded_vocab_size(1))
-        sources = [
-            WeightSource(
-                weight,
-                weight_map.megatron_shape(weight),
-                torch.float32,
-                lambda weight=weight: weight_map.from_hf(weight, weights.__getitem__),
-            )
-            for weight in weight_map.megatron_names()
-        ]
-        (directory / "torch_dist").mkdir()
-        write_release(directory / "torch_dist", sources, shape.to_megatron_args())
         made[name] = TinyModel(hf, str(directory / "hf"), shape, str(directory / "torch_dist"))
         return made[name]
 

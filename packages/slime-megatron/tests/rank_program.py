@@ -159,6 +159,11 @@ class Rank:
             optimizer.step = take_step
         return first, seen
 
+    def stock_logits(self, *args, **kwargs):
+        from stock_model import stock_logits
+
+        return stock_logits(*args, **kwargs)
+
     def random_numbers(self):
         """One from each random state."""
         import random

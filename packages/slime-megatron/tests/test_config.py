@@ -129,6 +129,25 @@ def test_a_model_that_does_not_divide_is_named():
         MegatronConfig(tensor_model_parallel_size=2).check_fits(shape)
 
 
+def test_a_model_with_experts_is_refused():
+    shape = ModelShape(
+        family="qwen3_moe",
+        num_layers=1,
+        hidden_size=12,
+        ffn_hidden_size=12,
+        num_attention_heads=2,
+        num_query_groups=2,
+        kv_channels=2,
+        vocab_size=10,
+        max_position_embeddings=8,
+        num_experts=4,
+        moe_ffn_hidden_size=6,
+        moe_router_topk=2,
+    )
+    with pytest.raises(ConfigError, match=r"family qwen3_moe and has 4 experts in a layer.*give .* a dense model"):
+        MegatronConfig().check_fits(shape)
+
+
 def test_the_flag_table_needs_no_torch():
     code = "import sys, slime_megatron.config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -19,7 +19,7 @@ from slime_convert.output import new_directory
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import ModelShape, check_flags
 from slime_convert.torch_dist import TorchDistReader, WeightSource, write_release
-from slime_convert.torch_dist.layout import TRACKER, Place
+from slime_convert.torch_dist.layout import TRACKER, Place, places
 
 
 class MegatronReader(Protocol):
@@ -230,7 +230,14 @@ def _source(name: str, weight_map: WeightMap, reader: HfReader) -> WeightSource:
     def load() -> Tensor:
         return weight_map.from_hf(name, reader.load)
 
-    return WeightSource(name, weight_map.megatron_shape(name), dtypes.pop(), load)
+    return WeightSource(
+        name,
+        weight_map.megatron_shape(name),
+        dtypes.pop(),
+        load,
+        stored_as=tuple(weight_map.stored_as(name)),
+        expert=weight_map.expert(name),
+    )
 
 
 def _refuse_unknown(reader: HfReader, weight_map: WeightMap) -> None:
@@ -279,7 +286,9 @@ def _not_in_checkpoint(origin: HfReader, weight_map: WeightMap, present: Iterabl
 
 def _refuse_unused(reader: MegatronReader, weight_map: WeightMap, names: Iterable[str]) -> None:
     """Refuse a checkpoint with weights that the config does not describe."""
+    names = list(names)
     used = {key for name in names for key in reader.find(name).keys}
+    used |= {key for name in names for place in places(name) for key in place.keys}  # a norm may be stored twice
     unused = reader.weight_keys - used - {"output_layer.weight"}
     if unused:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 
-_HEADER = ("script", "family", "layers", "hidden", "ffn", "heads", "groups", "vocab", "rope base", "models")
+_HEADER = ("script", "family", "layers", "hidden", "ffn", "heads", "groups", "experts", "vocab", "rope base", "models")
 
 
 def model_table() -> str:
@@ -24,6 +24,7 @@ def _row(name: str, shape: ModelShape, models: str) -> tuple[str, ...]:
         shape.ffn_hidden_size,
         shape.num_attention_heads,
         shape.num_query_groups,
+        "-" if shape.num_experts is None else f"{shape.moe_router_topk}/{shape.num_experts}",
         shape.vocab_size,
         int(shape.rotary_base),
     )

@@ -78,6 +78,15 @@ _QWEN3 = {
     "tie_word_embeddings": True,
 }
 _QWEN3_LARGE = {**_QWEN3, "tie_word_embeddings": False}
+_QWEN3_MOE = {
+    **_QWEN3_LARGE,
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 _GLM4 = {
     "model_type": "glm4",
     "head_dim": 128,
@@ -149,6 +158,13 @@ PUBLISHED: Mapping[str, PublishedModel] = {
     "qwen3-8B": PublishedModel("Qwen3-8B, Qwen3-8B-Base", {**_QWEN3_LARGE, **_sizes(36, 4096, 12288, 32, 8)}),
     "qwen3-14B": PublishedModel("Qwen3-14B, Qwen3-14B-Base", {**_QWEN3_LARGE, **_sizes(40, 5120, 17408, 40, 8)}),
     "qwen3-32B": PublishedModel("Qwen3-32B", {**_QWEN3_LARGE, **_sizes(64, 5120, 25600, 64, 8)}),
+    "qwen3-30B-A3B": PublishedModel(
+        "Qwen3-30B-A3B, Qwen3-30B-A3B-Base",
+        {**_QWEN3_MOE, **_sizes(48, 2048, 6144, 32, 4), "moe_intermediate_size": 768},
+    ),
+    "qwen3-235B-A22B": PublishedModel(
+        "Qwen3-235B-A22B", {**_QWEN3_MOE, **_sizes(94, 4096, 12288, 64, 4), "moe_intermediate_size": 1536}
+    ),
     "glm4-9B": PublishedModel(
         "GLM-4-9B-0414, GLM-Z1-9B-0414", {**_GLM4, **_sizes(40, 4096, 13696, 32, 2), "attention_bias": True}
     ),

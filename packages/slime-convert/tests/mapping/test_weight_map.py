@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from slime_convert import ModelShape
 from slime_convert.errors import WeightError
@@ -16,8 +16,10 @@ from slime_convert.shape import FAMILIES
 @st.composite
 def shapes(draw):
     groups = draw(st.sampled_from([1, 2, 4]))
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    experts = {"num_experts": 3, "moe_ffn_hidden_size": 4, "moe_router_topk": 2} if FAMILIES[family].experts else {}
     return ModelShape(
-        family=draw(st.sampled_from(sorted(FAMILIES))),
+        family=family,
         num_layers=draw(st.integers(1, 3)),
         hidden_size=draw(st.integers(1, 9)),
         ffn_hidden_size=4 * draw(st.integers(1, 3)),
@@ -28,6 +30,7 @@ def shapes(draw):
         max_position_embeddings=8,
         add_qkv_bias=draw(st.booleans()),
         untie_embeddings_and_output_weights=draw(st.booleans()),
+        **experts,
     )
 
 
@@ -125,9 +128,9 @@ def test_row_parallel_weights_are_split_along_their_input(small):
 
 
 def test_names_and_shapes_are_those_of_transformers(origin):
-    model = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.bfloat16)
+    files = [load_file(path) for path in origin.glob("*.safetensors")]
     weight_map = WeightMap(ModelShape.from_hf_config(origin))
-    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    theirs = {name: tuple(tensor.shape) for file in files for name, tensor in file.items()}
     weights = random_weights(weight_map, seed=0)
     ours = [pair for name, tensor in weights.items() for pair in weight_map.to_hf(name, tensor)]
     assert {name: tuple(tensor.shape) for name, tensor in ours} == theirs

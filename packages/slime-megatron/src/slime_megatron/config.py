@@ -261,11 +261,17 @@ class MegatronConfig:
         return world_size // model_parallel
 
     def check_fits(self, shape: ModelShape) -> None:
-        """Check that the model divides over the tensor-parallel ranks. Can be asked before a run starts.
+        """Check that the model can be trained and divides over the tensor-parallel ranks. Can be asked before a run.
 
         Raises:
-            ConfigError: It does not; the message says which size does not, and which numbers of ranks would do.
+            ConfigError: It has experts, or a size does not divide; the message says which, and which numbers of
+                ranks would do.
         """
+        if shape.num_experts is not None:
+            raise ConfigError(
+                f"the model is of the family {shape.family} and has {shape.num_experts} experts in a layer, which "
+                "cannot be trained yet; give --hf-checkpoint a dense model (slime-convert converts both kinds)"
+            )
         sizes = {
             "num_attention_heads": shape.num_attention_heads,
             "num_query_groups": shape.num_query_groups,

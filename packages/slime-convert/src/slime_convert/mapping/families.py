@@ -1,6 +1,7 @@
 """The weight tables, one per family: each row ties a Megatron weight to the Hugging Face weights inside it.
 
-``{i}`` stands for the layer. Dimensions are named; :func:`named_sizes` gives their lengths for a shape.
+``{i}`` stands for the layer and ``{e}`` for the expert. Dimensions are named; :func:`named_sizes` gives their lengths
+for a shape.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Rule:
         hf: The Hugging Face weights that it is made of, in the layout's order.
         layout: How they are joined.
         split: How the Megatron weight is split over tensor-parallel ranks.
-        engine_name: Its name when Transformer Engine fuses the norm into the linear layer, if another.
+        engine_name: Its name in a model of Transformer Engine's layers, if another: fused norms, grouped experts.
+        stored_as: Its names in a ``torch_dist`` checkpoint, with the layer's number, if others than ``engine_name``'s
+            or ``megatron``'s. Where models of local and of Transformer Engine's layers ask for different ones, both.
         when: Whether a model of a given shape has this weight.
     """
 
@@ -41,6 +44,7 @@ class Rule:
     layout: Layout = ONE_TO_ONE
     split: TensorParallel = TensorParallel.REPLICATED
     engine_name: str | None = None
+    stored_as: tuple[str, ...] = ()
     when: Callable[[ModelShape], bool] = lambda _: True
 
 
@@ -56,6 +60,9 @@ def named_sizes(shape: ModelShape, padded_vocab_size: int) -> dict[str, int]:
         "head": shape.kv_channels,
         "ffn": shape.ffn_hidden_size,
         "gate_up": 2 * shape.ffn_hidden_size,
+        "experts": shape.num_experts or 0,
+        "expert_ffn": shape.moe_ffn_hidden_size or 0,
+        "expert_gate_up": 2 * (shape.moe_ffn_hidden_size or 0),
         "vocab": shape.vocab_size,
         "padded_vocab": padded_vocab_size,
     }
@@ -144,6 +151,43 @@ _JOINED_MLP = (
     _projection("mlp.linear_fc1", "gate_up hidden", {"mlp.gate_up_proj": "gate_up hidden"}, TensorParallel.PAIRED_ROWS),
     _MLP_DOWN,
 )
+_EXPERT, _HF_EXPERT = f"{_LAYER}mlp.experts.", f"{_HF_LAYER}mlp.experts.{{e}}."
+
+
+def _expert(
+    megatron: str, dims: str, hf: Mapping[str, str], split: TensorParallel, layout: Layout = ONE_TO_ONE
+) -> Rule:
+    """A weight of one expert, by its number in the whole model."""
+    return Rule(
+        f"{_EXPERT}local_experts.{{e}}.{megatron}.weight",
+        dims,
+        tuple(HfWeight(f"{_HF_EXPERT}{name}.weight", part_dims) for name, part_dims in hf.items()),
+        layout,
+        split,
+        engine_name=f"{_EXPERT}{megatron}.weight{{e}}",
+        # Experts of both kinds are stored under one key with an axis of experts.
+        stored_as=(f"{_EXPERT}experts.{megatron}.weight",),
+    )
+
+
+_EXPERTS = (
+    Rule(
+        f"{_LAYER}pre_mlp_layernorm.weight",
+        "hidden",
+        (HfWeight(f"{_HF_LAYER}post_attention_layernorm.weight", "hidden"),),
+        # Transformer Engine's layers do not fuse it; local layers store it as if they did.
+        stored_as=(f"{_LAYER}pre_mlp_layernorm.weight", f"{_LAYER}mlp.linear_fc1.layer_norm_weight"),
+    ),
+    Rule(f"{_LAYER}mlp.router.weight", "experts hidden", (HfWeight(f"{_HF_LAYER}mlp.gate.weight", "experts hidden"),)),
+    _expert(
+        "linear_fc1",
+        "expert_gate_up hidden",
+        {"gate_proj": "expert_ffn hidden", "up_proj": "expert_ffn hidden"},
+        TensorParallel.PAIRED_ROWS,
+        GATE_UP,
+    ),
+    _expert("linear_fc2", "hidden expert_ffn", {"down_proj": "hidden expert_ffn"}, TensorParallel.COLUMNS),
+)
 # megatron-core has no such norms: the names are those of slime-megatron's layer.
 _POST_NORMS = (
     _norm("post_self_attn_layernorm", "post_self_attn_layernorm", "hidden"),
@@ -154,6 +198,7 @@ TABLES: Mapping[str, tuple[Rule, ...]] = {
     "llama": (_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_OUTPUT),
     "qwen2": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_GATED_MLP, *_OUTPUT),
     "qwen3": (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_GATED_MLP, *_OUTPUT),
+    "qwen3_moe": (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, *_OUTPUT),
     "glm": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_JOINED_MLP, *_OUTPUT),
     "glm4": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_JOINED_MLP, *_POST_NORMS, *_OUTPUT),
 }

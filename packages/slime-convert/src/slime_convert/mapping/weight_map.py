@@ -16,10 +16,15 @@ from slime_convert.shape import ModelShape
 
 @dataclass(frozen=True)
 class _Weight:
-    """A row of the table for one layer."""
+    """A row of the table for one layer and, if it is about experts, one expert."""
 
     rule: Rule
     layer: int
+    expert: int = 0
+
+    def fill(self, template: str) -> str:
+        """A name with this layer and expert."""
+        return template.replace("{i}", str(self.layer)).replace("{e}", str(self.expert))
 
 
 class WeightMap:
@@ -28,7 +33,8 @@ class WeightMap:
     Megatron's names are those of megatron-core's ``GPTModel`` with local layers, such as
     ``decoder.layers.3.self_attention.linear_qkv.weight``, with the layer's number in the whole model (under pipeline
     parallelism, add the stage's offset first). The names that Transformer Engine gives to fused norms
-    (``…linear_qkv.layer_norm_weight``, ``…linear_fc1.layer_norm_weight``) are understood too.
+    (``…linear_qkv.layer_norm_weight``, ``…linear_fc1.layer_norm_weight``) and to grouped experts
+    (``…experts.linear_fc1.weight3``) are understood too. Experts have their number in the whole model.
 
     Args:
         shape: The model.
@@ -46,11 +52,9 @@ class WeightMap:
                 f"padded_vocab_size {padded_vocab_size} must be at least the vocabulary size {shape.vocab_size}"
             )
         self._sizes = named_sizes(shape, self.padded_vocab_size)
-        self._weights = {_fill(weight.rule.megatron, weight.layer): weight for weight in _weights(shape)}
+        self._weights = {weight.fill(weight.rule.megatron): weight for weight in _weights(shape)}
         self._by_name = self._weights | {
-            _fill(weight.rule.engine_name, weight.layer): weight
-            for weight in self._weights.values()
-            if weight.rule.engine_name
+            weight.fill(weight.rule.engine_name): weight for weight in self._weights.values() if weight.rule.engine_name
         }
 
     def megatron_names(self) -> Iterator[str]:
@@ -61,17 +65,30 @@ class WeightMap:
         """Every Hugging Face weight of the model, in the model's order."""
         for weight in self._weights.values():
             for part in weight.rule.hf:
-                yield _fill(part.name, weight.layer)
+                yield weight.fill(part.name)
 
     def hf_parts(self, name: str) -> list[str]:
         """The Hugging Face weights that one Megatron weight is made of."""
         weight = self._find(name)
-        return [_fill(part.name, weight.layer) for part in weight.rule.hf]
+        return [weight.fill(part.name) for part in weight.rule.hf]
 
     def engine_name(self, name: str) -> str:
         """The name of a Megatron weight in a model of Transformer Engine's layers."""
         weight = self._find(name)
-        return _fill(weight.rule.engine_name or weight.rule.megatron, weight.layer)
+        return weight.fill(weight.rule.engine_name or weight.rule.megatron)
+
+    def expert(self, name: str) -> int | None:
+        """The number of the expert that a Megatron weight belongs to, if it does."""
+        weight = self._find(name)
+        return weight.expert if "{e}" in weight.rule.megatron else None
+
+    def stored_as(self, name: str) -> list[str]:
+        """The names, one or two, under which ``torch_dist`` checkpoints hold a Megatron weight.
+
+        Layers are numbered here even where they are stacked on disk; the experts of a layer share a name.
+        """
+        rule = (weight := self._find(name)).rule
+        return [weight.fill(template) for template in rule.stored_as or (rule.engine_name or rule.megatron,)]
 
     def megatron_shape(self, name: str) -> tuple[int, ...]:
         """The whole (not tensor-parallel) shape of a Megatron weight, with the vocabulary's padding."""
@@ -112,7 +129,7 @@ class WeightMap:
             WeightError: Unknown name, or a Hugging Face weight of another shape than the config says.
         """
         weight = self._find(name)
-        parts = [self._checked_part(part, weight.layer, load) for part in weight.rule.hf]
+        parts = [self._checked_part(part, weight.fill(part.name), load) for part in weight.rule.hf]
         whole = weight.rule.layout.join(parts, self.shape)
         missing = self.megatron_shape(name)[0] - whole.shape[0]
         return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
@@ -126,7 +143,12 @@ class WeightMap:
         rule = self._find(name).rule
         # Attention divides only in whole query groups, and the MLP's pair in each half.
         groups = self.shape.num_query_groups
-        units = {"qkv": groups, "query": groups, "gate_up": tensor.shape[0] // 2}
+        units = {
+            "qkv": groups,
+            "query": groups,
+            "gate_up": tensor.shape[0] // 2,
+            "expert_gate_up": tensor.shape[0] // 2,
+        }
         dims = rule.dims.split()
         if rule.split is not tensor_parallel.TensorParallel.REPLICATED:
             axis = 1 if rule.split is tensor_parallel.TensorParallel.COLUMNS else 0
@@ -167,8 +189,7 @@ class WeightMap:
             raise WeightError(f"{name} has shape {tuple(tensor.shape)}, but the model's config says {expected}")
         return tensor
 
-    def _checked_part(self, part: HfWeight, layer: int, load: Callable[[str], Tensor]) -> Tensor:
-        name = _fill(part.name, layer)
+    def _checked_part(self, part: HfWeight, name: str, load: Callable[[str], Tensor]) -> Tensor:
         tensor, expected = load(name), self._lengths(part.dims)
         if tuple(tensor.shape) != expected:
             raise WeightError(f"{name} has shape {tuple(tensor.shape)}, but the model's config says {expected}")
@@ -181,9 +202,8 @@ def _weights(shape: ModelShape) -> Iterator[_Weight]:
     in_layers = [rule for rule in rules if "{i}" in rule.megatron]
     first = rules.index(in_layers[0])
     yield from (_Weight(rule, 0) for rule in rules[:first])
-    yield from (_Weight(rule, layer) for layer in range(shape.num_layers) for rule in in_layers)
+    for layer in range(shape.num_layers):
+        for rule in in_layers:
+            experts = shape.num_experts if "{e}" in rule.megatron else 1
+            yield from (_Weight(rule, layer, expert) for expert in range(experts or 0))
     yield from (_Weight(rule, 0) for rule in rules[first + len(in_layers) :])
-
-
-def _fill(template: str, layer: int) -> str:
-    return template.replace("{i}", str(layer))

@@ -20,6 +20,7 @@ class Family:
         rotary_percent: Rotated part of a head's channels when the config has no ``partial_rotary_factor``; ``None``
             where every channel is rotated and the config cannot say otherwise.
         rotary_interleaved: The rotary embedding pairs neighbouring channels, not those half a head apart.
+        experts: The MLP of every layer is a router and experts.
         post_norms: The outputs of attention and MLP pass an RMSNorm before they join the residual stream.
     """
 
@@ -30,6 +31,7 @@ class Family:
     rotary_percent: float | None = None
     rotary_interleaved: bool = False
     post_norms: bool = False
+    experts: bool = False
 
 
 _GLM = Family(head_dim=128, qkv_bias=True, reads_attention_bias=True, rotary_percent=0.5, rotary_interleaved=True)
@@ -37,6 +39,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_layernorm=True, head_dim=128),
+    "qwen3_moe": Family(qk_layernorm=True, experts=True),
     "glm": _GLM,
     "glm4": replace(_GLM, post_norms=True),
 }

@@ -65,6 +65,10 @@ def _flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _has_experts(shape: ModelShape) -> bool:
+    return shape.num_experts is not None
+
+
 def _is_grouped(shape: ModelShape) -> bool:
     return shape.num_query_groups < shape.num_attention_heads
 
@@ -107,6 +111,10 @@ SHAPE_FLAGS: tuple[ShapeFlag, ...] = (
     _field("post_self_attn_layernorm", bool, "RMSNorm on attention's output"),
     _field("post_mlp_layernorm", bool, "RMSNorm on the MLP's output"),
     _field("untie_embeddings_and_output_weights", bool, "an output layer with weights of its own"),
+    _field("num_experts", int, "experts of a layer", emitted=_has_experts),
+    _field("moe_ffn_hidden_size", int, "channels between an expert's two projections", emitted=_has_experts),
+    _field("moe_router_topk", int, "experts per token", emitted=_has_experts),
+    _field("moe_router_pre_softmax", bool, "the router's softmax is taken before the best experts are chosen"),
 )
 """Every shape flag that is accepted, in the order in which they are written."""
 
@@ -146,6 +154,8 @@ def _contradiction(flag: ShapeFlag, shape: ModelShape, value: Any) -> str | None
         return None
     if flag.dest == "rope_scaling_factor" and not shape.use_rope_scaling:
         return f"{flag.name} {_text(value)} is given, but the config has no rope scaling"
+    if expected is None:
+        return f"{flag.name} {_text(value)} is given, but the config describes a model without experts"
     if flag.is_switch:
         return None if expected else f"{flag.name} is given, but the config says no"
     if value == expected or (flag.type is float and math.isclose(value, expected, rel_tol=1e-6)):

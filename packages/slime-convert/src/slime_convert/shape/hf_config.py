@@ -46,6 +46,7 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         "post_mlp_layernorm": family.post_norms,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         **_rope_settings(config, family, where),
+        **(_expert_settings(config, where) if family.experts else {}),
     }
 
 
@@ -92,6 +93,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         "use_sliding_window": (None, False),
         "quantization_config": (None,),
     }
+    if family.experts:
+        allowed |= {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])}
     for key, values in allowed.items():
         if config.get(key) not in values:
             shown = ", ".join(json.dumps(value) for value in values if value is not None) or "none"
@@ -140,4 +143,16 @@ def _llama3_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rope_low_freq_factor": _number(settings, "low_freq_factor", where),
         "rope_high_freq_factor": _number(settings, "high_freq_factor", where),
         "rope_original_max_position_embeddings": _integer(settings, "original_max_position_embeddings", where),
+    }
+
+
+def _expert_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields about experts and router. transformers 5 names their number anew when it saves a config."""
+    count = "num_experts" if "num_experts" in config else "num_local_experts"
+    return {
+        "num_experts": _integer(config, count, where),
+        "moe_ffn_hidden_size": _integer(config, "moe_intermediate_size", where),
+        "moe_router_topk": _integer(config, "num_experts_per_tok", where),
+        # Megatron's softmax over the chosen logits is the softmax over all, normalised to the chosen ones.
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }

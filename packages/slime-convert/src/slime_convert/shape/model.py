@@ -17,7 +17,7 @@ from slime_convert.shape.hf_config import shape_fields
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder's shape, under Megatron's argument names.
+    """A decoder's shape, under Megatron's argument names.
 
     Attributes:
         family: Hugging Face ``model_type``; picks the weight mapping. One of :data:`FAMILIES`.
@@ -43,6 +43,10 @@ class ModelShape:
         rope_low_freq_factor: Wavelengths above original context / this factor are divided in full.
         rope_high_freq_factor: Wavelengths below original context / this factor are left alone.
         rope_original_max_position_embeddings: Context length before scaling, in tokens.
+        num_experts: Experts of a layer; ``None`` in a dense model, for which the fields below do not count.
+        moe_ffn_hidden_size: Channels between an expert's two projections.
+        moe_router_topk: Experts per token.
+        moe_router_pre_softmax: The router's probabilities are those among all experts, not among the chosen ones.
 
     Raises:
         UnsupportedModelError: Unknown family.
@@ -72,6 +76,10 @@ class ModelShape:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_max_position_embeddings: int = 8192
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int | None = None
+    moe_router_pre_softmax: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -84,6 +92,17 @@ class ModelShape:
             raise HfConfigError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_query_groups "
                 f"{self.num_query_groups}; correct the model's config"
+            )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk")}
+        if len({value is None for value in sizes.values()}) > 1:
+            raise HfConfigError(f"{sizes} go together; give all three or none")
+        if self.num_experts and self.moe_router_topk and self.moe_router_topk > self.num_experts:
+            raise HfConfigError(
+                f"moe_router_topk {self.moe_router_topk} must be at most num_experts {self.num_experts}; "
+                "correct the model's config"
             )
 
     @classmethod
@@ -122,6 +141,8 @@ class ModelShape:
             "position_embedding_type": "rope",
             "group_query_attention": self.num_query_groups < self.num_attention_heads,
         }
+        if self.num_experts is not None:
+            names += " num_experts moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax"
         return {name: getattr(self, name) for name in names.split()} | fixed
 
     def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:

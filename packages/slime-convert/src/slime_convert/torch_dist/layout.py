@@ -23,6 +23,7 @@ FORMAT_RECORD = {
 }
 
 _LAYER = re.compile(r"^(?P<stack>decoder\.layers\.)(?P<layer>\d+)\.(?P<weight>.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<weight>.+)$")
 # On disk a norm before a linear layer has the name that Transformer Engine's fused layer gives it,
 # so that checkpoints of both kinds of model are the same (`sharded_state_dict_keys_map` in megatron-core).
 _FUSED_NORMS = {
@@ -38,10 +39,17 @@ class Place:
     Attributes:
         keys: Keys of the tensors that make it up, joined along the first dimension; nearly always one.
         layer: Index on the tensors' leading layer axis; ``None`` if they have no such axis.
+        expert: Index on their axis of experts, which comes next; ``None`` if they have no such axis.
     """
 
     keys: tuple[str, ...]
     layer: int | None
+    expert: int | None = None
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Indices on the leading axes that the tensors have."""
+        return tuple(number for number in (self.layer, self.expert) if number is not None)
 
 
 def places(name: str) -> list[Place]:
@@ -54,6 +62,8 @@ def places(name: str) -> list[Place]:
     if match is None:
         return [Place((name,), None)]
     stack, layer, weight = match["stack"], int(match["layer"]), match["weight"]
+    if expert := _EXPERT.match(weight):
+        return _expert_places(stack, layer, int(expert["expert"]), expert["weight"])
     spellings = [weight]
     for norm, fused in _FUSED_NORMS.items():
         if weight.startswith(norm):
@@ -62,8 +72,23 @@ def places(name: str) -> list[Place]:
     single = [Place((f"{stack}{layer}.{spelling}",), None) for spelling in spellings]
     if weight == "mlp.linear_fc1.weight":
         # Models with unequal layers may keep the MLP's gate and up projections apart.
-        single.append(Place((f"{stack}{layer}.{weight}_w", f"{stack}{layer}.{weight}_v"), None))
+        single.append(_apart(f"{stack}{layer}.{weight}"))
     return stacked + single
+
+
+def _expert_places(stack: str, layer: int, expert: int, weight: str) -> list[Place]:
+    """Sequential and grouped experts share a key with an axis of experts, or each expert has keys of its own."""
+    single = f"{stack}{layer}.mlp.experts.experts.{expert}.{weight}"
+    return [
+        Place((f"{stack}mlp.experts.experts.{weight}",), layer, expert),
+        Place((f"{stack}{layer}.mlp.experts.experts.{weight}",), None, expert),
+        Place((single,), None),
+        *([_apart(single)] if weight == "linear_fc1.weight" else []),
+    ]
+
+
+def _apart(key: str) -> Place:
+    return Place((f"{key}_w", f"{key}_v"), None)
 
 
 def find_iteration(directory: str | Path) -> Path:

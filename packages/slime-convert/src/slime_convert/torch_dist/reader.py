@@ -88,11 +88,11 @@ class TorchDistReader:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of one weight, without a layer axis."""
+        """The whole shape of one weight, without the axes of layers and experts."""
         place = self.find(name)
         sizes = [tuple(self._weights[key].size) for key in place.keys]
-        if place.layer is not None:
-            return sizes[0][1:]
+        if place.index:
+            return sizes[0][len(place.index) :]
         return (sum(size[0] for size in sizes), *sizes[0][1:])
 
     def dtype(self, name: str) -> torch.dtype:
@@ -109,16 +109,19 @@ class TorchDistReader:
             CheckpointError: The weight is missing, or its files are.
         """
         place = self.find(name)
-        parts = [self._read(key, place.layer) for key in place.keys]
+        parts = [self._read(key, place) for key in place.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _read(self, key: str, layer: int | None) -> Tensor:
+    def _read(self, key: str, place: Place) -> Tensor:
         record = self._weights[key]
         offsets, sizes = [0] * len(record.size), list(record.size)
-        if layer is not None:
-            if layer >= sizes[0]:
-                raise CheckpointError(f"{key} of {self.directory} has {sizes[0]} layers; layer {layer} was asked for")
-            offsets[0], sizes[0] = layer, 1
+        stacked = [(kind, n) for kind, n in (("layer", place.layer), ("expert", place.expert)) if n is not None]
+        for axis, (kind, number) in enumerate(stacked):
+            if number >= sizes[axis]:
+                raise CheckpointError(
+                    f"{key} of {self.directory} has {sizes[axis]} {kind}s; {kind} {number} was asked for"
+                )
+            offsets[axis], sizes[axis] = number, 1
         target = torch.empty(sizes, dtype=record.properties.dtype)
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, self._around(key, chunk), [chunk])
@@ -134,7 +137,7 @@ class TorchDistReader:
             raise CheckpointError(
                 f"cannot read {key} from {self.directory} ({error!r}); use another checkpoint"
             ) from error
-        return target if layer is None else target[0]
+        return target.reshape(sizes[len(stacked) :])
 
     def _around(self, key: str, wanted: ChunkStorageMetadata) -> TensorStorageMetadata:
         """A key's record with those chunks that one layer may lie in: torch looks at each of them for every read."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,16 @@ class WeightSource:
         shape: Its whole shape.
         dtype: Its element type.
         load: Gives the tensor.
+        stored_as: Names to store it under, with the layer's number; by default where megatron-core puts ``name``.
+        expert: Number of the expert it belongs to, if it does: a layer's experts are stacked too.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
+    stored_as: tuple[str, ...] = ()
+    expert: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +60,7 @@ def write_release(
 ) -> None:
     """Write a checkpoint of weights without optimizer, Megatron's ``release``, into an existing empty directory.
 
-    Equal layers are stacked under one key with a leading layer axis, as megatron-core does.
+    Equal layers, and the experts of a layer, are stacked under one key with leading axes, as megatron-core does.
 
     Args:
         directory: Where ``latest_checkpointed_iteration.txt`` and ``release/`` go.
@@ -103,32 +108,36 @@ class _Item:
 
 
 def _items(weights: Iterable[WeightSource]) -> list[_Item]:
-    stacks: dict[str, dict[int, WeightSource]] = defaultdict(dict)
-    items: list[_Item] = []
+    stacks: dict[str, dict[tuple[int, ...], WeightSource]] = defaultdict(dict)
     for weight in weights:
-        place = places(weight.name)[0]
-        if place.layer is None:
-            items.append(_tensor_item(place.keys[0], weight, weight.shape, (0,) * len(weight.shape), weight.shape))
-        else:
-            stacks[place.keys[0]][place.layer] = weight
-    for key, layers in stacks.items():
-        items += _stack_items(key, layers)
-    modules = {item.write.index.fqn.rpartition(".")[0] for item in items}
-    return items + _extra_states(modules, max(map(len, stacks.values()), default=0))
+        for name in weight.stored_as or (weight.name,):
+            place = places(name)[0]
+            index = tuple(number for number in (place.layer, weight.expert) if number is not None)
+            stacks[place.keys[0]][index] = weight
+    leading = {key: _leading_axes(key, stack) for key, stack in stacks.items()}
+    items = [item for key, stack in stacks.items() for item in _stack_items(key, stack, leading[key])]
+    return items + _extra_states({key.rpartition(".")[0]: axes for key, axes in leading.items()})
 
 
-def _stack_items(key: str, layers: Mapping[int, WeightSource]) -> list[_Item]:
-    shapes = {weight.shape for weight in layers.values()}
-    if sorted(layers) != list(range(len(layers))) or len(shapes) != 1:
+def _leading_axes(key: str, stack: Mapping[tuple[int, ...], WeightSource]) -> tuple[int, ...]:
+    """Lengths of the axes of layers and experts in front of a stored tensor; none for a weight that is not stacked."""
+    shapes = {weight.shape for weight in stack.values()}
+    axes = tuple(max(numbers) + 1 for numbers in zip(*stack, strict=True))
+    if sorted(stack) != list(itertools.product(*map(range, axes))) or len(shapes) != 1:
+        layers = sorted({index[0] for index in stack})
         raise CheckpointError(
             f"the layers of {key} must be 0…{len(layers) - 1} with one shape to be stacked; "
-            f"got layers {sorted(layers)} with shapes {sorted(shapes)}"
+            f"got layers {layers} with shapes {sorted(shapes)}"
         )
-    (shape,) = shapes
-    return [
-        _tensor_item(key, weight, (len(layers), *shape), (layer, *(0,) * len(shape)), (1, *shape))
-        for layer, weight in sorted(layers.items())
-    ]
+    return axes
+
+
+def _stack_items(key: str, stack: Mapping[tuple[int, ...], WeightSource], leading: tuple[int, ...]) -> Iterator[_Item]:
+    for index, weight in sorted(stack.items(), key=lambda entry: entry[0]):
+        shape = weight.shape
+        yield _tensor_item(
+            key, weight, (*leading, *shape), (*index, *(0,) * len(shape)), (*(1,) * len(leading), *shape)
+        )
 
 
 def _tensor_item(
@@ -142,21 +151,26 @@ def _tensor_item(
     return _Item(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data), weight)
 
 
-def _extra_states(modules: set[str], num_layers: int) -> list[_Item]:
+def _extra_states(modules: Mapping[str, tuple[int, ...]]) -> list[_Item]:
     """Empty ``_extra_state`` objects, which megatron-core's modules ask for by name when they load.
 
     Local layers ask for those of their linear modules, Transformer Engine's also for those of norms and core
     attention. (The latter follow megatron-core's source; they were not run with Transformer Engine.)
+
+    Args:
+        modules: Lengths of the axes of layers and experts by module.
     """
-    stack, attention = "decoder.layers.", "decoder.layers.self_attention"
-    modules = {module for module in modules if module.startswith("decoder.")}
-    if any(module.startswith(attention) for module in modules):
-        modules |= {f"{attention}.core_attention"}
+    asked = {module: axes for module, axes in modules.items() if module.startswith("decoder.")}
+    for module, axes in list(asked.items()):
+        stem, attention, _ = module.partition(".self_attention")
+        if attention:
+            asked[f"{stem}{attention}.core_attention"] = axes
     items = []
-    for module in sorted(modules):
-        total = num_layers if module.startswith(stack) else 1
-        for index in range(total):
-            key = MetadataIndex(f"{module}._extra_state/shard_{index}_{total}")
+    for module, axes in sorted(asked.items()):
+        for index in itertools.product(*map(range, axes)):
+            # An object of no axes is shard 0 of 1.
+            offset, total = ".".join(map(str, index)) or "0", ".".join(map(str, axes)) or "1"
+            key = MetadataIndex(f"{module}._extra_state/shard_{offset}_{total}")
             items.append(_Item(WriteItem(key, WriteItemType.BYTE_IO), None))
     return items
 

@@ -1,0 +1,23 @@
+# Shape flags of Qwen3-235B-A22B. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 94
+    --hidden-size 4096
+    --ffn-hidden-size 12288
+    --num-attention-heads 64
+    --group-query-attention
+    --num-query-groups 4
+    --kv-channels 128
+    --vocab-size 151936
+    --max-position-embeddings 40960
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+    --num-experts 128
+    --moe-ffn-hidden-size 1536
+    --moe-router-topk 8
+)
