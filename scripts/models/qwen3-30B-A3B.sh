@@ -20,4 +20,5 @@ MODEL_ARGS=(
     --num-experts 128
     --moe-ffn-hidden-size 768
     --moe-router-topk 8
+    --moe-router-score-function softmax
 )

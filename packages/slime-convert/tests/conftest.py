@@ -12,7 +12,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     LlamaConfig,
     Qwen2Config,
@@ -41,6 +44,34 @@ LLAMA3_ROPE = {
 }
 GLM = {"tie_word_embeddings": False, "pad_token_id": 0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    **{key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 CONFIGS = {
     "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3-scaled": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
@@ -49,6 +80,13 @@ CONFIGS = {
     "glm4": lambda: Glm4Config(**SIZES, **GLM, attention_bias=True),
     "glm4-unbiased": lambda: Glm4Config(**SIZES, **GLM, attention_bias=False),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False),
+    "glm4-moe": lambda: Glm4MoeConfig(**SIZES, **ROUTED, pad_token_id=0, attention_bias=True, use_qk_norm=True),
+    "glm4-air": lambda: Glm4MoeConfig(**SIZES, **ROUTED, pad_token_id=0, attention_bias=True),
+    "deepseek": lambda: DeepseekV3Config(
+        **LATENT, **ROUTED, q_lora_rank=14, n_group=4, topk_group=2, rope_parameters=YARN
+    ),
+    "moonlight": lambda: DeepseekV3Config(**LATENT, **ROUTED, q_lora_rank=None, n_group=1, topk_group=1),
+    "glm4-flash": lambda: Glm4MoeLiteConfig(**LATENT, **ROUTED, q_lora_rank=14, n_group=1, topk_group=1),
     "qwen3-tied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
 }
@@ -68,6 +106,9 @@ def make_origin(name, path, **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     model.save_pretrained(path, max_shard_size="20KB")
     (path / "tokenizer.json").write_text("{}")
     (path / "chat_template.jinja").write_text("{{ messages }}")
@@ -84,6 +125,12 @@ def origin(request, tmp_path_factory):
 def one_origin(tmp_path_factory):
     """One of the models, where the family does not matter. Not to be changed."""
     return make_origin("qwen3-untied", tmp_path_factory.mktemp("one") / "origin")
+
+
+@pytest.fixture
+def origin_of(tmp_path):
+    """Makes one of the models, to be changed."""
+    return lambda name: make_origin(name, tmp_path / name)
 
 
 @pytest.fixture

@@ -78,12 +78,11 @@ def test_weights_of_another_type_are_told_in_the_config(origin, tmp_path):
 
 
 def test_progress_ends_with_everything_done(origin, converted, tmp_path):
-    calls = []
-    torch_dist_to_hf(converted, tmp_path / "back", origin, on_progress=lambda *call: calls.append(call))
-    hf_to_torch_dist(origin, tmp_path / "td", on_progress=lambda *call: calls.append(call))
-    halves = [calls[: len(calls) // 2], calls[len(calls) // 2 :]]
-    for half in halves:
-        assert half == sorted(half) and half[-1][0] == half[-1][1] > 0
+    there, back = [], []
+    torch_dist_to_hf(converted, tmp_path / "back", origin, on_progress=lambda *call: back.append(call))
+    hf_to_torch_dist(origin, tmp_path / "td", on_progress=lambda *call: there.append(call))
+    for calls in (there, back):
+        assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
 
 
 def test_a_checkpoint_of_another_model_is_refused(origin, converted, tmp_path):
@@ -96,7 +95,9 @@ def test_a_checkpoint_of_another_model_is_refused(origin, converted, tmp_path):
     # A checkpoint that records no arguments is checked by its weights.
     common = converted / "release" / "common.pt"
     torch.save({"iteration": 0}, common)
-    with pytest.raises(CheckpointError, match="has 3 layers; layer 3 was asked for"):
+    with pytest.raises(
+        CheckpointError, match=r"has 3 layers; layer 3 was asked for|has no weight decoder\.layers\.3\."
+    ):
         torch_dist_to_hf(converted, tmp_path / "back", other)
     (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 41, "moe_intermediate_size": 41}))
     with pytest.raises(WeightError, match=r"linear_fc1\.weight has shape \(\d+, 24\), but the model's config says"):
@@ -174,6 +175,48 @@ def test_a_full_disk_is_told_and_leaves_nothing(one_origin, tmp_path, full_disk)
     with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*has room"):
         torch_dist_to_hf(tmp_path / "td", tmp_path / "hf", one_origin)
     assert list(tmp_path.iterdir()) == [tmp_path / "td"]
+
+
+@pytest.fixture
+def with_prediction_module(origin_of):
+    """DeepSeek's tiny model with the weights that transformers leaves out, under Kimi-K2's model type."""
+    directory = origin_of("deepseek")
+    (directory / "model.safetensors.index.json").unlink()
+    weights = weights_of(directory)
+    last, further = "model.layers.2.", "model.layers.3."
+    own = {name.replace(last, further): tensor + 1 for name, tensor in weights.items() if name.startswith(last)}
+    norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    own |= {further + name: torch.randn(24).bfloat16() for name in norms}
+    own[further + "eh_proj.weight"] = torch.randn(24, 48).bfloat16()
+    own[further + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    own[further + "shared_head.head.weight"] = weights["lm_head.weight"]
+    save_file({name: tensor.clone() for name, tensor in own.items()}, directory / "further.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "model_type": "kimi_k2"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_prediction_modules_come_along(with_prediction_module, tmp_path):
+    hf_to_torch_dist(with_prediction_module, tmp_path / "td")
+    keys = TorchDistReader(tmp_path / "td").weight_keys
+    assert {
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight",
+    } < keys
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "back", with_prediction_module)
+    assert_equal_bits(weights_of(tmp_path / "back"), weights_of(with_prediction_module))
+
+
+def test_a_prediction_module_with_an_embedding_of_its_own_is_refused(with_prediction_module, tmp_path):
+    path = with_prediction_module / "further.safetensors"
+    own = load_file(path)
+    own["model.layers.3.embed_tokens.weight"] += 1
+    save_file(own, path)
+    with pytest.raises(
+        WeightError, match=r"layers\.3\.embed_tokens\.weight .* differs from model\.embed_tokens\.weight"
+    ):
+        hf_to_torch_dist(with_prediction_module, tmp_path / "td")
 
 
 def test_every_error_is_ours(tmp_path):

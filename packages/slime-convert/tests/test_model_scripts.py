@@ -11,7 +11,8 @@ from slime_convert.published import PUBLISHED
 
 SCRIPTS = next((root / "scripts/models" for root in Path(__file__).parents if (root / "scripts/models").is_dir()), None)
 
-# As the safetensors metadata of the published weights gives it, a tied output layer counted once.
+# Of the published weights, a tied output layer counted once, a prediction module's copies of embedding and output layer
+# again, FP8 scales not.
 PARAMETERS = {
     "smollm2-135M": 134_515_008,
     "llama3-8B": 8_030_261_248,
@@ -34,6 +35,11 @@ PARAMETERS = {
     "qwen3-235B-A22B": 235_093_634_560,
     "glm4-9B": 9_400_279_040,
     "glm4-32B": 32_566_081_536,
+    "glm4.5-106B-A12B": 110_468_824_832,
+    "glm4.5-355B-A32B": 358_337_791_296,
+    "glm4.7-30B-A3B": 31_221_488_576,
+    "deepseek-v3": 684_489_845_504,
+    "kimi-k2": 1_026_408_232_448,
 }
 
 
@@ -55,6 +61,8 @@ def test_weights_add_up_to_the_published_number_of_parameters():
     for name, entry in PUBLISHED.items():
         weights = WeightMap(entry.shape)
         counted[name] = sum(math.prod(weights.megatron_shape(weight)) for weight in weights.megatron_names())
+        counted[name] += len(weights.hf_copies()) * entry.shape.vocab_size * entry.shape.hidden_size
+    assert round(counted.pop("moonlight") / 1e9, 2) == 15.96  # published rounded
     assert counted == PARAMETERS
 
 
@@ -66,6 +74,7 @@ def test_weights_add_up_to_the_published_number_of_parameters():
         ("llama3.2-3B", "--rope-scaling-factor", "32"),
         ("glm4-32B", "--num-layers", "61"),
         ("glm4-32B", "--num-query-groups", "2"),
+        ("kimi-k2", "--beta-fast", "1"),
     ],
 )
 def test_values_that_are_known_to_be_mistaken_elsewhere(name, flag, value):

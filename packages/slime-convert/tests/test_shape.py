@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import subprocess
@@ -109,8 +110,8 @@ def test_heads_without_groups_and_head_dim_left_out():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen2, qwen3, qwen3_moe, glm"]),
-        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen2, qwen3, qwen3_moe, glm"]),
+        ({"model_type": "gpt2"}, UnsupportedModelError, ["'gpt2'", "llama, qwen2, qwen3, qwen3_moe, ", "glm4"]),
+        ({"model_type": None}, UnsupportedModelError, ["None", "llama, qwen2, qwen3, qwen3_moe, ", "glm4"]),
         ({"attention_bias": True}, UnsupportedModelError, ["attention_bias true", "false"]),
         ({"hidden_act": "gelu"}, UnsupportedModelError, ['hidden_act "gelu"', '"silu"']),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, UnsupportedModelError, ["'linear'", "'llama3'"]),
@@ -229,7 +230,7 @@ def test_experts():
     check_flags(shape, parse(shape.to_megatron_flags()))
     with pytest.raises(ShapeMismatchError, match=r"2 shape flags .*--num-experts 4 .* 8; --moe-router-topk 3 .* 2\."):
         check_flags(shape, {"num_experts": 4, "moe_router_topk": 3})
-    with pytest.raises(ShapeMismatchError, match=r"--num-experts 4 is given, .* model without experts"):
+    with pytest.raises(ShapeMismatchError, match=r"--num-experts 4 is given, but the config has no such setting"):
         check_flags(ModelShape.from_hf_config(LLAMA), {"num_experts": 4})
     assert shape.to_megatron_args()["num_experts"] == 8
     assert "num_experts" not in ModelShape.from_hf_config(LLAMA).to_megatron_args()
@@ -257,6 +258,112 @@ def test_the_newer_name_of_the_number_of_experts():
 def test_refused_experts(change, error, words):
     with pytest.raises(error) as caught:
         ModelShape.from_hf_config({**QWEN3_MOE, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+DEEPSEEK = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 5,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def test_latent_attention_router_and_prediction_modules():
+    shape = ModelShape.from_hf_config(DEEPSEEK)
+    words = shape.to_megatron_flags()
+    values = dict(itertools.pairwise(words))
+    expected = {
+        "--num-experts": "16",
+        "--moe-router-score-function": "sigmoid",
+        "--moe-router-topk-scaling-factor": "2.5",
+        "--moe-router-num-groups": "4",
+        "--moe-router-group-topk": "2",
+        "--moe-shared-expert-intermediate-size": "48",
+        "--moe-layer-freq": "([0]*2+[1]*3)",
+        "--mtp-num-layers": "1",
+        "--q-lora-rank": "12",
+        "--kv-lora-rank": "8",
+        "--qk-head-dim": "6",
+        "--qk-pos-emb-head-dim": "4",
+        "--v-head-dim": "5",
+        "--rope-type": "yarn",
+        "--rotary-scaling-factor": "40",
+        "--mscale-all-dim": "0.7",
+    }
+    assert expected.items() <= values.items()
+    assert {"--multi-latent-attention", "--moe-router-enable-expert-bias"} < set(words) and "--kv-channels" not in words
+    check_flags(shape, parse(words))
+    args = shape.to_megatron_args()
+    assert args["moe_layer_freq"] == [0, 0, 1, 1, 1] and args["mscale_all_dim"] == 0.7
+    assert [shape.has_experts(layer) for layer in range(6)] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "agrees"),
+    [
+        ("[0,0,1,1,1]", True),
+        ("([0]*2+[1]*3)", True),
+        ("1", False),
+        ("[0,1,1,1,1]", False),
+        ("[0]*10**9", False),
+        ("__import__('os')", False),
+    ],
+)
+def test_forms_of_the_layers_with_experts(given, agrees):
+    shape = ModelShape.from_hf_config(DEEPSEEK)
+    if agrees:
+        check_flags(shape, {"moe_layer_freq": given})
+    else:
+        with pytest.raises(ShapeMismatchError, match=r"--moe-layer-freq .* says \(\[0\]\*2\+\[1\]\*3\)"):
+            check_flags(shape, {"moe_layer_freq": given})
+
+
+def test_queries_without_a_latent():
+    shape = ModelShape.from_hf_config({**DEEPSEEK, "q_lora_rank": None, "rope_scaling": None})
+    assert "--q-lora-rank" not in shape.to_megatron_flags() and shape.rope_type == "rope"
+    with pytest.raises(ShapeMismatchError, match="--q-lora-rank 12 is given, but the config has no such setting"):
+        check_flags(shape, {"q_lora_rank": 12})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1", "best two"]),
+        ({"norm_topk_prob": False}, UnsupportedModelError, ["norm_topk_prob false", "true"]),
+        ({"scoring_func": "softmax"}, UnsupportedModelError, ['scoring_func "softmax"', '"sigmoid"']),
+        ({"mlp_layer_types": ["sparse", "dense"]}, UnsupportedModelError, ["dense layers behind sparse"]),
+        ({"kv_lora_rank": None}, HfConfigError, ["kv_lora_rank is None"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, HfConfigError, ["yarn rope scaling", "original_max"]),
+        ({"rope_scaling": LLAMA3_SCALING}, UnsupportedModelError, ["'llama3'", "'default' or 'yarn'"]),
+    ],
+)
+def test_refused_deepseek_settings(change, error, words):
+    with pytest.raises(error) as caught:
+        ModelShape.from_hf_config({**DEEPSEEK, **change})
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -1,5 +1,6 @@
 """Fixtures: trainer ranks in processes that are reused, tiny models, samples."""
 
+import json
 import os
 import random
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
@@ -252,6 +254,55 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+
+def add_prediction_module(directory):
+    """Give a saved model the module that predicts a further token, which transformers leaves out.
+
+    Its layer is like the model's last; the other names are those of the published checkpoints.
+    """
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    last, further = (f"model.layers.{SIZES['num_hidden_layers'] + offset}." for offset in (-1, 0))
+    hidden = SIZES["hidden_size"]
+    own = {name.replace(last, further): torch.randn_like(t) for name, t in weights.items() if name.startswith(last)}
+    own |= {further + name: torch.randn(hidden) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    own[further + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
+    own[further + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    own[further + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | own, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    **{key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 GLM = {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0, "rms_norm_eps": 1e-5}
 
 
@@ -268,7 +319,10 @@ def tiny_model(tmp_path_factory):
             return made[name]
         from transformers import (
             AutoModelForCausalLM,
+            DeepseekV3Config,
             Glm4Config,
+            Glm4MoeConfig,
+            Glm4MoeLiteConfig,
             GlmConfig,
             LlamaConfig,
             Qwen2Config,
@@ -282,6 +336,15 @@ def tiny_model(tmp_path_factory):
             "qwen2-tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
             "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
             "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False),
+            "glm4-moe": lambda: Glm4MoeConfig(**SIZES, **ROUTED, use_qk_norm=True, attention_bias=True, pad_token_id=0),
+            "glm4-air": lambda: Glm4MoeConfig(**SIZES, **ROUTED, attention_bias=True, pad_token_id=0),
+            "deepseek": lambda: DeepseekV3Config(
+                **LATENT, **ROUTED, q_lora_rank=24, n_group=2, topk_group=1, rope_parameters=YARN
+            ),
+            "deepseek-mtp": lambda: configs["deepseek"](),
+            "glm4-moe-mtp": lambda: configs["glm4-moe"](),
+            "moonlight": lambda: DeepseekV3Config(**LATENT, **ROUTED, q_lora_rank=None, n_group=1, topk_group=1),
+            "glm4-flash": lambda: Glm4MoeLiteConfig(**LATENT, **ROUTED, q_lora_rank=24),
             "glm": lambda: GlmConfig(**SIZES, **GLM),
             "glm4": lambda: Glm4Config(**SIZES, **GLM),
         }
@@ -291,8 +354,13 @@ def tiny_model(tmp_path_factory):
             for param in hf.parameters():
                 # Weights large enough that logits, and what is wrong with them, are far from zero.
                 param.normal_(0, 0.15) if param.dim() > 1 else param.add_(0.1 * torch.randn_like(param))
+            for key, buffer in hf.named_buffers():
+                if key.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.2)
         directory = tmp_path_factory.mktemp(name)
         hf.save_pretrained(directory / "hf")
+        if name.endswith("-mtp"):
+            add_prediction_module(directory / "hf")
         hf_to_torch_dist(directory / "hf", directory / "torch_dist")
         shape = ModelShape.from_hf_config(directory / "hf")
         made[name] = TinyModel(hf, str(directory / "hf"), shape, str(directory / "torch_dist"))

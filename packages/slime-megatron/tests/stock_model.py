@@ -34,6 +34,8 @@ def stock_logits(shape, checkpoint, tokens, save, rendezvous, *, tensor_parallel
         tokens_BS = torch.tensor(tokens)
         dist_checkpointing.save(model.sharded_state_dict(), save, InProcessSave())
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        # Prediction modules take no part in the logits; Megatron runs them only with labels.
+        model.mtp_process, model.config.mtp_num_layers = False, None
         with torch.no_grad():
             logits_BSV = model(tokens_BS, positions_BS, None)
         group = parallel_state.get_tensor_model_parallel_group()
@@ -46,26 +48,37 @@ def stock_logits(shape, checkpoint, tokens, save, rendezvous, *, tensor_parallel
 
 
 def _define_what_transformer_engine_would():
-    """A name that megatron-core 0.16.1 asks for, but defines only where Transformer Engine is installed."""
+    """Names that megatron-core 0.16.1 asks for, but defines only where Transformer Engine is installed."""
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
+    for name in ("Linear", "TELinear", "TEColumnParallelLinear"):
+        if not isinstance(getattr(multi_latent_attention, name), type):
+            setattr(multi_latent_attention, name, type(name, (), {}))
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def _model(shape, tensor_parallel, expert_parallel):
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     args = shape.to_megatron_args()
     same = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
         "qk_layernorm add_qkv_bias add_bias_linear rotary_interleaved "
-        "moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax"
+        "moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_router_score_function "
+        "moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+        "moe_shared_expert_intermediate_size moe_layer_freq "
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
+        "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
     )
-    config = TransformerConfig(
+    latent = {"rotary_base": args["rotary_base"]} if "multi_latent_attention" in args else {}
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        **latent,
         **{name: args[name] for name in same.split() if name in args},
         num_moe_experts=args.get("num_experts"),
+        mtp_num_layers=args.get("mtp_num_layers") or None,
         layernorm_epsilon=args["norm_epsilon"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -86,6 +99,9 @@ def _model(shape, tensor_parallel, expert_parallel):
     for layer in spec.layer_specs:
         _use_parts_for_cpus(layer.submodules)
     spec.layer_norm = _norm()
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    for module in mtp.layer_specs if mtp else ():
+        module.submodules.enorm = module.submodules.hnorm = module.submodules.layer_norm = _norm()
     return GPTModel(
         config,
         spec,
@@ -95,6 +111,7 @@ def _model(shape, tensor_parallel, expert_parallel):
         rotary_percent=args["rotary_percent"],
         rotary_base=args["rotary_base"],
         rope_scaling=args["use_rope_scaling"],
+        mtp_block_spec=mtp,
         share_embeddings_and_output_weights=not args["untie_embeddings_and_output_weights"],
     )
 
@@ -111,7 +128,8 @@ def _use_parts_for_cpus(layer):
 
     parts = layer.self_attention.submodules
     parts.core_attention = CausalAttention
-    for owner, names in ((layer, ("input_layernorm", "pre_mlp_layernorm")), (parts, ("q_layernorm", "k_layernorm"))):
+    in_attention = ("q_layernorm", "k_layernorm", "kv_layernorm")
+    for owner, names in ((layer, ("input_layernorm", "pre_mlp_layernorm")), (parts, in_attention)):
         for name in names:
             if getattr(owner, name, IdentityOp) is not IdentityOp:
                 setattr(owner, name, _norm())

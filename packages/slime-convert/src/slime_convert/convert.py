@@ -76,6 +76,7 @@ def hf_to_torch_dist(
     weight_map = WeightMap(shape, padded)
     with HfReader(origin) as reader:
         _refuse_unknown(reader, weight_map)
+        _refuse_other_copies(reader, weight_map)
         sources = [_source(name, weight_map, reader) for name in weight_map.megatron_names()]
         with new_directory(save, force=force, keep=frozenset({origin}), marker=TRACKER) as directory:
             args = shape.to_megatron_args() | {
@@ -83,7 +84,7 @@ def hf_to_torch_dist(
                 "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
                 "params_dtype": str(sources[0].dtype).removeprefix("torch."),
             }
-            write_release(directory, sources, args, on_progress)
+            write_release(directory, sources, args, on_progress, stack_layers=not shape.num_dense_layers)
 
 
 def torch_dist_to_hf(
@@ -199,6 +200,15 @@ def check_args(shape: ModelShape, args: Mapping[str, Any], where: Path) -> None:
     loose = {"max_position_embeddings", "vocab_size"}
     if not shape.use_rope_scaling:
         loose.add("rope_scaling_factor")
+    if shape.multi_latent_attention:
+        loose |= {"kv_channels", "num_query_groups", "group_query_attention"}
+    if shape.rope_type != "yarn":
+        loose |= {"rope_type", "rotary_scaling_factor", "original_max_position_embeddings"}
+        loose |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    if shape.moe_router_score_function == "sigmoid":
+        loose.add("moe_router_pre_softmax")
+    if not shape.num_dense_layers:
+        loose.add("moe_layer_freq")
     if not expected["group_query_attention"]:
         loose |= {"group_query_attention", "num_query_groups"}
     wrong = [
@@ -248,6 +258,16 @@ def _refuse_unknown(reader: HfReader, weight_map: WeightMap) -> None:
             f"{reader.directory} has {len(unknown)} weights that a {weight_map.shape.family} model does not have, "
             f"such as {min(unknown)}; convert a model whose config.json describes all its weights"
         )
+
+
+def _refuse_other_copies(reader: HfReader, weight_map: WeightMap) -> None:
+    """Refuse a prediction module with an embedding or an output layer of its own: Megatron's shares the model's."""
+    for copy, original in weight_map.hf_copies().items():
+        if copy in reader.names and not torch.equal(reader.load(copy), reader.load(original)):
+            raise WeightError(
+                f"{copy} of {reader.directory} differs from {original}, but Megatron's prediction modules share it; "
+                "convert a model in which the two are equal"
+            )
 
 
 def _unknown(reader: HfReader, weight_map: WeightMap) -> set[str]:

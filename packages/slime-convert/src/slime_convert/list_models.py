@@ -23,7 +23,7 @@ def _row(name: str, shape: ModelShape, models: str) -> tuple[str, ...]:
         shape.hidden_size,
         shape.ffn_hidden_size,
         shape.num_attention_heads,
-        shape.num_query_groups,
+        "MLA" if shape.multi_latent_attention else shape.num_query_groups,
         "-" if shape.num_experts is None else f"{shape.moe_router_topk}/{shape.num_experts}",
         shape.vocab_size,
         int(shape.rotary_base),

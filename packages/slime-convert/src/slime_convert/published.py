@@ -97,6 +97,55 @@ _GLM4 = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+_SIGMOID_ROUTER = {
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+}
+_GLM45 = {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "vocab_size": 151552,
+}
+_DEEPSEEK_HEADS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def _experts(routed: int, per_token: int, ffn: int, shared: int, dense: int, scaling: float) -> dict[str, Any]:
+    return {
+        "n_routed_experts": routed,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": ffn,
+        "n_shared_experts": shared,
+        "first_k_dense_replace": dense,
+        "routed_scaling_factor": scaling,
+    }
+
+
+def _yarn(factor: float, beta_fast: float) -> dict[str, Any]:
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "beta_fast": beta_fast,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    }
+
 
 PUBLISHED: Mapping[str, PublishedModel] = {
     "smollm2-135M": PublishedModel(
@@ -171,6 +220,101 @@ PUBLISHED: Mapping[str, PublishedModel] = {
     "glm4-32B": PublishedModel(
         "GLM-4-32B-0414, GLM-4-32B-Base-0414, GLM-Z1-32B-0414",
         {**_GLM4, **_sizes(61, 6144, 23040, 48, 2), "attention_bias": False},
+    ),
+    "glm4.5-106B-A12B": PublishedModel(
+        "GLM-4.5-Air, GLM-4.5-Air-Base",
+        {
+            **_GLM45,
+            **_sizes(46, 4096, 10944, 96, 8),
+            **_experts(128, 8, 1408, shared=1, dense=1, scaling=1.0),
+            "use_qk_norm": False,
+        },
+    ),
+    "glm4.5-355B-A32B": PublishedModel(
+        "GLM-4.5, GLM-4.5-Base, GLM-4.6, GLM-4.7",
+        {
+            **_GLM45,
+            **_sizes(92, 5120, 12288, 96, 8),
+            **_experts(160, 8, 1536, shared=1, dense=3, scaling=2.5),
+            "use_qk_norm": True,
+        },
+    ),
+    "glm4.7-30B-A3B": PublishedModel(
+        "GLM-4.7-Flash",
+        {
+            "model_type": "glm4_moe_lite",
+            **_sizes(47, 2048, 10240, 20, 20),
+            **_experts(64, 4, 1536, shared=1, dense=1, scaling=1.8),
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 202752,
+            "n_group": 1,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            "v_head_dim": 256,
+            "vocab_size": 154880,
+        },
+    ),
+    "deepseek-v3": PublishedModel(
+        "DeepSeek-V3, DeepSeek-V3-0324, DeepSeek-V3.1, DeepSeek-R1, DeepSeek-R1-0528",
+        {
+            "model_type": "deepseek_v3",
+            **_SIGMOID_ROUTER,
+            **_DEEPSEEK_HEADS,
+            **_sizes(61, 7168, 18432, 128, 128),
+            **_experts(256, 8, 2048, shared=1, dense=3, scaling=2.5),
+            "max_position_embeddings": 163840,
+            "n_group": 8,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": _yarn(40, beta_fast=32),
+            "rope_theta": 10000,
+            "topk_group": 4,
+            "vocab_size": 129280,
+        },
+    ),
+    "moonlight": PublishedModel(
+        "Moonlight-16B-A3B, Moonlight-16B-A3B-Instruct",
+        {
+            "model_type": "deepseek_v3",
+            **_SIGMOID_ROUTER,
+            **_DEEPSEEK_HEADS,
+            **_sizes(27, 2048, 11264, 16, 16),
+            **_experts(64, 6, 1408, shared=2, dense=1, scaling=2.446),
+            "max_position_embeddings": 8192,
+            "n_group": 1,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": None,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 50000.0,
+            "topk_group": 1,
+            "vocab_size": 163840,
+        },
+    ),
+    "kimi-k2": PublishedModel(
+        "Kimi-K2-Base, Kimi-K2-Instruct",
+        {
+            "model_type": "kimi_k2",
+            **_SIGMOID_ROUTER,
+            **_DEEPSEEK_HEADS,
+            **_sizes(61, 7168, 18432, 64, 64),
+            **_experts(384, 8, 2048, shared=1, dense=1, scaling=2.827),
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": 1536,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": _yarn(32.0, beta_fast=1.0),
+            "rope_theta": 50000.0,
+            "topk_group": 1,
+            "vocab_size": 163840,
+        },
     ),
 }
 """Published shapes by the name of their file in ``scripts/models``."""

@@ -17,11 +17,19 @@ from slime_convert.shape import FAMILIES
 def shapes(draw):
     groups = draw(st.sampled_from([1, 2, 4]))
     family = draw(st.sampled_from(sorted(FAMILIES)))
-    experts = {"num_experts": 3, "moe_ffn_hidden_size": 4, "moe_router_topk": 2} if FAMILIES[family].experts else {}
+    extra = {}
+    if FAMILIES[family].experts:
+        extra |= {"num_experts": 3, "moe_ffn_hidden_size": 4, "moe_router_topk": 2}
+    if FAMILIES[family].sigmoid_router:
+        extra |= {"num_dense_layers": draw(st.integers(0, 1)), "mtp_num_layers": draw(st.integers(0, 2))}
+        extra["moe_shared_expert_intermediate_size"] = draw(st.sampled_from([None, 8]))
+    if FAMILIES[family].latent_attention:
+        extra |= {"multi_latent_attention": True, "q_lora_rank": draw(st.sampled_from([None, 3])), "kv_lora_rank": 5}
+        extra |= {"qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 4}
     return ModelShape(
         family=family,
         num_layers=draw(st.integers(1, 3)),
-        hidden_size=draw(st.integers(1, 9)),
+        hidden_size=4 * draw(st.integers(1, 2)),
         ffn_hidden_size=4 * draw(st.integers(1, 3)),
         num_attention_heads=groups * draw(st.integers(1, 3)),
         num_query_groups=groups,
@@ -30,7 +38,7 @@ def shapes(draw):
         max_position_embeddings=8,
         add_qkv_bias=draw(st.booleans()),
         untie_embeddings_and_output_weights=draw(st.booleans()),
-        **experts,
+        **extra,
     )
 
 
@@ -48,7 +56,8 @@ def test_to_hf_and_back_is_the_identity(shape, seed):
     weights = random_weights(weight_map, seed)
     hf = dict(pair for name, tensor in weights.items() for pair in weight_map.to_hf(name, tensor))
     assert list(hf) == list(weight_map.hf_names())
-    assert sum(tensor.numel() for tensor in hf.values()) == sum(tensor.numel() for tensor in weights.values())
+    hf_size = sum(tensor.numel() for name, tensor in hf.items() if name not in weight_map.hf_copies())
+    assert hf_size == sum(tensor.numel() for tensor in weights.values())
     for name, tensor in weights.items():
         assert torch.equal(weight_map.from_hf(name, hf.__getitem__), tensor)
 
@@ -61,8 +70,18 @@ def test_padding_is_zero_and_trimmed_again(shape, extra, seed):
     whole = padded.from_hf("embedding.word_embeddings.weight", lambda _: plain)
     assert whole.shape == padded.megatron_shape("embedding.word_embeddings.weight")
     assert not whole[shape.vocab_size :].any()
-    ((name, back),) = WeightMap(shape).to_hf("embedding.word_embeddings.weight", whole)
+    ((name, back), *_) = WeightMap(shape).to_hf("embedding.word_embeddings.weight", whole)
     assert name == "model.embed_tokens.weight" and torch.equal(back, plain)
+
+
+BY_HEADS = (
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_q_proj.weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_up_proj.weight",
+    "linear_proj.weight",
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,9 +89,8 @@ def test_padding_is_zero_and_trimmed_again(shape, extra, seed):
 def test_merging_the_shards_of_tensor_parallel_ranks_is_the_identity(shape, tp, seed):
     weight_map = WeightMap(shape, shape.padded_vocab_size(tp, 1))
     for name, tensor in random_weights(weight_map, seed).items():
-        if shape.num_query_groups % tp and name.endswith(
-            ("linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight")
-        ):
+        units = shape.num_attention_heads if shape.multi_latent_attention else shape.num_query_groups
+        if units % tp and name.endswith(BY_HEADS):
             with pytest.raises(WeightError, match="do not divide"):
                 weight_map.split_tp(name, tensor, tp)
             continue

@@ -9,8 +9,14 @@ from safetensors.torch import load_file
 from slime_convert.convert import torch_dist_to_hf
 
 LAYOUTS = {"one": {}, "tp2": {"tensor_parallel": 2}, "ep2": {"expert_parallel": 2}}
-CASES = [(name, layout) for name in ["qwen2-tied", "qwen3"] for layout in ("one", "tp2")]
-CASES += [(name, layout) for name in ["qwen3-moe"] for layout in LAYOUTS]
+CASES = [("qwen2-tied", "one"), ("qwen2-tied", "tp2")]
+CASES += [(name, layout) for name in ("qwen3-moe", "glm4-moe-mtp", "deepseek-mtp") for layout in LAYOUTS]
+CASES += [(name, "one") for name in ("glm4-air", "moonlight", "glm4-flash")]
+CASES += [
+    pytest.param(name, layout, marks=pytest.mark.full)
+    for name in ("glm4-air", "moonlight", "glm4-flash")
+    for layout in ("tp2", "ep2")
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

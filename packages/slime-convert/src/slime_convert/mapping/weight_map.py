@@ -10,21 +10,28 @@ from torch import Tensor
 
 from slime_convert.errors import WeightError
 from slime_convert.mapping import tensor_parallel
-from slime_convert.mapping.families import TABLES, HfWeight, Rule, named_sizes
+from slime_convert.mapping.families import MTP_RULES, TABLES, HfWeight, Rule, in_mtp, named_sizes
 from slime_convert.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A row of the table for one layer and, if it is about experts, one expert."""
+    """A row of the table for one layer and, if it is about experts, one expert.
+
+    The layer inside prediction module m has the number of layers plus m.
+    """
 
     rule: Rule
     layer: int
     expert: int = 0
+    module: int = 0
 
     def fill(self, template: str) -> str:
         """A name with this layer and expert."""
-        return template.replace("{i}", str(self.layer)).replace("{e}", str(self.expert))
+        numbers = {"{i}": self.layer, "{e}": self.expert, "{m}": self.module}
+        for placeholder, number in numbers.items():
+            template = template.replace(placeholder, str(number))
+        return template
 
 
 class WeightMap:
@@ -66,6 +73,21 @@ class WeightMap:
         for weight in self._weights.values():
             for part in weight.rule.hf:
                 yield weight.fill(part.name)
+            yield from self._copies_of(weight)
+
+    def hf_copies(self) -> dict[str, str]:
+        """Hugging Face weights that are copies of another, by name: prediction modules have the embedding's and the
+        output layer's."""
+        return {
+            copy: weight.fill(weight.rule.hf[0].name)
+            for weight in self._weights.values()
+            for copy in self._copies_of(weight)
+        }
+
+    def _copies_of(self, weight: _Weight) -> list[str]:
+        template, shape = weight.rule.copied_to, self.shape
+        layers = range(shape.num_layers, shape.num_layers + shape.mtp_num_layers)
+        return [template.replace("{i}", str(layer)) for layer in layers] if template else []
 
     def hf_parts(self, name: str) -> list[str]:
         """The Hugging Face weights that one Megatron weight is made of."""
@@ -112,7 +134,8 @@ class WeightMap:
         weight = self._find(name)
         tensor = self._trim(name, weight.rule, tensor)
         parts = weight.rule.layout.cut(tensor, self.shape)
-        return list(zip(self.hf_parts(name), parts, strict=True))
+        copies = [(copy, tensor) for copy in self._copies_of(weight)]
+        return [*zip(self.hf_parts(name), parts, strict=True), *copies]
 
     def from_hf(self, name: str, load: Callable[[str], Tensor]) -> Tensor:
         """A Megatron weight, whole, from its Hugging Face weights.
@@ -141,14 +164,11 @@ class WeightMap:
             WeightError: Unknown name, or the weight does not divide over ``tp`` ranks.
         """
         rule = self._find(name).rule
-        # Attention divides only in whole query groups, and the MLP's pair in each half.
-        groups = self.shape.num_query_groups
-        units = {
-            "qkv": groups,
-            "query": groups,
-            "gate_up": tensor.shape[0] // 2,
-            "expert_gate_up": tensor.shape[0] // 2,
-        }
+        # Attention divides only in whole query groups or heads, and the MLP's pair in each half.
+        heads = dict.fromkeys(("latent_query", "latent_key_value", "latent_value"), self.shape.num_attention_heads)
+        groups = dict.fromkeys(("qkv", "query"), self.shape.num_query_groups)
+        pairs = dict.fromkeys(("gate_up", "expert_gate_up", "shared_gate_up"), tensor.shape[0] // 2)
+        units = heads | groups | pairs
         dims = rule.dims.split()
         if rule.split is not tensor_parallel.TensorParallel.REPLICATED:
             axis = 1 if rule.split is tensor_parallel.TensorParallel.COLUMNS else 0
@@ -203,7 +223,16 @@ def _weights(shape: ModelShape) -> Iterator[_Weight]:
     first = rules.index(in_layers[0])
     yield from (_Weight(rule, 0) for rule in rules[:first])
     for layer in range(shape.num_layers):
-        for rule in in_layers:
-            experts = shape.num_experts if "{e}" in rule.megatron else 1
-            yield from (_Weight(rule, layer, expert) for expert in range(experts or 0))
+        yield from _layer_weights(shape, in_layers, layer)
+    for module in range(shape.mtp_num_layers):
+        layer = shape.num_layers + module
+        yield from (_Weight(rule, layer, module=module) for rule in MTP_RULES)
+        yield from _layer_weights(shape, [in_mtp(rule) for rule in in_layers], layer, module)
     yield from (_Weight(rule, 0) for rule in rules[first + len(in_layers) :])
+
+
+def _layer_weights(shape: ModelShape, rules: Sequence[Rule], layer: int, module: int = 0) -> Iterator[_Weight]:
+    for rule in rules:
+        if rule.in_layer(shape, layer):
+            experts = shape.num_experts if "{e}" in rule.megatron else 1
+            yield from (_Weight(rule, layer, expert, module) for expert in range(experts or 0))

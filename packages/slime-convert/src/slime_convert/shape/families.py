@@ -20,7 +20,11 @@ class Family:
         rotary_percent: Rotated part of a head's channels when the config has no ``partial_rotary_factor``; ``None``
             where every channel is rotated and the config cannot say otherwise.
         rotary_interleaved: The rotary embedding pairs neighbouring channels, not those half a head apart.
-        experts: The MLP of every layer is a router and experts.
+        experts: The MLP of some layers is a router and experts.
+        sigmoid_router: The router scores experts by sigmoids with a bias, as DeepSeek V3's does; leading layers may be
+            dense, an expert may be shared, and modules that predict further tokens may follow the layers.
+        reads_qk_norm: The config's ``use_qk_norm`` says whether queries and keys are normalised.
+        latent_attention: Queries, keys and values are made from low-rank latents.
         post_norms: The outputs of attention and MLP pass an RMSNorm before they join the residual stream.
     """
 
@@ -32,15 +36,30 @@ class Family:
     rotary_interleaved: bool = False
     post_norms: bool = False
     experts: bool = False
+    sigmoid_router: bool = False
+    reads_qk_norm: bool = False
+    latent_attention: bool = False
 
 
 _GLM = Family(head_dim=128, qkv_bias=True, reads_attention_bias=True, rotary_percent=0.5, rotary_interleaved=True)
+_DEEPSEEK = Family(experts=True, sigmoid_router=True, latent_attention=True)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_layernorm=True, head_dim=128),
     "qwen3_moe": Family(qk_layernorm=True, experts=True),
     "glm": _GLM,
+    "glm4_moe": Family(
+        head_dim=128,
+        reads_attention_bias=True,
+        rotary_percent=0.5,
+        experts=True,
+        sigmoid_router=True,
+        reads_qk_norm=True,
+    ),
+    "glm4_moe_lite": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
     "glm4": replace(_GLM, post_norms=True),
 }
 """Every supported family."""

@@ -40,13 +40,15 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": _integer(config, "vocab_size", where),
         "max_position_embeddings": _integer(config, "max_position_embeddings", where),
         "norm_epsilon": _number(config, "rms_norm_eps", where, default=1e-6),
-        "qk_layernorm": family.qk_layernorm,
+        "qk_layernorm": bool(config.get("use_qk_norm")) if family.reads_qk_norm else family.qk_layernorm,
         "add_qkv_bias": _qkv_bias(config, family),
         "post_self_attn_layernorm": family.post_norms,
         "post_mlp_layernorm": family.post_norms,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         **_rope_settings(config, family, where),
         **(_expert_settings(config, where) if family.experts else {}),
+        **(_sigmoid_router_settings(config, where) if family.sigmoid_router else {}),
+        **(_latent_attention_settings(config, where) if family.latent_attention else {}),
     }
 
 
@@ -95,6 +97,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     }
     if family.experts:
         allowed |= {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])}
+    if family.sigmoid_router:
+        allowed |= {
+            "norm_topk_prob": (None, True),
+            "scoring_func": (None, "sigmoid"),
+            "topk_method": (None, "noaux_tc"),
+            "moe_layer_freq": (None, 1),
+        }
+    if family.latent_attention:
+        allowed |= {"rope_interleave": (None, True), "rope_interleaved": (None, True)}
     for key, values in allowed.items():
         if config.get(key) not in values:
             shown = ", ".join(json.dumps(value) for value in values if value is not None) or "none"
@@ -119,7 +130,8 @@ def _rope_settings(config: Mapping[str, Any], family: Family, where: str) -> dic
     kind = settings.get("rope_type") or settings.get("type") or "default"
     holder = config if settings.get("partial_rotary_factor") is None else settings
     percent = _number(holder, "partial_rotary_factor", where, default=family.rotary_percent or 1.0)
-    kinds = ("default", "llama3") if family.rotary_percent is None else ("default",)
+    kinds: tuple[str, ...] = ("default", "yarn") if family.latent_attention else ("default", "llama3")
+    kinds = kinds if family.rotary_percent is None else ("default",)
     if kind not in kinds or (family.rotary_percent is None and percent != 1.0):
         factors = "1.0" if family.rotary_percent is None else "any"
         raise UnsupportedModelError(
@@ -132,7 +144,9 @@ def _rope_settings(config: Mapping[str, Any], family: Family, where: str) -> dic
         "rotary_percent": percent,
         "rotary_interleaved": family.rotary_interleaved,
     }
-    return fields if kind == "default" else fields | _llama3_scaling(settings, where)
+    if kind == "default":
+        return fields
+    return fields | (_yarn_scaling if kind == "yarn" else _llama3_scaling)(settings, where)
 
 
 def _llama3_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -146,13 +160,84 @@ def _llama3_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _expert_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields about experts and router. transformers 5 names their number anew when it saves a config."""
-    count = "num_experts" if "num_experts" in config else "num_local_experts"
+def _yarn_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    where = f"the yarn rope scaling of {where}"
     return {
-        "num_experts": _integer(config, count, where),
+        "rope_type": "yarn",
+        "rotary_scaling_factor": _number(settings, "factor", where),
+        "original_max_position_embeddings": _integer(settings, "original_max_position_embeddings", where),
+        "beta_fast": _number(settings, "beta_fast", where, default=32.0),
+        "beta_slow": _number(settings, "beta_slow", where, default=1.0),
+        "mscale": _number(settings, "mscale", where),
+        "mscale_all_dim": _number(settings, "mscale_all_dim", where),
+    }
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> str:
+    """The first of some names that a config has; transformers 5 renames some keys when it saves a config."""
+    return next((key for key in keys if key in config), keys[0])
+
+
+def _expert_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields about experts and router."""
+    return {
+        "num_experts": _integer(config, _first(config, "num_experts", "n_routed_experts", "num_local_experts"), where),
         "moe_ffn_hidden_size": _integer(config, "moe_intermediate_size", where),
         "moe_router_topk": _integer(config, "num_experts_per_tok", where),
         # Megatron's softmax over the chosen logits is the softmax over all, normalised to the chosen ones.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+    }
+
+
+def _sigmoid_router_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    groups = _integer(config, "n_group", where, default=1)
+    chosen, topk = _integer(config, "topk_group", where, default=1), _integer(config, "num_experts_per_tok", where)
+    if groups > 1 and topk != 2 * chosen:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok {topk} with topk_group {chosen} of {where} is not supported; allowed: twice as many "
+            "experts as groups (Megatron scores a group by its best topk / topk_group experts, the model by its best "
+            "two); convert another model"
+        )
+    shared = _integer(config, "n_shared_experts", where, default=0)
+    return {
+        # What the chosen weights are divided by does not depend on it, but Megatron's command lines have it.
+        "moe_router_pre_softmax": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": _number(config, "routed_scaling_factor", where, default=1.0),
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_shared_expert_intermediate_size": shared * _integer(config, "moe_intermediate_size", where) or None,
+        "num_dense_layers": _dense_layers(config, where),
+        "mtp_num_layers": _integer(
+            config, _first(config, "num_nextn_predict_layers", "num_mtp_layers"), where, default=0
+        ),
+    }
+
+
+def _dense_layers(config: Mapping[str, Any], where: str) -> int:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return _integer(config, "first_k_dense_replace", where)
+    dense = list(kinds).count("dense")
+    if list(kinds) != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise UnsupportedModelError(
+            f"mlp_layer_types of {where} has dense layers behind sparse ones, which is not supported; "
+            "allowed: dense layers first; convert another model"
+        )
+    return dense
+
+
+def _latent_attention_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    heads = _integer(config, "num_attention_heads", where)
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "num_query_groups": heads,
+        "kv_channels": max(_integer(config, "hidden_size", where) // max(heads, 1), 1),
+        "q_lora_rank": None if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank", where),
+        "kv_lora_rank": _integer(config, "kv_lora_rank", where),
+        "qk_head_dim": _integer(config, "qk_nope_head_dim", where),
+        "qk_pos_emb_head_dim": _integer(config, "qk_rope_head_dim", where),
+        "v_head_dim": _integer(config, "v_head_dim", where),
     }

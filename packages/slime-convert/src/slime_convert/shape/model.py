@@ -47,6 +47,28 @@ class ModelShape:
         moe_ffn_hidden_size: Channels between an expert's two projections.
         moe_router_topk: Experts per token.
         moe_router_pre_softmax: The router's probabilities are those among all experts, not among the chosen ones.
+        num_dense_layers: Leading layers with an MLP instead of experts.
+        moe_shared_expert_intermediate_size: Channels of the expert that every token passes; ``None`` without one.
+        moe_router_score_function: ``softmax`` or ``sigmoid``.
+        moe_router_enable_expert_bias: A bias is added to the experts' scores when the best are chosen.
+        moe_router_topk_scaling_factor: Factor on the chosen experts' weights.
+        moe_router_num_groups: Groups of experts of which the best few are chosen first; ``None`` or 1 for no groups.
+        moe_router_group_topk: Groups that are chosen.
+        mtp_num_layers: Modules that predict a further token each, after the layers.
+        multi_latent_attention: Queries, keys and values are made from low-rank latents; ``kv_channels`` and
+            ``num_query_groups`` do not count then, the fields below do.
+        q_lora_rank: Channels of the queries' latent; ``None`` where queries are made directly.
+        kv_lora_rank: Channels of the latent of keys and values.
+        qk_head_dim: Channels of a query or key head without rotary position.
+        qk_pos_emb_head_dim: Channels of a query or key head with rotary position.
+        v_head_dim: Channels of a value head.
+        rope_type: ``rope``, or ``yarn``, for which the fields below count.
+        rotary_scaling_factor: YaRN's factor on the context length.
+        original_max_position_embeddings: Context length before scaling, in tokens.
+        beta_fast: Rotations within that length above which frequencies are left alone.
+        beta_slow: Rotations within that length below which frequencies are divided in full.
+        mscale: Coefficient of the logarithm in the factor on rotated channels.
+        mscale_all_dim: Coefficient of the logarithm in the factor on the attention's scores.
 
     Raises:
         UnsupportedModelError: Unknown family.
@@ -80,12 +102,35 @@ class ModelShape:
     moe_ffn_hidden_size: int | None = None
     moe_router_topk: int | None = None
     moe_router_pre_softmax: bool = False
+    num_dense_layers: int = 0
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    mtp_num_layers: int = 0
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_type: str = "rope"
+    rotary_scaling_factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise UnsupportedModelError(unknown_family(self.family, "this ModelShape"))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value == 0 and field.name in ("num_dense_layers", "mtp_num_layers", "mscale", "mscale_all_dim"):
+                continue
             if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
                 raise HfConfigError(f"{field.name} {value} must be positive and finite; correct the model's config")
         if self.num_attention_heads % self.num_query_groups:
@@ -142,8 +187,27 @@ class ModelShape:
             "group_query_attention": self.num_query_groups < self.num_attention_heads,
         }
         if self.num_experts is not None:
-            names += " num_experts moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax"
+            names += (
+                " num_experts moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax moe_router_score_function "
+                "moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups "
+                "moe_router_group_topk moe_shared_expert_intermediate_size moe_layer_freq mtp_num_layers"
+            )
+        if self.multi_latent_attention:
+            names += (
+                " multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+                "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
+            )
         return {name: getattr(self, name) for name in names.split()} | fixed
+
+    @property
+    def moe_layer_freq(self) -> int | list[int]:
+        """Megatron's way to say which layers have experts: 1 for all, or a 0 or 1 for each."""
+        dense = self.num_dense_layers
+        return [0] * dense + [1] * (self.num_layers - dense) if dense else 1
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a router and experts. Prediction modules count as further layers."""
+        return self.num_experts is not None and layer >= self.num_dense_layers
 
     def padded_vocab_size(self, tensor_parallel: int, divisible_by: int = 128) -> int:
         """Rows of the embedding in Megatron: the vocabulary rounded up to ``divisible_by`` × ``tensor_parallel``."""

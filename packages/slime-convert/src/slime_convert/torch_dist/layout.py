@@ -23,12 +23,19 @@ FORMAT_RECORD = {
 }
 
 _LAYER = re.compile(r"^(?P<stack>decoder\.layers\.)(?P<layer>\d+)\.(?P<weight>.+)$")
+# The layer inside a multi-token-prediction module is never stacked with others.
+_MTP_LAYER = re.compile(r"^(?P<prefix>mtp\.layers\.\d+\.transformer_layer\.)(?P<weight>.+)$")
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<weight>.+)$")
 # On disk a norm before a linear layer has the name that Transformer Engine's fused layer gives it,
 # so that checkpoints of both kinds of model are the same (`sharded_state_dict_keys_map` in megatron-core).
 _FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+# The same for latent attention, where local layers keep their own names on disk.
+_FUSED_LATENT_NORMS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 
 
@@ -58,33 +65,47 @@ def places(name: str) -> list[Place]:
     Args:
         name: Of megatron-core's ``GPTModel`` with local layers.
     """
+    if match := _LAYER.match(name):
+        stack, layer = match["stack"], int(match["layer"])
+        found = [(f"{stack}", layer), (f"{stack}{layer}.", None)]
+        return [place for prefix, index in found for place in _places_in_layer(prefix, index, match["weight"])]
+    if match := _MTP_LAYER.match(name):
+        return _places_in_layer(match["prefix"], None, match["weight"])
+    return [Place((name,), None)]
+
+
+def stacked(name: str) -> tuple[str, int | None]:
+    """The key under which a weight of equal layers is stacked, and its layer; of any other weight the name alone."""
     match = _LAYER.match(name)
-    if match is None:
-        return [Place((name,), None)]
-    stack, layer, weight = match["stack"], int(match["layer"]), match["weight"]
-    if expert := _EXPERT.match(weight):
-        return _expert_places(stack, layer, int(expert["expert"]), expert["weight"])
+    return (match["stack"] + match["weight"], int(match["layer"])) if match else (name, None)
+
+
+def _places_in_layer(prefix: str, layer: int | None, weight: str) -> list[Place]:
+    """Where a layer's weight may lie: stacked with other layers' (``layer`` is then its index), or alone.
+
+    Sequential and grouped experts share a key with an axis of experts, or each expert has keys of its own. Where
+    nothing is stacked, an MLP's gate and up projections may lie apart.
+    """
+    if match := _EXPERT.match(weight):
+        number, weight = int(match["expert"]), match["weight"]
+        found = [Place((f"{prefix}mlp.experts.experts.{weight}",), layer, number)]
+        key = f"{prefix}mlp.experts.experts.{number}.{weight}"
+        found += [Place((key,), None)] if layer is None else []
+    else:
+        key = prefix + weight
+        found = [Place((prefix + spelling,), layer) for spelling in _spellings(weight)]
+    return found + ([_apart(key)] if layer is None and weight.endswith("linear_fc1.weight") else [])
+
+
+def _spellings(weight: str) -> list[str]:
     spellings = [weight]
     for norm, fused in _FUSED_NORMS.items():
         if weight.startswith(norm):
             spellings.insert(0, fused + weight.removeprefix(norm))
-    stacked = [Place((stack + spelling,), layer) for spelling in spellings]
-    single = [Place((f"{stack}{layer}.{spelling}",), None) for spelling in spellings]
-    if weight == "mlp.linear_fc1.weight":
-        # Models with unequal layers may keep the MLP's gate and up projections apart.
-        single.append(_apart(f"{stack}{layer}.{weight}"))
-    return stacked + single
-
-
-def _expert_places(stack: str, layer: int, expert: int, weight: str) -> list[Place]:
-    """Sequential and grouped experts share a key with an axis of experts, or each expert has keys of its own."""
-    single = f"{stack}{layer}.mlp.experts.experts.{expert}.{weight}"
-    return [
-        Place((f"{stack}mlp.experts.experts.{weight}",), layer, expert),
-        Place((f"{stack}{layer}.mlp.experts.experts.{weight}",), None, expert),
-        Place((single,), None),
-        *([_apart(single)] if weight == "linear_fc1.weight" else []),
-    ]
+    for norm, fused in _FUSED_LATENT_NORMS.items():
+        if weight.startswith(norm):
+            spellings.append(fused + weight.removeprefix(norm))
+    return spellings
 
 
 def _apart(key: str) -> Place:

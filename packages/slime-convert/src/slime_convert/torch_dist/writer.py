@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from slime_convert.errors import CheckpointError
 from slime_convert.progress import OnProgress, no_progress
-from slime_convert.torch_dist.layout import COMMON, FORMAT, FORMAT_RECORD, RELEASE, TRACKER, places
+from slime_convert.torch_dist.layout import COMMON, FORMAT, FORMAT_RECORD, RELEASE, TRACKER, places, stacked
 
 CHECKPOINT_VERSION = 3.0
 """Megatron's version of the checkpoint's content: query, key and value are interleaved by group."""
@@ -57,6 +57,8 @@ def write_release(
     weights: Sequence[WeightSource],
     args: Mapping[str, Any],
     on_progress: OnProgress = no_progress,
+    *,
+    stack_layers: bool = True,
 ) -> None:
     """Write a checkpoint of weights without optimizer, Megatron's ``release``, into an existing empty directory.
 
@@ -67,6 +69,7 @@ def write_release(
         weights: The model's weights, every layer of each kind.
         args: Plain values by Megatron's argument names, recorded in ``common.pt``.
         on_progress: Called after each weight.
+        stack_layers: Whether the layers are equal. Otherwise each has keys of its own.
 
     Raises:
         CheckpointError: Layers of one kind are missing or differ in shape.
@@ -74,7 +77,7 @@ def write_release(
     root = Path(directory)
     release = root / RELEASE
     release.mkdir()
-    _write_tensors(release, _StreamingPlanner(_items(weights), on_progress))
+    _write_tensors(release, _StreamingPlanner(_items(weights, stack_layers), on_progress))
     common = {"args": dict(args), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
     buffer = io.BytesIO()  # torch's own file writer reports a full disk as a RuntimeError
     torch.save(common, buffer)
@@ -107,16 +110,21 @@ class _Item:
     source: WeightSource | None
 
 
-def _items(weights: Iterable[WeightSource]) -> list[_Item]:
+def _items(weights: Iterable[WeightSource], stack_layers: bool) -> list[_Item]:
     stacks: dict[str, dict[tuple[int, ...], WeightSource]] = defaultdict(dict)
     for weight in weights:
-        for name in weight.stored_as or (weight.name,):
-            place = places(name)[0]
-            index = tuple(number for number in (place.layer, weight.expert) if number is not None)
-            stacks[place.keys[0]][index] = weight
+        for name in weight.stored_as or (_stored_name(weight.name),):
+            key, layer = stacked(name) if stack_layers else (name, None)
+            index = tuple(number for number in (layer, weight.expert) if number is not None)
+            stacks[key][index] = weight
     leading = {key: _leading_axes(key, stack) for key, stack in stacks.items()}
     items = [item for key, stack in stacks.items() for item in _stack_items(key, stack, leading[key])]
     return items + _extra_states({key.rpartition(".")[0]: axes for key, axes in leading.items()})
+
+
+def _stored_name(name: str) -> str:
+    """Where megatron-core puts a weight, with the layer's number."""
+    return next(place.keys[0] for place in places(name) if place.layer is None)
 
 
 def _leading_axes(key: str, stack: Mapping[tuple[int, ...], WeightSource]) -> tuple[int, ...]:
@@ -160,7 +168,7 @@ def _extra_states(modules: Mapping[str, tuple[int, ...]]) -> list[_Item]:
     Args:
         modules: Lengths of the axes of layers and experts by module.
     """
-    asked = {module: axes for module, axes in modules.items() if module.startswith("decoder.")}
+    asked = {module: axes for module, axes in modules.items() if module.startswith(("decoder.", "mtp."))}
     for module, axes in list(asked.items()):
         stem, attention, _ = module.partition(".self_attention")
         if attention:

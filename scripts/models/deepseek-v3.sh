@@ -1,0 +1,40 @@
+# Shape flags of DeepSeek-V3, DeepSeek-V3-0324, DeepSeek-V3.1, DeepSeek-R1 and DeepSeek-R1-0528. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 61
+    --hidden-size 7168
+    --ffn-hidden-size 18432
+    --num-attention-heads 128
+    --vocab-size 129280
+    --max-position-embeddings 163840
+    --use-rotary-position-embeddings
+    --rotary-base 10000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+    --num-experts 256
+    --moe-ffn-hidden-size 2048
+    --moe-router-topk 8
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-topk-scaling-factor 2.5
+    --moe-router-num-groups 8
+    --moe-router-group-topk 4
+    --moe-shared-expert-intermediate-size 2048
+    --moe-layer-freq "([0]*3+[1]*58)"
+    --mtp-num-layers 1
+    --multi-latent-attention
+    --q-lora-rank 1536
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --rope-type yarn
+    --rotary-scaling-factor 40
+    --original-max-position-embeddings 4096
+    --mscale 1
+    --mscale-all-dim 1
+)

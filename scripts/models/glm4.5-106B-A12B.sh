@@ -1,0 +1,32 @@
+# Shape flags of GLM-4.5-Air and GLM-4.5-Air-Base. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 46
+    --hidden-size 4096
+    --ffn-hidden-size 10944
+    --num-attention-heads 96
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --vocab-size 151552
+    --max-position-embeddings 131072
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --rotary-percent 0.5
+    --normalization RMSNorm
+    --norm-epsilon 1e-05
+    --disable-bias-linear
+    --add-qkv-bias
+    --untie-embeddings-and-output-weights
+    --num-experts 128
+    --moe-ffn-hidden-size 1408
+    --moe-router-topk 8
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-num-groups 1
+    --moe-router-group-topk 1
+    --moe-shared-expert-intermediate-size 1408
+    --moe-layer-freq "([0]*1+[1]*45)"
+    --mtp-num-layers 1
+)

@@ -1,0 +1,34 @@
+# Shape flags of GLM-4.5, GLM-4.5-Base, GLM-4.6 and GLM-4.7. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 92
+    --hidden-size 5120
+    --ffn-hidden-size 12288
+    --num-attention-heads 96
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --vocab-size 151552
+    --max-position-embeddings 131072
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --rotary-percent 0.5
+    --normalization RMSNorm
+    --norm-epsilon 1e-05
+    --disable-bias-linear
+    --add-qkv-bias
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+    --num-experts 160
+    --moe-ffn-hidden-size 1536
+    --moe-router-topk 8
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-topk-scaling-factor 2.5
+    --moe-router-num-groups 1
+    --moe-router-group-topk 1
+    --moe-shared-expert-intermediate-size 1536
+    --moe-layer-freq "([0]*3+[1]*89)"
+    --mtp-num-layers 1
+)

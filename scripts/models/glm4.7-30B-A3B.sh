@@ -1,0 +1,36 @@
+# Shape flags of GLM-4.7-Flash. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 47
+    --hidden-size 2048
+    --ffn-hidden-size 10240
+    --num-attention-heads 20
+    --vocab-size 154880
+    --max-position-embeddings 202752
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --normalization RMSNorm
+    --norm-epsilon 1e-05
+    --disable-bias-linear
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+    --num-experts 64
+    --moe-ffn-hidden-size 1536
+    --moe-router-topk 4
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-topk-scaling-factor 1.8
+    --moe-router-num-groups 1
+    --moe-router-group-topk 1
+    --moe-shared-expert-intermediate-size 1536
+    --moe-layer-freq "([0]*1+[1]*46)"
+    --mtp-num-layers 1
+    --multi-latent-attention
+    --q-lora-rank 768
+    --kv-lora-rank 512
+    --qk-head-dim 192
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 256
+    --rope-type rope
+)

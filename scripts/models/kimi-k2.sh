@@ -1,0 +1,40 @@
+# Shape flags of Kimi-K2-Base and Kimi-K2-Instruct. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 61
+    --hidden-size 7168
+    --ffn-hidden-size 18432
+    --num-attention-heads 64
+    --vocab-size 163840
+    --max-position-embeddings 131072
+    --use-rotary-position-embeddings
+    --rotary-base 50000
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --disable-bias-linear
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+    --num-experts 384
+    --moe-ffn-hidden-size 2048
+    --moe-router-topk 8
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-topk-scaling-factor 2.827
+    --moe-router-num-groups 1
+    --moe-router-group-topk 1
+    --moe-shared-expert-intermediate-size 2048
+    --moe-layer-freq "([0]*1+[1]*60)"
+    --multi-latent-attention
+    --q-lora-rank 1536
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --rope-type yarn
+    --rotary-scaling-factor 32
+    --original-max-position-embeddings 4096
+    --beta-fast 1
+    --mscale 1
+    --mscale-all-dim 1
+)

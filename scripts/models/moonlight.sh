@@ -1,0 +1,34 @@
+# Shape flags of Moonlight-16B-A3B and Moonlight-16B-A3B-Instruct. Source it, then pass "${MODEL_ARGS[@]}".
+MODEL_ARGS=(
+    --swiglu
+    --num-layers 27
+    --hidden-size 2048
+    --ffn-hidden-size 11264
+    --num-attention-heads 16
+    --vocab-size 163840
+    --max-position-embeddings 8192
+    --use-rotary-position-embeddings
+    --rotary-base 50000
+    --normalization RMSNorm
+    --norm-epsilon 1e-05
+    --disable-bias-linear
+    --qk-layernorm
+    --untie-embeddings-and-output-weights
+    --num-experts 64
+    --moe-ffn-hidden-size 1408
+    --moe-router-topk 6
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-topk-scaling-factor 2.446
+    --moe-router-num-groups 1
+    --moe-router-group-topk 1
+    --moe-shared-expert-intermediate-size 2816
+    --moe-layer-freq "([0]*1+[1]*26)"
+    --multi-latent-attention
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --rope-type rope
+)
