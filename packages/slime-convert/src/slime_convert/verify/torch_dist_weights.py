@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ class TorchDistWeights:
         for name in weight_map.megatron_names():
             held = [place for place in places(name) if self._holds(place)]
             # One weight may be stored under several keys, for several kinds of model.
-            taken |= {(key, _index(place)) for place in held for key in place.keys}
+            taken |= {(key, place.index) for place in held for key in place.keys}
             if held:
                 found[name] = self._info(name, held[0])
         return found | self._left_over(taken)
@@ -65,14 +64,14 @@ class TorchDistWeights:
             return False
         shapes = [self._stored[key].shape for key in place.keys]
         return all(
-            len(shape) >= len(_index(place))
-            and all(number < length for number, length in zip(_index(place), shape, strict=False))
+            len(shape) >= len(place.index)
+            and all(number < length for number, length in zip(place.index, shape, strict=False))
             for shape in shapes
         )
 
     def _info(self, name: str, place: Place) -> TensorInfo:
         infos = [self._stored[key] for key in place.keys]
-        shape = infos[0].shape[len(_index(place)) :]
+        shape = infos[0].shape[len(place.index) :]
         if len(infos) > 1:
             shape = (sum(info.shape[0] for info in infos), *shape[1:])
         return tensor_info(name, infos[0].dtype, shape)
@@ -93,8 +92,3 @@ class TorchDistWeights:
             for key, info in stored.items()
             for name, shape in layers_under(key, info.shape)
         }
-
-
-def _index(place: Place) -> tuple[int, ...]:
-    """Indices on the leading axes that a place's tensors have: each field of it after the keys, unless ``None``."""
-    return tuple(number for number in dataclasses.astuple(place)[1:] if number is not None)
