@@ -69,7 +69,7 @@ class LegacyReader:
         Raises:
             CheckpointError: The checkpoint has no such weight.
         """
-        tried = [place for place in places(name) if place.layer is None]
+        tried = [Place((name,), None), *(place for place in places(name) if not place.index)]
         for place in tried:
             if all(key in self._weights for key in place.keys):
                 return place
