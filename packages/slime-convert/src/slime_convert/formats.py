@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slime_convert.checkpoint import Contents, Format, Weights
 from slime_convert.errors import CheckpointError
+from slime_convert.safetensors_files import INDEX
 
 
 def _is_torch_dist(path: Path) -> bool:
@@ -30,9 +31,7 @@ def _open_torch_dist(path: Path) -> Iterator[Weights]:
 
 
 def _is_hf(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("config.json", "model.safetensors.index.json")) or any(
-        path.glob("*.safetensors")
-    )
+    return any((path / name).is_file() for name in ("config.json", INDEX)) or any(path.glob("*.safetensors"))
 
 
 def _inspect_hf(path: Path) -> Contents:

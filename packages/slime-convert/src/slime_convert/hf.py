@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_convert.errors import HfConfigError, WeightError
+from slime_convert.safetensors_files import INDEX
 from slime_convert.shards import DEFAULT_SHARD_BYTES as DEFAULT_SHARD_BYTES
-from slime_convert.shards import INDEX, SAFETENSORS_DTYPES, TensorSpec
+from slime_convert.shards import SAFETENSORS_DTYPES, TensorSpec
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
 _MAPPED_BYTES = 2**30

@@ -18,7 +18,7 @@ from slime_convert.errors import HfConfigError
 
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-_TORCH_NAMES = {
+TORCH_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -37,6 +37,7 @@ _TORCH_NAMES = {
     "F64": "float64",
     "C64": "complex64",
 }
+"""Torch's names of the element types that the safetensors format has."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, start: int, name: str, item: Any) -> Entry:
     shape = tuple(item["shape"])
     first, end = item["data_offsets"]
-    dtype = _TORCH_NAMES.get(item["dtype"], str(item["dtype"]))
+    dtype = TORCH_NAMES.get(item["dtype"], str(item["dtype"]))
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, end - first)):
         raise ValueError(f"{name} has shape {shape} and offsets {first} to {end}")
     if dtype in ITEM_BYTES and math.prod(shape) * ITEM_BYTES[dtype] != end - first:

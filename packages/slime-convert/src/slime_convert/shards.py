@@ -16,23 +16,12 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
+from slime_convert.safetensors_files import INDEX, TORCH_NAMES
+
 DEFAULT_SHARD_BYTES = 5 * 2**30
-SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The names that the safetensors format has for element types."""
+_KNOWN = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {kind: getattr(torch, TORCH_NAMES[kind]) for kind in _KNOWN}
+"""Element types that are read and written as tensors, by the names that the safetensors format has for them."""
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
