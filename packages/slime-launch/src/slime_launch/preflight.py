@@ -46,10 +46,10 @@ def preflight(settings: Settings) -> Checked:
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
     check_settings(settings)
+    check_algorithm(settings.algorithm)
     check_hf_directory(Path(settings.rollout.hf_checkpoint))
     shape = check_shape(settings)
     settings.megatron.check_fits(shape)
-    check_algorithm(settings.algorithm)
     check_prompt_data(settings.rollout)
     manifest = find_run(settings)
     weights = start_weights(settings, manifest)
