@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor
 
 from slime_convert.errors import CheckpointError, ShapeMismatchError, WeightError
-from slime_convert.hf import DEFAULT_SHARD_BYTES, HfReader, copy_model_files, write_weights
+from slime_convert.hf import HfReader, copy_model_files
 from slime_convert.mapping import WeightMap
 from slime_convert.output import new_directory
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import ModelShape, check_flags
+from slime_convert.shard_file import TensorSpec
+from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
 from slime_convert.torch_dist import TorchDistReader, WeightSource, write_release
 from slime_convert.torch_dist.layout import TRACKER, Place, places
 
@@ -175,16 +176,16 @@ def write_hf(
         names = _present(reader, names)
     _refuse_unused(reader, weight_map, names)
     dtype = reader.dtype(names[0])
-    weights = _hf_weights(reader, weight_map, names, on_progress)
+    steps = [_hf_step(name, weight_map, reader) for name in names]
     copied: list[str] = []
     with ExitStack() as stack:
         if add_missing:
             original = stack.enter_context(HfReader(origin))
             copied = _not_in_checkpoint(original, weight_map, names)
-            weights = chain(((name, original.load(name)) for name in copied), weights)
+            steps = [_copy_step(name, original) for name in copied] + steps
         keep = frozenset({origin, source})
         directory = stack.enter_context(new_directory(output_dir, force=force, keep=keep, marker="config.json"))
-        write_weights(directory, weights, max_shard_bytes)
+        write_shards(directory, steps, max_shard_bytes, on_progress)
         copy_model_files(origin, directory, dtype)
     return copied
 
@@ -317,12 +318,16 @@ def _refuse_unused(reader: MegatronReader, weight_map: WeightMap, names: Iterabl
         )
 
 
-def _hf_weights(
-    reader: MegatronReader, weight_map: WeightMap, names: Sequence[str], on_progress: OnProgress
-) -> Iterator[tuple[str, Tensor]]:
-    sizes = [torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names]
-    done = 0
-    for name, size in zip(names, sizes, strict=True):
-        yield from weight_map.to_hf(name, reader.load(name))
-        done += size
-        on_progress(done, sum(sizes))
+def _hf_step(name: str, weight_map: WeightMap, reader: MegatronReader) -> Step:
+    """The Hugging Face weights inside one Megatron weight."""
+    # A tensor without elements is cut as the weight will be.
+    outline = torch.empty(reader.shape(name), dtype=reader.dtype(name), device="meta")
+    parts = weight_map.to_hf(name, outline)
+    return Step(
+        tuple(TensorSpec(part, tensor.dtype, tuple(tensor.shape)) for part, tensor in parts),
+        lambda: [tensor for _, tensor in weight_map.to_hf(name, reader.load(name))],
+    )
+
+
+def _copy_step(name: str, origin: HfReader) -> Step:
+    return Step((origin.spec(name),), lambda: [origin.load(name)])

@@ -1,25 +1,23 @@
-"""Hugging Face model directories: weights read lazily, written in shards, and the other files copied."""
+"""Hugging Face model directories: weights read lazily, and the other files copied."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_convert.errors import HfConfigError, WeightError
-from slime_convert.safetensors_files import INDEX
-from slime_convert.shards import DEFAULT_SHARD_BYTES as DEFAULT_SHARD_BYTES
-from slime_convert.shards import SAFETENSORS_DTYPES, TensorSpec
+from slime_convert.safetensors_files import INDEX, TORCH_NAMES, Entry, read_header
+from slime_convert.shard_file import SAFETENSORS_DTYPES, TensorSpec
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
+_KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 _MAPPED_BYTES = 2**30
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -36,15 +34,12 @@ class HfReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._places: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
+        self._entries: dict[str, Entry] = {}
         self._path: Path | None = None  # the file that is open
         self._file: Any = None
         self._read_bytes = 0
         for path in self._paths():
-            file = self._open(path)
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                part = file.get_slice(name)
-                self._places[name] = (path, part.get_dtype(), tuple(part.get_shape()))
+            self._entries |= read_header(path)
 
     def __enter__(self) -> HfReader:
         return self
@@ -57,26 +52,28 @@ class HfReader:
     @property
     def names(self) -> set[str]:
         """Names of all weights."""
-        return set(self._places)
+        return set(self._entries)
 
     @property
     def names_in_order(self) -> list[str]:
         """Names of all weights, file by file: read in this order, each file is opened once."""
-        return list(self._places)
+        return list(self._entries)
 
     def load(self, name: str) -> Tensor:
         """One weight.
 
         Raises:
             WeightError: There is none of this name.
-            HfConfigError: Its file cannot be read any more.
+            HfConfigError: Its file cannot be read any more, or its checksum, if the file has one, is wrong.
         """
-        path, _, _ = self._place(name)
+        entry = self._entry(name)
         # A file is mapped into memory, and what was read of it counts as this process's until it is closed.
-        if path != self._path or self._read_bytes > _MAPPED_BYTES:
-            self._open(path)
+        if entry.path != self._path or self._read_bytes > _MAPPED_BYTES:
+            self._open(entry.path)
         tensor: Tensor = self._file.get_tensor(name)
         self._read_bytes += tensor.nbytes
+        if entry.checksum is not None:
+            entry.check(name, tensor.reshape(-1).view(torch.uint8).numpy().data)
         return tensor
 
     def spec(self, name: str) -> TensorSpec:
@@ -85,13 +82,14 @@ class HfReader:
         Raises:
             WeightError: There is no weight of this name, or its type is unknown.
         """
-        _, kind, shape = self._place(name)
+        entry = self._entry(name)
+        kind = _KINDS.get(entry.dtype, entry.dtype)
         if kind not in SAFETENSORS_DTYPES:
             raise WeightError(
                 f"{name} of {self.directory} has type {kind}; allowed: {', '.join(SAFETENSORS_DTYPES)}; "
                 "convert an unquantized model"
             )
-        return TensorSpec(name, SAFETENSORS_DTYPES[kind], shape)
+        return TensorSpec(name, SAFETENSORS_DTYPES[kind], entry.shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The element type of one weight, without reading it.
@@ -99,7 +97,8 @@ class HfReader:
         Raises:
             WeightError: There is no weight of this name, or its type is no plain floating point.
         """
-        kind = self._place(name)[1]
+        dtype = self._entry(name).dtype
+        kind = _KINDS.get(dtype, dtype)
         if kind not in _PLAIN:
             raise WeightError(
                 f"{name} of {self.directory} has type {kind}; allowed: {', '.join(_PLAIN)}; "
@@ -107,9 +106,9 @@ class HfReader:
             )
         return SAFETENSORS_DTYPES[kind]
 
-    def _place(self, name: str) -> tuple[Path, str, tuple[int, ...]]:
+    def _entry(self, name: str) -> Entry:
         try:
-            return self._places[name]
+            return self._entries[name]
         except KeyError:
             raise WeightError(
                 f"{self.directory} has no weight {name}, which its config.json asks for; fetch the model again"
@@ -145,51 +144,6 @@ class HfReader:
         return found
 
 
-def write_weights(
-    directory: Path, weights: Iterable[tuple[str, Tensor]], max_shard_bytes: int = DEFAULT_SHARD_BYTES
-) -> None:
-    """Write weights as ``model.safetensors``, or as numbered shards with an index.
-
-    Args:
-        directory: Where the files go.
-        weights: Names and tensors; one shard of them is held in memory.
-        max_shard_bytes: Largest shard, in bytes; a single larger tensor makes a shard of its own.
-    """
-    shards: list[tuple[Path, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    pending_bytes = total = 0
-
-    def flush() -> None:
-        path = directory / f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(pending, path, metadata={"format": "pt"})
-        shards.append((path, list(pending)))
-        pending.clear()
-
-    for name, tensor in weights:
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-            pending_bytes = 0
-        # Parts of one Megatron weight are views of it; safetensors wants memory of their own.
-        pending[name] = tensor.clone(memory_format=torch.contiguous_format)
-        pending_bytes += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    _name_shards(directory, shards, total)
-
-
-def _name_shards(directory: Path, shards: list[tuple[Path, list[str]]], total: int) -> None:
-    if len(shards) == 1:
-        shards[0][0].rename(directory / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, (path, names) in enumerate(shards, start=1):
-        final = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        path.rename(final)
-        weight_map |= dict.fromkeys(names, final.name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
-
-
 def copy_model_files(origin: Path, directory: Path, dtype: torch.dtype) -> None:
     """Copy config, tokenizer and chat template; everything at the top but weights.
 
@@ -204,7 +158,7 @@ def copy_model_files(origin: Path, directory: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(path, directory / path.name)
     templates = origin / "additional_chat_templates"
     if templates.is_dir():
-        shutil.copytree(templates, directory / templates.name)
+        shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     name = str(dtype).removeprefix("torch.")

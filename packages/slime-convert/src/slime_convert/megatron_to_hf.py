@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.convert import MegatronReader, checked_weight_map, write_hf
-from slime_convert.hf import DEFAULT_SHARD_BYTES
 from slime_convert.legacy import LegacyReader
 from slime_convert.mapping import WeightMap
 from slime_convert.megatron_format import LEGACY, find_megatron_checkpoint
 from slime_convert.progress import OnProgress, no_progress
+from slime_convert.shards import DEFAULT_SHARD_BYTES
 from slime_convert.torch_dist import TorchDistReader
 
 

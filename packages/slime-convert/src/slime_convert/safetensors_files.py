@@ -1,15 +1,20 @@
 """Headers of safetensors files and the shards of a Hugging Face directory, checked for completeness. No torch here.
 
 The format: 8 bytes of length (little endian), that many bytes of JSON, then the tensors; the JSON gives type, shape and
-offsets, counted from the JSON's end, of each (safetensors documentation, "Format").
+offsets, counted from the JSON's end, of each (safetensors documentation, "Format"). Its ``__metadata__`` holds any
+texts; files that are written here have there ``crc32``: the CRC-32 of each tensor's bytes in the order in which they
+lie, as 8 hexadecimal digits, or 8 blanks for a tensor that is not written yet.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,9 @@ from slime_convert.checkpoint import ITEM_BYTES
 from slime_convert.errors import HfConfigError
 
 INDEX = "model.safetensors.index.json"
+CHECKSUMS = "crc32"
+CHECKSUM_DIGITS = 8
+BLANK = " " * CHECKSUM_DIGITS
 _MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 TORCH_NAMES = {
     "BOOL": "bool",
@@ -50,6 +58,7 @@ class Entry:
         dtype: Torch's name of the element type.
         shape: Its shape.
         nbytes: Bytes of its elements.
+        checksum: CRC-32 of these bytes, if the file has it.
     """
 
     path: Path
@@ -57,6 +66,18 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    checksum: int | None = None
+
+    def check(self, name: str, data: memoryview) -> None:
+        """Compare the tensor's bytes with its checksum, if it has one.
+
+        Raises:
+            HfConfigError: They are not those that were written.
+        """
+        if self.checksum is not None and zlib.crc32(data) != self.checksum:
+            raise HfConfigError(
+                f"{self.path} is damaged: the checksum of {name} is wrong; convert or fetch the model again"
+            )
 
 
 def read_directory(directory: str | Path) -> dict[str, Entry]:
@@ -109,7 +130,24 @@ def read_header(path: Path) -> dict[str, Entry]:
     needed = max((entry.offset + entry.nbytes for entry in entries.values()), default=start)
     if size < needed:
         raise HfConfigError(f"{path} is cut off: it has {size} of {needed} bytes; fetch the model again")
-    return dict(sorted(entries.items(), key=lambda item: item[1].offset))
+    ordered = dict(sorted(entries.items(), key=lambda item: item[1].offset))
+    return _with_checksums(path, ordered, header.get("__metadata__"))
+
+
+def _with_checksums(path: Path, entries: Mapping[str, Entry], metadata: Any) -> dict[str, Entry]:
+    """The entries of a file, given in the order in which they lie there, with the checksums of its metadata."""
+    found = metadata.get(CHECKSUMS) if isinstance(metadata, dict) else None
+    if not isinstance(found, str) or not re.fullmatch(rf"([0-9a-f]{{8}}|{BLANK}){{{len(entries)}}}", found):
+        return dict(entries)  # another program's
+    texts = [found[first : first + CHECKSUM_DIGITS] for first in range(0, len(found), CHECKSUM_DIGITS)]
+    if BLANK in texts:
+        raise HfConfigError(
+            f"{path} is unfinished: {texts.count(BLANK)} of its {len(texts)} weights are not written; "
+            "run the conversion that was interrupted again"
+        )
+    return {
+        name: replace(entry, checksum=int(text, 16)) for (name, entry), text in zip(entries.items(), texts, strict=True)
+    }
 
 
 def _entry(path: Path, start: int, name: str, item: Any) -> Entry:

@@ -1,76 +1,97 @@
-"""Safetensors files written tensor by tensor: one tensor is held in memory, however large a file grows.
-
-The safetensors library writes a file from tensors that are all in memory. Here the header is written first, from the
-types and shapes alone, and each tensor goes to its place when it is ready.
-"""
+"""The weights of a Hugging Face directory, written one by one to safetensors files and continued where they end."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-import torch
 from torch import Tensor
 
-from slime_convert.safetensors_files import INDEX, TORCH_NAMES
+from slime_convert.progress import OnProgress, no_progress
+from slime_convert.safetensors_files import INDEX
+from slime_convert.shard_file import ShardFile, TensorSpec
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
-_KNOWN = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
-SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {kind: getattr(torch, TORCH_NAMES[kind]) for kind in _KNOWN}
-"""Element types that are read and written as tensors, by the names that the safetensors format has for them."""
-_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """Everything about a tensor but its values.
+class Step:
+    """Tensors that are made together, when their turn comes.
 
     Attributes:
-        name: Its name in the checkpoint.
-        dtype: Element type.
-        shape: Sizes of its axes.
+        specs: What will come.
+        make: Makes the tensors of ``specs``, in the same order.
     """
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    specs: tuple[TensorSpec, ...]
+    make: Callable[[], Iterable[Tensor]]
 
 
 def write_shards(
-    directory: Path, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    directory: Path,
+    steps: Sequence[Step],
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    on_progress: OnProgress = no_progress,
 ) -> None:
     """Write weights as ``model.safetensors``, or as numbered shards with an index.
 
+    Files of the same specs that an earlier call left unfinished are continued: a tensor whose checksum is right stays,
+    and a step of which every tensor stays is not taken.
+
     Args:
         directory: Where the files go.
-        specs: What will come, in the order of the shards.
-        tensors: The tensors of ``specs``, in the same order. Each is asked for when the one before is written.
+        steps: The weights, in the order of the shards. Each step is taken when the one before is written.
         max_shard_bytes: Largest shard, in bytes of tensors; a single larger tensor makes a shard of its own.
+        on_progress: Told the bytes that stay, then those that are written after each step.
 
     Raises:
-        ValueError: A tensor is not as its spec says, or there are more than specs.
+        ValueError: A tensor is not as its spec says, or a step makes more or fewer than its specs.
+        OSError: The disk is full, or cannot be written.
     """
-    shards = _split(specs, max_shard_bytes)
-    coming = iter(tensors)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
-        with (directory / name).open("wb") as file:
-            _write_file(file, shard, coming)
-    if next(coming, None) is not None:  # what makes them may have something to do after the last
-        raise ValueError(f"there are more tensors than the {len(specs)} that were announced")
-    if len(shards) > 1:
-        weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
-        index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": weight_map}
+    specs = [spec for step in steps for spec in step.specs]
+    files = _files(directory, _split(specs, max_shard_bytes))
+    file_of = {name: file for file in files for name in file.names}
+    finished = {name for file in files for name in file.begin()}
+    total = sum(spec.nbytes for spec in specs)
+    done = sum(spec.nbytes for spec in specs if spec.name in finished)
+    on_progress(done, total)
+    with ExitStack() as open_file:
+        for step in steps:
+            missing = {spec.name: spec.nbytes for spec in step.specs if spec.name not in finished}
+            if missing:
+                _take(step, {name: file_of[name] for name in missing}, open_file)
+                done += sum(missing.values())
+                on_progress(done, total)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file.path.name for name, file in file_of.items()},
+        }
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _files(directory: Path, shards: Sequence[Sequence[TensorSpec]]) -> list[ShardFile]:
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    return [ShardFile(directory / name, shard) for name, shard in zip(names, shards, strict=True)]
+
+
+def _take(step: Step, file_of: dict[str, ShardFile], open_file: ExitStack) -> None:
+    """Make the tensors of a step, and write those that have a file here. One file at a time is open."""
+    for spec, tensor in zip(step.specs, step.make(), strict=True):
+        if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+            raise ValueError(f"{spec.name} must be {spec}, not {tensor.dtype} {tuple(tensor.shape)}")
+        file = file_of.get(spec.name)
+        if file is not None:
+            if not file.is_open:
+                open_file.close()
+                open_file.enter_context(file)
+            file.write(spec, tensor)
+        del tensor  # before the next is made
 
 
 def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
@@ -83,27 +104,3 @@ def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[Tenso
         shards[-1].append(spec)
         room -= spec.nbytes
     return shards
-
-
-def _write_file(file: BinaryIO, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> None:
-    # Larger elements first, as the library does it: then every tensor lies where its type may be read from memory.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places: dict[str, int] = {}
-    end = 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-        places[spec.name], end = end, end + spec.nbytes
-        header[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [places[spec.name], end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for spec in specs:
-        tensor = next(tensors)
-        if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-            raise ValueError(f"{spec.name} must be {spec}, not {tensor.dtype} {tuple(tensor.shape)}")
-        file.seek(8 + len(text) + places[spec.name])
-        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        del tensor  # before the next is made

@@ -6,8 +6,7 @@ Weights are read and written one by one, so that a model of any size passes thro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +28,10 @@ from slime_convert.quantize.formats import (
 from slime_convert.quantize.fp8 import BLOCK, blocks_of, quantize_fp8
 from slime_convert.quantize.int4 import GROUP_SIZES, quantize_int4
 from slime_convert.quantize.reader import Fp8Reader, Int4Reader, open_unquantized
-from slime_convert.shards import DEFAULT_SHARD_BYTES, TensorSpec, write_shards
+from slime_convert.shard_file import TensorSpec
+from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One weight that is read, and the tensors that are written for it.
-
-    Attributes:
-        source: The weight.
-        outputs: The tensors.
-        convert: Makes them of it.
-    """
-
-    source: TensorSpec
-    outputs: tuple[TensorSpec, ...]
-    convert: Callable[[Tensor], Sequence[Tensor]]
 
 
 def hf_to_fp8(
@@ -73,7 +58,9 @@ def hf_to_fp8(
         specs = {name: reader.spec(name) for name in reader.names_in_order}
         shapes = {name: spec.shape for name, spec in specs.items()}
         chosen = set(projections(shapes))
-        steps = [_fp8_step(spec) if name in chosen else _copy_step(spec) for name, spec in specs.items()]
+        steps = [
+            _fp8_step(reader, spec) if name in chosen else _copy_step(reader, spec) for name, spec in specs.items()
+        ]
         config = Fp8Format(BLOCK).to_config(left_alone(shapes, chosen))
         dtype = specs[min(chosen)].dtype
         _write(reader, steps, save, dtype, config, force, max_shard_bytes, on_progress)
@@ -114,7 +101,10 @@ def hf_to_int4(
         names = projections(shapes)
         rules = default_ignore(names) if ignore is None else tuple(ignore)
         chosen = set(not_ignored(names, rules))
-        steps = [_int4_step(spec, group_size) if name in chosen else _copy_step(spec) for name, spec in specs.items()]
+        steps = [
+            _int4_step(reader, spec, group_size) if name in chosen else _copy_step(reader, spec)
+            for name, spec in specs.items()
+        ]
         others = [
             module for module in left_alone(shapes, chosen) if not any(is_ignored(module, rule) for rule in rules)
         ]
@@ -185,22 +175,22 @@ def _other_format(directory: Path, format_: Fp8Format | Int4Format | None, wante
 
 
 def _expand(reader: HfReader, save: str | Path, force: bool, max_shard_bytes: int, on_progress: OnProgress) -> None:
-    steps = [_copy_step(reader.spec(name)) for name in reader.names_in_order]
+    steps = [_copy_step(reader, reader.spec(name)) for name in reader.names_in_order]
     _write(reader, steps, save, torch.bfloat16, None, force, max_shard_bytes, on_progress)
 
 
-def _copy_step(spec: TensorSpec) -> _Step:
-    return _Step(spec, (spec,), lambda tensor: (tensor,))
+def _copy_step(reader: HfReader, spec: TensorSpec) -> Step:
+    return Step((spec,), lambda: (reader.load(spec.name),))
 
 
-def _fp8_step(spec: TensorSpec) -> _Step:
+def _fp8_step(reader: HfReader, spec: TensorSpec) -> Step:
     _refuse_type(spec)
     scale = TensorSpec(f"{spec.name}_scale_inv", torch.float32, blocks_of(spec.shape[0], spec.shape[1]))
     weight = TensorSpec(spec.name, torch.float8_e4m3fn, spec.shape)
-    return _Step(spec, (weight, scale), lambda tensor: quantize_fp8(tensor, name=spec.name))
+    return Step((weight, scale), lambda: quantize_fp8(reader.load(spec.name), name=spec.name))
 
 
-def _int4_step(spec: TensorSpec, group_size: int) -> _Step:
+def _int4_step(reader: HfReader, spec: TensorSpec, group_size: int) -> Step:
     _refuse_type(spec)
     rows, columns = spec.shape
     if columns % group_size:
@@ -209,12 +199,12 @@ def _int4_step(spec: TensorSpec, group_size: int) -> _Step:
             "choose another group size, or leave the weight as it is with --ignore"
         )
 
-    def convert(weight_RC: Tensor) -> tuple[Tensor, ...]:
-        return (*quantize_int4(weight_RC, group_size, name=spec.name), torch.tensor(spec.shape))
+    def make() -> tuple[Tensor, ...]:
+        return (*quantize_int4(reader.load(spec.name), group_size, name=spec.name), torch.tensor(spec.shape))
 
     packed = TensorSpec(f"{spec.name}_packed", torch.int32, (rows, columns // 8))
     scale = TensorSpec(f"{spec.name}_scale", spec.dtype, (rows, columns // group_size))
-    return _Step(spec, (packed, scale, TensorSpec(f"{spec.name}_shape", torch.int64, (2,))), convert)
+    return Step((packed, scale, TensorSpec(f"{spec.name}_shape", torch.int64, (2,))), make)
 
 
 def _refuse_type(spec: TensorSpec) -> None:
@@ -226,7 +216,7 @@ def _refuse_type(spec: TensorSpec) -> None:
 
 def _write(
     reader: HfReader,
-    steps: Sequence[_Step],
+    steps: Sequence[Step],
     save: str | Path,
     dtype: torch.dtype,
     quantization: dict[str, Any] | None,
@@ -236,19 +226,9 @@ def _write(
 ) -> None:
     origin = reader.directory
     with new_directory(save, force=force, keep=frozenset({origin}), marker="config.json") as directory:
-        outputs = [spec for step in steps for spec in step.outputs]
-        write_shards(directory, outputs, _converted(reader, steps, on_progress), max_shard_bytes)
+        write_shards(directory, steps, max_shard_bytes, on_progress)
         copy_model_files(origin, directory, dtype)
         config = without_quantization(read_config(directory))
         if quantization is not None:
             config["quantization_config"] = quantization
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _converted(reader: HfReader, steps: Sequence[_Step], on_progress: OnProgress) -> Iterator[Tensor]:
-    total = sum(step.source.nbytes for step in steps)
-    done = 0
-    for step in steps:
-        yield from step.convert(reader.load(step.source.name))
-        done += step.source.nbytes
-        on_progress(done, total)

@@ -13,7 +13,7 @@ from slime_convert.hf import HfReader
 from slime_convert.quantize.formats import Fp8Format, Int4Format, read_format
 from slime_convert.quantize.fp8 import dequantize_fp8
 from slime_convert.quantize.int4 import dequantize_int4
-from slime_convert.shards import TensorSpec
+from slime_convert.shard_file import TensorSpec
 
 _SCALE_INV = "_scale_inv"
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"

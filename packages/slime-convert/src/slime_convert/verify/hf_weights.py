@@ -64,7 +64,7 @@ class HfWeights:
 
         Raises:
             WeightError: Its type is none of torch's.
-            HfConfigError: It cannot be read.
+            HfConfigError: It cannot be read, or its checksum, if the file has one, is wrong.
         """
         entry = self._entries[name]
         if entry.dtype not in ITEM_BYTES:
@@ -81,6 +81,7 @@ class HfWeights:
             raise HfConfigError(f"cannot read {entry.path} ({error}); fetch the model again") from error
         if read != entry.nbytes:
             raise HfConfigError(f"{entry.path} was cut off while it was read; fetch the model again")
+        entry.check(name, data.numpy().data)
         return data.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def _opened(self, path: Path) -> IO[bytes]:
