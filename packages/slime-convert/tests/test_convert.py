@@ -89,6 +89,8 @@ def test_a_checkpoint_of_another_model_is_refused(origin, converted, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(origin, other)
     config = json.loads((other / "config.json").read_text())
+    if "mlp_layer_types" in config:
+        config["mlp_layer_types"].append("sparse")
     (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(ShapeMismatchError, match=r"num_layers 3 \(config: 4\)"):
         torch_dist_to_hf(converted, tmp_path / "back", other)
@@ -99,6 +101,7 @@ def test_a_checkpoint_of_another_model_is_refused(origin, converted, tmp_path):
         CheckpointError, match=r"has 3 layers; layer 3 was asked for|has no weight decoder\.layers\.3\."
     ):
         torch_dist_to_hf(converted, tmp_path / "back", other)
+    config = json.loads((origin / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 41, "moe_intermediate_size": 41}))
     with pytest.raises(WeightError, match=r"linear_fc1\.weight has shape \(\d+, 24\), but the model's config says"):
         torch_dist_to_hf(converted, tmp_path / "back", other)

@@ -6,7 +6,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from transformers import Glm4Config, GlmConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GlmConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slime_convert import SHAPE_FLAGS, ConvertError, ModelShape, check_flags
 from slime_convert.errors import HfConfigError, ShapeMismatchError, UnsupportedModelError
@@ -132,6 +142,16 @@ def test_heads_without_groups_and_head_dim_left_out():
             UnsupportedModelError,
             ["'yarn'", "partial_rotary_factor 0.5", "allowed: 'default' with any"],
         ),
+        ({"mlp_bias": True}, UnsupportedModelError, ["mlp_bias true", "false"]),
+        ({"use_sliding_window": True}, UnsupportedModelError, ["use_sliding_window true", "false"]),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            UnsupportedModelError,
+            ["layer_types full_attention, sliding_attention", "allowed: full_attention"],
+        ),
+        ({"layer_types": 2}, HfConfigError, ["layer_types is 2", "list of texts"]),
+        ({"final_logit_softcapping": 30.0}, UnsupportedModelError, ["final_logit_softcapping 30.0", "none"]),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, ["quantization_config", "awq"]),
         ({"num_key_value_heads": 3}, HfConfigError, ["num_query_groups 3", "multiple"]),
         ({"vocab_size": 0}, HfConfigError, ["vocab_size 0", "positive"]),
     ],
@@ -141,6 +161,90 @@ def test_refused_configs_say_what_is_wrong(change, error, words):
         ModelShape.from_hf_config({**LLAMA, **change})
     assert isinstance(caught.value, ConvertError)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "su", "mrope", "proportional", "ntk"])
+def test_rotary_scaling_of_another_kind_is_refused(key, spelling, kind):
+    scaling = {**LLAMA3_SCALING, "rope_theta": 1e4}
+    del scaling["rope_type"]
+    with pytest.raises(UnsupportedModelError, match=f"rope_type '{kind}'.* allowed: 'default' or 'llama3'"):
+        ModelShape.from_hf_config({**LLAMA, key: {**scaling, spelling: kind}})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            UnsupportedModelError,
+            ["differ between full_attention, sliding_attention", "one for all layers"],
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LLAMA3_SCALING},
+            HfConfigError,
+            ["rope_parameters {", "and rope_scaling {", "differ"],
+        ),
+        (
+            {
+                "rope_parameters": {**LLAMA3_SCALING, "rope_theta": 1e4},
+                "rope_scaling": {**LLAMA3_SCALING, "factor": 8.0},
+            },
+            HfConfigError,
+            ["'factor': 32.0", "'factor': 8.0", "differ"],
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "default", "rope_theta": 1e6}},
+            HfConfigError,
+            ["10000.0", "1000000.0", "differ"],
+        ),
+        (
+            {"rope_parameters": {"type": "yarn", "rope_type": "default"}},
+            HfConfigError,
+            ["'yarn'", "'default'", "differ"],
+        ),
+        (
+            {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
+            HfConfigError,
+            ["rope_theta is 1000000.0", "but 10000.0 in its rotary settings"],
+        ),
+        (
+            {"model_type": "glm4", "partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            HfConfigError,
+            ["partial_rotary_factor is 1.0", "but 0.5"],
+        ),
+        (
+            {"original_max_position_embeddings": 4096, "rope_scaling": LLAMA3_SCALING},
+            HfConfigError,
+            ["original_max_position_embeddings is 4096", "but 8192"],
+        ),
+        (
+            {"rope_scaling": {**LLAMA3_SCALING, "attention_factor": 1.2}},
+            UnsupportedModelError,
+            ["attention_factor 1.2", "llama3 rope scaling", "allowed: factor, low_freq_factor"],
+        ),
+    ],
+)
+def test_rotary_settings_that_cannot_be_carried(change, error, words):
+    with pytest.raises(error) as caught:
+        ModelShape.from_hf_config({**LLAMA, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_same_rotary_settings_in_both_places_are_read_once():
+    both = {"rope_parameters": {**LLAMA3_SCALING, "rope_theta": 5e5}, "rope_scaling": LLAMA3_SCALING, "rope_theta": 5e5}
+    old = {"rope_scaling": {**LLAMA3_SCALING, "type": "llama3"}, "rope_theta": 5e5}
+    assert ModelShape.from_hf_config({**LLAMA, **both}) == ModelShape.from_hf_config({**LLAMA, **old})
+
+
+@pytest.mark.parametrize(
+    "config_class", [LlamaConfig, Qwen2Config, GlmConfig, Glm4Config, Glm4MoeConfig, Glm4MoeLiteConfig]
+)
+def test_a_norms_epsilon_that_is_left_out_is_the_familys(config_class):
+    config = {**DEEPSEEK, "rope_scaling": None, "model_type": config_class.model_type}
+    del config["rms_norm_eps"]
+    assert ModelShape.from_hf_config(config).norm_epsilon == config_class().rms_norm_eps
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
@@ -274,6 +378,7 @@ DEEPSEEK = {
     "routed_scaling_factor": 2.5,
     "n_group": 4,
     "topk_group": 2,
+    "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
     "q_lora_rank": 12,
     "kv_lora_rank": 8,
@@ -354,6 +459,20 @@ def test_queries_without_a_latent():
     [
         ({"topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1", "best two"]),
         ({"norm_topk_prob": False}, UnsupportedModelError, ["norm_topk_prob false", "true"]),
+        # What transformers and DeepSeek's own code take for granted differs.
+        ({"norm_topk_prob": None}, UnsupportedModelError, ["norm_topk_prob null", "true"]),
+        ({"n_group": None}, HfConfigError, ["n_group is None"]),
+        ({"topk_group": None}, HfConfigError, ["topk_group is None"]),
+        ({"routed_scaling_factor": None}, HfConfigError, ["routed_scaling_factor is None"]),
+        ({"first_k_dense_replace": None}, HfConfigError, ["first_k_dense_replace is None"]),
+        ({"moe_layer_freq": 2}, UnsupportedModelError, ["moe_layer_freq 2", "allowed: 1"]),
+        ({"topk_method": "group_limited_greedy"}, UnsupportedModelError, ["topk_method", '"noaux_tc"']),
+        ({"attention_bias": True}, UnsupportedModelError, ["attention_bias true"]),
+        ({"rope_interleave": False}, UnsupportedModelError, ["rope_interleave false", "true"]),
+        ({"num_experts_per_tok": 1, "n_group": 1}, UnsupportedModelError, ["num_experts_per_tok 1", "2 or more"]),
+        ({"mlp_layer_types": 3}, HfConfigError, ["mlp_layer_types is 3", "list of texts"]),
+        ({"mlp_layer_types": ["dense", "dense", "sparse"]}, HfConfigError, ["2 dense of 3", "num_hidden_layers is 5"]),
+        ({"mlp_layer_types": ["dense"] + 4 * ["sparse"]}, HfConfigError, ["1 dense", "first_k_dense_replace 2"]),
         ({"scoring_func": "softmax"}, UnsupportedModelError, ['scoring_func "softmax"', '"sigmoid"']),
         ({"mlp_layer_types": ["sparse", "dense"]}, UnsupportedModelError, ["dense layers behind sparse"]),
         ({"kv_lora_rank": None}, HfConfigError, ["kv_lora_rank is None"]),
@@ -365,6 +484,51 @@ def test_refused_deepseek_settings(change, error, words):
     with pytest.raises(error) as caught:
         ModelShape.from_hf_config({**DEEPSEEK, **change})
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("given", "carried"),
+    [
+        ({}, (1.0, 0.0)),
+        ({"mscale": 1.0}, (1.0, 0.0)),
+        ({"mscale": 1.0, "mscale_all_dim": 0}, (1.0, 0.0)),
+        ({"mscale": 0.7, "mscale_all_dim": 0.5}, (0.7, 0.5)),
+        ({"mscale": 0.7}, None),
+        ({"mscale": 0, "mscale_all_dim": 0}, None),
+        ({"mscale": 0, "mscale_all_dim": 1.0}, None),
+        ({"mscale_all_dim": 1.0}, None),
+    ],
+)
+def test_coefficients_of_yarns_factors(given, carried):
+    """Carried where megatron-core's two factors are transformers', refused elsewhere."""
+    config = {**DEEPSEEK, "rope_scaling": {**YARN, **given}}
+    if carried is None:
+        with pytest.raises(UnsupportedModelError, match=r"mscale .* with mscale_all_dim .* is not supported"):
+            ModelShape.from_hf_config(config)
+        return
+    shape = ModelShape.from_hf_config(config)
+    assert (shape.mscale, shape.mscale_all_dim) == carried
+    theirs = DeepseekV3Config(**{key: value for key, value in config.items() if key != "model_type"})
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+
+    def growth(coefficient):  # YaRN (Peng et al., 2023), section 3.4
+        return 0.1 * coefficient * math.log(shape.rotary_scaling_factor) + 1
+
+    assert factor == pytest.approx(growth(shape.mscale) / growth(shape.mscale_all_dim))
+
+
+@pytest.mark.parametrize("key", ["attention_factor", "truncate", "extrapolation_factor"])
+def test_further_settings_of_yarn_are_refused(key):
+    with pytest.raises(UnsupportedModelError, match=rf"{key} False in the yarn rope scaling .* allowed: factor, "):
+        ModelShape.from_hf_config({**DEEPSEEK, "rope_scaling": {**YARN, key: False}})
+
+
+def test_what_is_so_in_yarn_anyway_is_accepted():
+    plain = ModelShape.from_hf_config({**DEEPSEEK, "rope_scaling": YARN})
+    assert ModelShape.from_hf_config({**DEEPSEEK, "rope_scaling": {**YARN, "truncate": True}}) == plain
 
 
 @pytest.mark.parametrize(

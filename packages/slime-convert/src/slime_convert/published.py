@@ -248,6 +248,7 @@ PUBLISHED: Mapping[str, PublishedModel] = {
             "kv_lora_rank": 512,
             "max_position_embeddings": 202752,
             "n_group": 1,
+            "norm_topk_prob": True,
             "num_nextn_predict_layers": 1,
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,

@@ -14,6 +14,7 @@ class Family:
     Attributes:
         qk_layernorm: Queries and keys pass an RMSNorm per head.
         head_dim: Channels of one head when the config has no ``head_dim``; ``None`` for hidden_size / heads.
+        norm_epsilon: Of the norms when the config has no ``rms_norm_eps``.
         qkv_bias: The query, key and value projections have biases, unless the config says otherwise.
         reads_attention_bias: The config's ``attention_bias`` is about those three projections alone. Elsewhere it
             means the output projection too, or nothing.
@@ -30,6 +31,7 @@ class Family:
 
     qk_layernorm: bool = False
     head_dim: int | None = None
+    norm_epsilon: float = 1e-6
     qkv_bias: bool = False
     reads_attention_bias: bool = False
     rotary_percent: float | None = None
@@ -41,7 +43,14 @@ class Family:
     latent_attention: bool = False
 
 
-_GLM = Family(head_dim=128, qkv_bias=True, reads_attention_bias=True, rotary_percent=0.5, rotary_interleaved=True)
+_GLM = Family(
+    head_dim=128,
+    norm_epsilon=1.5625e-7,
+    qkv_bias=True,
+    reads_attention_bias=True,
+    rotary_percent=0.5,
+    rotary_interleaved=True,
+)
 _DEEPSEEK = Family(experts=True, sigmoid_router=True, latent_attention=True)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
@@ -51,13 +60,14 @@ FAMILIES: Mapping[str, Family] = {
     "glm": _GLM,
     "glm4_moe": Family(
         head_dim=128,
+        norm_epsilon=1e-5,
         reads_attention_bias=True,
         rotary_percent=0.5,
         experts=True,
         sigmoid_router=True,
         reads_qk_norm=True,
     ),
-    "glm4_moe_lite": _DEEPSEEK,
+    "glm4_moe_lite": replace(_DEEPSEEK, norm_epsilon=1e-5),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "glm4": replace(_GLM, post_norms=True),

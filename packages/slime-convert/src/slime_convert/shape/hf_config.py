@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import HfConfigError, UnsupportedModelError
+from slime_convert.shape.config_values import integer, number, texts
 from slime_convert.shape.families import FAMILIES, Family, unknown_family
+from slime_convert.shape.rope import rope_settings
 
 
 def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -27,25 +29,25 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(unknown_family(model_type, where))
     family = FAMILIES[model_type]
     _refuse_unsupported(config, family, where)
-    heads = _integer(config, "num_attention_heads", where)
-    hidden_size = _integer(config, "hidden_size", where)
+    heads = integer(config, "num_attention_heads", where)
+    hidden_size = integer(config, "hidden_size", where)
     return {
         "family": model_type,
-        "num_layers": _integer(config, "num_hidden_layers", where),
+        "num_layers": integer(config, "num_hidden_layers", where),
         "hidden_size": hidden_size,
-        "ffn_hidden_size": _integer(config, "intermediate_size", where),
+        "ffn_hidden_size": integer(config, "intermediate_size", where),
         "num_attention_heads": heads,
-        "num_query_groups": _integer(config, "num_key_value_heads", where, default=heads),
-        "kv_channels": _integer(config, "head_dim", where, default=family.head_dim or hidden_size // max(heads, 1)),
-        "vocab_size": _integer(config, "vocab_size", where),
-        "max_position_embeddings": _integer(config, "max_position_embeddings", where),
-        "norm_epsilon": _number(config, "rms_norm_eps", where, default=1e-6),
+        "num_query_groups": integer(config, "num_key_value_heads", where, default=heads),
+        "kv_channels": integer(config, "head_dim", where, default=family.head_dim or hidden_size // max(heads, 1)),
+        "vocab_size": integer(config, "vocab_size", where),
+        "max_position_embeddings": integer(config, "max_position_embeddings", where),
+        "norm_epsilon": number(config, "rms_norm_eps", where, default=family.norm_epsilon),
         "qk_layernorm": bool(config.get("use_qk_norm")) if family.reads_qk_norm else family.qk_layernorm,
         "add_qkv_bias": _qkv_bias(config, family),
         "post_self_attn_layernorm": family.post_norms,
         "post_mlp_layernorm": family.post_norms,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        **_rope_settings(config, family, where),
+        **rope_settings(config, family, where),
         **(_expert_settings(config, where) if family.experts else {}),
         **(_sigmoid_router_settings(config, where) if family.sigmoid_router else {}),
         **(_latent_attention_settings(config, where) if family.latent_attention else {}),
@@ -70,22 +72,6 @@ def _read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, A
     return config, str(path)
 
 
-def _integer(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """An entry that must be an integer; ``null`` counts as left out."""
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise HfConfigError(f"{key} is {value!r} in {where}; it must be an integer; use the model's original config")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    """An entry that must be a number; ``null`` counts as left out."""
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise HfConfigError(f"{key} is {value!r} in {where}; it must be a number; use the model's original config")
-    return float(value)
-
-
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     """Settings of the supported families that change the model in ways that the mapping does not carry."""
     allowed: dict[str, tuple[Any, ...]] = {
@@ -93,13 +79,15 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         "attention_bias": (None, False, True) if family.reads_attention_bias else (None, False),
         "mlp_bias": (None, False),
         "use_sliding_window": (None, False),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
         "quantization_config": (None,),
     }
     if family.experts:
         allowed |= {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])}
     if family.sigmoid_router:
         allowed |= {
-            "norm_topk_prob": (None, True),
+            "norm_topk_prob": (True,),  # without it DeepSeek's own code and transformers do not do the same
             "scoring_func": (None, "sigmoid"),
             "topk_method": (None, "noaux_tc"),
             "moe_layer_freq": (None, 1),
@@ -110,67 +98,20 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         if config.get(key) not in values:
             shown = ", ".join(json.dumps(value) for value in values if value is not None) or "none"
             raise UnsupportedModelError(
-                f"{key} {json.dumps(config[key])} of {where} is not supported; allowed: {shown}; "
+                f"{key} {json.dumps(config.get(key))} of {where} is not supported; allowed: {shown}; "
                 "convert a model without it"
             )
+    kinds = set(texts(config, "layer_types", where) or ())
+    if kinds - {"full_attention"}:
+        raise UnsupportedModelError(
+            f"layer_types {', '.join(sorted(kinds))} of {where} are not supported; allowed: full_attention; "
+            "convert a model without others"
+        )
 
 
 def _qkv_bias(config: Mapping[str, Any], family: Family) -> bool:
     given = config.get("attention_bias") if family.reads_attention_bias else None
     return family.qkv_bias if given is None else bool(given)
-
-
-def _rope_settings(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The rotary fields of a shape, from either place in which transformers has kept them."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(settings, Mapping):
-        raise HfConfigError(
-            f"the rotary settings are {settings!r} in {where}; they must be an object; use the model's original config"
-        )
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    holder = config if settings.get("partial_rotary_factor") is None else settings
-    percent = _number(holder, "partial_rotary_factor", where, default=family.rotary_percent or 1.0)
-    kinds: tuple[str, ...] = ("default", "yarn") if family.latent_attention else ("default", "llama3")
-    kinds = kinds if family.rotary_percent is None else ("default",)
-    if kind not in kinds or (family.rotary_percent is None and percent != 1.0):
-        factors = "1.0" if family.rotary_percent is None else "any"
-        raise UnsupportedModelError(
-            f"rope_type {kind!r} with partial_rotary_factor {percent} of {where} is not supported; "
-            f"allowed: {' or '.join(map(repr, kinds))} with {factors}; convert a model without it"
-        )
-    holder = config if settings.get("rope_theta") is None else settings
-    fields = {
-        "rotary_base": _number(holder, "rope_theta", where, default=10000.0),
-        "rotary_percent": percent,
-        "rotary_interleaved": family.rotary_interleaved,
-    }
-    if kind == "default":
-        return fields
-    return fields | (_yarn_scaling if kind == "yarn" else _llama3_scaling)(settings, where)
-
-
-def _llama3_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    where = f"the llama3 rope scaling of {where}"
-    return {
-        "use_rope_scaling": True,
-        "rope_scaling_factor": _number(settings, "factor", where),
-        "rope_low_freq_factor": _number(settings, "low_freq_factor", where),
-        "rope_high_freq_factor": _number(settings, "high_freq_factor", where),
-        "rope_original_max_position_embeddings": _integer(settings, "original_max_position_embeddings", where),
-    }
-
-
-def _yarn_scaling(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    where = f"the yarn rope scaling of {where}"
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": _number(settings, "factor", where),
-        "original_max_position_embeddings": _integer(settings, "original_max_position_embeddings", where),
-        "beta_fast": _number(settings, "beta_fast", where, default=32.0),
-        "beta_slow": _number(settings, "beta_slow", where, default=1.0),
-        "mscale": _number(settings, "mscale", where),
-        "mscale_all_dim": _number(settings, "mscale_all_dim", where),
-    }
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> str:
@@ -181,63 +122,73 @@ def _first(config: Mapping[str, Any], *keys: str) -> str:
 def _expert_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields about experts and router."""
     return {
-        "num_experts": _integer(config, _first(config, "num_experts", "n_routed_experts", "num_local_experts"), where),
-        "moe_ffn_hidden_size": _integer(config, "moe_intermediate_size", where),
-        "moe_router_topk": _integer(config, "num_experts_per_tok", where),
+        "num_experts": integer(config, _first(config, "num_experts", "n_routed_experts", "num_local_experts"), where),
+        "moe_ffn_hidden_size": integer(config, "moe_intermediate_size", where),
+        "moe_router_topk": integer(config, "num_experts_per_tok", where),
         # Megatron's softmax over the chosen logits is the softmax over all, normalised to the chosen ones.
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
 
 
 def _sigmoid_router_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    groups = _integer(config, "n_group", where, default=1)
-    chosen, topk = _integer(config, "topk_group", where, default=1), _integer(config, "num_experts_per_tok", where)
+    groups, chosen, topk = (integer(config, key, where) for key in ("n_group", "topk_group", "num_experts_per_tok"))
+    if topk == 1:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok 1 of {where} is not supported; allowed: 2 or more (Megatron does not normalise the "
+            "weight of a single expert, the model does); convert another model"
+        )
     if groups > 1 and topk != 2 * chosen:
         raise UnsupportedModelError(
             f"num_experts_per_tok {topk} with topk_group {chosen} of {where} is not supported; allowed: twice as many "
             "experts as groups (Megatron scores a group by its best topk / topk_group experts, the model by its best "
             "two); convert another model"
         )
-    shared = _integer(config, "n_shared_experts", where, default=0)
+    shared = integer(config, "n_shared_experts", where, default=0)
     return {
         # What the chosen weights are divided by does not depend on it, but Megatron's command lines have it.
         "moe_router_pre_softmax": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": _number(config, "routed_scaling_factor", where, default=1.0),
+        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor", where),
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
-        "moe_shared_expert_intermediate_size": shared * _integer(config, "moe_intermediate_size", where) or None,
+        "moe_shared_expert_intermediate_size": shared * integer(config, "moe_intermediate_size", where) or None,
         "num_dense_layers": _dense_layers(config, where),
-        "mtp_num_layers": _integer(
+        "mtp_num_layers": integer(
             config, _first(config, "num_nextn_predict_layers", "num_mtp_layers"), where, default=0
         ),
     }
 
 
 def _dense_layers(config: Mapping[str, Any], where: str) -> int:
-    kinds = config.get("mlp_layer_types")
+    kinds = texts(config, "mlp_layer_types", where)
     if kinds is None:
-        return _integer(config, "first_k_dense_replace", where)
-    dense = list(kinds).count("dense")
-    if list(kinds) != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        return integer(config, "first_k_dense_replace", where)
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
         raise UnsupportedModelError(
             f"mlp_layer_types of {where} has dense layers behind sparse ones, which is not supported; "
             "allowed: dense layers first; convert another model"
+        )
+    layers = integer(config, "num_hidden_layers", where)
+    if len(kinds) != layers or config.get("first_k_dense_replace") not in (None, dense):
+        raise HfConfigError(
+            f"mlp_layer_types of {where} has {dense} dense of {len(kinds)} layers, num_hidden_layers is {layers} and "
+            f"first_k_dense_replace {config.get('first_k_dense_replace')}; use the model's original config"
         )
     return dense
 
 
 def _latent_attention_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    heads = _integer(config, "num_attention_heads", where)
+    heads = integer(config, "num_attention_heads", where)
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "num_query_groups": heads,
-        "kv_channels": max(_integer(config, "hidden_size", where) // max(heads, 1), 1),
-        "q_lora_rank": None if config.get("q_lora_rank") is None else _integer(config, "q_lora_rank", where),
-        "kv_lora_rank": _integer(config, "kv_lora_rank", where),
-        "qk_head_dim": _integer(config, "qk_nope_head_dim", where),
-        "qk_pos_emb_head_dim": _integer(config, "qk_rope_head_dim", where),
-        "v_head_dim": _integer(config, "v_head_dim", where),
+        "kv_channels": max(integer(config, "hidden_size", where) // max(heads, 1), 1),
+        "q_lora_rank": None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank", where),
+        "kv_lora_rank": integer(config, "kv_lora_rank", where),
+        "qk_head_dim": integer(config, "qk_nope_head_dim", where),
+        "qk_pos_emb_head_dim": integer(config, "qk_rope_head_dim", where),
+        "v_head_dim": integer(config, "v_head_dim", where),
     }
