@@ -41,9 +41,12 @@ def write(directory, settings, key="quantization_config"):
     return directory
 
 
+def kimi_group(**changes):
+    return KIMI | {"config_groups": {"group_0": KIMI["config_groups"]["group_0"] | changes}}
+
+
 def kimi_with(**weights):
-    group = KIMI["config_groups"]["group_0"] | {"weights": KIMI_WEIGHTS | weights}
-    return KIMI | {"config_groups": {"group_0": group}}
+    return kimi_group(weights=KIMI_WEIGHTS | weights)
 
 
 def test_published_configs_are_read_and_written(tmp_path):
@@ -53,6 +56,13 @@ def test_published_configs_are_read_and_written(tmp_path):
     assert Fp8Format((128, 128)).to_config(["lm_head"]) == DEEPSEEK | {"modules_to_not_convert": ["lm_head"]}
     assert Int4Format(32).to_config(KIMI["ignore"]) == KIMI
     assert read_format(write(tmp_path, Int4Format(128).to_config([]))) == Int4Format(128)
+
+
+def test_what_newer_and_older_compressed_tensors_add(tmp_path):
+    """Its releases write these keys where nothing was rotated and nothing is sparse."""
+    added = {"version": "0.13.0", "transform_config": {}, "sparsity_config": {"format": "dense", "ignore": []}}
+    assert read_format(write(tmp_path, KIMI | added)) == Int4Format(32)
+    assert read_format(write(tmp_path, kimi_group(format="pack-quantized") | {"sparsity_config": {}})) == Int4Format(32)
 
 
 def test_deepseek_v31s_powers_of_two_are_ordinary_scales(tmp_path):
@@ -80,6 +90,16 @@ def test_no_quantization(tmp_path):
         (KIMI | {"config_groups": {"a": {}, "b": {}}}, "config_groups in .* exactly one group"),
         (KIMI | {"config_groups": {"a": {"weights": None}}}, "the only group in .* says nothing of weights"),
         (KIMI | {"config_groups": {"a": []}}, "the only group in .* says nothing of weights"),
+        (
+            KIMI | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            "transform_config .* allowed: None",
+        ),
+        (
+            KIMI | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config .*sparse-24-bitmask.* allowed: N",
+        ),
+        (KIMI | {"sparsity_config": "dense"}, "sparsity_config 'dense' in"),
+        (kimi_group(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' in .* allowed: 'pack-quantized'"),
         (kimi_with(num_bits=8), "num_bits 8 in .* allowed: 4"),
         (kimi_with(type="float"), "type 'float' in"),
         (kimi_with(strategy="channel"), "strategy 'channel' in"),

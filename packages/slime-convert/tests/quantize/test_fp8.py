@@ -174,6 +174,26 @@ def test_scales_that_do_not_fit_are_refused():
         dequantize_fp8(q, scale, name="w")
 
 
+def test_scales_that_are_whole_numbers_are_refused():
+    q, scale = quantize_fp8(torch.ones(3, 5))
+    with pytest.raises(WeightError, match=r"w has scales of type torch\.uint8; allowed: floating point"):
+        dequantize_fp8(q, scale.view(torch.uint8)[:, :1], name="w")
+
+
+def test_weights_without_elements():
+    for shape in [(0, 5), (3, 0), (0, 0)]:
+        q, scale = quantize_fp8(torch.empty(shape), (2, 2))
+        assert q.shape == shape and scale.shape == blocks_of(*shape, (2, 2))
+        assert dequantize_fp8(q, scale, (2, 2)).shape == shape
+
+
+def test_a_block_larger_than_any_weight():
+    """A config may say so; it must not take memory."""
+    weight = torch.linspace(-3, 3, 15).view(3, 5)
+    q, scale = quantize_fp8(weight, (3, 5))
+    assert torch.equal(dequantize_fp8(q, scale, (10**30, 10**12)), dequantize_fp8(q, scale, (3, 5)))
+
+
 @pytest.mark.parametrize(("code", "scale"), [(127, 1.0), (255, 1.0), (1, math.nan), (126, 1e38), (0, math.inf)])
 def test_products_that_are_not_finite_are_refused(code, scale):
     q = torch.tensor([[code]], dtype=torch.uint8).view(torch.float8_e4m3fn)

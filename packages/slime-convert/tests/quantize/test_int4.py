@@ -103,6 +103,25 @@ def test_groups_that_do_not_divide_are_refused():
         quantize_int4(torch.ones(2, 48), 32, name="w")
 
 
+def test_scales_that_are_whole_numbers_are_refused():
+    packed, scale = quantize_int4(torch.ones(2, 32), 32)
+    with pytest.raises(WeightError, match=r"w has scales of type torch\.int32; allowed: floating point"):
+        dequantize_int4(packed, scale.view(torch.int32), 32, 32, name="w")
+
+
+def test_weights_without_elements():
+    for shape in [(0, 64), (3, 0)]:
+        packed, scale = quantize_int4(torch.empty(shape), 32)
+        assert packed.shape == (shape[0], shape[1] // 8) and scale.shape == (shape[0], shape[1] // 32)
+        assert dequantize_int4(packed, scale, shape[1], 32).shape == shape
+
+
+def test_a_group_larger_than_any_row():
+    """A config may say so; it must not take memory."""
+    packed, scale = quantize_int4(torch.linspace(-3, 3, 32)[None], 32)
+    assert torch.equal(dequantize_int4(packed, scale, 32, 10**30), dequantize_int4(packed, scale, 32, 32))
+
+
 @pytest.mark.parametrize("columns", [64, 40, 37], ids=str)
 def test_the_way_back_is_one_product_rounded_once(columns):
     """All of -8 to 7, and a last group and word that are not full."""

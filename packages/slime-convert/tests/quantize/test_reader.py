@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -98,6 +99,20 @@ def without(parts, suffix):
         (INT4, int4_parts() | {f"{NAME}_packed": torch.ones(6, 8)}, WeightError, r"torch\.float32 and shape \(6, 8\)"),
         (INT4, int4_parts() | {f"{NAME}_shape": torch.tensor([7, 64])}, WeightError, r"does not fit .* \[7, 64\]"),
         (INT4, int4_parts() | {f"{NAME}_shape": torch.tensor(6)}, WeightError, r"does not fit .*_shape 6; allowed"),
+        (INT4, int4_parts() | {f"{NAME}_shape": torch.tensor([6, math.nan])}, WeightError, r"not fit .* \[6\.0, nan\]"),
+        (INT4, int4_parts() | {f"{NAME}_shape": torch.tensor([6, -5])}, WeightError, r"does not fit .* \[6, -5\]"),
+        (
+            INT4,
+            int4_parts() | {NAME: torch.ones(6, 64)},
+            WeightError,
+            rf"has {NAME} both packed and not packed \(1 such",
+        ),
+        (
+            INT4,
+            int4_parts() | {"a.experts.up_proj_packed": torch.ones(1)},
+            WeightError,
+            r"has a\.experts\.up_proj_packed and 0 more parts that belong to no quantized weight",
+        ),
     ],
 )
 def test_damaged_models_are_refused(tmp_path, format_, parts, error, told):

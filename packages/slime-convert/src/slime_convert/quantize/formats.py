@@ -131,6 +131,7 @@ def _fp8(settings: Mapping[str, Any], where: str) -> Fp8Format:
 
 def _int4(settings: Mapping[str, Any], where: str) -> Int4Format:
     _need(settings.get("format"), "pack-quantized", "format", where)
+    _refuse_what_was_done_before(settings, where)
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise QuantizationError(
@@ -141,6 +142,8 @@ def _int4(settings: Mapping[str, Any], where: str) -> Int4Format:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise QuantizationError(f"the only group in {where} says nothing of weights; fetch the model again")
+    if group.get("format") is not None:
+        _need(group["format"], "pack-quantized", "format", where)
     for key, value in {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}.items():
         _need(weights.get(key), value, key, where)
     _need(weights.get("actorder"), None, "actorder", where)
@@ -148,6 +151,14 @@ def _int4(settings: Mapping[str, Any], where: str) -> Int4Format:
     if type(size) is not int or size < 1:
         raise QuantizationError(f"group_size {size!r} in {where} must be a whole number of 1 or more")
     return Int4Format(size)
+
+
+def _refuse_what_was_done_before(settings: Mapping[str, Any], where: str) -> None:
+    """Refuse weights that were rotated or compressed by zeros before they were packed: what is read would be others."""
+    _need(settings.get("transform_config") or None, None, "transform_config", where)
+    sparsity = settings.get("sparsity_config") or None
+    if not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        _need(sparsity, None, "sparsity_config", where)
 
 
 def _need(given: Any, allowed: Any, key: str, where: str) -> None:

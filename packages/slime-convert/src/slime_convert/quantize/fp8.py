@@ -88,21 +88,35 @@ def dequantize_fp8(
         weight_RC of type ``dtype``.
 
     Raises:
-        WeightError: The number of scales does not fit the weight, or a product is not finite.
+        WeightError: Number or type of the scales does not fit, or a product is not finite.
     """
     rows, columns = q_RC.shape
+    need_float_scales(scale_rc, name)
     if tuple(scale_rc.shape) != blocks_of(rows, columns, block):
         raise WeightError(
             f"{name} has shape {(rows, columns)} and scales of shape {tuple(scale_rc.shape)}; blocks of {block} need "
             f"scales of shape {blocks_of(rows, columns, block)}; fetch the model again"
         )
     weight_RC = torch.empty(rows, columns, dtype=dtype)
-    for number, top in enumerate(range(0, rows, block[0])):
-        scale_C = scale_rc[number].float().repeat_interleave(block[1])[:columns]
-        strip_hC = _to_float32(q_RC[top : top + block[0]], name).mul_(scale_C)
+    if not weight_RC.numel():
+        return weight_RC
+    height, width = min(block[0], rows), min(block[1], columns)  # a config may name a block of any size
+    for number, top in enumerate(range(0, rows, height)):
+        scale_C = scale_rc[number].float().repeat_interleave(width)[:columns]
+        strip_hC = _to_float32(q_RC[top : top + height], name).mul_(scale_C)
         refuse_overflow(strip_hC, dtype, name)
-        weight_RC[top : top + block[0]] = strip_hC
+        weight_RC[top : top + height] = strip_hC
     return weight_RC
+
+
+def need_float_scales(scales: Tensor, name: str) -> None:
+    """Refuse scales that are whole numbers: they are codes of something that would have to be decoded first.
+
+    Raises:
+        WeightError: They are.
+    """
+    if not scales.is_floating_point():
+        raise WeightError(f"{name} has scales of type {scales.dtype}; allowed: floating point; fetch the model again")
 
 
 def refuse_overflow(values: Tensor, dtype: torch.dtype, name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slime_convert.errors import WeightError
-from slime_convert.quantize.fp8 import refuse_overflow
+from slime_convert.quantize.fp8 import need_float_scales, refuse_overflow
 
 GROUP_SIZES = (32, 128)
 INT4_MIN, INT4_MAX = -8, 7
@@ -32,6 +32,8 @@ def pack_int4(q_RC: Tensor) -> Tensor:
     Returns:
         packed_RP: ``int32``; a last word that is not full ends in zero bits.
     """
+    if not q_RC.numel():
+        return torch.empty(len(q_RC), -(-q_RC.shape[1] // _PER_WORD), dtype=torch.int32)
     missing = -q_RC.shape[1] % _PER_WORD
     nibbles = pad(q_RC + _OFFSET, (0, missing)) if missing else q_RC.contiguous() + _OFFSET
     # Two bytes become one, four of those a word: safetensors, and every machine that torch runs on, is little-endian.
@@ -120,6 +122,7 @@ def dequantize_int4(
     Raises:
         WeightError: The parts do not fit together, or a product is not finite.
     """
+    need_float_scales(scale_Rg, name)
     rows = len(packed_RP)
     wanted = (rows, -(-columns // _PER_WORD)), (rows, -(-columns // group_size))
     if (tuple(packed_RP.shape), tuple(scale_Rg.shape)) != wanted:
@@ -129,9 +132,11 @@ def dequantize_int4(
             "fetch the model again"
         )
     weight_RC = torch.empty(rows, columns, dtype=dtype)
-    height = _strip_rows(columns)
+    if not weight_RC.numel():
+        return weight_RC
+    height, width = _strip_rows(columns), min(group_size, columns)  # a config may name groups of any size
     for top in range(0, rows, height):
-        scale_hC = scale_Rg[top : top + height].float().repeat_interleave(group_size, dim=1)[:, :columns]
+        scale_hC = scale_Rg[top : top + height].float().repeat_interleave(width, dim=1)[:, :columns]
         strip_hC = unpack_int4(packed_RP[top : top + height], columns).float().mul_(scale_hC)
         refuse_overflow(strip_hC, dtype, name)
         weight_RC[top : top + height] = strip_hC

@@ -84,7 +84,8 @@ class Int4Reader(HfReader):
 
     Raises:
         HfConfigError: There are no safetensors files, or one is damaged or missing.
-        WeightError: A packed weight lacks its scales or its shape, has zero points, or the other way round.
+        WeightError: A packed weight lacks its scales or its shape, has zero points, is there unpacked too, or the other
+            way round.
         QuantizationError: No weight is packed.
     """
 
@@ -95,8 +96,13 @@ class Int4Reader(HfReader):
         ending = f".weight{_PACKED}"
         self._quantized = {name.removesuffix(_PACKED) for name in stored if name.endswith(ending)}
         wanted = {name + suffix for name in self._quantized for suffix in (_PACKED, _SCALE, _SHAPE)}
-        held = {name for name in stored if ".weight_" in name}
+        held = {name for name in stored if ".weight_" in name or name.endswith(_PACKED)}
         _refuse_incomplete(self.directory, self._quantized, wanted, held)
+        if twice := self._quantized & set(stored):
+            raise WeightError(
+                f"{self.directory} has {min(twice)} both packed and not packed ({len(twice)} such weights); "
+                "fetch the model again"
+            )
         self._names = [name.removesuffix(_PACKED) for name in stored if name not in held or name.endswith(ending)]
         self._shapes = {name: self._read_shape(name) for name in self._names if name in self._quantized}
 
@@ -134,14 +140,15 @@ class Int4Reader(HfReader):
     def _read_shape(self, name: str) -> tuple[int, int]:
         shape = super().load(name + _SHAPE).tolist()
         packed = super().spec(name + _PACKED)
-        if packed.dtype is not torch.int32 or not isinstance(shape, list) or packed.shape[:-1] != tuple(shape[:-1]):
+        sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if packed.dtype is not torch.int32 or not sizes or packed.shape[:-1] != tuple(shape[:-1]):
             raise WeightError(
                 f"{name}{_PACKED} of {self.directory} has type {packed.dtype} and shape {packed.shape}, which does not "
                 f"fit {name}{_SHAPE} {shape}; allowed: int32 words of two-dimensional weights; fetch the model again"
             )
         if len(shape) != 2:
             raise WeightError(f"{name} of {self.directory} has {len(shape)} axes; allowed: 2; fetch the model again")
-        return int(shape[0]), int(shape[1])
+        return shape[0], shape[1]
 
 
 def open_weights(directory: str | Path) -> HfReader:
