@@ -217,11 +217,27 @@ def check_args(shape: ModelShape, args: Mapping[str, Any], where: Path) -> None:
         for name, value in expected.items()
         if name not in loose and args.get(name) is not None and not _same(args[name], value)
     ]
+    _refuse_other_meaning(args, where)
     if wrong:
         raise ShapeMismatchError(
             f"{where} was written by another model than the given Hugging Face config describes: {'; '.join(wrong)}; "
             "give the Hugging Face directory that training began with"
         )
+
+
+def _refuse_other_meaning(args: Mapping[str, Any], where: Path) -> None:
+    """Refuse a checkpoint whose weights have the usual shapes, but stand for something else.
+
+    Raises:
+        ShapeMismatchError: It has norms less one, or may have the rows of gate and up projections in blocks: Megatron
+            wrote such rows as the training had them, and later in the usual order, and records no difference.
+    """
+    for name in ("apply_layernorm_1p", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+        if args.get(name):
+            raise ShapeMismatchError(
+                f"{where} was written with {name} {args[name]}, which gives weights another meaning; allowed: none; "
+                "load it with Megatron and save it without"
+            )
 
 
 def _same(given: Any, expected: Any) -> bool:

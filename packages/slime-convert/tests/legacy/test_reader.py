@@ -5,6 +5,7 @@ of a real megatron-core model.
 """
 
 import argparse
+import re
 
 import pytest
 import torch
@@ -104,7 +105,9 @@ def test_experts_have_their_numbers_in_the_whole_model(tmp_path, random_tensor, 
     reader = LegacyReader(tmp_path, merged)
     assert reader.weight_keys == whole.keys()
     for key, tensor in whole.items():
-        assert torch.equal(reader._merged(key, [part.load() for part in reader._weights[key]]), tensor), key
+        # Asked for by megatron-core's names of local layers, whichever the checkpoint has.
+        asked = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)", r"experts.local_experts.\2.\1", key)
+        assert reader.find(asked).keys == (key,) and torch.equal(reader.load(asked), tensor), key
 
 
 def test_three_numbers_are_tensor_pipeline_and_expert_rank(tmp_path, random_tensor):
@@ -192,6 +195,10 @@ def broken(root, random_tensor, kind):
     elif kind == "ranks of two runs":
         write(root, (0,), good, sizes(tp=2))
         write(root, (1,), {"model0": good, "model1": good}, sizes(tp=2))
+    elif kind == "sizes that no machine has":
+        write(root, (0,), good, sizes(tp=10**30, pp=10**30, ep=10**30))
+    elif kind == "more stages than fit a line":
+        write(root, (0, 0), good, sizes(pp=20))
     elif kind == "experts that overwrote each other":
         write(root, (0, 0), good, sizes(ep=1, expert_tensor_parallel_size=2))
 
@@ -202,6 +209,11 @@ def broken(root, random_tensor, kind):
         ("missing tensor rank", "by tensor 2 × pipeline 1 × expert 1 ranks, but has no .* of tensor rank 1 of stage 0"),
         ("missing stage", "no mp_rank_\\* directory of tensor rank 0 of stage 1"),
         ("missing expert rank", "no mp_rank_\\* directory of expert rank 1 of stage 0"),
+        (
+            "sizes that no machine has",
+            "no mp_rank_\\* directory of tensor rank 0 of stage 1, .* of stage 8 and more; use",
+        ),
+        ("more stages than fit a line", "tensor rank 0 of stage 7, tensor rank 0 of stage 8 and more; use a whole"),
         ("mixed names", "it has mp_rank_00, mp_rank_01_000; use one whole checkpoint"),
         ("no file", "mp_rank_00 has no model_optim_rng.pt"),
         ("no model", "holds no state dict under 'model'"),
@@ -220,8 +232,32 @@ def test_what_is_broken_is_told(tmp_path, random_tensor, kind, told):
         LegacyReader(tmp_path, merged)
 
 
-def test_shards_that_do_not_fit_are_told(tmp_path, random_tensor):
-    write(tmp_path, (0,), {EMBEDDING: random_tensor(8, 4)}, sizes(tp=2))
-    write(tmp_path, (1,), {EMBEDDING: random_tensor(8, 5)}, sizes(tp=2))
-    with pytest.raises(CheckpointError, match=r"shards of embedding.* do not fit together: \(8, 4\), \(8, 5\)"):
-        LegacyReader(tmp_path, merged).load(EMBEDDING)
+@pytest.mark.parametrize(
+    ("name", "shards", "told"),
+    [
+        (EMBEDDING, [(8, 4), (8, 5)], r"\(8, 4\) of torch\.float32, \(8, 5\) of torch\.float32; use another"),
+        # What torch would join without a word: rows of two counts, and two types.
+        (EMBEDDING, [(8, 4), (6, 4)], r"\(8, 4\) of torch\.float32, \(6, 4\)"),
+        (FC1.format(0), [(6, 4), (2, 4)], r"\(6, 4\) of torch\.float32, \(2, 4\)"),
+        (EMBEDDING, [(8, 4), torch.ones(8, 4, dtype=torch.bfloat16)], r".*32, \(8, 4\) of torch\.bfloat16"),
+        (ROUTER.format(0), [(8, 4), (4, 4)], r"\(8, 4\) of torch\.float32, \(4, 4\)"),
+    ],
+)
+def test_shards_that_do_not_fit_are_told(tmp_path, random_tensor, name, shards, told):
+    for rank, part in enumerate(shards):
+        part = random_tensor(*part) if isinstance(part, tuple) else part
+        write(tmp_path, (rank,), {name: part}, sizes(tp=2))
+    reader = LegacyReader(tmp_path, merged)
+    for ask in (reader.load, reader.shape):
+        with pytest.raises(CheckpointError, match=rf"shards of {re.escape(name)} .* do not fit together: {told}"):
+            ask(name)
+
+
+def test_strange_keys_are_told_and_nothing_worse(tmp_path, random_tensor):
+    """Numbers with leading zeros, and numbers that Python would refuse to read."""
+    tensor, long = random_tensor(8, 4), "9" * 5000
+    write(tmp_path, (0,), {EMBEDDING: tensor, f"decoder.layers.{long}.weight": tensor}, **{f"model{long}": {}})
+    reader = LegacyReader(tmp_path, merged)
+    assert reader.weight_keys == {EMBEDDING, f"decoder.layers.{long}.weight"}
+    write(tmp_path / "zeros", (0,), {"model0": {EMBEDDING: tensor}, "model01": {"more": tensor}})
+    assert LegacyReader(tmp_path / "zeros", merged).weight_keys == {EMBEDDING, "more"}

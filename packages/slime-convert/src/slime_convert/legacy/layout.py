@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from slime_convert.errors import CheckpointError
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 """A rank's file; the second, beside a distributed optimizer of older Megatron."""
 
+_SHOWN = 8
 _DIRECTORY = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 
 
@@ -101,18 +103,29 @@ def by_rank(
 
 
 def _refuse_gaps(ranks: Mapping[Rank, Path], parallel: Parallel, iteration: Path) -> None:
-    stages = [(t, p) for t in range(parallel.tensor) for p in range(parallel.pipeline)]
-    missing = [
-        f"tensor rank {t} of stage {p}" for t, p in stages if not any((r.tensor, r.pipeline) == (t, p) for r in ranks)
-    ]
-    experts = [(p, e) for p in range(parallel.pipeline) for e in range(parallel.expert)]
-    missing += [
-        f"expert rank {e} of stage {p}" for p, e in experts if not any((r.pipeline, r.expert) == (p, e) for r in ranks)
-    ]
-    if missing:
+    tensor = {(rank.tensor, rank.pipeline) for rank in ranks}
+    expert = {(rank.expert, rank.pipeline) for rank in ranks}
+    # One by one, and never all: recorded sizes may be any number.
+    missing = chain(
+        (
+            f"tensor rank {t} of stage {p}"
+            for t in range(parallel.tensor)
+            for p in range(parallel.pipeline)
+            if (t, p) not in tensor
+        ),
+        (
+            f"expert rank {e} of stage {p}"
+            for p in range(parallel.pipeline)
+            for e in range(parallel.expert)
+            if (e, p) not in expert
+        ),
+    )
+    if told := list(islice(missing, _SHOWN + 1)):
+        more = " and more" if len(told) > _SHOWN else ""
         raise CheckpointError(
             f"{iteration} was saved by tensor {parallel.tensor} × pipeline {parallel.pipeline} × expert "
-            f"{parallel.expert} ranks, but has no mp_rank_* directory of {', '.join(missing)}; use a whole checkpoint"
+            f"{parallel.expert} ranks, but has no mp_rank_* directory of {', '.join(told[:_SHOWN])}{more}; "
+            "use a whole checkpoint"
         )
 
 

@@ -21,11 +21,11 @@ Merge = Callable[[str, Sequence[Tensor]], Tensor]
 
 _Chunk = Mapping[str, StoredTensor]
 _CHECKPOINT_VERSION = 3.0
-_MODEL_KEY = re.compile(r"^model(\d*)$")
-_LAYER = re.compile(r"^(?P<stack>decoder\.layers\.)(?P<layer>\d+)(?P<rest>\..+)$")
+_MODEL_KEY = re.compile(r"^model(\d{0,4})$")
+_LAYER = re.compile(r"^(?P<stack>decoder\.layers\.)(?P<layer>\d{1,6})(?P<rest>\..+)$")
 _EXPERT = (
-    re.compile(r"^(?P<stem>.*\.experts\.local_experts\.)(?P<expert>\d+)(?P<rest>\..+)$"),  # one module for each
-    re.compile(r"^(?P<stem>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<expert>\d+)(?P<rest>)$"),  # grouped
+    re.compile(r"^(?P<stem>.*\.experts\.local_experts\.)(?P<expert>\d{1,6})(?P<rest>\..+)$"),  # one module for each
+    re.compile(r"^(?P<stem>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<expert>\d{1,6})(?P<rest>)$"),  # grouped
 )
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -69,7 +69,11 @@ class LegacyReader:
         Raises:
             CheckpointError: The checkpoint has no such weight.
         """
-        tried = [Place((name,), None), *(place for place in places(name) if not place.index)]
+        grouped = _EXPERT[0].sub(
+            lambda m: f"{m['stem'].removesuffix('local_experts.')}{m['rest'][1:]}{m['expert']}", name
+        )
+        tried = [Place((spelling,), None) for spelling in dict.fromkeys((name, grouped))]
+        tried += [place for place in places(name) if not place.index]
         for place in tried:
             if all(key in self._weights for key in place.keys):
                 return place
@@ -103,23 +107,26 @@ class LegacyReader:
 
     def _merged(self, key: str, shards: Sequence[Tensor]) -> Tensor:
         try:
+            # Megatron's shards of a weight are all alike; others might still be joined, to something else.
+            if len({(shard.shape, shard.dtype) for shard in shards}) > 1:
+                raise ValueError("shards of several shapes or types")
             return self._merge(key, shards)
         except (RuntimeError, ValueError, IndexError) as error:  # torch's words for shapes that do not fit
             raise CheckpointError(
                 f"the shards of {key} in {self.directory} do not fit together: "
-                f"{', '.join(str(tuple(shard.shape)) for shard in shards)}; use another checkpoint"
+                f"{', '.join(f'{tuple(shard.shape)} of {shard.dtype}' for shard in shards)}; use another checkpoint"
             ) from error
 
 
 def _state(path: Path) -> tuple[Mapping[str, Any], list[_Chunk]]:
     """The arguments in a rank's file, and its part of the model: a chunk for each virtual pipeline stage."""
     content = TorchFile(path).content()
-    numbers = (
-        sorted(int(match[1] or 0) for key in content if (match := _MODEL_KEY.match(str(key))))
+    found = (
+        {int(match[1] or 0): value for key, value in content.items() if (match := _MODEL_KEY.match(str(key)))}
         if isinstance(content, dict)
-        else []
+        else {}
     )
-    if not numbers:
+    if not found:
         raise CheckpointError(f"{path} holds no model (no key 'model' or 'model0'); use a checkpoint of Megatron")
     version = content.get("checkpoint_version", _CHECKPOINT_VERSION)
     if version != _CHECKPOINT_VERSION:
@@ -129,8 +136,7 @@ def _state(path: Path) -> tuple[Mapping[str, Any], list[_Chunk]]:
         )
     args = content.get("args")
     plain = args if isinstance(args, dict) else dict(getattr(args, "__dict__", {}))
-    chunks = [content[f"model{number}"] if f"model{number}" in content else content["model"] for number in numbers]
-    return plain, [_chunk(chunk, path) for chunk in chunks]
+    return plain, [_chunk(found[number], path) for number in sorted(found)]
 
 
 def _chunk(state: Any, path: Path) -> _Chunk:

@@ -186,7 +186,11 @@ class WeightMap:
         Raises:
             WeightError: Unknown name.
         """
-        return tensor_parallel.merge(shards, self._find(name).rule.split)
+        rule = self._find(name).rule
+        rows, all_rows = shards[0].shape[:1], self._lengths(rule.dims)[:1]
+        # Local layers split the projections to the latents, which Transformer Engine's keep whole on every rank.
+        in_parts = rule.split is tensor_parallel.TensorParallel.REPLICATED and rows != all_rows
+        return tensor_parallel.merge(shards, tensor_parallel.TensorParallel.ROWS if in_parts else rule.split)
 
     def _find(self, name: str) -> _Weight:
         try:
