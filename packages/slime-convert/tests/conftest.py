@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -131,6 +132,26 @@ def one_origin(tmp_path_factory):
 def origin_of(tmp_path):
     """Makes one of the models, to be changed."""
     return lambda name: make_origin(name, tmp_path / name)
+
+
+@pytest.fixture
+def with_prediction_module(origin_of):
+    """DeepSeek's tiny model with the weights that transformers leaves out, under Kimi-K2's model type."""
+    directory = origin_of("deepseek")
+    (directory / "model.safetensors.index.json").unlink()
+    weights = {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
+    last, further = "model.layers.2.", "model.layers.3."
+    own = {name.replace(last, further): tensor + 1 for name, tensor in weights.items() if name.startswith(last)}
+    norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    own |= {further + name: torch.randn(24).bfloat16() for name in norms}
+    own[further + "eh_proj.weight"] = torch.randn(24, 48).bfloat16()
+    own[further + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    own[further + "shared_head.head.weight"] = weights["lm_head.weight"]
+    save_file({name: tensor.clone() for name, tensor in own.items()}, directory / "further.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "model_type": "kimi_k2"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from slime_convert.errors import (
     ShapeMismatchError,
     WeightError,
 )
+from slime_convert.megatron_to_hf import megatron_to_hf
 from slime_convert.torch_dist import TorchDistReader
 
 
@@ -66,6 +67,27 @@ def test_checkpoint_records_the_models_arguments(origin, converted):
     check_args(shape, args, converted)
     with pytest.raises(ShapeMismatchError, match=r"num_layers 3 \(config: 4\).*hidden_size 24 \(config: 48\)"):
         check_args(ModelShape(**{**vars(shape), "num_layers": 4, "hidden_size": 48}), args, converted)
+    assert args["hf_model_type"] == shape.family
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "told"),
+    [
+        # Two families of equal weights, two that differ in biases, and two that differ in norms.
+        ("deepseek", "kimi_k2", r"hf_model_type deepseek_v3 \(config: kimi_k2\); give"),
+        ("qwen2-tied", "llama", r"hf_model_type qwen2 \(config: llama\); add_qkv_bias True \(config: False\); give"),
+        ("qwen3-untied", "llama", r"hf_model_type qwen3 \(config: llama\); qk_layernorm True \(config: False\); give"),
+    ],
+)
+def test_an_origin_of_another_family_is_told(origin_of, tmp_path, name, family, told):
+    directory = origin_of(name)
+    hf_to_torch_dist(directory, tmp_path / "td")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": family}))
+    for convert in (torch_dist_to_hf, megatron_to_hf):
+        with pytest.raises(ShapeMismatchError, match=told):
+            convert(tmp_path / "td", tmp_path / "back", directory)
+    assert not (tmp_path / "back").exists()
 
 
 def test_weights_of_another_type_are_told_in_the_config(origin, tmp_path):
@@ -178,26 +200,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(one_origin, tmp_path, full_disk)
     with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*has room"):
         torch_dist_to_hf(tmp_path / "td", tmp_path / "hf", one_origin)
     assert list(tmp_path.iterdir()) == [tmp_path / "td"]
-
-
-@pytest.fixture
-def with_prediction_module(origin_of):
-    """DeepSeek's tiny model with the weights that transformers leaves out, under Kimi-K2's model type."""
-    directory = origin_of("deepseek")
-    (directory / "model.safetensors.index.json").unlink()
-    weights = weights_of(directory)
-    last, further = "model.layers.2.", "model.layers.3."
-    own = {name.replace(last, further): tensor + 1 for name, tensor in weights.items() if name.startswith(last)}
-    norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
-    own |= {further + name: torch.randn(24).bfloat16() for name in norms}
-    own[further + "eh_proj.weight"] = torch.randn(24, 48).bfloat16()
-    own[further + "embed_tokens.weight"] = weights["model.embed_tokens.weight"]
-    own[further + "shared_head.head.weight"] = weights["lm_head.weight"]
-    save_file({name: tensor.clone() for name, tensor in own.items()}, directory / "further.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"num_nextn_predict_layers": 1, "model_type": "kimi_k2"}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def test_prediction_modules_come_along(with_prediction_module, tmp_path):

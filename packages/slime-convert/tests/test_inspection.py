@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_convert import ModelShape
 from slime_convert.checkpoint import Contents, TensorInfo
+from slime_convert.convert import hf_to_torch_dist
 from slime_convert.errors import CheckpointError, HfConfigError
 from slime_convert.formats import FORMATS
 from slime_convert.inspection import inspect_checkpoint, shape_text, size_text, to_json, to_text
@@ -36,16 +37,34 @@ def test_a_hugging_face_directory(origin):
 def test_a_torch_dist_checkpoint_holds_the_same(origin, converted):
     theirs, contents = inspect_checkpoint(origin), inspect_checkpoint(converted)
     assert contents == inspect_checkpoint(converted / "release")
-    # Where there are experts, norms that two kinds of layers look for under different names are stored under both.
-    again = contents.num_parameters - theirs.num_parameters
-    assert 0 <= again <= (theirs.num_parameters // 200 if theirs.shape.num_experts else 0)
+    assert contents.num_parameters == theirs.num_parameters and contents.family == theirs.family
     assert (contents.format, contents.iteration, contents.iterations) == ("torch_dist", "release", ("release",))
     assert contents.directory == converted / "release" and set(contents.files) == {"__0_0.distcp"}
     assert contents.arguments["num_layers"] == 3
     told = json.loads(json.dumps(to_json(contents)))
-    assert told["arguments"]["padded_vocab_size"] == 128
+    assert (told["family"], told["arguments"]["padded_vocab_size"]) == (theirs.family, 128)
     assert told["largest"][0]["shape"][0] == 3 or theirs.shape.num_experts  # layers that differ are not stacked
-    assert "num_layers 3, hidden_size 24, ffn_hidden_size 40" in to_text(contents)
+    assert f"{theirs.family}, num_layers 3, hidden_size 24, ffn_hidden_size 40" in to_text(contents)
+
+
+def test_what_lies_there_twice_is_counted_once(with_prediction_module, origin_of, tmp_path):
+    """Norms under two names, what a prediction module repeats, a tied output layer."""
+    hf_to_torch_dist(with_prediction_module, tmp_path / "td")
+    tensors = {t.name: t.num_elements for t in inspect_checkpoint(with_prediction_module).tensors}
+    repeated = ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
+    count = sum(tensors.values()) - sum(map(tensors.__getitem__, repeated))
+    contents = inspect_checkpoint(tmp_path / "td")
+    assert inspect_checkpoint(with_prediction_module).num_parameters == contents.num_parameters == count
+    # Two norms of each layer's latents; of the dense layer the MLP's too.
+    assert sum(t.num_elements for t in contents.tensors if t.name in contents.repeated) == 4 * (14 + 10) + 24
+
+    tied = origin_of("qwen3-tied")
+    count = inspect_checkpoint(tied).num_parameters
+    (tied / "model.safetensors.index.json").unlink()
+    save_file({"lm_head.weight": torch.zeros(101, 24)}, tied / "head.safetensors")
+    assert inspect_checkpoint(tied).num_parameters == count
+    (tied / "config.json").write_text("{}")
+    assert inspect_checkpoint(tied).num_parameters == count + 101 * 24
 
 
 def test_optimizer_state_and_other_iterations(origin, converted):

@@ -75,6 +75,7 @@ class Contents:
         arguments: Megatron's arguments as the checkpoint records them, plain values only.
         quantization: Method and settings, of a quantized model.
         packed_bits: Bits of one parameter in tensors named ``*_packed``.
+        repeated: Tensors that are no parameters of their own, because another holds the same.
     """
 
     format: str
@@ -89,11 +90,13 @@ class Contents:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     quantization: str | None = None
     packed_bits: int = 4
+    repeated: frozenset[str] = frozenset()
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model: without scales and padding of the vocabulary, packed integers counted one by one."""
-        return sum(self._parameters(tensor) for tensor in self.tensors)
+        """Parameters of the model, whatever the format: each once, packed integers one by one, and neither scales nor
+        the vocabulary's padding."""
+        return sum(self._parameters(tensor) for tensor in self.tensors if tensor.name not in self.repeated)
 
     def _parameters(self, tensor: TensorInfo) -> int:
         if tensor.name.endswith(_QUANTIZATION_SUFFIXES):

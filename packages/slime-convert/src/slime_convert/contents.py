@@ -12,7 +12,7 @@ from slime_convert.errors import ConvertError, HfConfigError
 from slime_convert.safetensors_files import read_directory
 from slime_convert.shape import ModelShape
 from slime_convert.torch_dist.headers import read_headers
-from slime_convert.torch_dist.layout import METADATA, RELEASE, find_iteration, is_optimizer
+from slime_convert.torch_dist.layout import METADATA, RELEASE, find_iteration, fused_name, is_optimizer
 
 
 def hf_contents(directory: Path) -> Contents:
@@ -26,15 +26,17 @@ def hf_contents(directory: Path) -> Contents:
     family = config.get("model_type")
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
+    shape = shape_of(config)
     return Contents(
         format="hf",
         directory=directory,
         files={path.name: path.stat().st_size for path in sorted({entry.path for entry in entries.values()})},
         tensors=tuple(TensorInfo(name, e.dtype, e.shape, e.nbytes) for name, e in entries.items()),
         family=family if isinstance(family, str) else None,
-        shape=shape_of(config),
+        shape=shape,
         quantization=describe_quantization(quantization) if quantization else None,
         packed_bits=_packed_bits(quantization),
+        repeated=_repeated_in_hf(config, shape),
     )
 
 
@@ -46,19 +48,42 @@ def torch_dist_contents(path: Path) -> Contents:
     """
     iteration = find_iteration(path)
     headers = read_headers(iteration)
+    tensors = {key: info for key, info in headers.tensors.items() if not is_optimizer(key)}
     others = [other.parent.name for other in sorted(iteration.parent.glob(f"*/{METADATA}"))]
     named = iteration.name == RELEASE or iteration.name.startswith("iter_")
     step = None if headers.iteration is None else str(headers.iteration)
+    family = headers.arguments.get("hf_model_type")
     return Contents(
         format="torch_dist",
         directory=iteration,
         files=headers.files,
-        tensors=tuple(info for key, info in headers.tensors.items() if not is_optimizer(key)),
+        tensors=tuple(tensors.values()),
         optimizer=tuple(info for key, info in headers.tensors.items() if is_optimizer(key)),
         iteration=iteration.name if named else step,
         iterations=tuple(name for name in others if name == RELEASE or name.startswith("iter_")),
+        family=family if isinstance(family, str) else None,
         arguments=headers.arguments,
+        repeated=_repeated_in_torch_dist(tensors, headers.arguments),
     )
+
+
+def _repeated_in_hf(config: Mapping[str, Any], shape: ModelShape | None) -> frozenset[str]:
+    """A tied output layer, and the copies of embedding and output layer in modules that predict further tokens."""
+    names = {"lm_head.weight"} if config.get("tie_word_embeddings") is True else set()
+    if shape is not None:
+        for layer in range(shape.num_layers, shape.num_layers + shape.mtp_num_layers):
+            names |= {f"model.layers.{layer}.{copy}.weight" for copy in ("embed_tokens", "shared_head.head")}
+    return frozenset(names)
+
+
+def _repeated_in_torch_dist(tensors: Mapping[str, TensorInfo], arguments: Mapping[str, Any]) -> frozenset[str]:
+    """A tied output layer, and norms that lie there under two names."""
+    names = {"output_layer.weight"} if arguments.get("untie_embeddings_and_output_weights") is False else set()
+    for key, info in tensors.items():
+        other = tensors.get(fused_name(key) or key)
+        if other is not None and other is not info and other.shape == info.shape:
+            names.add(key)
+    return frozenset(names)
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:

@@ -237,6 +237,12 @@ def test_the_shape_may_come_from_recorded_arguments(one_origin, td, tmp_path):
 
 
 def test_arguments_that_fit_several_families_tell_no_names(one_origin, td, tmp_path, monkeypatch):
+    """Megatron's own arguments do not name the family; those of a converted checkpoint do."""
+    stock = tmp_path / "stock"
+    shutil.copytree(td, stock)
+    common = torch.load(stock / "release" / "common.pt")
+    assert common["args"].pop("hf_model_type") == "qwen3"
+    torch.save(common, stock / "release" / "common.pt")
     norm = "decoder.final_layernorm.weight"
     twin = [
         dataclasses.replace(rule, hf=(HfWeight("model.other.weight", rule.dims),)) if rule.megatron == norm else rule
@@ -246,11 +252,12 @@ def test_arguments_that_fit_several_families_tell_no_names(one_origin, td, tmp_p
     shutil.copytree(one_origin, bare)
     (bare / "config.json").unlink()
     monkeypatch.setitem(TABLES, "llama", TABLES["qwen3"])
-    assert verify(td, td).naming == "huggingface" and verify(bare, td).equal
+    assert verify(stock, stock).naming == "huggingface" and verify(bare, stock).equal
     monkeypatch.setitem(TABLES, "llama", tuple(twin))
-    assert (verify(td, td).naming, verify(td, td).num_equal) == ("megatron", 27)
+    assert (verify(stock, stock).naming, verify(stock, stock).num_equal) == ("megatron", 27)
     with pytest.raises(HfConfigError, match="--origin-hf-dir"):
-        verify(bare, td)
+        verify(bare, stock)
+    assert verify(td, td).naming == "huggingface" and verify(bare, td).equal
 
 
 def test_another_padding_does_not_count(one_origin, td, tmp_path):
@@ -285,10 +292,14 @@ def test_arguments_that_contradict_the_config_are_noted(one_origin, td, tmp_path
     shutil.copytree(one_origin, other)
     config = json.loads((other / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 5e5
+    config["model_type"] = "llama"
     (other / "config.json").write_text(json.dumps(config))
     found = verify(td, other)
-    assert found.equal and len(found.notes) == 1
-    assert "rotary_base 10000.0 (config: 500000.0)" in found.to_text()
+    assert not found.equal and len(found.notes) == 1
+    told = (
+        "hf_model_type qwen3 (config: llama); rotary_base 10000.0 (config: 500000.0); qk_layernorm True (config: False)"
+    )
+    assert told in found.to_text()
 
 
 def test_more_layers_than_the_config_says_are_extra(one_origin, td, tmp_path):

@@ -172,7 +172,10 @@ class ModelShape:
         return shape_flag_words(self)
 
     def to_megatron_args(self) -> dict[str, Any]:
-        """The arguments that a Megatron checkpoint of this shape records, by Megatron's names, as plain values."""
+        """The arguments that a Megatron checkpoint of this shape records, by Megatron's names, as plain values.
+
+        Megatron has no name for the family: ``hf_model_type`` is none of its arguments.
+        """
         names = (
             "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
             "max_position_embeddings rotary_base rotary_percent rotary_interleaved norm_epsilon qk_layernorm "
@@ -197,7 +200,7 @@ class ModelShape:
                 " multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
                 "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim"
             )
-        return {name: getattr(self, name) for name in names.split()} | fixed
+        return {"hf_model_type": self.family, **{name: getattr(self, name) for name in names.split()}, **fixed}
 
     @property
     def moe_layer_freq(self) -> int | list[int]:

@@ -112,6 +112,18 @@ def _apart(key: str) -> Place:
     return Place((f"{key}_w", f"{key}_v"), None)
 
 
+def fused_name(key: str) -> str | None:
+    """The key under which Transformer Engine's layers look for what lies under ``key``; ``None`` if it is the same.
+
+    A norm may lie under both, so that a model of either kind of layers finds it.
+    """
+    for norm, fused in (_FUSED_NORMS | _FUSED_LATENT_NORMS).items():
+        prefix, found, weight = key.rpartition(f".{norm}")
+        if found:
+            return f"{prefix}.{fused}{weight}"
+    return None
+
+
 def find_iteration(directory: str | Path) -> Path:
     """The directory that holds ``.metadata``.
 

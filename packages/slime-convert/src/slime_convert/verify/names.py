@@ -158,8 +158,8 @@ def _vocab_size(sides: Sequence[Weights]) -> int:
 def shape_from_arguments(weights: Weights, vocab_size: int) -> ModelShape | None:
     """The shape that a Megatron checkpoint's recorded arguments describe.
 
-    They do not name the family, so it is the one whose table accounts for every weight. Where several do, they must
-    agree on Hugging Face's names.
+    Megatron's own do not name the family. It is then the one whose table accounts for every weight. Where several do,
+    they must agree on Hugging Face's names.
 
     Args:
         weights: With Megatron's names.
@@ -174,7 +174,8 @@ def shape_from_arguments(weights: Weights, vocab_size: int) -> ModelShape | None
     }
     values["vocab_size"] = vocab_size
     fitting: dict[frozenset[str], ModelShape] = {}
-    for family in FAMILIES:
+    recorded = weights.arguments.get("hf_model_type")
+    for family in [recorded] if recorded in FAMILIES else FAMILIES:
         try:
             shape = ModelShape(**{**values, "family": family})
             weight_map = WeightMap(shape)
