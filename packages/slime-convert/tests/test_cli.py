@@ -130,7 +130,7 @@ def test_after_a_kill_the_same_command_works(one_origin, commands, tmp_path):
     (partial,) = tmp_path.iterdir()
     assert partial.name.startswith(".out.partial-")
     for no_checkpoint in (partial, partial / "release"):
-        with pytest.raises(CheckpointError, match="no torch_dist checkpoint"):
+        with pytest.raises(CheckpointError, match="is no checkpoint of a known format"):
             TorchDistReader(no_checkpoint)
     assert main([str(word) for word in words]) == 0
     before = (out / "release" / ".metadata").read_bytes()

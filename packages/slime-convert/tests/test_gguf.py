@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 
 from slime_convert import ModelShape
 from slime_convert.cli import main
-from slime_convert.errors import GgufError, OutputError, UnsupportedModelError
-from slime_convert.gguf import find_gguf, gguf_to_hf
+from slime_convert.errors import CheckpointError, GgufError, OutputError, UnsupportedModelError
+from slime_convert.gguf import gguf_to_hf
+from slime_convert.inspection import inspect_checkpoint
+from slime_convert.verify import verify
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 NAMES = {
@@ -129,6 +131,8 @@ def test_weights_config_tokenizer_and_template_arrive(model, gguf_file, tmp_path
     theirs = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     assert written.keys() == theirs.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in theirs.items())
+    assert verify(gguf_file, tmp_path / "hf").equal
+    assert inspect_checkpoint(gguf_file).shape == ModelShape.from_hf_config(tmp_path / "hf")
     assert ModelShape.from_hf_config(tmp_path / "hf") == ModelShape.from_hf_config(model.config.to_dict())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer("57 + 26 =", add_special_tokens=False)["input_ids"]
@@ -143,14 +147,19 @@ def test_type_of_the_weights(gguf_file, tmp_path, capfd):
 
 
 def test_no_or_several_files_are_refused(tmp_path):
-    with pytest.raises(GgufError, match="there is no file or directory"):
-        find_gguf(tmp_path / "none")
-    with pytest.raises(GgufError, match=r"holds 0 \.gguf files; give"):
-        find_gguf(tmp_path)
+    def convert(path):
+        gguf_to_hf(path, tmp_path / "out" / "hf")
+
+    with pytest.raises(
+        CheckpointError, match=r"there is no .*/none; give a checkpoint: gguf \(a \.gguf file, or a dir"
+    ):
+        convert(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of a known format; give one of these: gguf"):
+        convert(tmp_path)
     (tmp_path / "a.gguf").touch()
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(GgufError, match=r"holds 2 \.gguf files: a\.gguf b\.gguf; give"):
-        find_gguf(tmp_path)
+    with pytest.raises(GgufError, match=r"holds 2 \.gguf files: a\.gguf b\.gguf; give one"):
+        convert(tmp_path)
 
 
 def test_a_file_that_would_be_read_in_part_is_refused(model, tmp_path):

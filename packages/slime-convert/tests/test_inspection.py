@@ -11,7 +11,6 @@ from slime_convert import ModelShape
 from slime_convert.checkpoint import Contents, TensorInfo
 from slime_convert.convert import hf_to_torch_dist
 from slime_convert.errors import CheckpointError, HfConfigError
-from slime_convert.formats import FORMATS
 from slime_convert.inspection import inspect_checkpoint, shape_text, size_text, to_json, to_text
 
 
@@ -99,7 +98,7 @@ def test_fp8(quantized):
     settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     weight = torch.zeros(256, 128, dtype=torch.float8_e4m3fn)
     contents = quantized(settings, **{"a.weight": weight, "a.weight_scale_inv": torch.ones(2, 1)})
-    assert contents.quantization == "fp8, fmt e4m3, weight_block_size [128, 128], activation_scheme dynamic"
+    assert contents.quantization == "fp8, fmt e4m3, weight_block_size [128, 128]"
     assert (contents.num_parameters, contents.family, contents.shape) == (256 * 128, "deepseek_v3", None)
     assert set(to_json(contents)["dtypes"]) == {"float8_e4m3fn", "float32"}
 
@@ -134,9 +133,9 @@ def test_a_strange_config_is_no_reason_to_fail(one_origin, tmp_path, config):
 
 
 def test_what_is_no_checkpoint_is_told(one_origin, tmp_path):
-    with pytest.raises(CheckpointError, match=r"there is no .*/none; give a checkpoint: torch_dist .*; hf"):
+    with pytest.raises(CheckpointError, match=r"there is no .*/none; give a checkpoint: torch .*; hf .*; gguf"):
         inspect_checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of a known format; give one of these: torch_dist"):
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of a known format; give one of these: torch "):
         inspect_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HfConfigError, match=r"has no \*\.safetensors"):
@@ -146,13 +145,8 @@ def test_what_is_no_checkpoint_is_told(one_origin, tmp_path):
     with pytest.raises(HfConfigError, match=r"holds a JSON list, not an object"):
         inspect_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(HfConfigError, match=r"cannot read .*config\.json"):
+    with pytest.raises(HfConfigError, match=r"config\.json is no valid JSON"):
         inspect_checkpoint(tmp_path)
-
-
-def test_every_format_is_told_from_the_others(one_origin, converted):
-    assert [form.name for form in FORMATS if form.matches(one_origin)] == ["hf"]
-    assert [form.name for form in FORMATS if form.matches(converted)] == ["torch_dist"]
 
 
 def test_sizes_and_shapes_as_text():

@@ -108,7 +108,7 @@ def test_further_processes_of_torchrun_do_nothing(words, tmp_path, script):
 @pytest.mark.parametrize(
     ("script", "more", "line"),
     [
-        ("convert_to_hf", [], "slime-convert: there is no directory "),
+        ("convert_to_hf", [], "slime-convert: there is no "),
         ("convert_to_hf", ["--num-layer", "3", "--lr", "1"], "--num-layer 3 --lr 1; did you mean --num-layers?"),
         ("convert_to_hf", ["stray"], "slime-convert megatron-to-hf: unrecognized arguments: stray; see"),
         ("convert_to_hf", ["--ckpt-format", "zarr"], "argument --ckpt-format: invalid choice: 'zarr'"),

@@ -132,8 +132,11 @@ def truncate(path):
         (lambda root: shutil.rmtree(root / "iter_0000005" / "mp_rank_01"), "no mp_rank.* of tensor rank 1 of stage 0"),
         (lambda root: shutil.rmtree(root / "iter_0000005"), "names iter_0000005, but that has no mp_rank"),
         (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("x"), "'x'; it must be 'release' or a"),
-        (lambda root: (root / "latest_checkpointed_iteration.txt").unlink(), "is no Megatron checkpoint: it has no"),
-        (lambda root: shutil.rmtree(root), "there is no directory"),
+        (
+            lambda root: (root / "latest_checkpointed_iteration.txt").unlink(),
+            "is no checkpoint of a known format; give one of",
+        ),
+        (lambda root: shutil.rmtree(root), "there is no .*legacy; give a checkpoint: torch .*; torch_dist"),
     ],
     ids=["truncated", "rank", "iteration", "tracker", "no-tracker", "nothing"],
 )

@@ -64,18 +64,19 @@ class Contents:
 
     Attributes:
         format: Name of the format, such as ``hf``.
-        directory: Where the files are; one iteration of a Megatron checkpoint.
+        directory: Where the files are; one iteration of a Megatron checkpoint; a GGUF file itself.
         files: Bytes of each file that holds tensors.
         tensors: The model's tensors.
         optimizer: Tensors of the optimizer's state.
         iteration: ``release`` or a step, of a Megatron checkpoint.
         iterations: Every iteration that lies beside it, this one included.
-        family: Hugging Face ``model_type``; ``None`` if nothing tells it.
+        family: Hugging Face ``model_type``, or what GGUF calls the architecture; ``None`` if nothing tells it.
         shape: The model's shape; ``None`` if nothing tells it, or the family is not supported.
         arguments: Megatron's arguments as the checkpoint records them, plain values only.
         quantization: Method and settings, of a quantized model.
         packed_bits: Bits of one parameter in tensors named ``*_packed``.
         repeated: Tensors that are no parameters of their own, because another holds the same.
+        notes: What else a reader should know.
     """
 
     format: str
@@ -91,6 +92,7 @@ class Contents:
     quantization: str | None = None
     packed_bits: int = 4
     repeated: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -149,6 +151,11 @@ class Weights(Protocol):
         """The model's shape, if a config lies beside the weights."""
         ...
 
+    @property
+    def storage(self) -> str | None:
+        """How the weights are quantized on disk, and in what form they are here; ``None`` if they are not quantized."""
+        ...
+
     def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
         """The weights under the names that a model's table gives them, where the format has names of its own.
 
@@ -178,13 +185,16 @@ class Format:
     Attributes:
         name: As users know it.
         looks_like: What a directory of this format holds, for messages.
-        matches: Whether a path holds this format, judged by names of files.
-        inspect: Its contents, without importing torch.
-        open: Its weights, in a ``with`` statement.
+        command: Which command converts it.
+        find: Where the checkpoint is that a user's path names, such as one iteration of it; ``None`` if the path holds
+            none of this format. Raises a :class:`slime_convert.errors.ConvertError` if it holds a broken one.
+        inspect: Its contents, told from what ``find`` gave.
+        open: Its weights, likewise, in a ``with`` statement.
     """
 
     name: str
     looks_like: str
-    matches: Callable[[Path], bool]
+    command: str
+    find: Callable[[Path], Path | None]
     inspect: Callable[[Path], Contents]
     open: Callable[[Path], AbstractContextManager[Weights]]

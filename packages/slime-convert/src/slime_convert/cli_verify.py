@@ -6,10 +6,14 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from slime_convert.cli_inspect import CHECKPOINT
 from slime_convert.progress import OnProgress
 
 _HELP = "compare two checkpoints, of any two formats, weight by weight"
-_EPILOG = "Exit code: 0 if they are equal, 1 if they differ, 2 if they cannot be compared."
+_EPILOG = (
+    "Quantized weights are expanded, unless both checkpoints are quantized in the same way. "
+    "Exit code: 0 if they are equal, 1 if they differ, 2 if they cannot be compared."
+)
 
 
 def add_verify(commands: Any, progress: Callable[[], OnProgress]) -> None:
@@ -22,7 +26,7 @@ def add_verify(commands: Any, progress: Callable[[], OnProgress]) -> None:
     parser = commands.add_parser("verify", help=_HELP, description=_HELP, epilog=_EPILOG, allow_abbrev=False)
     parser.set_defaults(run=lambda args: _run(args, progress()), parser=parser)
     for name in ("left", "right"):
-        parser.add_argument(name, metavar="DIR", help="Hugging Face directory, or torch_dist checkpoint")
+        parser.add_argument(name, metavar="PATH", help=CHECKPOINT)
     parser.add_argument(
         "--origin-hf-dir", metavar="DIR", help="config.json of both, if neither checkpoint tells the model's shape"
     )

@@ -22,11 +22,11 @@ class WeightError(ConvertError):
 
 
 class CheckpointError(ConvertError):
-    """A directory is no readable Megatron checkpoint."""
+    """There is no readable checkpoint, or one of another format than is needed."""
 
 
 class GgufError(ConvertError):
-    """A GGUF file is missing, ambiguous, or cannot be read."""
+    """A GGUF file is ambiguous or cannot be read."""
 
 
 class OutputError(ConvertError):

@@ -13,31 +13,13 @@ import numpy as np
 import torch
 
 from slime_convert.errors import GgufError, UnsupportedModelError
+from slime_convert.formats import GGUF, detect
+from slime_convert.gguf_file import FAMILIES, read_gguf
 from slime_convert.mapping import WeightMap
 from slime_convert.output import new_directory
 from slime_convert.shape import ModelShape
 
-FAMILIES = ("llama", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def find_gguf(source: str | Path) -> Path:
-    """The GGUF file that ``source`` is, or the only one in or below the directory that it is.
-
-    Raises:
-        GgufError: There is none, or there are several.
-    """
-    path = Path(source)
-    if path.is_file():
-        return path
-    advice = "give a .gguf file, or a directory that holds exactly one"
-    if not path.is_dir():
-        raise GgufError(f"there is no file or directory {path}; {advice}")
-    found = sorted(path.rglob("*.gguf"))
-    if len(found) != 1:
-        names = "".join(f" {file.relative_to(path)}" for file in found[:5])
-        raise GgufError(f"{path} holds {len(found)} .gguf files{':' * bool(found)}{names}; {advice}")
-    return found[0]
 
 
 def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", force: bool = False) -> None:
@@ -52,15 +34,16 @@ def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", fo
         force: Replace an earlier model at ``save``.
 
     Raises:
-        GgufError: The file is missing, ambiguous or unreadable, holds more or less than the model's weights, the
+        CheckpointError: There is no GGUF file at ``gguf``.
+        GgufError: The file is ambiguous or unreadable, holds more or less than the model's weights, the
             ``gguf`` extra is not installed, or ``dtype`` is none.
         UnsupportedModelError: The model's family, or one of its settings, is not supported.
         OutputError: ``save`` exists or cannot be written.
     """
     if dtype not in DTYPES:
         raise GgufError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    file = find_gguf(gguf)
-    _need_extra()
+    file = detect(gguf, (GGUF,)).path
+    need_extra("gguf", "transformers", "accelerate")
     target = new_directory(save, force=force, keep=frozenset({file}), marker="config.json")
     with target as directory, _bars_on_terminals_only():
         model, tokenizer = _load(file, DTYPES[dtype])
@@ -73,8 +56,13 @@ def _bars_on_terminals_only() -> AbstractContextManager[Any]:
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
-def _need_extra() -> None:
-    missing = [name for name in ("gguf", "transformers", "accelerate") if importlib.util.find_spec(name) is None]
+def need_extra(*modules: str) -> None:
+    """Refuse to go on without a module of the ``gguf`` extra.
+
+    Raises:
+        GgufError: One is not installed.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise GgufError(
             f"reading GGUF needs {', '.join(missing)}, which is not installed; "
@@ -126,26 +114,20 @@ def _refuse_loss(file: Path, config: Any) -> None:
         GgufError: Weights are missing or left over, or the rotary embedding is scaled.
         UnsupportedModelError: The model is none that the weight tables describe.
     """
-    import gguf
-
     settings = config.to_dict()
     settings.pop("quantization_config", None)
     shape = ModelShape.from_hf_config(settings)
     if shape.family not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{file} holds a {shape.family} model; GGUF files are read of {', '.join(FAMILIES)}; "
-            "convert the model's Hugging Face release instead"
-        )
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.family.upper()], shape.num_layers)
-    wanted = {names.get_name(name, (".weight",)) for name in WeightMap(shape).hf_names()}
-    reader = gguf.GGUFReader(file)
-    held = {tensor.name for tensor in reader.tensors}
+        raise refuse_family(file, shape.family)
+    wanted = set(names_in_gguf(shape).values())
+    header = read_gguf(file)
+    held = {tensor.name for tensor in header.tensors}
     wrong = [f"lacks {name}" for name in sorted(wanted - held)]
     wrong += [f"has {name}, which would be lost" for name in sorted(held - wanted)]
     wrong += [
-        f"has {field.name} {field.contents()!r}, which would be lost"
-        for field in reader.fields.values()
-        if field.name.endswith(".rope.scaling.type") and field.contents() != "none"
+        f"has {name} {value!r}, which would be lost"
+        for name, value in header.settings.items()
+        if name.endswith(".rope.scaling.type") and value != "none"
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
@@ -153,3 +135,23 @@ def _refuse_loss(file: Path, config: Any) -> None:
             f"{file} is no plain {shape.family} model of {shape.num_layers} layers: it {'; '.join(wrong[:3])}{more}; "
             "convert the model's Hugging Face release instead"
         )
+
+
+def names_in_gguf(shape: ModelShape) -> dict[str, str]:
+    """llama.cpp's names of a model's weights, by Hugging Face's.
+
+    Args:
+        shape: Of one of :data:`slime_convert.gguf_file.FAMILIES`.
+    """
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.family.upper()], shape.num_layers)
+    return {name: names.get_name(name, (".weight",)) for name in WeightMap(shape).hf_names()}
+
+
+def refuse_family(file: Path, family: str) -> UnsupportedModelError:
+    """The error of a model whose names and settings are not known."""
+    return UnsupportedModelError(
+        f"{file} holds a {family} model; GGUF files are read of {', '.join(FAMILIES)}; "
+        "convert the model's Hugging Face release instead"
+    )

@@ -19,12 +19,13 @@ def inspect_checkpoint(path: str | Path) -> Contents:
     """What a checkpoint holds, told from its headers alone; the tensors are not read.
 
     Args:
-        path: A Hugging Face directory, a ``torch_dist`` checkpoint, or one iteration of it.
+        path: A checkpoint of any format of :mod:`slime_convert.formats`; of a Megatron one, an iteration of it too.
 
     Raises:
         ConvertError: It is no checkpoint, or a file of it is missing, cut off or damaged.
     """
-    return detect(path).inspect(Path(path))
+    form, found = detect(path)
+    return form.inspect(found)
 
 
 def to_json(contents: Contents) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def to_json(contents: Contents) -> dict[str, Any]:
         "dtypes": {dtype: _totals(tensors) for dtype, tensors in _by_dtype(contents.tensors)},
         "optimizer": _totals(contents.optimizer) if contents.optimizer else None,
         "files": dict(contents.files),
+        "notes": list(contents.notes),
         "largest": [dataclasses.asdict(tensor) for tensor in _largest(contents.tensors)],
     }
 
@@ -52,7 +54,7 @@ def to_text(contents: Contents) -> str:
     optimizer = _sum_line(contents.optimizer) if contents.optimizer else "none"
     rows = [
         ("format", contents.format),
-        ("directory", str(contents.directory)),
+        ("file" if contents.directory.is_file() else "directory", str(contents.directory)),
         *([("iteration", _iterations(contents))] if contents.iteration else []),
         ("model", _model(contents)),
         ("parameters", f"{contents.num_parameters:,}"),
@@ -61,6 +63,7 @@ def to_text(contents: Contents) -> str:
         ("quantization", contents.quantization or "none"),
         ("optimizer", optimizer),
         ("files", f"{len(contents.files):,}, {size_text(sum(contents.files.values()))}"),
+        *(("note", note) for note in contents.notes),
     ]
     largest = [
         ("largest weights", "dtype", "shape", "size"),

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.convert import MegatronReader, checked_weight_map, write_hf
+from slime_convert.formats import LEGACY, TORCH_DIST, detect
 from slime_convert.legacy import LegacyReader
 from slime_convert.mapping import WeightMap
-from slime_convert.megatron_format import LEGACY, find_megatron_checkpoint
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shards import DEFAULT_SHARD_BYTES
 from slime_convert.torch_dist import TorchDistReader
@@ -68,5 +68,5 @@ def open_megatron(directory: str | Path, weight_map: WeightMap) -> MegatronReade
     Raises:
         CheckpointError: It is no readable checkpoint.
     """
-    iteration, kind = find_megatron_checkpoint(directory)
-    return LegacyReader(iteration, weight_map.merge_tp) if kind == LEGACY else TorchDistReader(iteration)
+    form, iteration = detect(directory, (LEGACY, TORCH_DIST))
+    return LegacyReader(iteration, weight_map.merge_tp) if form.name == LEGACY else TorchDistReader(iteration)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from slime_convert.errors import CheckpointError
 from slime_convert.legacy.layout import Parallel, Rank, by_rank, rank_files
 from slime_convert.legacy.torch_file import StoredTensor, TorchFile
 from slime_convert.torch_dist.layout import Place, places
 
-Merge = Callable[[str, Sequence[Tensor]], Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Merge = Callable[[str, Sequence["Tensor"]], "Tensor"]
 """Makes a whole weight of its name and its tensor-parallel shards: :meth:`slime_convert.mapping.WeightMap.merge_tp`."""
 
 _Chunk = Mapping[str, StoredTensor]
@@ -54,6 +56,17 @@ class LegacyReader:
         ranks, parallel = by_rank(paths, self._args, any(_EMBEDDING in chunk for chunk in last), self.directory)
         self._weights = _assemble({rank: states[path][1] for rank, path in ranks.items()}, parallel, self.directory)
 
+    def merging(self, merge: Merge) -> LegacyReader:
+        """The same checkpoint, its shards merged in another way."""
+        other = copy.copy(self)
+        other._merge = merge
+        return other
+
+    @property
+    def shards(self) -> Mapping[str, Sequence[StoredTensor]]:
+        """The model's tensors by :attr:`weight_keys`, not read yet: their shards in tensor-parallel order."""
+        return self._weights
+
     @property
     def weight_keys(self) -> set[str]:
         """Names of the model's tensors, as the model that wrote them names them, but numbered in the whole model."""
@@ -84,14 +97,18 @@ class LegacyReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of one weight, without reading it."""
+        import torch
+
         key = self.find(name).keys[0]
-        return tuple(
-            self._merged(key, [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._weights[key]]).shape
-        )
+        shards = [torch.empty(s.shape, dtype=getattr(torch, s.dtype), device="meta") for s in self._weights[key]]
+        return tuple(self._merged(key, shards).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The element type of one weight."""
-        return self._weights[self.find(name).keys[0]][0].dtype
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self._weights[self.find(name).keys[0]][0].dtype)
+        return dtype
 
     def load(self, name: str) -> Tensor:
         """One whole weight.

@@ -2,6 +2,7 @@
 
 ``torch.load(mmap=True)`` would leave the rest on disk too, but maps the file privately and writably, which Linux
 refuses for a file that is larger than the memory. Here each tensor's bytes are read when its turn comes, and checked.
+Torch is imported when the first tensor is: what a file holds is told without it.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from slime_convert import plain_pickle
+from slime_convert.checkpoint import ITEM_BYTES
 from slime_convert.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOCAL_HEADER_BYTES = 30  # fixed part of the header before a record in a zip archive; its name and extra field follow
 _CHECK_BYTES = 2**24
 _STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
+    "BFloat16Storage": "bfloat16",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ShortStorage": "int16",
 }
 
 
@@ -46,7 +48,7 @@ class StoredTensor:
     Attributes:
         file: The file.
         key: The storage that holds it; tensors may share one.
-        dtype: Element type.
+        dtype: Torch's name of the element type, one of :data:`slime_convert.checkpoint.ITEM_BYTES`.
         offset: Its first element's place in the storage, in elements.
         shape: Its shape.
         stride: Its strides, in elements.
@@ -54,7 +56,7 @@ class StoredTensor:
 
     file: TorchFile
     key: str
-    dtype: torch.dtype
+    dtype: str
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,11 +67,14 @@ class StoredTensor:
         Raises:
             CheckpointError: Its bytes are missing, or are not those that were written.
         """
+        import torch
+
+        dtype = getattr(torch, self.dtype)
         if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        span, start = _span(self.shape, self.stride), self.offset * self.dtype.itemsize
-        self.file.require(self.key, start + span * self.dtype.itemsize)
-        flat = torch.empty(span, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=dtype)
+        span, start = _span(self.shape, self.stride), self.offset * ITEM_BYTES[self.dtype]
+        self.file.require(self.key, start + span * ITEM_BYTES[self.dtype])
+        flat = torch.empty(span, dtype=dtype)
         self.file.read(self.key, start, flat.view(torch.uint8).numpy().data)
         return flat.as_strided(self.shape, self.stride)
 
@@ -210,15 +215,21 @@ class _Unpickler(plain_pickle.Unpickler):
         kind, storage_type, key, *_ = pid
         if kind != "storage" or not isinstance(key, str):
             raise ValueError(f"unknown reference {pid!r}")
-        return _Storage(key, storage_type if isinstance(storage_type, torch.dtype) else None)
+        return _Storage(key, storage_type if isinstance(storage_type, str) else None)
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """As the base class does, but for storages, which are known by their dtype, and what rebuilds tensors."""
+        """As the base class does, but nothing of torch: its types stand here by their names."""
         if module_name == "torch" and global_name in _STORAGES:
             return _STORAGES[global_name]
-        if module_name == "torch._utils":
-            return self._rebuilders().get(global_name) or super().find_class(module_name, global_name)
-        return super().find_class(module_name, global_name)
+        if module_name == "torch" and global_name in ITEM_BYTES:
+            return global_name
+        if (module_name, global_name) == ("torch", "Size"):
+            return tuple
+        if module_name == "torch._utils" and global_name in (rebuilders := self._rebuilders()):
+            return rebuilders[global_name]
+        return (
+            plain_pickle.Inert if module_name.split(".")[0] == "torch" else super().find_class(module_name, global_name)
+        )
 
     def _rebuilders(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -233,7 +244,7 @@ class _Unpickler(plain_pickle.Unpickler):
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any) -> Any:
         sizes, strides = tuple(size), tuple(stride)
         numbers = (offset, *sizes, *strides)
-        plain = isinstance(storage, _Storage) and isinstance(storage.dtype, torch.dtype) and len(sizes) == len(strides)
+        plain = isinstance(storage, _Storage) and storage.dtype in ITEM_BYTES and len(sizes) == len(strides)
         if not plain or not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
             return plain_pickle.Inert()
         if math.prod(sizes) > _span(sizes, strides):
@@ -244,4 +255,4 @@ class _Unpickler(plain_pickle.Unpickler):
 @dataclass(frozen=True)
 class _Storage:
     key: str
-    dtype: torch.dtype | None
+    dtype: str | None

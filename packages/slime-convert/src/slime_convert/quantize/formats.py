@@ -23,6 +23,10 @@ class Fp8Format:
 
     block: tuple[int, int]
 
+    def __str__(self) -> str:
+        """One line about it."""
+        return f"fp8, fmt e4m3, weight_block_size {list(self.block)}"
+
     def to_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         """The ``quantization_config`` of a checkpoint that keeps the modules ``unquantized`` as they are."""
         return {
@@ -43,6 +47,10 @@ class Int4Format:
     """
 
     group_size: int
+
+    def __str__(self) -> str:
+        """One line about it."""
+        return f"compressed-tensors, format pack-quantized, num_bits 4, group_size {self.group_size}"
 
     def to_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """The ``quantization_config`` of a checkpoint whose linear modules are packed but for those of ``ignore``."""
@@ -88,6 +96,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def settings_of(config: Mapping[str, Any]) -> Any:
+    """What a config says of quantization, as it stands there; ``None`` if nothing."""
+    return next((config[key] for key in _KEYS if config.get(key) is not None), None)
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the same model, unquantized."""
     return {key: value for key, value in config.items() if key not in _KEYS}
@@ -100,12 +113,24 @@ def read_format(directory: Path) -> Fp8Format | Int4Format | None:
         HfConfigError: There is no readable ``config.json``.
         QuantizationError: They are quantized in another way than the two that are read.
     """
-    config = read_config(directory)
-    settings = next((config[key] for key in _KEYS if config.get(key) is not None), None)
+    return format_of(read_config(directory), str(directory / "config.json"))
+
+
+def format_of(config: Mapping[str, Any], where: str) -> Fp8Format | Int4Format | None:
+    """How the weights of a model are quantized; ``None`` if its config says nothing of it.
+
+    Args:
+        config: The model's ``config.json``.
+        where: How to name it in a message.
+
+    Raises:
+        QuantizationError: They are quantized in another way than the two that are read.
+    """
+    settings = settings_of(config)
     if settings is None:
         return None
-    where = f"quantization_config of {directory / 'config.json'}"
-    if not isinstance(settings, dict):
+    where = f"quantization_config of {where}"
+    if not isinstance(settings, Mapping):
         raise QuantizationError(f"{where} is a JSON {type(settings).__name__}, not an object; fetch the model again")
     method = settings.get("quant_method")
     if method == "fp8":

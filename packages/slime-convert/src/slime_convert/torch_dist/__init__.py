@@ -12,13 +12,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from slime_convert.torch_dist.layout import find_iteration
-
 if TYPE_CHECKING:
     from slime_convert.torch_dist.reader import TorchDistReader
     from slime_convert.torch_dist.writer import WeightSource, write_release
 
-__all__ = ["TorchDistReader", "WeightSource", "find_iteration", "write_release"]
+__all__ = ["TorchDistReader", "WeightSource", "write_release"]
 
 _MODULES = {"TorchDistReader": "reader", "WeightSource": "writer", "write_release": "writer"}
 

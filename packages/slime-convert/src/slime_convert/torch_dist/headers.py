@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from slime_convert.checkpoint import TensorInfo, tensor_info
 from slime_convert.errors import CheckpointError
-from slime_convert.torch_dist.layout import COMMON, METADATA, read_format
+from slime_convert.torch_dist.layout import COMMON, METADATA
 
 _PLAIN = {
     "builtins": {"bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
@@ -84,9 +84,8 @@ def read_headers(iteration: Path) -> Headers:
         iteration: The directory with ``.metadata``.
 
     Raises:
-        CheckpointError: A file is missing, cut off or damaged, or the format is another.
+        CheckpointError: A file is missing, cut off or damaged.
     """
-    read_format(iteration)
     path = iteration / METADATA
     try:
         with path.open("rb") as file:
@@ -160,8 +159,11 @@ def _load(file: IO[bytes]) -> Any:
 def _arguments(common: Mapping[Any, Any]) -> dict[str, Any]:
     args = common.get("args")
     args = args.state if isinstance(args, _Record) else args
-    if not isinstance(args, dict):
-        return {}
+    return plain_arguments(args) if isinstance(args, dict) else {}
+
+
+def plain_arguments(args: Mapping[Any, Any]) -> dict[str, Any]:
+    """Those of a checkpoint's arguments that are numbers, texts, switches or lists of them."""
     return {name: value for name, value in args.items() if isinstance(name, str) and _is_plain(value)}
 
 

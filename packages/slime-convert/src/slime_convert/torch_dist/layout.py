@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-from slime_convert.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -124,38 +120,6 @@ def fused_name(key: str) -> str | None:
     return None
 
 
-def find_iteration(directory: str | Path) -> Path:
-    """The directory that holds ``.metadata``.
-
-    Args:
-        directory: A checkpoint (its tracker names the iteration), or one iteration of it.
-
-    Raises:
-        CheckpointError: It is neither.
-    """
-    path = Path(directory)
-    if (path / METADATA).is_file():
-        return path
-    advice = (
-        f"give a torch_dist checkpoint ({TRACKER} with release/ or iter_*/) or one iteration of it; "
-        "megatron-to-hf reads the legacy format too"
-    )
-    if not path.is_dir():
-        raise CheckpointError(f"there is no directory {path}; {advice}")
-    try:
-        tracked = (path / TRACKER).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise CheckpointError(
-            f"{path} is no torch_dist checkpoint: it has no {METADATA} and no {TRACKER}; {advice}"
-        ) from None
-    found = path / (f"iter_{int(tracked):07d}" if tracked.isdigit() else tracked)
-    if tracked != RELEASE and not tracked.isdigit():
-        raise CheckpointError(f"{path / TRACKER} holds {tracked!r}; it must be {RELEASE!r} or a number; {advice}")
-    if not (found / METADATA).is_file():
-        raise CheckpointError(f"{path / TRACKER} names {found.name}, but {found / METADATA} is missing; {advice}")
-    return found
-
-
 _STACK = re.compile(r"^(?P<stack>decoder\.layers\.)(?!\d+\.)(?P<weight>.+)$")
 
 
@@ -180,18 +144,3 @@ def layers_under(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[
 def is_optimizer(key: str) -> bool:
     """Whether a key on disk is optimizer state, such as ``optimizer.state.exp_avg.…`` and ``chained_0.optimizer.…``."""
     return key.startswith(("optimizer.", "chained_")) or ".optimizer." in key
-
-
-def read_format(iteration: Path) -> None:
-    """Refuse an iteration whose ``metadata.json`` names another format.
-
-    Raises:
-        CheckpointError: It does, or cannot be read.
-    """
-    path = iteration / FORMAT
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path} ({error!r}); use a complete torch_dist checkpoint") from error
-    if found != "torch_dist":
-        raise CheckpointError(f"{iteration} has format {found!r}; allowed: 'torch_dist'; save it with torch_dist")

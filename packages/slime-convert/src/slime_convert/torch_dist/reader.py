@@ -17,15 +17,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
-from slime_convert.torch_dist.layout import (
-    COMMON,
-    METADATA,
-    Place,
-    find_iteration,
-    is_optimizer,
-    places,
-    read_format,
-)
+from slime_convert.formats import TORCH_DIST, detect
+from slime_convert.torch_dist.layout import COMMON, METADATA, Place, is_optimizer, places
 
 
 class TorchDistReader:
@@ -41,8 +34,7 @@ class TorchDistReader:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = find_iteration(directory)
-        read_format(self.directory)
+        self.directory = detect(directory, (TORCH_DIST,)).path
         self._metadata = _read_metadata(self.directory)
         self._weights = {
             key: record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from slime_convert.errors import ShapeMismatchError, ToleranceError
 from slime_convert.formats import detect
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.verify.elements import deviation
+from slime_convert.verify.hf_weights import HfWeights
 from slime_convert.verify.names import AsHf, shared_output, under_one_naming
 from slime_convert.verify.result import Comparison, Difference, Kind, Side, worst_first
 
@@ -27,8 +29,9 @@ def verify(
     """Compare two checkpoints of any two formats, weight by weight.
 
     Two Hugging Face directories are compared under their own names, everything else under Hugging Face's; two Megatron
-    checkpoints of a model that is not supported, under Megatron's. Optimizer state, the vocabulary's padding, and
-    whether a tied output layer is stored make no difference.
+    checkpoints of a model that is not supported, under Megatron's. Quantized weights are expanded, unless both sides
+    are quantized in the same way. Optimizer state, the vocabulary's padding, and whether a tied output layer is stored
+    make no difference.
 
     Args:
         left: A checkpoint.
@@ -44,14 +47,16 @@ def verify(
     """
     if tolerance is not None and not tolerance >= 0:
         raise ToleranceError(f"tolerance {tolerance} must be 0 or more; give the largest difference to accept")
-    forms = detect(left), detect(right)
-    with forms[0].open(Path(left)) as first, forms[1].open(Path(right)) as second:
+    found = detect(left), detect(right)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(side.form.open(side.path)) for side in found)
+        first, second = _expanded_alike(first, second, stack)
         sides = under_one_naming(first, second, origin_hf_dir)
         run = _Run(*sides, tolerance, on_progress)
         run.compare_all()
         return Comparison(
-            left=_side(forms[0], first),
-            right=_side(forms[1], second),
+            left=_side(found[0].form, first),
+            right=_side(found[1].form, second),
             naming=sides[0].naming,
             tolerance=tolerance,
             num_equal=run.num_equal,
@@ -114,8 +119,21 @@ class _Run:
             self.differences.append(Difference(name, kind, *infos, found.num_differing, found.max_abs_diff))
 
 
+def _expanded_alike(left: Weights, right: Weights, stack: ExitStack) -> tuple[Weights, Weights]:
+    """Quantized weights expanded, unless both sides are quantized in the same way, or both in ways not read here."""
+    if isinstance(left, HfWeights) and isinstance(right, HfWeights):
+        both_unread = isinstance(left.format, str) and isinstance(right.format, str)
+        if left.format == right.format or both_unread:
+            return left, right
+    left, right = (
+        stack.enter_context(side.expanded()) if isinstance(side, HfWeights) and side.format is not None else side
+        for side in (left, right)
+    )
+    return left, right
+
+
 def _side(form: Format, weights: Weights) -> Side:
-    return Side(form.name, weights.directory)
+    return Side(form.name, weights.directory, weights.storage)
 
 
 def _contradictions(sides: Iterable[Weights]) -> Iterable[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_convert.checkpoint import VOCABULARY_WEIGHTS, Naming, TensorInfo, Weights
+from slime_convert.checkpoint import VOCABULARY_WEIGHTS, Naming, TensorInfo, Weights, tensor_info
 from slime_convert.errors import ConvertError, HfConfigError, WeightError
 from slime_convert.mapping import WeightMap
 from slime_convert.shape import FAMILIES, ModelShape
@@ -37,10 +38,13 @@ class AsHf:
     def __init__(self, weights: Weights, shape: ModelShape) -> None:
         self.directory = weights.directory
         self.arguments = weights.arguments
+        self.storage = weights.storage
         self.shape: ModelShape | None = shape
         self.tied: bool | None = not shape.untie_embeddings_and_output_weights
         self._weights = weights
         self._map = WeightMap(shape)
+        # The table of a tied model has no output layer; later pipeline stages may store it all the same.
+        self._tied_output = VOCABULARY_WEIGHTS[0] if self.tied else None
         self._whole: dict[str, str] = {}
         self._held: tuple[str, dict[str, Tensor]] = ("", {})
         self.tensors: dict[str, TensorInfo] = {}
@@ -62,6 +66,8 @@ class AsHf:
         whole = self._whole[name]
         if whole == name:
             return self._weights.load(name)
+        if whole == self._tied_output:
+            return self._weights.load(whole)[: self._map.shape.vocab_size]
         if self._held[0] != whole:
             self._held = ("", {})  # two of them need not fit into memory
             self._held = (whole, dict(self._map.to_hf(whole, self._weights.load(whole))))
@@ -73,6 +79,9 @@ class AsHf:
         One of another shape than the model's keeps its own, so that it differs from every weight that it stands for.
         """
         dtype = getattr(torch, info.dtype)
+        if info.name == self._tied_output and info.shape:
+            shape = (min(info.shape[0], self._map.shape.vocab_size), *info.shape[1:])
+            return [tensor_info(_EMBEDDINGS["huggingface"][0], info.dtype, shape)]
         try:
             names = self._map.hf_parts(info.name)
         except WeightError:
@@ -91,7 +100,7 @@ class WithoutPadding:
 
     def __init__(self, weights: Weights, vocab_size: int) -> None:
         self.directory, self.arguments = weights.directory, weights.arguments
-        self.tied, self.shape = weights.tied, weights.shape
+        self.tied, self.shape, self.storage = weights.tied, weights.shape, weights.storage
         self._weights, self._vocab_size = weights, vocab_size
         self.tensors = {name: self._cut(info) for name, info in weights.tensors.items()}
 
@@ -130,7 +139,7 @@ def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -
         return left, right
     given = ModelShape.from_hf_config(origin) if origin is not None else left.shape or right.shape
     megatron = [side for side in (left, right) if side.naming == "megatron"]
-    vocab_size = _vocab_size(megatron)
+    vocab_size = vocabulary_of(megatron)
     shape = given or next((found for side in megatron if (found := shape_from_arguments(side, vocab_size))), None)
     if shape is not None:
         left, right = (AsHf(side, shape) if side.naming == "megatron" else side for side in (left, right))
@@ -148,7 +157,7 @@ def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -
     return WithoutPadding(left, vocab_size), WithoutPadding(right, vocab_size)
 
 
-def _vocab_size(sides: Sequence[Weights]) -> int:
+def vocabulary_of(sides: Sequence[Weights]) -> int:
     """Rows of the embedding that are no padding: the most that a side records, else the fewest that a side has."""
     recorded = [size for side in sides if isinstance(size := side.arguments.get("vocab_size"), int)]
     rows = [info.shape[0] for side in sides if (info := side.tensors.get(VOCABULARY_WEIGHTS[1])) and info.shape]
@@ -189,7 +198,7 @@ def shape_from_arguments(weights: Weights, vocab_size: int) -> ModelShape | None
 def _accounts_for_all(weight_map: WeightMap, weights: Weights) -> bool:
     tied_output = VOCABULARY_WEIGHTS[0]
     names = set(weight_map.megatron_names())
-    tensors = weights.named(weight_map)
+    tensors = copy.copy(weights).named(weight_map)  # weights keep the table that they are named by
     if names - {tied_output} != set(tensors) - {tied_output}:
         return False
     for name, info in tensors.items():

@@ -25,10 +25,20 @@ class Side:
     Attributes:
         format: Name of its format.
         directory: Where its weights are.
+        storage: How they are quantized, and in what form they were compared; ``None`` if they are not quantized.
     """
 
     format: str
     directory: Path
+    storage: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"format": self.format, "directory": str(self.directory), "storage": self.storage}
+
+    def to_text(self) -> str:
+        """One line."""
+        return f"{self.format} {self.directory}" + (f" ({self.storage})" if self.storage else "")
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,8 @@ class Comparison:
         """Plain values; an infinite difference is the text ``"inf"``, which JSON has no number for."""
         return {
             "equal": self.equal,
-            "left": {"format": self.left.format, "directory": str(self.left.directory)},
-            "right": {"format": self.right.format, "directory": str(self.right.directory)},
+            "left": self.left.to_json(),
+            "right": self.right.to_json(),
             "naming": self.naming,
             "tolerance": self.tolerance,
             "counts": self._counts(),
@@ -99,7 +109,7 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table for people: the worst differences and the counts."""
-        parts = [f"{self.left.format} {self.left.directory}\n{self.right.format} {self.right.directory}"]
+        parts = [f"{self.left.to_text()}\n{self.right.to_text()}"]
         if self.differences:
             parts.append(aligned([_HEADER, *map(_row, self.differences[:SHOWN])]))
         if len(self.differences) > SHOWN:

@@ -12,7 +12,7 @@ from torch import Tensor
 from slime_convert.checkpoint import Naming, TensorInfo, tensor_info
 from slime_convert.mapping import WeightMap
 from slime_convert.torch_dist.headers import read_headers
-from slime_convert.torch_dist.layout import Place, find_iteration, is_optimizer, layers_under, places
+from slime_convert.torch_dist.layout import Place, is_optimizer, layers_under, places
 from slime_convert.torch_dist.reader import TorchDistReader
 
 
@@ -20,7 +20,7 @@ class TorchDistWeights:
     """The weights of a ``torch_dist`` checkpoint, stacks of layers taken apart.
 
     Args:
-        path: The checkpoint, or one iteration of it.
+        iteration: One iteration of it.
 
     Raises:
         CheckpointError: It is no readable ``torch_dist`` checkpoint.
@@ -28,9 +28,10 @@ class TorchDistWeights:
 
     naming: Naming = "megatron"
     shape = None
+    storage = None
 
-    def __init__(self, path: Path) -> None:
-        self.directory = find_iteration(path)
+    def __init__(self, iteration: Path) -> None:
+        self.directory = iteration
         headers = read_headers(self.directory)
         self.arguments = headers.arguments
         untied = self.arguments.get("untie_embeddings_and_output_weights")
