@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_convert import plain_pickle
 from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
 from slime_convert.errors import CheckpointError, OutputError, ShapeMismatchError, WeightError
 from slime_convert.megatron_to_hf import megatron_to_hf
@@ -77,7 +76,7 @@ def edited(run, target, edit):
     """A copy of a run's checkpoint, whose first rank's file has been changed."""
     shutil.copytree(run.save, target)
     path = target / "iter_0000005" / RANK_FILE
-    state = torch.load(path, pickle_module=plain_pickle, weights_only=False)
+    state = torch.load(path, weights_only=False)
     edit(state)
     torch.save(state, path)
     return target
@@ -153,7 +152,7 @@ def test_a_flipped_byte_is_told_and_nothing_is_left(legacy_runs, tmp_path):
     run = legacy_runs["llama-tied"]
     shutil.copytree(run.save, tmp_path / "legacy")
     path = tmp_path / "legacy" / "iter_0000005" / RANK_FILE
-    norm = torch.load(path, pickle_module=plain_pickle, weights_only=False)["model"]["decoder.final_layernorm.weight"]
+    norm = torch.load(path, weights_only=False)["model"]["decoder.final_layernorm.weight"]
     data = bytearray(path.read_bytes())
     data[data.index(norm.view(torch.uint8).numpy().tobytes())] ^= 1
     path.write_bytes(data)
@@ -180,7 +179,7 @@ def test_optimizer_state_stays_on_disk(legacy_runs, tmp_path):
     """Adam's moments, most of the file, are overwritten: reading them would tell a wrong checksum."""
     run = legacy_runs["llama-tied"]
     path = run.save / "iter_0000005" / RANK_FILE
-    state = torch.load(path, pickle_module=plain_pickle, weights_only=False)
+    state = torch.load(path, weights_only=False)
     moments = [value for entry in state["optimizer"]["optimizer"]["state"].values() for value in entry.values()]
     moments = [tensor for tensor in moments if tensor.dim()]
     assert sum(tensor.nbytes for tensor in moments) > path.stat().st_size / 3

@@ -1,3 +1,4 @@
+import importlib
 import io
 import pickle
 
@@ -37,3 +38,17 @@ def test_members_of_a_known_enum_are_read_in_either_spelling():
 )
 def test_nothing_else_comes_through_getattr(module, name, attribute):
     assert isinstance(load(getattr_of(module, name, attribute)), plain_pickle.Inert)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(MODULE, "Metadata"), (MODULE, "_MEM_FORMAT_ENCODING"), ("pathlib", "PosixPath")]
+)
+def test_a_type_that_a_pickle_changes_is_put_back(module, name):
+    """An object's state may be set; a type is an object too."""
+    kind = getattr(importlib.import_module(module), name)
+    before = dict(vars(kind))
+    state = b"(N}(Vshape\nI1\nV__doc__\nI2\nut"  # (None, {"shape": 1, "__doc__": 2})
+    data = b"c%b\n%b\n%bb." % (module.encode(), name.encode(), state)
+    with pytest.raises(pickle.UnpicklingError, match=f"changes the types {name}"):
+        load(data)
+    assert dict(vars(kind)) == before

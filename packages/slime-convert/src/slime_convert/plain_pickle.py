@@ -2,7 +2,6 @@
 
 A checkpoint may come from anywhere, and `pickle` runs whatever it names. Here a name outside the list below becomes
 an empty :class:`Inert` object, so that Megatron's enums or plans in a file neither run nor stop the reading.
-It has the interface of the `pickle` module that ``torch.load(pickle_module=…)`` asks for.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ _PLAIN = {
     "types": {"SimpleNamespace"},
     "torch": {
         *("Size", "device", "bfloat16", "bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64"),
-        *("uint8", "float8_e4m3fn", "float8_e5m2", "strided", "contiguous_format", "preserve_format"),
-        *("BFloat16Storage", "BoolStorage", "ByteStorage", "DoubleStorage", "FloatStorage", "HalfStorage"),
-        *("CharStorage", "IntStorage", "LongStorage", "ShortStorage"),
+        *("uint8", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "complex64", "strided", "contiguous_format", "preserve_format"),
     },
-    "torch._utils": {"_rebuild_tensor_v2"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
@@ -75,7 +72,15 @@ def _enum_member(kind: Any, name: Any) -> Any:
 
 
 class Unpickler(pickle.Unpickler):
-    """An unpickler that knows plain types and torch's checkpoint records only."""
+    """An unpickler that knows plain types and torch's checkpoint records only.
+
+    Args:
+        file: The pickle, binary.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._before: dict[type, dict[str, Any]] = {}
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """The named type if it is plain, else :class:`Inert`."""
@@ -83,11 +88,40 @@ class Unpickler(pickle.Unpickler):
             module_name = "builtins"  # torch.save writes the names of Python 2
         if (module_name, global_name) == ("builtins", "getattr"):
             return _enum_member  # Python 3.11.0 to 3.11.3 write a member as getattr(its enum, its name)
-        if global_name in _PLAIN.get(module_name, ()):
-            return super().find_class(module_name, global_name)
-        return Inert
+        if global_name not in _PLAIN.get(module_name, ()):
+            return Inert
+        found = super().find_class(module_name, global_name)
+        if isinstance(found, type):
+            self._before.setdefault(found, dict(vars(found)))
+        return found
+
+    def load(self) -> Any:
+        """The unpickled object.
+
+        Raises:
+            pickle.UnpicklingError: The pickle sets attributes of a type, as it could of an object. They are put back:
+                the whole process would have the changed type.
+        """
+        try:
+            return super().load()
+        finally:
+            changed = [kind.__name__ for kind, before in self._before.items() if _put_back(kind, before)]
+            if changed:
+                raise pickle.UnpicklingError(f"the pickle changes the types {', '.join(changed)}")
 
 
-def load(file: IO[bytes], **kwargs: Any) -> Any:
+def _put_back(kind: type, before: dict[str, Any]) -> bool:
+    """Undo what was done to a type's attributes, and tell whether anything was."""
+    now = dict(vars(kind))
+    changed = [name for name in before.keys() | now.keys() if before.get(name, kind) is not now.get(name, kind)]
+    for name in changed:  # by `type`'s methods: enums have others, which refuse it
+        if name in before:
+            type.__setattr__(kind, name, before[name])
+        else:
+            type.__delattr__(kind, name)
+    return bool(changed)
+
+
+def load(file: IO[bytes]) -> Any:
     """Unpickle one object from a binary file."""
-    return Unpickler(file, **kwargs).load()
+    return Unpickler(file).load()

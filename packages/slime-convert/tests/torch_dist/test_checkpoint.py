@@ -6,15 +6,22 @@ import pickle
 import random
 import types
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
 from slime_convert.torch_dist import TorchDistReader, WeightSource, write_release
+from slime_convert.torch_dist.headers import read_headers
 
 NORM = "decoder.layers.{}.input_layernorm.weight"
 FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"
@@ -106,9 +113,7 @@ def test_a_trainers_iteration_is_read_and_its_optimizer_skipped(iteration, weigh
 
 def test_foreign_types_are_not_unpickled(iteration):
     Foreign.unpickled = False
-    args = TorchDistReader(iteration).args()
-    assert args["num_layers"] == 1
-    assert isinstance(args["foreign"], plain_pickle.Inert) and not Foreign.unpickled
+    assert TorchDistReader(iteration).args() == {"num_layers": 1}
     (iteration / ".metadata").write_bytes(pickle.dumps(Foreign()))
     with pytest.raises(CheckpointError, match="holds no torch checkpoint metadata"):
         TorchDistReader(iteration)
@@ -125,6 +130,117 @@ class Foreign:
 def _unpickle():
     Foreign.unpickled = True
     return Foreign()
+
+
+class ArchiveOfCode(torch.nn.Module):
+    """What torch.load runs in an archive of TorchScript, though it unpickles nothing."""
+
+    @torch.jit.export
+    def __getstate__(self):
+        return 1, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[int, bool]):
+        self.training = state[1]
+        torch.save(torch.ones(1), "run")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_archive_of_code_under_common_pts_name_is_not_run(iteration, monkeypatch):
+    monkeypatch.chdir(iteration.parent)
+    torch.jit.save(torch.jit.script(ArchiveOfCode()), iteration / "common.pt")
+    assert Path("run").exists() is False
+    for read in (lambda: TorchDistReader(iteration).args(), lambda: read_headers(iteration).arguments):
+        with suppress(CheckpointError):
+            assert read() == {}
+    assert Path("run").exists() is False
+
+
+def with_metadata(directory, change):
+    """Change what ``.metadata`` holds."""
+    path = directory / "release" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+FC1_KEY = "decoder.layers.mlp.linear_fc1.weight"
+
+
+def place_of(metadata, layer):
+    return metadata.storage_data[MetadataIndex(FC1_KEY, (layer, 0, 0))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda metadata: vars(metadata).clear(),
+        lambda metadata: setattr(metadata, "state_dict_metadata", [1]),
+        lambda metadata: setattr(metadata, "storage_data", None),
+        lambda metadata: setattr(metadata.state_dict_metadata[FC1_KEY], "size", [3, 6, 4]),
+        lambda metadata: setattr(metadata.state_dict_metadata[FC1_KEY], "chunks", None),
+        lambda metadata: setattr(metadata.state_dict_metadata[FC1_KEY].chunks[0], "sizes", 5),
+        lambda metadata: setattr(metadata.state_dict_metadata[FC1_KEY].properties, "dtype", torch.strided),
+        lambda metadata: setattr(place_of(metadata, 0), "relative_path", "../../elsewhere/__0_0.distcp"),
+        lambda metadata: setattr(place_of(metadata, 0), "relative_path", "/elsewhere/__0_0.distcp"),
+    ],
+)
+def test_metadata_of_wrong_types_or_about_other_directories_is_refused(written, change):
+    with_metadata(written, change)
+    with pytest.raises(CheckpointError, match="holds no torch checkpoint metadata; the checkpoint is damaged"):
+        TorchDistReader(written)
+
+
+def cut_up(size, offsets, sizes):
+    """A record with chunks that are no even grid."""
+
+    def change(metadata):
+        record = metadata.state_dict_metadata[FC1_KEY]
+        record.size = torch.Size(size)
+        record.chunks = [
+            ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)
+        ]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        # A range of the flattened tensor, as optimizers once were saved.
+        (cut_up((3, 6, 4), [(0,)], [(72,)]), "its parts are no blocks of it"),
+        (cut_up((3, 6, 4), [(0, 0, 0), (0, 3, 0)], [(1, 4, 4), (1, 2, 4)]), "parts overlap"),
+        (cut_up((3, 6, 4), [(0, 0, 0), (0, 0, 0)], [(1, 3, 4), (1, 3, 4)]), "parts overlap"),
+        (cut_up((3, -6, 4), [(0, 0, 0)], [(1, 6, 4)]), "no blocks|holds"),
+        (cut_up((), [()], [()]), "has no axis of layers"),
+    ],
+)
+def test_parts_that_do_not_make_up_the_weight_are_refused(written, change, words):
+    with_metadata(written, change)
+    with pytest.raises(CheckpointError, match=words):
+        TorchDistReader(written).load(FC1.format(0))
+
+
+def test_uneven_parts_make_up_the_weight(tmp_path, weights):
+    """Ranks need not hold equal parts, nor parts of one shape."""
+    whole = weights[FC1.format(0)]
+    parts = {(0, 0): whole[:4, :3], (0, 3): whole[:4, 3:], (4, 0): whole[4:]}
+    pieces = [source(f"piece{number}", part.contiguous()) for number, part in enumerate(parts.values())]
+    write_release(tmp_path, pieces, {})
+
+    def join(metadata):
+        records, places = metadata.state_dict_metadata, metadata.storage_data
+        chunks = []
+        for number, (offsets, part) in enumerate(parts.items()):
+            del records[f"piece{number}"]
+            place = places.pop(MetadataIndex(f"piece{number}", (0, 0)))
+            places[MetadataIndex("output_layer.weight", offsets)] = place
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), part.shape))
+        properties = TensorProperties(dtype=whole.dtype)
+        records["output_layer.weight"] = TensorStorageMetadata(properties, whole.shape, chunks)
+
+    with_metadata(tmp_path, join)
+    assert torch.equal(TorchDistReader(tmp_path).load("output_layer.weight"), whole)
 
 
 def test_metadata_with_a_trainers_plans_is_read(written, weights):
@@ -147,6 +263,7 @@ def test_metadata_with_a_trainers_plans_is_read(written, weights):
         (lambda root: (root / "release" / ".metadata").write_bytes(b"\x80\x04"), "damaged"),
         (lambda root: (root / "release" / ".metadata").unlink(), "names release, but"),
         (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("soon"), "'soon'; it must be 'release'"),
+        (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("²"), "'²'; it must be 'release'"),
         (lambda root: (root / "latest_checkpointed_iteration.txt").write_text("7"), "names iter_0000007, but"),
     ],
 )

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from slime_convert.checkpoint import TensorInfo, tensor_info
 from slime_convert.errors import CheckpointError
@@ -40,8 +40,15 @@ class _Record:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __call__(self, *_: Any, **__: Any) -> _Record:
+        """What a foreign object would return."""
+        return self
+
     def append(self, _: Any) -> None:
         """Drop an item of a foreign list."""
+
+    def add(self, _: Any) -> None:
+        """Drop an item of a foreign set."""
 
     def __setitem__(self, _: Any, __: Any) -> None:
         pass
@@ -141,19 +148,29 @@ def _check_files(iteration: Path, needed: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
+def read_arguments(iteration: Path) -> dict[str, Any]:
+    """Megatron's arguments in ``common.pt``: numbers, texts, switches and lists of them; empty if it has none.
+
+    ``torch.load`` would not do: an archive of TorchScript under that name would be run, whatever may be unpickled.
+
+    Args:
+        iteration: The directory with ``common.pt``.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    return _arguments(_read_common(iteration / COMMON))
+
+
 def _read_common(path: Path) -> Mapping[Any, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             with archive.open(name) as file:
-                common = _load(file)
+                common = _Unpickler(file).load()
     except Exception as error:  # as above
         raise CheckpointError(f"cannot read {path} ({error!r}); the checkpoint is damaged, use another") from error
     return common if isinstance(common, dict) else {}
-
-
-def _load(file: IO[bytes]) -> Any:
-    return _Unpickler(file).load()
 
 
 def _arguments(common: Mapping[Any, Any]) -> dict[str, Any]:

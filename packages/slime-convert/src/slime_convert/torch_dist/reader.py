@@ -6,8 +6,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
 from slime_convert.formats import TORCH_DIST, detect
-from slime_convert.torch_dist.layout import COMMON, METADATA, Place, is_optimizer, places
+from slime_convert.torch_dist.headers import read_arguments
+from slime_convert.torch_dist.layout import METADATA, Place, is_optimizer, places
 
 
 class TorchDistReader:
@@ -35,15 +37,15 @@ class TorchDistReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = detect(directory, (TORCH_DIST,)).path
-        self._metadata = _read_metadata(self.directory)
+        metadata = _read_metadata(self.directory)
         self._weights = {
             key: record
-            for key, record in self._metadata.state_dict_metadata.items()
+            for key, record in metadata.state_dict_metadata.items()
             if isinstance(record, TensorStorageMetadata) and not is_optimizer(key)
         }
         self._layers: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
         self._storage = FileSystemReader(self.directory)
-        self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._storage.set_up_storage_reader(metadata, is_coordinator=True)
 
     @property
     def weight_keys(self) -> set[str]:
@@ -51,18 +53,12 @@ class TorchDistReader:
         return set(self._weights)
 
     def args(self) -> Mapping[str, Any]:
-        """The arguments that ``common.pt`` records, by Megatron's names; empty if it records none.
+        """The plain arguments that ``common.pt`` records, by Megatron's names; empty if it records none.
 
         Raises:
             CheckpointError: ``common.pt`` is missing or damaged.
         """
-        path = self.directory / COMMON
-        try:
-            common = torch.load(path, map_location="cpu", pickle_module=plain_pickle, weights_only=False)
-        except Exception as error:  # unpickling damaged bytes can raise anything
-            raise CheckpointError(f"cannot read {path} ({error!r}); the checkpoint is damaged, use another") from error
-        args = common.get("args") if isinstance(common, dict) else None
-        return args if isinstance(args, dict) else dict(getattr(args, "__dict__", {}))
+        return read_arguments(self.directory)
 
     def find(self, name: str) -> Place:
         """Where a weight lies.
@@ -83,7 +79,7 @@ class TorchDistReader:
         """The whole shape of one weight, without the axes of layers and experts."""
         place = self.find(name)
         sizes = [tuple(self._weights[key].size) for key in place.keys]
-        if place.index:
+        if len(sizes) == 1:
             return sizes[0][len(place.index) :]
         return (sum(size[0] for size in sizes), *sizes[0][1:])
 
@@ -109,23 +105,31 @@ class TorchDistReader:
         offsets, sizes = [0] * len(record.size), list(record.size)
         stacked = [(kind, n) for kind, n in (("layer", place.layer), ("expert", place.expert)) if n is not None]
         for axis, (kind, number) in enumerate(stacked):
+            if axis >= len(sizes):
+                raise CheckpointError(f"{key} of {self.directory} has no axis of {kind}s; use another checkpoint")
             if number >= sizes[axis]:
                 raise CheckpointError(
                     f"{key} of {self.directory} has {sizes[axis]} {kind}s; {kind} {number} was asked for"
                 )
             offsets[axis], sizes[axis] = number, 1
-        target = torch.empty(sizes, dtype=record.properties.dtype)
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, self._around(key, chunk), [chunk])
-        covered = sum(item.lengths.numel() for item in items)
-        if covered != target.numel():
+        try:
+            items = create_read_items_for_chunk_list(key, self._around(key, chunk), [chunk])
+            covered = _covered(items)
+        except Exception as error:  # what a damaged record says can raise anything
             raise CheckpointError(
-                f"{self.directory} holds {covered} of {target.numel()} elements of {key}; "
+                f"cannot tell where {key} of {self.directory} lies ({error!r}): its parts are no blocks of it; "
+                "save the checkpoint with torch_dist again, or use another"
+            ) from error
+        if covered != chunk.sizes.numel():
+            raise CheckpointError(
+                f"{self.directory} holds {covered} of {chunk.sizes.numel()} elements of {key}; "
                 "it is incomplete (a rank's part is missing), use another"
             )
         try:
+            target = torch.empty(sizes, dtype=record.properties.dtype)
             self._storage.read_data(LoadPlan(items), _IntoTensor(target)).wait()
-        except Exception as error:  # as in `args`
+        except Exception as error:  # as above
             raise CheckpointError(
                 f"cannot read {key} from {self.directory} ({error!r}); use another checkpoint"
             ) from error
@@ -143,6 +147,20 @@ class TorchDistReader:
         if not self._layers[key] or wanted.sizes[0] != 1:
             return record
         return dataclasses.replace(record, chunks=self._layers[key].get(wanted.offsets[0], []))
+
+
+def _covered(items: list[ReadItem]) -> int:
+    """Elements that are read, if none is read twice.
+
+    Raises:
+        ValueError: Parts overlap.
+    """
+    starts = np.array([item.dest_offsets for item in items])
+    ends = starts + np.array([item.lengths for item in items])
+    for number in range(1, len(items)):
+        if np.any(np.all((starts[:number] < ends[number]) & (starts[number] < ends[:number]), axis=1)):
+            raise ValueError("parts overlap")
+    return sum(item.lengths.numel() for item in items)
 
 
 class _IntoTensor(LoadPlanner):
@@ -187,6 +205,31 @@ def _read_metadata(directory: Path) -> Metadata:
             metadata = plain_pickle.load(file)
     except Exception as error:  # unpickling damaged bytes can raise anything
         raise CheckpointError(f"cannot read {path} ({error!r}); the checkpoint is damaged, use another") from error
-    if not isinstance(metadata, Metadata):
+    if not _is_sound(metadata):
         raise CheckpointError(f"{path} holds no torch checkpoint metadata; the checkpoint is damaged, use another")
     return metadata
+
+
+def _is_sound(metadata: Any) -> TypeGuard[Metadata]:
+    """Whether the object that was unpickled has the types that it should, and names files of its directory only."""
+    if not isinstance(metadata, Metadata):
+        return False
+    records, places = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+    if not (isinstance(records, dict) and all(isinstance(key, str) for key in records) and isinstance(places, dict)):
+        return False
+    tensors = [record for record in records.values() if isinstance(record, TensorStorageMetadata)]
+    return all(map(_is_sound_tensor, tensors)) and all(map(_is_sound_place, places.values()))
+
+
+def _is_sound_tensor(record: TensorStorageMetadata) -> bool:
+    size, chunks = getattr(record, "size", None), getattr(record, "chunks", None)
+    dtype = getattr(getattr(record, "properties", None), "dtype", None)
+    if not (isinstance(dtype, torch.dtype) and isinstance(size, torch.Size) and isinstance(chunks, list)):
+        return False
+    corners = [getattr(chunk, name, None) for chunk in chunks for name in ("offsets", "sizes")]
+    return all(isinstance(corner, torch.Size) for corner in corners)
+
+
+def _is_sound_place(place: Any) -> bool:
+    path = getattr(place, "relative_path", None)
+    return isinstance(path, str) and not path.startswith("/") and ".." not in path.split("/")
