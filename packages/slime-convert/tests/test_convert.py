@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from slime_convert.errors import (
     ShapeMismatchError,
     WeightError,
 )
+from slime_convert.mapping import WeightMap
 from slime_convert.megatron_to_hf import megatron_to_hf
 from slime_convert.torch_dist import TorchDistReader
 
@@ -212,6 +214,49 @@ def test_prediction_modules_come_along(with_prediction_module, tmp_path):
     } < keys
     torch_dist_to_hf(tmp_path / "td", tmp_path / "back", with_prediction_module)
     assert_equal_bits(weights_of(tmp_path / "back"), weights_of(with_prediction_module))
+
+
+def saved_one_by_one(directory, origin):
+    """The checkpoint that megatron-core writes under ``singleton_local_shards``, of Transformer Engine's layers.
+
+    Nothing is stacked: each layer and each expert has keys of its own, and gate and up projections lie apart.
+    """
+    weight_map, weights, state = WeightMap(ModelShape.from_hf_config(origin)), weights_of(origin), {}
+    for name in weight_map.megatron_names():
+        tensor = weight_map.from_hf(name, weights.__getitem__)
+        key = weight_map.engine_name(name)
+        if weight_map.expert(name) is not None:
+            key = name.replace("local_experts", "experts")
+        if key.endswith("linear_fc1.weight"):
+            state[f"{key}_w"], state[f"{key}_v"] = tensor.chunk(2)
+        else:
+            state[key] = tensor
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({}, directory / "common.pt")
+
+
+@pytest.mark.parametrize("origin", ["qwen3-moe", "glm4-moe", "llama-tied"], indirect=True)
+def test_layers_and_experts_that_lie_one_by_one_are_read(origin, tmp_path):
+    saved_one_by_one(tmp_path / "td", origin)
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "back", origin)
+    assert_equal_bits(weights_of(tmp_path / "back"), weights_of(origin))
+
+
+def test_prediction_modules_that_lie_one_by_one_are_read(with_prediction_module, tmp_path):
+    saved_one_by_one(tmp_path / "td", with_prediction_module)
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "back", with_prediction_module)
+    assert_equal_bits(weights_of(tmp_path / "back"), weights_of(with_prediction_module))
+
+
+def test_a_config_with_prediction_modules_whose_weights_are_not_there_is_told(with_prediction_module, tmp_path):
+    """Such as transformers saves: it keeps the config's key and drops the module."""
+    (with_prediction_module / "further.safetensors").unlink()
+    with pytest.raises(WeightError, match=r"no prediction module .* num_nextn_predict_layers .* set it to 0"):
+        hf_to_torch_dist(with_prediction_module, tmp_path / "td")
+    config = json.loads((with_prediction_module / "config.json").read_text())
+    (with_prediction_module / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    hf_to_torch_dist(with_prediction_module, tmp_path / "td")
 
 
 def test_a_prediction_module_with_an_embedding_of_its_own_is_refused(with_prediction_module, tmp_path):

@@ -77,6 +77,7 @@ def hf_to_torch_dist(
     weight_map = WeightMap(shape, padded)
     with HfReader(origin) as reader:
         _refuse_unknown(reader, weight_map)
+        _refuse_missing_modules(reader, weight_map)
         _refuse_other_copies(reader, weight_map)
         sources = [_source(name, weight_map, reader) for name in weight_map.megatron_names()]
         with new_directory(save, force=force, keep=frozenset({origin}), marker=TRACKER) as directory:
@@ -274,6 +275,17 @@ def _refuse_unknown(reader: HfReader, weight_map: WeightMap) -> None:
         raise WeightError(
             f"{reader.directory} has {len(unknown)} weights that a {weight_map.shape.family} model does not have, "
             f"such as {min(unknown)}; convert a model whose config.json describes all its weights"
+        )
+
+
+def _refuse_missing_modules(reader: HfReader, weight_map: WeightMap) -> None:
+    """Tell it where a config has prediction modules and the files have none, as in what transformers saves."""
+    modules = weight_map.shape.mtp_num_layers
+    first = f"model.layers.{weight_map.shape.num_layers}."
+    if modules and not any(name.startswith(first) for name in reader.names):
+        raise WeightError(
+            f"{reader.directory} has no prediction module ({first}*), but num_nextn_predict_layers of its config is "
+            f"{modules}; set it to 0 to convert the model without, or fetch the model's original weights"
         )
 
 
