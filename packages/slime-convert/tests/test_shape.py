@@ -110,6 +110,29 @@ def test_old_and_new_places_of_the_rotary_settings_agree():
     assert (old.rotary_base, old.use_rope_scaling, old.rope_scaling_factor) == (5e5, True, 32.0)
 
 
+@pytest.mark.parametrize(
+    ("family", "channels"),
+    [("llama", 16), ("qwen2", 16), ("qwen3", 128), ("qwen3_moe", 16), ("glm", 128), ("glm4", 128), ("glm4_moe", 128)],
+)
+def test_what_is_left_out_is_the_familys(family, channels):
+    shape = ModelShape.from_hf_config(
+        {**DEEPSEEK, **QWEN3_MOE, "n_group": 1, "model_type": family, "rope_scaling": None}
+    )
+    assert shape.kv_channels == channels
+
+
+def test_a_config_that_does_not_tie_the_output_layer_unties_it():
+    config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    assert ModelShape.from_hf_config(config).untie_embeddings_and_output_weights
+
+
+def test_every_setting_of_llama3_scaling_is_carried():
+    settings = {"factor": 2.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": 128}
+    shape = ModelShape.from_hf_config({**LLAMA, "rope_scaling": {"rope_type": "llama3", **settings}})
+    carried = (shape.rope_scaling_factor, shape.rope_low_freq_factor, shape.rope_high_freq_factor)
+    assert (*carried, shape.rope_original_max_position_embeddings) == tuple(settings.values())
+
+
 def test_heads_without_groups_and_head_dim_left_out():
     config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     shape = ModelShape.from_hf_config(config)
@@ -345,6 +368,20 @@ def test_router_probabilities_among_all_experts():
     assert shape.moe_router_pre_softmax and "--moe-router-pre-softmax" in shape.to_megatron_flags()
 
 
+def test_router_probabilities_that_the_config_does_not_mention_are_not_normalised():
+    config = {key: value for key, value in QWEN3_MOE.items() if key != "norm_topk_prob"}
+    assert ModelShape.from_hf_config(config).moe_router_pre_softmax
+
+
+def test_experts_in_every_layer_are_no_list():
+    """With a list, Megatron would look for each layer under a key of its own."""
+    shape = ModelShape.from_hf_config(QWEN3_MOE)
+    assert shape.to_megatron_args()["moe_layer_freq"] == 1
+    check_flags(shape, {"moe_layer_freq": "1"})
+    with pytest.raises(ShapeMismatchError, match="--moe-layer-freq 2 is given, but the config says 1"):
+        check_flags(shape, {"moe_layer_freq": "2"})
+
+
 def test_the_newer_name_of_the_number_of_experts():
     config = {"num_local_experts" if key == "num_experts" else key: value for key, value in QWEN3_MOE.items()}
     assert ModelShape.from_hf_config(config) == ModelShape.from_hf_config(QWEN3_MOE)
@@ -447,6 +484,20 @@ def test_forms_of_the_layers_with_experts(given, agrees):
             check_flags(shape, {"moe_layer_freq": given})
 
 
+def test_latent_heads_have_no_groups_and_no_further_modules_unless_the_config_says_so():
+    config = {key: value for key, value in DEEPSEEK.items() if key != "num_nextn_predict_layers"}
+    shape = ModelShape.from_hf_config({**config, "num_key_value_heads": 2})
+    assert (shape.num_query_groups, shape.mtp_num_layers) == (4, 0)
+
+
+def test_every_setting_of_yarn_is_carried():
+    changed = {"factor": 8, "beta_fast": 16, "beta_slow": 2, "original_max_position_embeddings": 512}
+    shape = ModelShape.from_hf_config({**DEEPSEEK, "rope_scaling": {**DEEPSEEK["rope_scaling"], **changed}})
+    values = dict(itertools.pairwise(shape.to_megatron_flags()))
+    flags = ("--rotary-scaling-factor", "--beta-fast", "--beta-slow", "--original-max-position-embeddings")
+    assert [values[flag] for flag in flags] == ["8", "16", "2", "512"]
+
+
 def test_queries_without_a_latent():
     shape = ModelShape.from_hf_config({**DEEPSEEK, "q_lora_rank": None, "rope_scaling": None})
     assert "--q-lora-rank" not in shape.to_megatron_flags() and shape.rope_type == "rope"
@@ -457,6 +508,7 @@ def test_queries_without_a_latent():
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
+        ({"n_group": 2, "topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1"]),
         ({"topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1", "best two"]),
         ({"norm_topk_prob": False}, UnsupportedModelError, ["norm_topk_prob false", "true"]),
         # What transformers and DeepSeek's own code take for granted differs.

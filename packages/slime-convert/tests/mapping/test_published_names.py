@@ -98,3 +98,42 @@ def test_names_and_shapes_of_a_layer(name, layer, expected):
     others = {part for part in found if re.search(r"\.experts\.\d+\.", part) and last_expert not in part}
     assert len(others) == 3 * (PUBLISHED[name].shape.num_experts - 1) * any("experts" in part for part in expected)
     assert {part: shape for part, shape in found.items() if part not in others} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        (
+            "deepseek-v3",
+            {
+                "mtp.layers.0.enorm": ["model.layers.61.enorm"],
+                "mtp.layers.0.hnorm": ["model.layers.61.hnorm"],
+                "mtp.layers.0.eh_proj": ["model.layers.61.eh_proj"],
+                "mtp.layers.0.final_layernorm": ["model.layers.61.shared_head.norm"],
+                "mtp.layers.0.transformer_layer.input_layernorm": ["model.layers.61.input_layernorm"],
+                "mtp.layers.0.transformer_layer.pre_mlp_layernorm": ["model.layers.61.post_attention_layernorm"],
+                "mtp.layers.0.transformer_layer.mlp.shared_experts.linear_fc1": [
+                    "model.layers.61.mlp.shared_experts.gate_proj",
+                    "model.layers.61.mlp.shared_experts.up_proj",
+                ],
+                "decoder.layers.3.self_attention.q_layernorm": ["model.layers.3.self_attn.q_a_layernorm"],
+                "decoder.layers.3.self_attention.kv_layernorm": ["model.layers.3.self_attn.kv_a_layernorm"],
+            },
+        ),
+        (
+            "glm4-9B",
+            {
+                "decoder.layers.1.input_layernorm": ["model.layers.1.input_layernorm"],
+                "decoder.layers.1.post_self_attn_layernorm": ["model.layers.1.post_self_attn_layernorm"],
+                "decoder.layers.1.pre_mlp_layernorm": ["model.layers.1.post_attention_layernorm"],
+                "decoder.layers.1.post_mlp_layernorm": ["model.layers.1.post_mlp_layernorm"],
+                "decoder.layers.1.mlp.linear_fc1": ["model.layers.1.mlp.gate_up_proj"],
+            },
+        ),
+    ],
+)
+def test_weights_of_one_shape_are_not_swapped(name, pairs):
+    """Shapes and a way there and back would not tell."""
+    weight_map = WeightMap(PUBLISHED[name].shape)
+    found = {weight: weight_map.hf_parts(f"{weight}.weight") for weight in pairs}
+    assert found == {weight: [f"{part}.weight" for part in parts] for weight, parts in pairs.items()}

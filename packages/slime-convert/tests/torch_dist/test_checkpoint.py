@@ -221,10 +221,17 @@ def test_parts_that_do_not_make_up_the_weight_are_refused(written, change, words
         TorchDistReader(written).load(FC1.format(0))
 
 
-def test_uneven_parts_make_up_the_weight(tmp_path, weights):
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {(0, 0): (4, 3), (0, 3): (4, 1), (4, 0): (2, 4)},
+        {(row, 0): (1, 4) for row in range(6)},  # as thin as one layer of a stack
+    ],
+)
+def test_uneven_parts_make_up_the_weight(tmp_path, weights, parts):
     """Ranks need not hold equal parts, nor parts of one shape."""
     whole = weights[FC1.format(0)]
-    parts = {(0, 0): whole[:4, :3], (0, 3): whole[:4, 3:], (4, 0): whole[4:]}
+    parts = {(r, c): whole[r : r + rows, c : c + columns] for (r, c), (rows, columns) in parts.items()}
     pieces = [source(f"piece{number}", part.contiguous()) for number, part in enumerate(parts.values())]
     write_release(tmp_path, pieces, {})
 
