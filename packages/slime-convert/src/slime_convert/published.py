@@ -18,7 +18,8 @@ class PublishedModel:
 
     Attributes:
         models: The models that have it, as their makers name them.
-        config: The values of their ``config.json`` that the shape depends on.
+        config: The values of their ``config.json`` that the shape depends on. ``max_position_embeddings``, which no
+            weight depends on and no flag is compared with, is that of one of them.
     """
 
     models: str
