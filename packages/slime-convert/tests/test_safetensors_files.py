@@ -4,11 +4,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_convert.errors import HfConfigError
+from slime_convert.hf import HfReader
 from slime_convert.safetensors_files import INDEX, read_directory, read_header
+from slime_convert.verify.hf_weights import HfWeights
 
 
 def test_headers_are_what_the_library_reads(one_origin):
@@ -60,11 +62,14 @@ def test_a_weight_that_the_index_promises_is_looked_for(model):
         read_directory(model)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
-def test_a_damaged_index_is_told(model, text):
+@pytest.mark.parametrize("read", [read_directory, HfReader])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": {"a": 3, "b": "c"}}', '{"weight_map": []}']
+)
+def test_a_damaged_index_is_told(model, text, read):
     (model / INDEX).write_text(text)
     with pytest.raises(HfConfigError, match=r"cannot read .*index\.json"):
-        read_directory(model)
+        read(model)
 
 
 def test_no_weights_at_all(tmp_path):
@@ -105,3 +110,63 @@ def test_no_damage_is_told_by_anything_but_our_error(tmp_path):
         except HfConfigError:
             refused += 1
     assert refused > 200
+
+
+def write(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "size", "told"),
+    [
+        ([(0, 4), (4, 8)], 8, None),
+        ([(4, 8), (0, 4)], 8, None),
+        ([(0, 4), (0, 4)], 4, "b overlaps another, or follows a gap"),
+        ([(0, 4), (2, 6)], 6, "b overlaps another, or follows a gap"),
+        ([(0, 4), (5, 9)], 9, "b overlaps another, or follows a gap"),
+        ([(4, 8), (8, 12)], 12, "a overlaps another, or follows a gap"),
+        ([(0, 4), (4, 8)], 9, "1 bytes follow its tensors"),
+    ],
+)
+def test_tensors_lie_one_behind_another_as_the_library_asks(tmp_path, offsets, size, told):
+    path = tmp_path / "a.safetensors"
+    entries = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": place} for name, place in zip("ab", offsets, strict=True)
+    }
+    write(path, entries, bytes(size))
+    if told is None:
+        assert [(name, e.offset) for name, e in read_header(path).items()] == sorted(
+            ((name, path.stat().st_size - size + place[0]) for name, place in zip("ab", offsets, strict=True)),
+            key=lambda pair: pair[1],
+        )
+        safe_open(path, framework="pt")
+        return
+    with pytest.raises(HfConfigError, match=rf"cannot read .* \({told}\); fetch the model again"):
+        read_header(path)
+    with pytest.raises(SafetensorError):
+        safe_open(path, framework="pt")
+
+
+def test_empty_tensors_share_their_place_with_the_next(tmp_path):
+    tensors = {"z": torch.empty(0), "a": torch.ones(2), "b": torch.empty(0, 3), "c": torch.ones(1)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert {name: entry.shape for name, entry in read_header(tmp_path / "a.safetensors").items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("read", [read_directory, lambda path: HfReader(path).names])
+def test_a_weight_in_two_files(tmp_path, read):
+    """Of an older conversion, say: without an index nobody can tell which one counts."""
+    for number in (1, 2):
+        save_file(
+            {"a": torch.full((2,), float(number)), f"b{number}": torch.ones(1)}, tmp_path / f"{number}.safetensors"
+        )
+    with pytest.raises(HfConfigError, match=r"^a is in .*/1\.safetensors and in .*/2\.safetensors \(1 such weights\)"):
+        read(tmp_path)
+    index = {"weight_map": {"a": "1.safetensors", "b1": "1.safetensors", "b2": "2.safetensors"}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert set(read(tmp_path)) == {"a", "b1", "b2"}
+    with HfReader(tmp_path) as reader, HfWeights(tmp_path) as weights:
+        assert reader.load("a").tolist() == weights.load("a").tolist() == [1, 1]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime_convert.errors import HfConfigError, WeightError
-from slime_convert.safetensors_files import INDEX, TORCH_NAMES, Entry, read_header
+from slime_convert.safetensors_files import TORCH_NAMES, Entry, read_directory
 from slime_convert.shard_file import SAFETENSORS_DTYPES, TensorSpec
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
@@ -34,12 +34,10 @@ class HfReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, Entry] = read_directory(self.directory)
         self._path: Path | None = None  # the file that is open
         self._file: Any = None
         self._read_bytes = 0
-        for path in self._paths():
-            self._entries |= read_header(path)
 
     def __enter__(self) -> HfReader:
         return self
@@ -127,21 +125,6 @@ class HfReader:
         if self._file is not None:
             self._file.__exit__(None, None, None)
         self._file = self._path = None
-
-    def _paths(self) -> list[Path]:
-        index = self.directory / INDEX
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise HfConfigError(f"cannot read {index} ({error!r}); fetch the model again") from error
-            return [self.directory / name for name in sorted(names)]
-        found = sorted(self.directory.glob("*.safetensors"))
-        if not found:
-            raise HfConfigError(
-                f"{self.directory} has no *.safetensors; give a Hugging Face directory with safetensors weights"
-            )
-        return found
 
 
 def copy_model_files(origin: Path, directory: Path, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def read_directory(directory: str | Path) -> dict[str, Entry]:
     """The tensors of a Hugging Face directory, by name, file after file.
 
     Raises:
-        HfConfigError: There are no safetensors files, or one is missing, cut off or damaged.
+        HfConfigError: There are no safetensors files, or one is missing, cut off or damaged, or two hold one weight.
     """
     root = Path(directory)
     listed = _read_index(root / INDEX) if (root / INDEX).is_file() else None
@@ -92,7 +92,7 @@ def read_directory(directory: str | Path) -> dict[str, Entry]:
         paths = sorted(root.glob("*.safetensors"))
         if not paths:
             raise HfConfigError(f"{root} has no *.safetensors; give a Hugging Face directory with safetensors weights")
-        return {name: entry for path in paths for name, entry in read_header(path).items()}
+        return _joined(read_header(path) for path in paths)
     files = sorted(set(listed.values()))
     gone = [file for file in files if not (root / file).is_file()]
     if gone:
@@ -100,13 +100,30 @@ def read_directory(directory: str | Path) -> dict[str, Entry]:
             f"{len(gone)} of the {len(files)} files that {root / INDEX} names are missing, such as {gone[0]}; "
             "fetch the model again"
         )
-    entries = {name: entry for file in files for name, entry in read_header(root / file).items()}
+    # Of a weight that lies in several files, the one that the index names counts.
+    entries = _joined(
+        {name: entry for name, entry in read_header(root / file).items() if listed.get(name, file) == file}
+        for file in files
+    )
     lost = sorted(set(listed) - set(entries))
     if lost:
         raise HfConfigError(
             f"{root / INDEX} names {lost[0]} in {listed[lost[0]]}, which does not hold it ({len(lost)} such weights); "
             "fetch the model again"
         )
+    return entries
+
+
+def _joined(files: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for file in files:
+        if twice := entries.keys() & file.keys():
+            name = min(twice)
+            raise HfConfigError(
+                f"{name} is in {entries[name].path} and in {file[name].path} ({len(twice)} such weights); "
+                f"keep the files of one model, or the {INDEX} that names them"
+            )
+        entries |= file
     return entries
 
 
@@ -130,7 +147,15 @@ def read_header(path: Path) -> dict[str, Entry]:
     needed = max((entry.offset + entry.nbytes for entry in entries.values()), default=start)
     if size < needed:
         raise HfConfigError(f"{path} is cut off: it has {size} of {needed} bytes; fetch the model again")
-    ordered = dict(sorted(entries.items(), key=lambda item: item[1].offset))
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+    for name, entry in ordered.items():
+        if entry.offset != start:  # where the one before ended
+            raise HfConfigError(
+                f"cannot read {path} ({name} overlaps another, or follows a gap); fetch the model again"
+            )
+        start += entry.nbytes
+    if size > start:
+        raise HfConfigError(f"cannot read {path} ({size - start} bytes follow its tensors); fetch the model again")
     return _with_checksums(path, ordered, header.get("__metadata__"))
 
 

@@ -194,8 +194,11 @@ def test_a_block_larger_than_any_weight():
     assert torch.equal(dequantize_fp8(q, scale, (10**30, 10**12)), dequantize_fp8(q, scale, (3, 5)))
 
 
-@pytest.mark.parametrize(("code", "scale"), [(127, 1.0), (255, 1.0), (1, math.nan), (126, 1e38), (0, math.inf)])
+@pytest.mark.parametrize(
+    ("code", "scale"), [(127, 1.0), (255, 1.0), (1, math.nan), (126, 1e38), (56, 3.4028e38), (0, math.inf)]
+)
 def test_products_that_are_not_finite_are_refused(code, scale):
+    """Or are as float32, but have no neighbour in bfloat16."""
     q = torch.tensor([[code]], dtype=torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(
         WeightError, match=r"w (holds a NaN;|times its scales holds .* what torch\.bfloat16 has no room for)"

@@ -29,6 +29,8 @@ _EXPERT = (
     re.compile(r"^(?P<stem>.*\.experts\.local_experts\.)(?P<expert>\d{1,6})(?P<rest>\..+)$"),  # one module for each
     re.compile(r"^(?P<stem>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<expert>\d{1,6})(?P<rest>)$"),  # grouped
 )
+# The name of an expert's weight in a model whose experts are grouped ends in the expert's number.
+_LOCAL_EXPERT = re.compile(r"^(?P<stem>.*\.experts\.)local_experts\.(?P<expert>\d+)\.(?P<rest>.+)$")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -82,10 +84,8 @@ class LegacyReader:
         Raises:
             CheckpointError: The checkpoint has no such weight.
         """
-        grouped = _EXPERT[0].sub(
-            lambda m: f"{m['stem'].removesuffix('local_experts.')}{m['rest'][1:]}{m['expert']}", name
-        )
-        tried = [Place((spelling,), None) for spelling in dict.fromkeys((name, grouped))]
+        grouped = _LOCAL_EXPERT.sub(r"\g<stem>\g<rest>\g<expert>", name)
+        tried = [Place((key,), None) for key in dict.fromkeys((name, grouped))]
         tried += [place for place in places(name) if not place.index]
         for place in tried:
             if all(key in self._weights for key in place.keys):
