@@ -1,12 +1,14 @@
 """``slime-convert inspect`` and ``slime-convert verify`` as a user types them."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from slime_convert.cli import main
@@ -55,6 +57,8 @@ def test_verify_as_json(td, changed, capsys):
     tolerance = str(difference["max_abs_diff"])
     assert main(["verify", str(td), str(path), "--tolerance", tolerance]) == 0
     assert "equal: 35 equal, 1 within tolerance (" in capsys.readouterr().out
+    assert main(["verify", str(td), str(path), "--tolerance", "inf", "--json"]) == 0
+    assert '"tolerance": "inf"' in capsys.readouterr().out
 
 
 def test_the_origin_may_give_the_shape(one_origin, td, tmp_path, capsys):
@@ -130,3 +134,79 @@ def test_wrong_words_are_told_in_one_line(capsys):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def with_stdout(stdout, *words, **env):
+    return subprocess.run(
+        [COMMAND, *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_output_that_cannot_be_written_is_told(one_origin, command):
+    """Exit code 1 would say that two checkpoints differ."""
+    words = [command, one_origin] + [one_origin] * (command == "verify")
+    with Path("/dev/full").open("w") as full:
+        result = with_stdout(full, *words)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("slime-convert: cannot write the output (No space left on device); ")
+
+
+def test_output_that_nobody_reads_is_no_mistake(one_origin):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        result = with_stdout(write, "inspect", one_origin)
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_terminal_of_few_characters(one_origin):
+    result = subprocess.run(
+        [COMMAND, "inspect", one_origin],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert result.returncode == 0 and r"101\xd724" in result.stdout
+
+
+def test_names_of_weights_command_no_terminal(tmp_path, capsys):
+    save_file({"a\x1b[2J": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path), str(tmp_path)]) == 0
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "\x1b[2J"}}))
+    assert main(["fp8-to-bf16", "--hf-checkpoint", str(tmp_path), "--save", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr()
+    assert r"a\x1b[2J" in told.out and "\x1b" not in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["inspect", "x" * 5000], "(File name too long); correct this"),
+        (["hf-to-fp8", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is no valid JSON (maximum recursion"),
+        (["hf-to-torch-dist", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is no valid JSON (maximum rec"),
+        (["verify", "HERE", "HERE"], "config.json (maximum recursion"),
+    ],
+)
+def test_what_the_system_and_the_parsers_refuse_is_one_line(tmp_path, capsys, words, told):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert main([word.replace("HERE", str(tmp_path)) for word in words]) == 2
+    line = capsys.readouterr().err
+    assert told in line and line.count("\n") == 1
+
+
+def test_a_mistake_of_ours_is_no_difference(one_origin, monkeypatch, capsys):
+    monkeypatch.setattr("slime_convert.verify.verify", lambda *_, **__: 1 / 0)
+    assert main(["verify", str(one_origin), str(one_origin)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "ZeroDivisionError: division by zero" in lines and lines[-1].endswith("report it with the lines above")

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from slime_convert import ModelShape
-from slime_convert.checkpoint import Contents, TensorInfo
+from slime_convert.checkpoint import Contents, TensorInfo, tensor_info
 from slime_convert.convert import hf_to_torch_dist
 from slime_convert.errors import CheckpointError, HfConfigError
 from slime_convert.inspection import inspect_checkpoint, shape_text, size_text, to_json, to_text
@@ -160,8 +161,32 @@ def test_an_empty_checkpoint_is_a_table_too(tmp_path):
     assert "parameters    0" in to_text(contents)
 
 
+def test_what_no_terminal_and_no_json_can_hold_is_escaped(tmp_path):
+    """A file may name a weight with commands for the terminal, half a character, or a line of its own."""
+    name = "a\x1b[2J\ud800\n×"
+    contents = Contents(
+        format="torch_dist",
+        directory=tmp_path,
+        files={},
+        tensors=(TensorInfo(name, "float32", (8, 3), 96),),
+        arguments={"a": math.inf, "b": [math.nan, 1.5, "x"], "c": 2},
+    )
+    assert to_text(contents).splitlines()[-1].startswith(r"a\x1b[2J\ud800\n×")
+    told = json.loads(json.dumps(to_json(contents), allow_nan=False))
+    assert told["arguments"] == {"a": "inf", "b": ["nan", 1.5, "x"], "c": 2} and told["largest"][0]["name"] == name
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2, -3), (2**31, 2**31)])
+def test_shapes_that_no_tensor_has_are_refused(shape):
+    with pytest.raises(ValueError, match="x has shape"):
+        tensor_info("x", "float32", shape)
+
+
 def test_padding_is_no_parameter(tmp_path):
     tensors = tuple(TensorInfo(name, "float32", (8, 3), 96) for name in ("output_layer.weight", "other.weight"))
     for args, count in (({"vocab_size": 5}, 15 + 24), ({"vocab_size": 9}, 48), ({}, 48)):
         contents = Contents(format="torch_dist", directory=tmp_path, files={}, tensors=tensors, arguments=args)
         assert contents.num_parameters == count
+    scalar = (TensorInfo("output_layer.weight", "float32", (), 4),)
+    contents = Contents(format="torch_dist", directory=tmp_path, files={}, tensors=scalar, arguments={"vocab_size": 5})
+    assert contents.num_parameters == 1

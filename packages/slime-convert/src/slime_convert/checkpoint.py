@@ -54,7 +54,13 @@ class TensorInfo:
 
 
 def tensor_info(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """A :class:`TensorInfo` whose bytes follow from type and shape; the type must be in :data:`ITEM_BYTES`."""
+    """A :class:`TensorInfo` whose bytes follow from type and shape; the type must be in :data:`ITEM_BYTES`.
+
+    Raises:
+        ValueError: A length is negative, or the tensor larger than any.
+    """
+    if any(length < 0 for length in shape) or math.prod(shape) >= 2**60:
+        raise ValueError(f"{name} has shape {shape}")
     return TensorInfo(name, dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
 
 
@@ -106,8 +112,9 @@ class Contents:
         if tensor.name.endswith("_packed"):
             return tensor.nbytes * 8 // self.packed_bits
         vocab_size = self.arguments.get("vocab_size")
-        if tensor.name in VOCABULARY_WEIGHTS and isinstance(vocab_size, int) and 0 < vocab_size < tensor.shape[0]:
-            return tensor.num_elements // tensor.shape[0] * vocab_size
+        rows = tensor.shape[0] if tensor.name in VOCABULARY_WEIGHTS and tensor.shape else 0
+        if isinstance(vocab_size, int) and 0 < vocab_size < rows:
+            return tensor.num_elements // rows * vocab_size
         return tensor.num_elements
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import io
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from slime_convert.cli_inspect import add_inspect
 from slime_convert.cli_quantize import add_quantize
 from slime_convert.cli_verify import add_verify
 from slime_convert.errors import ConvertError
+from slime_convert.printable import printable
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 
@@ -27,21 +31,49 @@ def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> in
         skip_unknown: Take a training run's whole command line: flags unknown here are told and left alone.
 
     Returns:
-        0, 1 if ``verify`` finds differences, or 2 after a user's mistake, which is told in one line on stderr.
+        0, 1 if ``verify`` finds differences, or 2 after a user's mistake, which is told in one line on stderr; 130
+        after an interrupt, 141 if nobody reads the output any more.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names may hold what the terminal's encoding, or any, has no character for.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _stopping_by_signal():
             args, unknown = _parser().parse_known_args(argv)
             if unknown:
                 args.parser.handle_unknown(unknown, skip=skip_unknown)
             code: int | None = args.run(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except ConvertError as error:
         _say(f"slime-convert: {error}")
+        return 2
+    except BrokenPipeError:
+        _drop_output()
+        return 141  # as a shell has it for a program that SIGPIPE ended
+    except OSError as error:
+        if error.filename is None:
+            _drop_output()
+        where = "write the output" if error.filename is None else f"use {error.filename}"
+        _say(f"slime-convert: cannot {where} ({error.strerror or error}); correct this and run the command again")
+        return 2
+    except Exception:
+        # Or the process would end with 1, which says that two checkpoints differ.
+        traceback.print_exc()
+        _say("slime-convert: this is a mistake of slime-convert; report it with the lines above")
         return 2
     except KeyboardInterrupt:
         _say("slime-convert: interrupted; nothing is left half-written")
         return 130
     return code or 0
+
+
+def _drop_output() -> None:
+    """What stdout could not take would be tried again, and told, when the process ends."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 @contextmanager
@@ -252,7 +284,7 @@ def _hf_output(args: argparse.Namespace) -> dict[str, Any]:
 
 def _tell_copied(origin: str, names: Sequence[str]) -> None:
     for name in names:
-        print(f"copied from {origin}: {name}")
+        print(printable(f"copied from {origin}: {name}"))
 
 
 def _list_models(args: argparse.Namespace) -> None:
@@ -278,4 +310,4 @@ def _terminal_progress() -> OnProgress:
 def _say(line: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")  # where the progress may stand
-    sys.stderr.write(" ".join(line.split()) + "\n")
+    sys.stderr.write(printable(" ".join(line.split())) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime_convert.checkpoint import Contents, TensorInfo
 from slime_convert.formats import detect
+from slime_convert.printable import json_value, printable
 
 LARGEST = 5
 _ARGUMENTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
@@ -37,7 +38,7 @@ def to_json(contents: Contents) -> dict[str, Any]:
         "iterations": list(contents.iterations),
         "family": contents.family,
         "shape": dataclasses.asdict(contents.shape) if contents.shape else None,
-        "arguments": dict(contents.arguments),
+        "arguments": {name: json_value(value) for name, value in contents.arguments.items()},
         "quantization": contents.quantization,
         "parameters": contents.num_parameters,
         "weights": _totals(contents.tensors),
@@ -87,6 +88,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells in columns of equal width."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)

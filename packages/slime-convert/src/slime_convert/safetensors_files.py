@@ -192,5 +192,5 @@ def _read_index(path: Path) -> dict[str, str]:
         if not all(isinstance(file, str) for file in listed.values()):
             raise ValueError("weight_map must name files")
         return dict(listed)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HfConfigError(f"cannot read {path} ({error!r}); fetch the model again") from error

@@ -213,6 +213,11 @@ class TestMegatron:
         more = release(tmp_path / "more", dict(UNKNOWN) | {embedding: padded}, args)
         assert [d.name for d in verify(left, more).differences] == [embedding]
 
+    def test_an_embedding_that_is_none_is_compared_too(self, tmp_path):
+        """A single number has no rows to cut off."""
+        odd = release(tmp_path / "odd", {"embedding.word_embeddings.weight": torch.tensor(3.0)}, {"vocab_size": 7})
+        assert verify(odd, odd).num_equal == 1
+
     def test_hugging_face_needs_a_shape(self, one_origin, tmp_path):
         left = release(tmp_path / "left", UNKNOWN, {})
         bare = tmp_path / "bare"

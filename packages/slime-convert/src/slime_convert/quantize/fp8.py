@@ -100,12 +100,12 @@ def dequantize_fp8(
     weight_RC = torch.empty(rows, columns, dtype=dtype)
     if not weight_RC.numel():
         return weight_RC
-    height, width = min(block[0], rows), min(block[1], columns)  # a config may name a block of any size
-    for number, top in enumerate(range(0, rows, height)):
+    width = min(block[1], columns)  # a config may name a block of any size
+    for number, top in enumerate(range(0, rows, block[0])):
         scale_C = scale_rc[number].float().repeat_interleave(width)[:columns]
-        strip_hC = _to_float32(q_RC[top : top + height], name).mul_(scale_C)
+        strip_hC = _to_float32(q_RC[top : top + block[0]], name).mul_(scale_C)
         refuse_overflow(strip_hC, dtype, name)
-        weight_RC[top : top + height] = strip_hC
+        weight_RC[top : top + block[0]] = strip_hC
     return weight_RC
 
 

@@ -65,7 +65,7 @@ def _read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, A
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HfConfigError(f"cannot read {path} ({error.strerror}); {advice}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HfConfigError(f"{path} is no valid JSON ({error}); {advice}") from error
     if not isinstance(config, dict):
         raise HfConfigError(f"{path} holds a JSON {type(config).__name__}, not an object; {advice}")

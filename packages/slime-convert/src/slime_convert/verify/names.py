@@ -115,7 +115,7 @@ class WithoutPadding:
             ConvertError: It cannot be read.
         """
         tensor = self._weights.load(name)
-        return tensor[: self._vocab_size] if name in VOCABULARY_WEIGHTS else tensor
+        return tensor[: self._vocab_size] if name in VOCABULARY_WEIGHTS and tensor.dim() else tensor
 
     def _cut(self, info: TensorInfo) -> TensorInfo:
         if info.name not in VOCABULARY_WEIGHTS or not info.shape or info.shape[0] <= self._vocab_size:

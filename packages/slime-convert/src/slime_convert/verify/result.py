@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from slime_convert.checkpoint import Naming, TensorInfo
 from slime_convert.inspection import aligned, shape_text, size_text
+from slime_convert.printable import json_value, printable
 
 Kind = Literal["shape", "missing", "extra", "dtype", "values"]
 SHOWN = 20
@@ -100,7 +100,7 @@ class Comparison:
             "left": self.left.to_json(),
             "right": self.right.to_json(),
             "naming": self.naming,
-            "tolerance": self.tolerance,
+            "tolerance": json_value(self.tolerance),
             "counts": self._counts(),
             "bytes": self.nbytes,
             "differences": [_plain(difference) for difference in self.differences],
@@ -114,7 +114,7 @@ class Comparison:
             parts.append(aligned([_HEADER, *map(_row, self.differences[:SHOWN])]))
         if len(self.differences) > SHOWN:
             parts.append(f"and {len(self.differences) - SHOWN} more, which --json lists")
-        parts += self.notes
+        parts += map(printable, self.notes)
         counts = ", ".join(f"{number:,} {kind}" for kind, number in self._counts().items() if number)
         verdict = "equal" if self.equal else "different"
         names = f"{size_text(self.nbytes)} compared under {_NAMINGS[self.naming]} names"
@@ -151,7 +151,4 @@ def _info_text(info: TensorInfo | None) -> str:
 
 
 def _plain(difference: Difference) -> dict[str, Any]:
-    values = dataclasses.asdict(difference)
-    if difference.max_abs_diff is not None and math.isinf(difference.max_abs_diff):
-        values["max_abs_diff"] = "inf"
-    return values
+    return dataclasses.asdict(difference) | {"max_abs_diff": json_value(difference.max_abs_diff)}
