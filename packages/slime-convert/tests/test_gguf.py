@@ -1,5 +1,7 @@
 """A GGUF file is written here with gguf's own writer, in llama.cpp's conventions, from a transformers model."""
 
+import math
+
 import gguf
 import pytest
 import torch
@@ -225,3 +227,15 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(GgufError, match=r"cannot read .*a\.gguf"):
         gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
     assert not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(1e5, "float16"), (math.nan, "float32"), (math.inf, "bfloat16")])
+def test_what_a_type_has_no_room_for_is_told(model, tmp_path, value, dtype):
+    """Rounded to float16, 100000 is infinite: the model would say nothing sensible, and nobody would know why."""
+    tensors = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+    tensors["blk.1.ffn_down.weight"][0, 0] = value
+    write_gguf(tmp_path / "large.gguf", model.config, tensors)
+    told = r"layers\.1\.mlp\.down_proj\.weight of .*large\.gguf holds .* has no room for; .* --dtype float32"
+    with pytest.raises(GgufError, match=told):
+        gguf_to_hf(tmp_path / "large.gguf", tmp_path / "hf", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["large.gguf"]

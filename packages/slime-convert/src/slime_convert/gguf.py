@@ -35,8 +35,8 @@ def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", fo
 
     Raises:
         CheckpointError: There is no GGUF file at ``gguf``.
-        GgufError: The file is ambiguous or unreadable, holds more or less than the model's weights, the
-            ``gguf`` extra is not installed, or ``dtype`` is none.
+        GgufError: The file is ambiguous or unreadable, holds more or less than the model's weights or what ``dtype``
+            has no room for, the ``gguf`` extra is not installed, or ``dtype`` is none.
         UnsupportedModelError: The model's family, or one of its settings, is not supported.
         OutputError: ``save`` exists or cannot be written.
     """
@@ -102,9 +102,24 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             f"{file} has weights of other sizes than transformers reads from its settings ({mismatch}); "
             "convert the model's Hugging Face release instead"
         ) from error
+    _refuse_overflow(file, model, dtype)
     model.tie_weights()
     model.generation_config = loaded.generation_config
     return model, tokenizer
+
+
+def _refuse_overflow(file: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Refuse weights that are not finite, or were until they were rounded: float16 ends at 65504.
+
+    Raises:
+        GgufError: A weight is not.
+    """
+    for name, weight in model.named_parameters():
+        if not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
+            raise GgufError(
+                f"{name} of {file} holds a NaN, an infinity or what {dtype} has no room for; "
+                "give a file that is complete, or write --dtype float32"
+            )
 
 
 def _refuse_loss(file: Path, config: Any) -> None:
