@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from slime_convert import SHAPE_FLAGS, ConvertError, ModelShape, check_flags
-from slime_convert.errors import HfConfigError, ShapeMismatchError, UnsupportedModelError
+from slime_convert.errors import HfConfigError, QuantizationError, ShapeMismatchError, UnsupportedModelError
 
 LLAMA = {
     "model_type": "llama",
@@ -165,7 +165,7 @@ def test_heads_without_groups_and_head_dim_left_out():
         ),
         ({"layer_types": 2}, HfConfigError, ["layer_types is 2", "list of texts"]),
         ({"final_logit_softcapping": 30.0}, UnsupportedModelError, ["final_logit_softcapping 30.0", "none"]),
-        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, ["quantization_config", "awq"]),
+        ({"quantization_config": {"quant_method": "awq"}}, QuantizationError, ["quantization_config", "awq"]),
         ({"num_key_value_heads": 3}, HfConfigError, ["num_query_groups 3", "multiple"]),
         ({"vocab_size": 0}, HfConfigError, ["vocab_size 0", "positive"]),
     ],

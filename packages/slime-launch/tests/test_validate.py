@@ -1,14 +1,18 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_convert.published import PUBLISHED
+from slime_convert.quantize.formats import Fp8Format
 from slime_core.errors import ConfigError
 from slime_launch.flags.command import parse_train
-from slime_launch.validate import check_settings, global_batch_size, num_engines
+from slime_launch.validate import check_settings, check_shape, global_batch_size, num_engines
 
 
-def settings(prompts=32, size=8, batch=None, steps=1, **more):
-    words = ["--hf-checkpoint", "hf", "--prompt-data", "p", "--num-rollout", "1", "--colocate", "--load", "l"]
+def settings(prompts=32, size=8, batch=None, steps=1, hf="hf", **more):
+    words = ["--hf-checkpoint", str(hf), "--prompt-data", "p", "--num-rollout", "1", "--colocate", "--load", "l"]
     words += ["--rollout-batch-size", str(prompts), "--n-samples-per-prompt", str(size)]
     words += ["--num-steps-per-rollout", str(steps)]
     words += ["--global-batch-size", str(batch)] if batch else []
@@ -70,3 +74,14 @@ def test_a_token_limit_takes_the_place_of_the_micro_batch_size():
     check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=3, **limit))
     with pytest.raises(ConfigError, match=r"4 data-parallel ranks .* set it to 4 or more"):
         check_settings(settings(prompts=1, size=2, batch=2, actor_num_gpus_per_node=4, **limit))
+
+
+def test_a_quantized_model_is_told(tmp_path):
+    """The converter takes it; its engines could not take the trainer's weights."""
+    model = PUBLISHED["deepseek-v3"]
+    (tmp_path / "config.json").write_text(json.dumps(model.config))
+    assert check_shape(settings(hf=tmp_path)) == model.shape
+    quantized = {**model.config, "quantization_config": Fp8Format((128, 128)).to_config([])}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint .* is quantized.*slime-convert fp8-to-bf16"):
+        check_shape(settings(hf=tmp_path))

@@ -155,7 +155,8 @@ def _add_gguf_to_hf(commands: Any) -> None:
 
 def _add_hf_to_torch_dist(commands: Any) -> None:
     parser = _add(commands, "hf-to-torch-dist", _hf_to_torch_dist, "Hugging Face directory → Megatron torch_dist")
-    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="Hugging Face directory")
+    help_ = "Hugging Face directory; FP8 and INT4 weights become bfloat16"
+    parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help=help_)
     parser.add_argument("--save", required=True, metavar="DIR", help="checkpoint directory to create")
     parser.add_argument(
         "--make-vocab-size-divisible-by",
@@ -199,7 +200,7 @@ def _add_hf_output(parser: argparse.ArgumentParser, *origin: str) -> None:
         "-a",
         "--add-missing-from-origin-hf",
         action="store_true",
-        help="copy weights that the checkpoint lacks from that model, and print their names",
+        help="copy weights that the checkpoint lacks from that model (quantized: as bfloat16), and print their names",
     )
     parser.add_argument(
         "--max-shard-gib", type=_positive, default=5, metavar="N", help="largest safetensors file in GiB (default: 5)"

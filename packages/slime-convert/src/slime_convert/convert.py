@@ -16,6 +16,7 @@ from slime_convert.hf import HfReader, copy_model_files
 from slime_convert.mapping import WeightMap
 from slime_convert.output import new_directory
 from slime_convert.progress import OnProgress, no_progress
+from slime_convert.quantize.reader import open_weights
 from slime_convert.shape import ModelShape, check_flags
 from slime_convert.shard_file import TensorSpec
 from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
@@ -59,6 +60,8 @@ def hf_to_torch_dist(
 ) -> None:
     """Convert a Hugging Face model into a ``torch_dist`` checkpoint that Megatron loads at any parallelism.
 
+    Weights that are quantized (block-scaled FP8 or packed INT4) become ``bfloat16``.
+
     Args:
         hf_checkpoint: Directory with ``config.json`` and ``*.safetensors``.
         save: Directory to create.
@@ -75,7 +78,7 @@ def hf_to_torch_dist(
     check_flags(shape, flags or {})
     padded = shape.padded_vocab_size(1, make_vocab_size_divisible_by)
     weight_map = WeightMap(shape, padded)
-    with HfReader(origin) as reader:
+    with open_weights(origin) as reader:
         _refuse_unknown(reader, weight_map)
         _refuse_missing_modules(reader, weight_map)
         _refuse_other_copies(reader, weight_map)
@@ -105,9 +108,11 @@ def torch_dist_to_hf(
     Args:
         input_dir: The checkpoint, or one iteration of it. Optimizer state is skipped.
         output_dir: Directory to create.
-        origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template.
+        origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template. If it
+            is quantized, the written config is that of an unquantized model.
         flags: Shape flags to be checked against the config, by ``dest``.
-        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``.
+        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``; quantized ones become
+            ``bfloat16``.
         force: Replace an earlier model at ``output_dir``.
         max_shard_bytes: Largest safetensors file, in bytes.
         on_progress: Called after each weight.
@@ -181,7 +186,7 @@ def write_hf(
     copied: list[str] = []
     with ExitStack() as stack:
         if add_missing:
-            original = stack.enter_context(HfReader(origin))
+            original = stack.enter_context(open_weights(origin))
             copied = _not_in_checkpoint(original, weight_map, names)
             steps = [_copy_step(name, original) for name in copied] + steps
         keep = frozenset({origin, source})
@@ -329,7 +334,7 @@ def _not_in_checkpoint(origin: HfReader, weight_map: WeightMap, present: Iterabl
     carried = {part for name in present for part in weight_map.hf_parts(name)}
     missing = [name for name in weight_map.hf_names() if name not in carried] + sorted(_unknown(origin, weight_map))
     for name in missing:
-        origin.dtype(name)  # refuses what is absent there, and what is quantized
+        origin.dtype(name)  # refuses what is absent there, and what is quantized though its config does not say so
     return missing
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime_convert.errors import HfConfigError, WeightError
+from slime_convert.quantize.formats import without_quantization
 from slime_convert.safetensors_files import TORCH_NAMES, Entry, read_directory
 from slime_convert.shard_file import SAFETENSORS_DTYPES, TensorSpec
 
@@ -133,7 +134,7 @@ def copy_model_files(origin: Path, directory: Path, dtype: torch.dtype) -> None:
     Args:
         origin: A Hugging Face directory.
         directory: Where the files go.
-        dtype: Element type of the weights written beside them; ``config.json`` then names it.
+        dtype: Element type of the weights written beside them, which are not quantized; ``config.json`` then says so.
     """
     for path in sorted(origin.iterdir()):
         is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
@@ -143,7 +144,8 @@ def copy_model_files(origin: Path, directory: Path, dtype: torch.dtype) -> None:
     if templates.is_dir():
         shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
+    plain = without_quantization(config)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     name = str(dtype).removeprefix("torch.")
-    if config.get(key, name) != name:
-        (directory / "config.json").write_text(json.dumps(config | {key: name}, indent=2) + "\n", encoding="utf-8")
+    if plain.get(key, name) != name or plain != config:
+        (directory / "config.json").write_text(json.dumps(plain | {key: name}, indent=2) + "\n", encoding="utf-8")

@@ -31,9 +31,11 @@ def megatron_to_hf(
     Args:
         load: The checkpoint, or one iteration of it.
         output_dir: Directory to create.
-        origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template.
+        origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template. If it
+            is quantized, the written config is that of an unquantized model.
         flags: Shape flags to be checked against the config, by ``dest``.
-        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``.
+        add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``; quantized ones become
+            ``bfloat16``.
         force: Replace an earlier model at ``output_dir``.
         max_shard_bytes: Largest safetensors file, in bytes.
         on_progress: Called after each weight.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from slime_convert.quantize.formats import read_format
 from slime_convert.shape import ModelShape, check_flags
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
@@ -72,8 +75,15 @@ def check_shape(settings: Settings) -> ModelShape:
 
     Raises:
         ConvertError: The config cannot be read, or flags contradict it: all of them in one message.
+        ConfigError: The model is quantized.
     """
-    shape = ModelShape.from_hf_config(settings.rollout.hf_checkpoint)
+    directory = settings.rollout.hf_checkpoint
+    shape = ModelShape.from_hf_config(directory)
+    if read_format(Path(directory)) is not None:
+        raise ConfigError(
+            f"--hf-checkpoint {directory} is quantized, but its engines would take the trainer's plain weights for "
+            "quantized ones; give the model as bfloat16, which slime-convert fp8-to-bf16 or int4-to-bf16 makes of it"
+        )
     check_flags(shape, settings.shape)
     return shape
 

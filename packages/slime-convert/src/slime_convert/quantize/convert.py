@@ -23,7 +23,6 @@ from slime_convert.quantize.formats import (
     Int4Format,
     read_config,
     read_format,
-    without_quantization,
 )
 from slime_convert.quantize.fp8 import BLOCK, blocks_of, quantize_fp8
 from slime_convert.quantize.int4 import GROUP_SIZES, quantize_int4
@@ -228,7 +227,6 @@ def _write(
     with new_directory(save, force=force, keep=frozenset({origin}), marker="config.json") as directory:
         write_shards(directory, steps, max_shard_bytes, on_progress)
         copy_model_files(origin, directory, dtype)
-        config = without_quantization(read_config(directory))
         if quantization is not None:
-            config["quantization_config"] = quantization
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            config = read_config(directory) | {"quantization_config": quantization}
+            (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import HfConfigError, UnsupportedModelError
+from slime_convert.quantize.formats import format_of
 from slime_convert.shape.config_values import integer, number, texts
 from slime_convert.shape.families import FAMILIES, Family, unknown_family
 from slime_convert.shape.rope import rope_settings
@@ -22,6 +23,7 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         HfConfigError: There is no ``config.json``, it is no JSON object, or a key is missing or of a wrong type.
         UnsupportedModelError: The model type, or one of its settings, is not supported.
+        QuantizationError: The weights are quantized in a way that is not read.
     """
     config, where = _read_config(source)
     model_type = config.get("model_type")
@@ -29,6 +31,7 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(unknown_family(model_type, where))
     family = FAMILIES[model_type]
     _refuse_unsupported(config, family, where)
+    format_of(config, where)  # refuses what cannot be expanded; how the weights are stored does not change the shape
     heads = integer(config, "num_attention_heads", where)
     hidden_size = integer(config, "hidden_size", where)
     return {
@@ -81,7 +84,6 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         "use_sliding_window": (None, False),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
-        "quantization_config": (None,),
     }
     if family.experts:
         allowed |= {"decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])}

@@ -157,6 +157,7 @@ class ModelShape:
         Args:
             source: A model directory, a ``config.json``, or the config as a mapping. Both places of the rotary
                 settings are understood: ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling``.
+                A quantized model has the shape of the same model unquantized.
 
         Returns:
             The shape.
@@ -164,6 +165,7 @@ class ModelShape:
         Raises:
             HfConfigError: There is no ``config.json``, it is no JSON object, or a key is missing or of a wrong type.
             UnsupportedModelError: The model type, or one of its settings, is not supported.
+            QuantizationError: The weights are quantized in a way that is not read.
         """
         return cls(**shape_fields(source))
 
