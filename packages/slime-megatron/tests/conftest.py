@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
@@ -303,6 +304,23 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+# Kimi-K2's published config, scaled down: 24 of its 384 experts, and smaller matrices. Nothing else is changed.
+KIMI = {
+    **PUBLISHED["kimi-k2"].config,
+    **{key: value for key, value in LATENT.items() if key != "max_position_embeddings"},
+    "q_lora_rank": 24,
+    "n_routed_experts": 24,
+    "moe_intermediate_size": 32,
+}
+
+
+def kimi_config():
+    """Kimi-K2 as transformers sees it, which has no class of that name: the model's own code is DeepSeek V3's."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(**{key: value for key, value in KIMI.items() if key != "model_type"})
+
+
 GLM = {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0, "rms_norm_eps": 1e-5}
 
 
@@ -344,6 +362,7 @@ def tiny_model(tmp_path_factory):
             "deepseek-mtp": lambda: configs["deepseek"](),
             "glm4-moe-mtp": lambda: configs["glm4-moe"](),
             "moonlight": lambda: DeepseekV3Config(**LATENT, **ROUTED, q_lora_rank=None, n_group=1, topk_group=1),
+            "kimi-k2": kimi_config,
             "glm4-flash": lambda: Glm4MoeLiteConfig(**LATENT, **ROUTED, q_lora_rank=24),
             "glm": lambda: GlmConfig(**SIZES, **GLM),
             "glm4": lambda: Glm4Config(**SIZES, **GLM),
@@ -361,6 +380,8 @@ def tiny_model(tmp_path_factory):
         hf.save_pretrained(directory / "hf")
         if name.endswith("-mtp"):
             add_prediction_module(directory / "hf")
+        if name == "kimi-k2":
+            (directory / "hf" / "config.json").write_text(json.dumps(KIMI))
         hf_to_torch_dist(directory / "hf", directory / "torch_dist")
         shape = ModelShape.from_hf_config(directory / "hf")
         made[name] = TinyModel(hf, str(directory / "hf"), shape, str(directory / "torch_dist"))

@@ -9,14 +9,9 @@ from safetensors.torch import load_file
 from slime_convert.convert import torch_dist_to_hf
 
 LAYOUTS = {"one": {}, "tp2": {"tensor_parallel": 2}, "ep2": {"expert_parallel": 2}}
+WITH_EXPERTS = ("qwen3-moe", "glm4-moe-mtp", "glm4-air", "glm4-flash", "deepseek-mtp", "moonlight", "kimi-k2")
 CASES = [("qwen2-tied", "one"), ("qwen2-tied", "tp2")]
-CASES += [(name, layout) for name in ("qwen3-moe", "glm4-moe-mtp", "deepseek-mtp") for layout in LAYOUTS]
-CASES += [(name, "one") for name in ("glm4-air", "moonlight", "glm4-flash")]
-CASES += [
-    pytest.param(name, layout, marks=pytest.mark.full)
-    for name in ("glm4-air", "moonlight", "glm4-flash")
-    for layout in ("tp2", "ep2")
-]
+CASES += [(name, layout) for name in WITH_EXPERTS for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
