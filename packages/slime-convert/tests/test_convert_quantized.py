@@ -14,6 +14,7 @@ from slime_convert import ModelShape
 from slime_convert.cli import main
 from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
 from slime_convert.errors import QuantizationError, WeightError
+from slime_convert.inspection import inspect_checkpoint
 from slime_convert.mapping import WeightMap
 from slime_convert.megatron_to_hf import megatron_to_hf
 from slime_convert.published import PUBLISHED
@@ -125,6 +126,8 @@ def test_the_checkpoint_is_that_of_the_expanded_model(quantized, tmp_path):
     names = WeightMap(ModelShape.from_hf_config(directory)).megatron_names()
     other_types = {name for name in names if reader.dtype(name) is not torch.bfloat16}
     assert other_types and all(name.endswith("expert_bias") for name in other_types)
+    counts = [inspect_checkpoint(path).num_parameters for path in (directory, quantized.expanded, tmp_path / "ours")]
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("convert", [torch_dist_to_hf, megatron_to_hf])

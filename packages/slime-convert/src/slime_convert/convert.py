@@ -14,6 +14,7 @@ from torch import Tensor
 from slime_convert.errors import CheckpointError, ShapeMismatchError, WeightError
 from slime_convert.hf import HfReader, copy_model_files
 from slime_convert.mapping import WeightMap
+from slime_convert.mapping.families import TABLES
 from slime_convert.output import new_directory
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.quantize.reader import open_weights
@@ -205,6 +206,9 @@ def check_args(shape: ModelShape, args: Mapping[str, Any], where: Path) -> None:
     expected = shape.to_megatron_args()
     # Megatron ignores the group count without grouped-query attention, and pads or shortens these two at will.
     loose = {"max_position_embeddings", "vocab_size"}
+    # Kimi-K2's makers tell users to call it deepseek_v3 where kimi_k2 is not known: its weights are the same.
+    if TABLES.get(str(args.get("hf_model_type"))) is TABLES[shape.family]:
+        loose.add("hf_model_type")
     if not shape.use_rope_scaling:
         loose.add("rope_scaling_factor")
     if shape.multi_latent_attention:

@@ -183,7 +183,7 @@ def shape_from_arguments(weights: Weights, vocab_size: int) -> ModelShape | None
     }
     values["vocab_size"] = vocab_size
     fitting: dict[frozenset[str], ModelShape] = {}
-    recorded = weights.arguments.get("hf_model_type")
+    recorded = str(weights.arguments.get("hf_model_type"))
     for family in [recorded] if recorded in FAMILIES else FAMILIES:
         try:
             shape = ModelShape(**{**values, "family": family})
