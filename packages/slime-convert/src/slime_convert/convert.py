@@ -336,6 +336,8 @@ def _present(reader: MegatronReader, names: Iterable[str]) -> list[str]:
 def _not_in_checkpoint(origin: HfReader, weight_map: WeightMap, present: Iterable[str]) -> list[str]:
     """Weights of the original model that come from no Megatron weight of a checkpoint, in the model's order."""
     carried = {part for name in present for part in weight_map.hf_parts(name)}
+    # A prediction module's embedding is the model's, and comes with that.
+    carried |= {copy for copy, original in weight_map.hf_copies().items() if original in carried}
     missing = [name for name in weight_map.hf_names() if name not in carried] + sorted(_unknown(origin, weight_map))
     for name in missing:
         origin.dtype(name)  # refuses what is absent there, and what is quantized though its config does not say so
