@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic and the table that compares."""
+"""The benchmarks' arithmetic, what they measure with, and the table that compares."""
 
 from __future__ import annotations
 
@@ -120,3 +120,31 @@ def test_our_seconds_add_up_to_the_step() -> None:
     assert seconds == pytest.approx(
         {"generate": 5, "reference": 1, "train": 4.5, "send weights": 0.25, "other": 0.25, "step": 11}
     )
+
+
+def test_a_conversion_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    from _conversions import Widths, layers_in, measure, write_model
+
+    widths = Widths(hidden=256, ffn=512, heads=2, groups=1, vocab=20_000)
+    layers = layers_in(widths, 23e6)
+    assert layers == 2
+    size = write_model(tmp_path / "hf", widths, layers, sparse=False)
+    assert size == 2 * (2 * 20_000 * 256 + 256 + 2 * (256 * (3 * 512 + 6 * 128) + 2 * 256))
+    words = ("there-and-back", tmp_path / "hf", tmp_path / "torch_dist", tmp_path / "back")
+    run = measure("_convert.py", *words, log=tmp_path / "log.txt")
+    assert (tmp_path / "back" / "config.json").exists()
+    # The embedding alone has 10 MB; all that is imported, torch too, has hundreds.
+    assert 10e6 < run.peak < 100e6
+    assert min(run.cpu, run.seconds) > 0
+    with pytest.raises(RuntimeError, match=r"ended without a result:\n(.*\n)*.*OutputError"):
+        measure("_convert.py", *words, log=tmp_path / "log.txt")
+
+
+def test_a_sparse_model_takes_no_room(tmp_path: Path) -> None:
+    from _conversions import Widths, write_model
+
+    widths = Widths(hidden=1024, ffn=4096, heads=8, groups=8, vocab=32_000)
+    size = write_model(tmp_path / "hf", widths, 1, sparse=True)
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    assert size < sum(path.stat().st_size for path in files) < size + 10_000
+    assert sum(512 * path.stat().st_blocks for path in files) < 100_000
