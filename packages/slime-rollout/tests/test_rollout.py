@@ -15,7 +15,7 @@ from slime_core.types import RolloutBatch, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError, RewardError
 from slime_rollout.generate import sampling_seed
-from slime_rollout.rollout import RolloutManager
+from slime_rollout.rollout import RolloutData, RolloutManager
 
 ROWS = [{"prompt": f"say a number: {number}", "label": str(number)} for number in range(6)]
 
@@ -56,6 +56,22 @@ def test_a_rollout(manager, engine, reply):
     assert (batch.metrics["weight_version/min"], batch.metrics["weight_version/max"]) == (3, 3)
     assert batch.seconds.keys() == {"generate", "reward"}
     assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+
+
+def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, engine):
+    path = Path(write_rows(ROWS))
+    config = RolloutConfig(
+        hf_checkpoint=tokenizer_dir,
+        prompt_data=str(path),
+        eval_prompt_data=("held out", str(path)),
+        rollout_batch_size=2,
+        rm_type="exact",
+    )
+    data = RolloutData.load(config)
+    path.unlink()
+    given = RolloutManager(config, router_url=engine.url, run_seed=5, data=data)
+    assert given.source is data.source
+    assert given.evaluate(0).pass_rates.keys() == {"held out"}
 
 
 def test_every_sample_has_its_own_seed(manager, engine):

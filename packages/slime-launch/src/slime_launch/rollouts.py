@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,14 +92,17 @@ class RolloutHost:
         self._progress = Progress()
 
     def start(self, spec: RolloutSpec) -> None:
-        """Start router and engines, wait until they serve, and read the prompts."""
+        """Start router and engines, wait until they serve, and read the prompts meanwhile."""
         from slime_rollout.engine.fleet import EngineFleet
         from slime_rollout.rewards import make_reward
-        from slime_rollout.rollout import RolloutManager
+        from slime_rollout.rollout import RolloutData, RolloutManager
 
         self._tp_size = spec.engine.rollout_num_gpus_per_engine
         hook_args = HookArgs(spec.flags)
         make_reward(spec.rollout, hook_args)  # a reward function that cannot be used is told before engines start
+        reader = ThreadPoolExecutor(max_workers=1)
+        data = reader.submit(RolloutData.load, spec.rollout)
+        reader.shutdown(wait=False)  # an engine that does not come up is told at once
         self._fleet = EngineFleet.start(
             spec.engine,
             model_path=spec.rollout.hf_checkpoint,
@@ -115,6 +119,7 @@ class RolloutHost:
             spec.rollout,
             router_url=self._fleet.router_url,
             run_seed=spec.seed,
+            data=data.result(),
             hook_args=hook_args,
             on_progress=self._count_samples,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,36 @@ Progress = Callable[[int, int], None]
 _Job = tuple[Sample, SamplingParams, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class RolloutData:
+    """All prompts of a run, tokenized.
+
+    Attributes:
+        source: Where the groups to train on come from.
+        eval_sets: Name → held-out prompts.
+    """
+
+    source: RolloutDataSource
+    eval_sets: dict[str, PromptDataset]
+
+    @classmethod
+    def load(cls, config: RolloutConfig) -> RolloutData:
+        """Read everything. Most of the time goes into importing transformers; no engine is needed for it.
+
+        Raises:
+            ConfigError: The tokenizer cannot be used.
+            DataError: A prompt file breaks its format.
+        """
+        encoder = PromptEncoder(load_tokenizer(config.hf_checkpoint), apply_chat_template=config.apply_chat_template)
+        source = RolloutDataSource(
+            PromptDataset.load(config.prompt_data, config, encoder),
+            samples_per_prompt=config.n_samples_per_prompt,
+            shuffle=config.rollout_shuffle,
+            seed=config.rollout_seed,
+        )
+        return cls(source, {name: PromptDataset.load(path, config, encoder) for name, path in config.eval_sets.items()})
+
+
 class RolloutManager:
     """Generates and scores rollouts, and evaluates. Implements `slime_core.interfaces.Rollout`.
 
@@ -31,6 +62,7 @@ class RolloutManager:
         config: Prompts, sampling, rewards and evaluation.
         router_url: Address of sglang-router, or of one engine.
         run_seed: Seed that every sample's own sampling seed comes from.
+        data: The prompts of ``config``, if they have been read already.
         hook_args: Every flag by its name, for reward functions; by default those of ``config``.
         on_progress: Called with the number of scored samples and of all samples, after each one.
 
@@ -45,6 +77,7 @@ class RolloutManager:
         *,
         router_url: str,
         run_seed: int,
+        data: RolloutData | None = None,
         hook_args: HookArgs | None = None,
         on_progress: Progress | None = None,
     ) -> None:
@@ -53,14 +86,8 @@ class RolloutManager:
         self._run_seed = run_seed
         self._on_progress = on_progress
         self._reward = make_reward(config, hook_args or HookArgs.from_configs(config))
-        encoder = PromptEncoder(load_tokenizer(config.hf_checkpoint), apply_chat_template=config.apply_chat_template)
-        self._source = RolloutDataSource(
-            PromptDataset.load(config.prompt_data, config, encoder),
-            samples_per_prompt=config.n_samples_per_prompt,
-            shuffle=config.rollout_shuffle,
-            seed=config.rollout_seed,
-        )
-        self._eval_sets = {name: PromptDataset.load(path, config, encoder) for name, path in config.eval_sets.items()}
+        data = data or RolloutData.load(config)
+        self._source, self._eval_sets = data.source, data.eval_sets
 
     @property
     def source(self) -> RolloutDataSource:
