@@ -15,6 +15,9 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.worker import MegatronWorker
 
 CALL_SECONDS = 120.0
+# What Megatron-core imports of torch takes longer than everything that a rank does here. A process that has imported it
+# is forked for each rank; Megatron itself is imported by the rank, after the device is chosen.
+PRELOAD = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "torch.utils.tensorboard"]
 
 
 class Ranks:
@@ -28,7 +31,8 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, config: MegatronConfig, algorithm: AlgorithmConfig, shape: ModelShape) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -80,6 +80,7 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(qwen3: 
     )
     shape = ModelShape.from_hf_config(qwen3.hf)
     with (
+        ranks.Ranks(1, _config(qwen3, share_prompts=True), ALGORITHM, shape) as trainer,  # loads while the engine does
         EngineFleet.start(
             engine,
             model_path=str(qwen3.hf),
@@ -89,7 +90,6 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(qwen3: 
             seed=1,
             log_dir=tmp_path,
         ) as fleet,
-        ranks.Ranks(1, _config(qwen3, share_prompts=True), ALGORITHM, shape) as trainer,
     ):
         manager = RolloutManager(config, router_url=fleet.router_url, run_seed=7)
         channel = TensorWeightChannel(fleet.engine_urls)
