@@ -183,8 +183,6 @@ from slime_launch.errors import RayDiedError
 from slime_launch.ray_runtime import ray_runtime
 with ray_runtime(ClusterConfig(colocate=True), address=None) as runtime:
     print("up", flush=True)
-    if sys.argv[1] == "wait":
-        time.sleep(60)
     while sys.argv[1] == "watch":
         try:
             runtime.check()
@@ -204,7 +202,31 @@ def temp_dirs(pid: int) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}{pid}-*"))
 
 
-def test_nothing_is_left_of_an_embedded_ray(tmp_path):
+@pytest.fixture(scope="module")
+def without_raylet(tmp_path_factory):
+    """A run whose raylet was killed: its process, the raylet's pid and what it said, with everything of it ended."""
+    process = run_once("watch", tmp_path_factory.mktemp("home"))
+    assert process.stdout.readline() == "up\n"
+    assert temp_dirs(process.pid) != []
+    [raylet] = [child for child in psutil.Process(process.pid).children() if child.name() == "raylet"]
+    children = psutil.Process(process.pid).children(recursive=True)
+    raylet.kill()
+    said = process.stdout.read()
+    process.wait(10)
+    for child in children:  # the launcher's supervisor does this
+        if child.is_running():
+            child.kill()
+    psutil.wait_procs(children, timeout=20)
+    return process, raylet.pid, said
+
+
+def test_a_ray_that_is_gone_is_noticed_at_once(without_raylet):
+    _, pid, said = without_raylet
+    assert f"Ray's raylet (process {pid}) ended by itself; the run cannot go on without it\n" in said
+
+
+def test_nothing_is_left_of_an_embedded_ray_nor_of_one_that_ended_badly(without_raylet, tmp_path):
+    earlier, *_ = without_raylet
     process = run_once("end", tmp_path)
     assert process.stdout.readline() == "up\n"
     children = psutil.Process(process.pid).children(recursive=True)
@@ -213,37 +235,8 @@ def test_nothing_is_left_of_an_embedded_ray(tmp_path):
     psutil.wait_procs(children, timeout=20)
     assert [child for child in children if child.is_running() and child.status() != "zombie"] == []
     assert temp_dirs(process.pid) == []
+    assert temp_dirs(earlier.pid) == []
     assert list(tmp_path.iterdir()) == []  # Ray's token stays out of the home directory
-
-
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
-    killed = run_once("wait", tmp_path)
-    assert killed.stdout.readline() == "up\n"
-    children = psutil.Process(killed.pid).children(recursive=True)
-    assert temp_dirs(killed.pid) != []
-    killed.kill()
-    killed.wait(10)
-    for child in children:  # the launcher's supervisor does this
-        if child.is_running():
-            child.kill()
-    psutil.wait_procs(children, timeout=20)
-    assert run_once("end", tmp_path).wait(60) == 0
-    assert temp_dirs(killed.pid) == []
-
-
-def test_a_ray_that_is_gone_is_noticed_at_once(tmp_path):
-    process = run_once("watch", tmp_path)
-    assert process.stdout.readline() == "up\n"
-    [raylet] = [child for child in psutil.Process(process.pid).children() if child.name() == "raylet"]
-    children = psutil.Process(process.pid).children(recursive=True)
-    raylet.kill()
-    line = f"Ray's raylet (process {raylet.pid}) ended by itself; the run cannot go on without it\n"
-    assert line in process.stdout.read()
-    process.wait(10)
-    for child in children:
-        if child.is_running():
-            child.kill()
-    psutil.wait_procs(children, timeout=20)
 
 
 def test_a_cluster_that_does_not_answer():
