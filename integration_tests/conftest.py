@@ -1,7 +1,8 @@
-"""Tiny models, made once for all integration tests."""
+"""Tiny models, and runs of them that several tests look at; each made once for all integration tests."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from launching import Assets, engine_python
+from cluster import Joined, run_on_cluster
+from ended import FOREVER, Ended, end_run, finish, send, trained
+from launching import Assets, engine_python, train_command
+from learning import ON_TWO_RANKS, learn
+from resuming import ROLLOUTS, saving_command
 from tiny import make_model, write_prompts
+
+LEARNING_ROLLOUTS = 30
 
 
 def _assets(family: str, base: Path) -> Assets:
@@ -34,3 +41,41 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     """A tiny Llama: tied embeddings."""
     return _assets("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def whole_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Makes `ROLLOUTS` rollouts without a stop, then gets a SIGTERM."""
+    work = tmp_path_factory.mktemp("whole")
+    command = saving_command(llama, work, rollouts=FOREVER)
+    return end_run(command, work, send(signal.SIGTERM), ready=trained(work, ROLLOUTS))
+
+
+@pytest.fixture(scope="session")
+def killed_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Three rollouts are trained on, two of them are in the checkpoint: the third must be made good."""
+    work = tmp_path_factory.mktemp("killed")
+    return end_run(saving_command(llama, work), work, send(signal.SIGKILL), ready=trained(work, 3))
+
+
+@pytest.fixture(scope="session")
+def resumed_run(llama: Assets, killed_run: Ended) -> Ended:
+    """The same command as the killed run's, in its directory, to the end."""
+    work = killed_run.work
+    command = saving_command(llama, work)
+    log = "resumed.txt"
+    return end_run(command, work, finish, ready=lambda: "\nstep " in (work / log).read_text(), log=log)
+
+
+@pytest.fixture(scope="session")
+def learned_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Learns on two ranks, then ends by ctrl-c."""
+    return learn(qwen3, tmp_path_factory.mktemp("learned"), ON_TWO_RANKS)
+
+
+@pytest.fixture(scope="session")
+def joined_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Joined:
+    """Learns on a Ray cluster that was there before, and finishes."""
+    work = tmp_path_factory.mktemp("joined")
+    command = train_command(qwen3, work, "--lr", "4e-3", rollouts=LEARNING_ROLLOUTS, save=False)
+    return run_on_cluster(command, work, kill=False)

@@ -1,0 +1,37 @@
+"""Algorithms, and runs that learn by them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from ended import FOREVER, Ended, end_run, send, trained
+from launching import Assets, train_command
+
+ROLLOUTS = 20
+# Two optimizer steps per rollout, so that the policy leaves the one that sampled.
+STEPS = 2 * ROLLOUTS
+TWO_STEPS = ["--global-batch-size", "32", "--num-steps-per-rollout", "2", "--micro-batch-size", "32"]
+TOKEN_LIMIT = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "200", "--balance-by-flops"]
+WHITENED = ["--normalize-advantages"]
+ON_TWO_RANKS = "reinforce++ baseline, KL in the reward, TIS, two ranks"
+ALGORITHMS = {
+    ON_TWO_RANKS: [
+        "--advantage-estimator", "reinforce_plus_plus_baseline", *WHITENED, "--kl-coef", "0.001", "--use-tis",
+        *TOKEN_LIMIT, "--actor-num-gpus-per-node", "2",
+    ],
+    "gspo, mismatch metrics": ["--advantage-estimator", "gspo", "--eps-clip", "0.05", "--get-mismatch-metrics"],
+    "cispo, per token": [
+        "--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-high", "4", "--calculate-per-token-loss",
+    ],
+    "rloo, MIS": ["--advantage-estimator", "rloo", "--use-mis", "--mis-level", "sequence", "--mis-batch-normalize"],
+    "reinforce++": ["--advantage-estimator", "reinforce_plus_plus", *WHITENED, "--use-opsm", "--opsm-delta", "0.1"],
+    "Dr.GRPO, dual clip": ["--disable-grpo-std-normalization", "--loss-divisor", "6", "--eps-clip-c", "3"],
+}  # fmt: skip
+
+
+def learn(assets: Assets, work: Path, name: str) -> Ended:
+    """Train by an algorithm for `ROLLOUTS` rollouts, then press ctrl-c."""
+    extra = ["--lr", "4e-3", *TWO_STEPS, *ALGORITHMS[name]]
+    command = train_command(assets, work, *extra, "--kl-loss-coef", "0", rollouts=FOREVER, save=False)
+    return end_run(command, work, send(signal.SIGINT), ready=trained(work, STEPS))
