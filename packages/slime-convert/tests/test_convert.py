@@ -67,9 +67,9 @@ def test_checkpoint_records_the_models_arguments(origin, converted):
         "params_dtype": "bfloat16",
     }
     assert args == {name: value for name, value in expected.items() if value is not None}
-    check_args(shape, args, converted)
+    check_args(shape.to_megatron_args(), args, converted)
     with pytest.raises(ShapeMismatchError, match=r"num_layers 3 \(config: 4\).*hidden_size 24 \(config: 48\)"):
-        check_args(ModelShape(**{**vars(shape), "num_layers": 4, "hidden_size": 48}), args, converted)
+        check_args(shape.to_megatron_args() | {"num_layers": 4, "hidden_size": 48}, args, converted)
     assert args["hf_model_type"] == shape.family
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_convert.errors import CheckpointError, ShapeMismatchError, WeightError
 from slime_convert.hf import HfReader, copy_model_files
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightMap, WeightTranslation
 from slime_convert.mapping.families import TABLES
 from slime_convert.output import new_directory
 from slime_convert.progress import OnProgress, no_progress
@@ -78,19 +78,19 @@ def hf_to_torch_dist(
     shape = ModelShape.from_hf_config(origin)
     check_flags(shape, flags or {})
     padded = shape.padded_vocab_size(1, make_vocab_size_divisible_by)
-    weight_map = WeightMap(shape, padded)
+    weight_map: WeightTranslation = WeightMap(shape, padded)
     with open_weights(origin) as reader:
         _refuse_unknown(reader, weight_map)
         _refuse_missing_modules(reader, weight_map)
         _refuse_other_copies(reader, weight_map)
         sources = [_source(name, weight_map, reader) for name in weight_map.megatron_names()]
         with new_directory(save, force=force, keep=frozenset({origin}), marker=TRACKER) as directory:
-            args = shape.to_megatron_args() | {
+            args = dict(weight_map.megatron_args()) | {
                 "padded_vocab_size": padded,
                 "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
                 "params_dtype": str(sources[0].dtype).removeprefix("torch."),
             }
-            write_release(directory, sources, args, on_progress, stack_layers=not shape.num_dense_layers)
+            write_release(directory, sources, args, on_progress, stack_layers=weight_map.equal_layers)
 
 
 def torch_dist_to_hf(
@@ -138,7 +138,7 @@ def torch_dist_to_hf(
     )
 
 
-def checked_weight_map(origin_hf_dir: str | Path, flags: Mapping[str, Any] | None) -> WeightMap:
+def checked_weight_map(origin_hf_dir: str | Path, flags: Mapping[str, Any] | None) -> WeightTranslation:
     """The weights of the model that a Hugging Face directory describes.
 
     Raises:
@@ -151,7 +151,7 @@ def checked_weight_map(origin_hf_dir: str | Path, flags: Mapping[str, Any] | Non
 
 def write_hf(
     reader: MegatronReader,
-    weight_map: WeightMap,
+    weight_map: WeightTranslation,
     output_dir: str | Path,
     *,
     source: Path,
@@ -177,7 +177,7 @@ def write_hf(
     Returns:
         Names of the weights that were copied from ``origin``.
     """
-    check_args(weight_map.shape, reader.args(), reader.directory)
+    check_args(weight_map.megatron_args(), reader.args(), reader.directory)
     names = list(weight_map.megatron_names())
     if add_missing:
         names = _present(reader, names)
@@ -197,28 +197,33 @@ def write_hf(
     return copied
 
 
-def check_args(shape: ModelShape, args: Mapping[str, Any], where: Path) -> None:
-    """Compare the arguments that a checkpoint records with a shape; arguments that are not recorded pass.
+def check_args(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path) -> None:
+    """Compare the arguments that a checkpoint records with a model's; arguments that are not recorded pass.
+
+    Args:
+        expected: The model's, as :meth:`slime_convert.ModelShape.to_megatron_args` gives them.
+        args: As recorded.
+        where: The checkpoint, for the message.
 
     Raises:
         ShapeMismatchError: One message with every contradiction.
     """
-    expected = shape.to_megatron_args()
     # Megatron ignores the group count without grouped-query attention, and pads or shortens these two at will.
     loose = {"max_position_embeddings", "vocab_size"}
     # Kimi-K2's makers tell users to call it deepseek_v3 where kimi_k2 is not known: its weights are the same.
-    if TABLES.get(str(args.get("hf_model_type"))) is TABLES[shape.family]:
+    table = TABLES.get(str(expected.get("hf_model_type")))
+    if table is not None and TABLES.get(str(args.get("hf_model_type"))) is table:
         loose.add("hf_model_type")
-    if not shape.use_rope_scaling:
+    if not expected["use_rope_scaling"]:
         loose.add("rope_scaling_factor")
-    if shape.multi_latent_attention:
+    if expected.get("multi_latent_attention"):
         loose |= {"kv_channels", "num_query_groups", "group_query_attention"}
-    if shape.rope_type != "yarn":
+    if expected.get("rope_type") != "yarn":
         loose |= {"rope_type", "rotary_scaling_factor", "original_max_position_embeddings"}
         loose |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-    if shape.moe_router_score_function == "sigmoid":
+    if expected.get("moe_router_score_function") == "sigmoid":
         loose.add("moe_router_pre_softmax")
-    if not shape.num_dense_layers:
+    if expected.get("moe_layer_freq") == 1:
         loose.add("moe_layer_freq")
     if not expected["group_query_attention"]:
         loose |= {"group_query_attention", "num_query_groups"}
@@ -256,7 +261,7 @@ def _same(given: Any, expected: Any) -> bool:
     return bool(given == expected)
 
 
-def _source(name: str, weight_map: WeightMap, reader: HfReader) -> WeightSource:
+def _source(name: str, weight_map: WeightTranslation, reader: HfReader) -> WeightSource:
     dtypes = {reader.dtype(part) for part in weight_map.hf_parts(name)}
     if len(dtypes) != 1:
         raise WeightError(
@@ -277,28 +282,29 @@ def _source(name: str, weight_map: WeightMap, reader: HfReader) -> WeightSource:
     )
 
 
-def _refuse_unknown(reader: HfReader, weight_map: WeightMap) -> None:
+def _refuse_unknown(reader: HfReader, weight_map: WeightTranslation) -> None:
     """Refuse weights that no rule carries: dropping them silently would change the model."""
     unknown = _unknown(reader, weight_map)
     if unknown:
         raise WeightError(
-            f"{reader.directory} has {len(unknown)} weights that a {weight_map.shape.family} model does not have, "
+            f"{reader.directory} has {len(unknown)} weights that a {weight_map.family} model does not have, "
             f"such as {min(unknown)}; convert a model whose config.json describes all its weights"
         )
 
 
-def _refuse_missing_modules(reader: HfReader, weight_map: WeightMap) -> None:
+def _refuse_missing_modules(reader: HfReader, weight_map: WeightTranslation) -> None:
     """Tell it where a config has prediction modules and the files have none, as in what transformers saves."""
-    modules = weight_map.shape.mtp_num_layers
-    first = f"model.layers.{weight_map.shape.num_layers}."
-    if modules and not any(name.startswith(first) for name in reader.names):
+    args = weight_map.megatron_args()
+    modules, first = args.get("mtp_num_layers"), f"model.layers.{args['num_layers']}."
+    listed = any(name.startswith(first) for name in weight_map.hf_names())
+    if modules and listed and not any(name.startswith(first) for name in reader.names):
         raise WeightError(
             f"{reader.directory} has no prediction module ({first}*), but num_nextn_predict_layers of its config is "
             f"{modules}; set it to 0 to convert the model without, or fetch the model's original weights"
         )
 
 
-def _refuse_other_copies(reader: HfReader, weight_map: WeightMap) -> None:
+def _refuse_other_copies(reader: HfReader, weight_map: WeightTranslation) -> None:
     """Refuse a prediction module with an embedding or an output layer of its own: Megatron's shares the model's."""
     for copy, original in weight_map.hf_copies().items():
         if copy in reader.names and not torch.equal(reader.load(copy), reader.load(original)):
@@ -308,7 +314,7 @@ def _refuse_other_copies(reader: HfReader, weight_map: WeightMap) -> None:
             )
 
 
-def _unknown(reader: HfReader, weight_map: WeightMap) -> set[str]:
+def _unknown(reader: HfReader, weight_map: WeightTranslation) -> set[str]:
     """Weights of a Hugging Face model that no rule carries."""
     return {
         name
@@ -333,7 +339,7 @@ def _present(reader: MegatronReader, names: Iterable[str]) -> list[str]:
     return present
 
 
-def _not_in_checkpoint(origin: HfReader, weight_map: WeightMap, present: Iterable[str]) -> list[str]:
+def _not_in_checkpoint(origin: HfReader, weight_map: WeightTranslation, present: Iterable[str]) -> list[str]:
     """Weights of the original model that come from no Megatron weight of a checkpoint, in the model's order."""
     carried = {part for name in present for part in weight_map.hf_parts(name)}
     # A prediction module's embedding is the model's, and comes with that.
@@ -344,7 +350,7 @@ def _not_in_checkpoint(origin: HfReader, weight_map: WeightMap, present: Iterabl
     return missing
 
 
-def _refuse_unused(reader: MegatronReader, weight_map: WeightMap, names: Iterable[str]) -> None:
+def _refuse_unused(reader: MegatronReader, weight_map: WeightTranslation, names: Iterable[str]) -> None:
     """Refuse a checkpoint with weights that the config does not describe."""
     names = list(names)
     used = {key for name in names for key in reader.find(name).keys}
@@ -357,7 +363,7 @@ def _refuse_unused(reader: MegatronReader, weight_map: WeightMap, names: Iterabl
         )
 
 
-def _hf_step(name: str, weight_map: WeightMap, reader: MegatronReader) -> Step:
+def _hf_step(name: str, weight_map: WeightTranslation, reader: MegatronReader) -> Step:
     """The Hugging Face weights inside one Megatron weight."""
     # A tensor without elements is cut as the weight will be.
     outline = torch.empty(reader.shape(name), dtype=reader.dtype(name), device="meta")

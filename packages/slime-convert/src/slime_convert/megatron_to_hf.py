@@ -9,7 +9,7 @@ from typing import Any
 from slime_convert.convert import MegatronReader, checked_weight_map, write_hf
 from slime_convert.formats import LEGACY, TORCH_DIST, detect
 from slime_convert.legacy import LegacyReader
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightTranslation
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shards import DEFAULT_SHARD_BYTES
 from slime_convert.torch_dist import TorchDistReader
@@ -60,7 +60,7 @@ def megatron_to_hf(
     )
 
 
-def open_megatron(directory: str | Path, weight_map: WeightMap) -> MegatronReader:
+def open_megatron(directory: str | Path, weight_map: WeightTranslation) -> MegatronReader:
     """A reader of a Megatron checkpoint of either format.
 
     Args:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,20 @@ class WeightMap:
         self._by_name = self._weights | {
             weight.fill(weight.rule.engine_name): weight for weight in self._weights.values() if weight.rule.engine_name
         }
+
+    @property
+    def family(self) -> str:
+        """Hugging Face ``model_type``."""
+        return self.shape.family
+
+    @property
+    def equal_layers(self) -> bool:
+        """Whether all layers have the same weights."""
+        return not self.shape.num_dense_layers
+
+    def megatron_args(self) -> Mapping[str, Any]:
+        """The arguments that a Megatron checkpoint of this model records, as plain values."""
+        return self.shape.to_megatron_args()
 
     def megatron_names(self) -> Iterator[str]:
         """Every Megatron weight of the model, in the model's order. A tied output layer is none."""

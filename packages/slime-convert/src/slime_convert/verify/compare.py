@@ -143,6 +143,6 @@ def _contradictions(sides: Iterable[Weights]) -> Iterable[str]:
             from slime_convert.convert import check_args  # with all of `torch.distributed`, which takes seconds
 
             try:
-                check_args(side.shape, side.arguments, side.directory)
+                check_args(side.shape.to_megatron_args(), side.arguments, side.directory)
             except ShapeMismatchError as error:
                 yield f"note: {error}"
