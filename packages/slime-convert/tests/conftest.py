@@ -19,7 +19,9 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmConfig,
     LlamaConfig,
+    MixtralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -91,6 +93,22 @@ CONFIGS = {
     "qwen3-tied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen3-untied": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
 }
+# What only a bridge knows.
+WITHOUT_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
+SHARED = {
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+BRIDGED_CONFIGS = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral-tied": lambda: MixtralConfig(**WITHOUT_HEAD_DIM, num_local_experts=4, tie_word_embeddings=True),
+    "qwen2-moe": lambda: Qwen2MoeConfig(**WITHOUT_HEAD_DIM, **SHARED),
+    "qwen2-moe-normed": lambda: Qwen2MoeConfig(**WITHOUT_HEAD_DIM, **SHARED, norm_topk_prob=True, qkv_bias=False),
+    # Becomes MiMo in the tests: transformers has no class for it.
+    "qwen2-untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +119,7 @@ def one_thread():
 def make_origin(name, path, **changes):
     """A Hugging Face directory in several shards, with a stand-in for the tokenizer's files."""
     torch.manual_seed(0)
-    config = CONFIGS[name]()
+    config = (CONFIGS | BRIDGED_CONFIGS)[name]()
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -120,6 +138,12 @@ def make_origin(name, path, **changes):
 def origin(request, tmp_path_factory):
     """Each of the models. Not to be changed."""
     return make_origin(request.param, tmp_path_factory.mktemp(request.param) / "origin")
+
+
+@pytest.fixture(scope="session")
+def origin_maker():
+    """Makes one of the models in a directory: ``(name, path, **changes of its config)``."""
+    return make_origin
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from slime_convert.errors import ConvertError
 from slime_convert.printable import printable
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
+from slime_convert.shape.families import BRIDGES
 
 
 def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> int:
@@ -209,6 +210,11 @@ def _add_hf_output(parser: argparse.ArgumentParser, *origin: str) -> None:
 
 
 def _add_shape_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bridge",
+        choices=BRIDGES,
+        help="take names and layouts from mbridge instead, which knows more models (needs the mbridge extra)",
+    )
     shape = parser.add_argument_group(
         "model shape", "The shape is read from config.json; a flag given here must agree with it."
     )
@@ -245,6 +251,7 @@ def _hf_to_torch_dist(args: argparse.Namespace) -> None:
         args.hf_checkpoint,
         args.save,
         flags=flags,
+        bridge=args.bridge,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         force=args.force,
         on_progress=_terminal_progress(),
@@ -268,7 +275,8 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
 def _checked_flags(args: argparse.Namespace, hf_directory: str) -> dict[str, Any]:
     """The given shape flags. The likely mistakes are told before torch is imported, which takes seconds."""
     flags = {flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS}
-    check_flags(ModelShape.from_hf_config(hf_directory), flags)
+    if args.bridge is None:
+        check_flags(ModelShape.from_hf_config(hf_directory), flags)
     return flags
 
 
@@ -276,6 +284,7 @@ def _hf_output(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "output_dir": args.output_dir,
         "origin_hf_dir": args.origin_hf_dir,
+        "bridge": args.bridge,
         "add_missing_from_origin_hf": args.add_missing_from_origin_hf,
         "force": args.force,
         "max_shard_bytes": args.max_shard_gib * 2**30,

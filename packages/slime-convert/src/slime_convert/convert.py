@@ -55,6 +55,7 @@ def hf_to_torch_dist(
     save: str | Path,
     *,
     flags: Mapping[str, Any] | None = None,
+    bridge: str | None = None,
     make_vocab_size_divisible_by: int = 128,
     force: bool = False,
     on_progress: OnProgress = no_progress,
@@ -67,6 +68,7 @@ def hf_to_torch_dist(
         hf_checkpoint: Directory with ``config.json`` and ``*.safetensors``.
         save: Directory to create.
         flags: Shape flags to be checked against the config, by ``dest``.
+        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
         make_vocab_size_divisible_by: The embedding is padded with zero rows to a multiple of this.
         force: Replace an earlier checkpoint at ``save``.
         on_progress: Called after each weight.
@@ -75,10 +77,7 @@ def hf_to_torch_dist(
         ConvertError: An input or output is not as it must be; nothing is left at ``save`` then.
     """
     origin = Path(hf_checkpoint)
-    shape = ModelShape.from_hf_config(origin)
-    check_flags(shape, flags or {})
-    padded = shape.padded_vocab_size(1, make_vocab_size_divisible_by)
-    weight_map: WeightTranslation = WeightMap(shape, padded)
+    weight_map = checked_weights(origin, flags, bridge, make_vocab_size_divisible_by)
     with open_weights(origin) as reader:
         _refuse_unknown(reader, weight_map)
         _refuse_missing_modules(reader, weight_map)
@@ -86,7 +85,7 @@ def hf_to_torch_dist(
         sources = [_source(name, weight_map, reader) for name in weight_map.megatron_names()]
         with new_directory(save, force=force, keep=frozenset({origin}), marker=TRACKER) as directory:
             args = dict(weight_map.megatron_args()) | {
-                "padded_vocab_size": padded,
+                "padded_vocab_size": weight_map.padded_vocab_size,
                 "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
                 "params_dtype": str(sources[0].dtype).removeprefix("torch."),
             }
@@ -99,6 +98,7 @@ def torch_dist_to_hf(
     origin_hf_dir: str | Path,
     *,
     flags: Mapping[str, Any] | None = None,
+    bridge: str | None = None,
     add_missing_from_origin_hf: bool = False,
     force: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -112,6 +112,7 @@ def torch_dist_to_hf(
         origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template. If it
             is quantized, the written config is that of an unquantized model.
         flags: Shape flags to be checked against the config, by ``dest``.
+        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
         add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``; quantized ones become
             ``bfloat16``.
         force: Replace an earlier model at ``output_dir``.
@@ -124,7 +125,7 @@ def torch_dist_to_hf(
     Raises:
         ConvertError: An input or output is not as it must be; nothing is left at ``output_dir`` then.
     """
-    weight_map = checked_weight_map(origin_hf_dir, flags)
+    weight_map = checked_weights(origin_hf_dir, flags, bridge)
     return write_hf(
         TorchDistReader(input_dir),
         weight_map,
@@ -138,15 +139,35 @@ def torch_dist_to_hf(
     )
 
 
-def checked_weight_map(origin_hf_dir: str | Path, flags: Mapping[str, Any] | None) -> WeightTranslation:
+def checked_weights(
+    hf_directory: str | Path,
+    flags: Mapping[str, Any] | None,
+    bridge: str | None = None,
+    make_vocab_size_divisible_by: int = 1,
+) -> WeightTranslation:
     """The weights of the model that a Hugging Face directory describes.
 
+    Args:
+        hf_directory: Holds ``config.json``.
+        flags: Shape flags to be checked against it, by ``dest``.
+        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
+        make_vocab_size_divisible_by: The embedding is padded to a multiple of this.
+
     Raises:
+        BridgeError: The bridge is unknown or not installed.
+        HfConfigError: There is no readable ``config.json``.
+        UnsupportedModelError: The model is not supported.
         ShapeMismatchError: Shape flags contradict its config.
     """
-    shape = ModelShape.from_hf_config(Path(origin_hf_dir))
+    if bridge is not None:
+        from slime_convert.bridge import bridged_weights
+
+        return bridged_weights(
+            bridge, hf_directory, flags=flags, make_vocab_size_divisible_by=make_vocab_size_divisible_by
+        )
+    shape = ModelShape.from_hf_config(Path(hf_directory))
     check_flags(shape, flags or {})
-    return WeightMap(shape)
+    return WeightMap(shape, shape.padded_vocab_size(1, make_vocab_size_divisible_by))
 
 
 def write_hf(

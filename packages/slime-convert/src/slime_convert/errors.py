@@ -33,6 +33,10 @@ class OutputError(ConvertError):
     """The output directory already exists or cannot be written."""
 
 
+class BridgeError(ConvertError):
+    """A bridge is unknown, or the packages that it needs are not installed."""
+
+
 class QuantizationError(ConvertError):
     """A model is quantized already, is not, or is so in a way that slime-convert does not read."""
 

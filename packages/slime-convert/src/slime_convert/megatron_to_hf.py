@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_convert.convert import MegatronReader, checked_weight_map, write_hf
+from slime_convert.convert import MegatronReader, checked_weights, write_hf
 from slime_convert.formats import LEGACY, TORCH_DIST, detect
 from slime_convert.legacy import LegacyReader
 from slime_convert.mapping import WeightTranslation
@@ -21,6 +21,7 @@ def megatron_to_hf(
     origin_hf_dir: str | Path,
     *,
     flags: Mapping[str, Any] | None = None,
+    bridge: str | None = None,
     add_missing_from_origin_hf: bool = False,
     force: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -34,6 +35,7 @@ def megatron_to_hf(
         origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template. If it
             is quantized, the written config is that of an unquantized model.
         flags: Shape flags to be checked against the config, by ``dest``.
+        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
         add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``; quantized ones become
             ``bfloat16``.
         force: Replace an earlier model at ``output_dir``.
@@ -46,7 +48,7 @@ def megatron_to_hf(
     Raises:
         ConvertError: An input or output is not as it must be; nothing is left at ``output_dir`` then.
     """
-    weight_map = checked_weight_map(origin_hf_dir, flags)
+    weight_map = checked_weights(origin_hf_dir, flags, bridge)
     return write_hf(
         open_megatron(load, weight_map),
         weight_map,

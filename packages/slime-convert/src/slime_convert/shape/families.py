@@ -74,10 +74,16 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Every supported family."""
 
+BRIDGES = ("mbridge",)
+"""The words of ``--bridge``."""
+
+BRIDGED_FAMILIES = ("mimo", "mixtral", "qwen2_moe")
+"""Families that only a bridge knows."""
+
 
 def unknown_family(model_type: Any, where: str) -> str:
     """The message about a ``model_type`` that is none of them."""
     return (
-        f"model_type {model_type!r} of {where} is not supported; allowed: {', '.join(FAMILIES)}; "
-        "convert a model of one of these families"
+        f"model_type {model_type!r} of {where} is not supported; allowed: {', '.join(FAMILIES)}, "
+        f"and {', '.join(BRIDGED_FAMILIES)} with --bridge {BRIDGES[0]}; convert a model of one of these families"
     )

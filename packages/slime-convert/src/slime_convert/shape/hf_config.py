@@ -25,7 +25,7 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedModelError: The model type, or one of its settings, is not supported.
         QuantizationError: The weights are quantized in a way that is not read.
     """
-    config, where = _read_config(source)
+    config, where = read_config(source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModelError(unknown_family(model_type, where))
@@ -57,8 +57,12 @@ def shape_fields(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The config as a mapping, and how to name it in a message."""
+def read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The config as a mapping, and how to name it in a message.
+
+    Raises:
+        HfConfigError: It cannot be read, or is no JSON object.
+    """
     if isinstance(source, Mapping):
         return source, "the given config"
     path = Path(source)
