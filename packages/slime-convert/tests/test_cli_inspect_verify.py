@@ -194,7 +194,7 @@ def test_names_of_weights_command_no_terminal(tmp_path, capsys):
         (["inspect", "x" * 5000], "(File name too long); correct this"),
         (["hf-to-fp8", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is no valid JSON (maximum recursion"),
         (["hf-to-torch-dist", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is no valid JSON (maximum rec"),
-        (["verify", "HERE", "HERE"], "config.json (maximum recursion"),
+        (["verify", "HERE", "HERE"], "config.json is no valid JSON (maximum recursion"),
     ],
 )
 def test_what_the_system_and_the_parsers_refuse_is_one_line(tmp_path, capsys, words, told):

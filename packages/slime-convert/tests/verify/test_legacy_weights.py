@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from slime_convert import ModelShape, plain_pickle
+from slime_convert import ModelShape
 from slime_convert.convert import hf_to_torch_dist
 from slime_convert.errors import CheckpointError
 from slime_convert.hf import HfReader
@@ -24,7 +24,7 @@ MODELS = ["llama-tied", "qwen3-untied", "qwen3-tied", "llama3-scaled"]  # one ra
 def edited(run, target, edit):
     """A copy of a run's checkpoint, whose first rank's file has been changed."""
     shutil.copytree(run.save, target)
-    state = torch.load(target / RANK_FILE, pickle_module=plain_pickle, weights_only=False)
+    state = torch.load(target / RANK_FILE, weights_only=False)
     edit(state)
     torch.save(state, target / RANK_FILE)
     return target
@@ -70,7 +70,7 @@ def test_an_output_layer_that_a_tied_model_stores_too_is_compared_with_the_embed
     run = legacy_runs["qwen3-tied"]
     shutil.copytree(run.save, tmp_path / "legacy")
     path = tmp_path / "legacy" / "iter_0000005" / "mp_rank_00_001" / "model_optim_rng.pt"
-    state = torch.load(path, pickle_module=plain_pickle, weights_only=False)
+    state = torch.load(path, weights_only=False)
     state["model"]["output_layer.weight"][100, 5] += 1
     state["model"]["output_layer.weight"][101:] += 1  # padding
     torch.save(state, path)
