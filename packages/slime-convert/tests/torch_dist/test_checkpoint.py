@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_refused(written, damage, words):
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
-def test_no_damage_is_told_by_anything_but_our_error(written, name):
+def test_no_damage_is_told_by_anything_but_our_error(written, weights, name):
     """Each file cut off, and with bytes replaced: it is read, or refused by a `CheckpointError`."""
     path, rng = written / "release" / name, random.Random(0)
     data, refused = path.read_bytes(), 0
@@ -293,7 +293,8 @@ def test_no_damage_is_told_by_anything_but_our_error(written, name):
         try:
             reader = TorchDistReader(written)
             reader.args()
-            reader.load(FC1.format(1))
+            for weight in weights:
+                reader.load(weight)
         except CheckpointError:
             refused += 1
     assert refused > 50
@@ -304,6 +305,19 @@ def test_a_full_disk_is_an_os_error(tmp_path, weights, full_disk):
     tiny = [source(NORM.format(0), weights[NORM.format(0)])]
     with full_disk(50_000), pytest.raises(OSError, match="File too large"):
         write_release(tmp_path, tiny, {"long": "x" * 100_000})
+    with full_disk(900), pytest.raises(OSError, match="File too large"):
+        write_release(tmp_path, tiny, {})
+
+
+def test_an_interrupt_in_the_middle_of_a_write_stays_one(tmp_path, weights, monkeypatch):
+    """Where torch would raise something about an unexpected position."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slime_convert.torch_dist.parts.write_checked", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_release(tmp_path, [source(NORM.format(0), weights[NORM.format(0)])], {})
 
 
 def test_missing_parts_are_told_by_name(written):
@@ -338,21 +352,141 @@ def test_a_weight_other_than_announced_is_refused(tmp_path):
         write_release(tmp_path, [wrong], {})
 
 
-def test_one_weight_at_a_time_is_in_memory(tmp_path):
-    """Sixteen layers of 1 MiB: all of them are never loaded at once."""
+LAYERS = "decoder.layers.{}.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize("stack_layers", [True, False])
+def test_one_weight_at_a_time_is_in_memory(tmp_path, stack_layers):
+    """Sixteen layers of 1 MiB, under one key or under sixteen: all of them are never loaded at once."""
     alive: set[int] = set()
     most = 0
 
     def load():
         nonlocal most
         tensor = torch.zeros(512, 512)
-        alive.add(id(tensor))
-        weakref.finalize(tensor, alive.discard, id(tensor))
+        alive.add(tensor.data_ptr())
+        weakref.finalize(tensor.untyped_storage(), alive.discard, tensor.data_ptr())
         most = max(most, len(alive))
         return tensor
 
-    name = "decoder.layers.{}.mlp.linear_fc2.weight"
-    sources = [WeightSource(name.format(i), (512, 512), torch.float32, load) for i in range(16)]
-    write_release(tmp_path, sources, {})
+    sources = [WeightSource(LAYERS.format(i), (512, 512), torch.float32, load) for i in range(16)]
+    write_release(tmp_path, sources, {}, stack_layers=stack_layers)
     assert most <= 3
     assert Path(tmp_path / "release" / "__0_0.distcp").stat().st_size > 16 * 2**20
+
+
+PART = 2 * 6 * 4 * 4  # two layers of FC1
+
+
+def write_parts(root, weights, loaded=None, state=None, on_progress=lambda *_: None):
+    """In files of two layers; ``loaded`` gets the names of the weights that are loaded."""
+
+    def source_of(name, tensor):
+        def load():
+            if loaded is not None:
+                loaded.append(name)
+            return tensor
+
+        return WeightSource(name, tuple(tensor.shape), tensor.dtype, load)
+
+    sources = [source_of(name, tensor) for name, tensor in weights.items()]
+    write_release(root, sources, {"num_layers": 3}, on_progress, part_bytes=PART, state=state)
+
+
+def files_of(root):
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Directories for two checkpoints, and for what is known of the second's finished files."""
+    for name in ("whole", "cut", "state"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "whole", tmp_path / "cut", tmp_path / "state"
+
+
+def test_many_files_hold_what_one_would(places, weights):
+    root, _, _ = places
+    write_parts(root, weights)
+    files = sorted(path.name for path in (root / "release").glob("*.distcp"))
+    assert files == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    reader = TorchDistReader(root)
+    assert all(torch.equal(reader.load(name), tensor) for name, tensor in weights.items())
+    stacked = {"decoder.layers.mlp.linear_fc1.weight": torch.zeros(3, 6, 4)}
+    dcp.load(stacked, checkpoint_id=root / "release", no_dist=True)
+    for layer, tensor in enumerate(stacked["decoder.layers.mlp.linear_fc1.weight"]):
+        assert torch.equal(tensor, weights[FC1.format(layer)])
+
+
+def test_what_is_written_depends_on_nothing_else(places, weights):
+    whole, cut, state = places
+    write_parts(whole, weights)
+    write_parts(cut, weights, state=state)
+    assert files_of(whole) == files_of(cut)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_finished_files_are_not_written_again(places, weights, number):
+    """The weights come in the order of the keys: the embedding; the norms; the layers of FC1."""
+    whole, cut, state = places
+    write_parts(whole, weights)
+    order = ["embedding.word_embeddings.weight", *map(NORM.format, range(3)), *map(FC1.format, range(3))]
+    loaded = []
+
+    def stop(done, total):
+        if len(loaded) > number - 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_parts(cut, weights, loaded, state, stop)
+    assert loaded == order[:number]
+    finished = max(end for end in (0, 4, 6) if end <= max(number - 1, 0))  # a file ends when the next one begins
+    loaded.clear()
+    calls = []
+    write_parts(cut, weights, loaded, state, lambda *call: calls.append(call))
+    assert loaded == order[finished:]
+    kept = sum(weights[name].nbytes for name in order[:finished])
+    assert calls[0] == (kept, sum(tensor.nbytes for tensor in weights.values())) and calls == sorted(calls)
+    assert files_of(cut) == files_of(whole)
+
+
+def test_a_flipped_byte_in_a_finished_file_is_noticed(places, weights):
+    whole, cut, state = places
+    write_parts(whole, weights)
+    write_parts(cut, weights, state=state)
+    path = cut / "release" / "__1_0.distcp"
+    right = path.read_bytes()
+    for place in random.Random(0).sample(range(len(right)), 20):
+        wrong = bytearray(right)
+        wrong[place] ^= 1
+        path.write_bytes(wrong)
+        loaded = []
+        write_parts(cut, weights, loaded, state)
+        assert loaded == [FC1.format(0), FC1.format(1)] and files_of(cut) == files_of(whole)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"places": 3}', '{"places": [[0, 1], [1, 1]], "checksum": 0}'])
+def test_a_damaged_record_of_a_file_counts_for_nothing(places, weights, text):
+    _, cut, state = places
+    write_parts(cut, weights, state=state)
+    (state / "__1_0.distcp.json").write_text(text)
+    loaded = []
+    write_parts(cut, weights, loaded, state)
+    assert loaded == [FC1.format(0), FC1.format(1)]
+
+
+def test_a_flipped_byte_of_any_weight_is_told(written, weights):
+    """Torch's own reader does not compare checksums."""
+    path = written / "release" / "__0_0.distcp"
+    right = path.read_bytes()
+    for name, tensor in weights.items():
+        bits = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+        for place in (right.index(bits), right.index(bits) + len(bits) - 1):
+            wrong = bytearray(right)
+            wrong[place] ^= 16
+            path.write_bytes(wrong)
+            key = TorchDistReader(written).find(name).keys[0]
+            with pytest.raises(CheckpointError, match=rf"cannot read {key}.*: .*__0_0\.distcp is damaged .*checksum"):
+                TorchDistReader(written).load(name)
+    stacked = {"decoder.layers.mlp.linear_fc1.weight": torch.zeros(3, 6, 4)}
+    dcp.load(stacked, checkpoint_id=written / "release", no_dist=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import struct
 import zipfile
 import zlib
@@ -80,17 +81,19 @@ class StoredTensor:
 
 
 class TorchFile:
-    """A file that ``torch.save`` wrote.
+    """A file that ``torch.save`` wrote, or a part of one.
 
     Args:
         path: The file.
+        part: Offset and length, in bytes, of what ``torch.save`` wrote into a larger file.
 
     Raises:
         CheckpointError: It is no such file, or damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: tuple[int, int] | None = None) -> None:
         self.path = path
+        self._part = part
         self._checked: set[str] = set()
         with self._opened() as archive:
             self._records = {info.filename: info for info in archive.infolist()}
@@ -129,7 +132,7 @@ class TorchFile:
         """
         info = self.require(key, start + len(target))
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with self._file() as file:
                 first = _first_byte(file, info)
                 whole = len(target) == info.file_size
                 if not whole:
@@ -160,10 +163,14 @@ class TorchFile:
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is damaged ({what}); use another checkpoint")
 
+    def _file(self) -> BinaryIO:
+        file = self.path.open("rb", buffering=0)
+        return file if self._part is None else _Part(file, *self._part)
+
     @contextmanager
     def _opened(self) -> Iterator[zipfile.ZipFile]:
         try:
-            with zipfile.ZipFile(self.path) as archive:
+            with self._file() as file, zipfile.ZipFile(file) as archive:
                 yield archive
         except CheckpointError:
             raise
@@ -172,6 +179,46 @@ class TorchFile:
                 f"cannot read {self.path} ({error!r}); it must be a whole file of torch.save in its zip format, "
                 "use another checkpoint"
             ) from error
+
+
+class _Part(io.RawIOBase, BinaryIO):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: BinaryIO, first: int, length: int) -> None:
+        self._file, self._first, self._length, self._place = file, first, length, 0
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """The place of what is read next."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative place {start + offset}")
+        self._place = start + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what fits, up to the part's end."""
+        target = memoryview(buffer)[: max(self._length - self._place, 0)]
+        self._file.seek(self._first + self._place)
+        count: int = self._file.readinto(target)  # type: ignore[attr-defined]
+        self._place += count
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
 
 def _bytes(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
 from slime_convert.formats import TORCH_DIST, detect
+from slime_convert.legacy.torch_file import StoredTensor, TorchFile
 from slime_convert.torch_dist.headers import read_arguments
 from slime_convert.torch_dist.layout import METADATA, Place, is_optimizer, places
 
@@ -44,8 +49,7 @@ class TorchDistReader:
             if isinstance(record, TensorStorageMetadata) and not is_optimizer(key)
         }
         self._layers: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
-        self._storage = FileSystemReader(self.directory)
-        self._storage.set_up_storage_reader(metadata, is_coordinator=True)
+        self._storage_data = metadata.storage_data or {}
 
     @property
     def weight_keys(self) -> set[str]:
@@ -126,14 +130,52 @@ class TorchDistReader:
                 f"{self.directory} holds {covered} of {chunk.sizes.numel()} elements of {key}; "
                 "it is incomplete (a rank's part is missing), use another"
             )
+        return self._joined(key, items, sizes).reshape(sizes[len(stacked) :])
+
+    def _joined(self, key: str, items: Sequence[ReadItem], sizes: Sequence[int]) -> Tensor:
+        """What some items read, each in its place."""
+        dtype = self._weights[key].properties.dtype
+        if len(items) == 1:
+            return self._part(items[0], dtype)
+        target = torch.empty(tuple(sizes), dtype=dtype)
+        for item in items:
+            place = target
+            for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                place = place.narrow(dim, offset, length)
+            place.copy_(self._part(item, dtype))
+        return target
+
+    def _part(self, item: ReadItem, dtype: torch.dtype) -> Tensor:
+        """What one item reads from a stored tensor, whose checksum is compared."""
+        index = item.storage_index
+        tensor, path = self._stored(index)
         try:
-            target = torch.empty(sizes, dtype=record.properties.dtype)
-            self._storage.read_data(LoadPlan(items), _IntoTensor(target)).wait()
-        except Exception as error:  # as above
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dim, offset, length)
+        except (RuntimeError, IndexError, ValueError) as error:  # torch's words for what lies outside
+            raise _unreadable(index, path, f"it has shape {tuple(tensor.shape)}") from error
+        if tensor.dtype != dtype:
+            raise _unreadable(index, path, f"it has type {tensor.dtype}, not {dtype}")
+        return tensor
+
+    def _stored(self, index: MetadataIndex) -> tuple[Tensor, Path]:
+        """A tensor as a rank wrote it, and its file."""
+        storage = self._storage_data.get(index)
+        if storage is None:
             raise CheckpointError(
-                f"cannot read {key} from {self.directory} ({error!r}); use another checkpoint"
-            ) from error
-        return target.reshape(sizes[len(stacked) :])
+                f"{self.directory / METADATA} does not say where {index.fqn} lies; "
+                "the checkpoint is damaged, use another"
+            )
+        path = self.directory / storage.relative_path
+        if getattr(storage, "transform_descriptors", None):
+            raise _unreadable(index, path, f"it is stored with {', '.join(storage.transform_descriptors)}")
+        try:
+            stored = TorchFile(path, (storage.offset, storage.length)).content()
+            if not isinstance(stored, StoredTensor):
+                raise CheckpointError(f"{path} holds something else there; use another checkpoint")
+            return stored.load(), path
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot read {_name(index)}: {error}") from error
 
     def _around(self, key: str, wanted: ChunkStorageMetadata) -> TensorStorageMetadata:
         """A key's record with those chunks that one layer may lie in: torch looks at each of them for every read."""
@@ -163,39 +205,13 @@ def _covered(items: list[ReadItem]) -> int:
     return sum(item.lengths.numel() for item in items)
 
 
-class _IntoTensor(LoadPlanner):
-    """Copies what is read into one tensor."""
+def _unreadable(index: MetadataIndex, path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"cannot read {_name(index)} from {path} ({why}); use another checkpoint")
 
-    def __init__(self, target: Tensor) -> None:
-        self._target = target
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Nothing to set up: the plan is made by the reader."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """The reader makes the plan."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """There is one process."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Only tensors are read."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of the target that an item fills."""
-        part = self._target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, offset, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The item is in place already."""
+def _name(index: MetadataIndex) -> str:
+    """A stored tensor's key, and its place under it."""
+    return index.fqn + (f" at {tuple(index.offset)}" if index.offset and any(index.offset) else "")
 
 
 def _read_metadata(directory: Path) -> Metadata:

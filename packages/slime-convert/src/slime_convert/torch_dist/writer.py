@@ -14,13 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from slime_convert.errors import CheckpointError
 from slime_convert.progress import OnProgress, no_progress
-from slime_convert.torch_dist.layout import COMMON, FORMAT, FORMAT_RECORD, RELEASE, TRACKER, places, stacked
+from slime_convert.torch_dist.layout import (
+    COMMON,
+    FORMAT,
+    FORMAT_RECORD,
+    METADATA,
+    RELEASE,
+    TRACKER,
+    places,
+    stacked,
+)
+from slime_convert.torch_dist.parts import Part, PartsWriter
 
 CHECKPOINT_VERSION = 3.0
 """Megatron's version of the checkpoint's content: query, key and value are interleaved by group."""
@@ -59,8 +68,10 @@ def write_release(
     on_progress: OnProgress = no_progress,
     *,
     stack_layers: bool = True,
+    part_bytes: int | None = None,
+    state: Path | None = None,
 ) -> None:
-    """Write a checkpoint of weights without optimizer, Megatron's ``release``, into an existing empty directory.
+    """Write a checkpoint of weights without optimizer, Megatron's ``release``, into an existing directory.
 
     Equal layers, and the experts of a layer, are stacked under one key with leading axes, as megatron-core does.
 
@@ -68,16 +79,22 @@ def write_release(
         directory: Where ``latest_checkpointed_iteration.txt`` and ``release/`` go.
         weights: The model's weights, every layer of each kind.
         args: Plain values by Megatron's argument names, recorded in ``common.pt``.
-        on_progress: Called after each weight.
+        on_progress: Told the bytes that stay, then those that are written after each weight.
         stack_layers: Whether the layers are equal. Otherwise each has keys of its own.
+        part_bytes: Largest file, in bytes of tensors; a single larger tensor makes a file of its own. By default a
+            sixty-fourth of the whole, at least 64 MiB and at most 2 GiB.
+        state: An existing directory that keeps what is known of finished files. Called again with it and the same
+            weights, they stay if their checksums are right, and their weights are not loaded again.
 
     Raises:
         CheckpointError: Layers of one kind are missing or differ in shape.
+        OSError: The disk is full, or cannot be written.
     """
     root = Path(directory)
     release = root / RELEASE
-    release.mkdir()
-    _write_tensors(release, _StreamingPlanner(_items(weights, stack_layers), on_progress))
+    release.mkdir(exist_ok=True)
+    (release / METADATA).unlink(missing_ok=True)  # it is written last
+    _write_tensors(release, _items(weights, stack_layers), part_bytes, state, on_progress)
     common = {"args": dict(args), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
     buffer = io.BytesIO()  # torch's own file writer reports a full disk as a RuntimeError
     torch.save(common, buffer)
@@ -86,20 +103,45 @@ def write_release(
     (root / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 
-def _write_tensors(directory: Path, planner: _StreamingPlanner) -> None:
-    """The steps of ``torch.distributed.checkpoint.save`` for one process.
+def _write_tensors(
+    directory: Path, items: Sequence[_Item], part_bytes: int | None, state: Path | None, on_progress: OnProgress
+) -> None:
+    """The steps of ``torch.distributed.checkpoint.save``, for as many ranks as there are to be files.
 
     Called one by one because ``save`` turns every error, an interrupt too, into a report for many ranks.
     """
-    # Without copying ahead, one tensor is in memory at a time, on machines with a GPU too.
-    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
-    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    total = sum(item.nbytes for item in items)
+    largest = part_bytes or min(max(total // 64, 64 * 2**20), 2 * 2**30)
+    planner = _StreamingPlanner(items)
+    writer = PartsWriter(directory)
+    planner.set_up_planner({}, None, is_coordinator=True)
     writer.set_up_storage_writer(True)
-    local_plan = writer.prepare_local_plan(planner.create_local_plan())
-    global_plan, metadata = planner.create_global_plan([local_plan])
-    (plan,) = writer.prepare_global_plan(global_plan)
-    written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [written])
+    global_plan, metadata = planner.create_global_plan(_plans(items, largest))
+    parts = [Part(directory, plan, state) for plan in writer.prepare_global_plan(global_plan)]
+    kept = {part.name for part in parts if part.is_finished()}
+    sizes = {item.write.index: item.nbytes for item in items}
+    done = sum(sizes[write.index] for part in parts if part.name in kept for write in part.plan.items)
+    on_progress(done, total)
+    for part in parts:
+        if part.name in kept:
+            continue
+        for index in writer.write_part(part, planner):
+            if sizes[index]:
+                done += sizes[index]
+                on_progress(done, total)
+    writer.finish(metadata, [part.results() for part in parts])
+
+
+def _plans(items: Iterable[_Item], largest: int) -> list[SavePlan]:
+    plans: list[list[WriteItem]] = [[]]
+    room = largest
+    for item in items:
+        if plans[-1] and item.nbytes > room:
+            plans.append([])
+            room = largest
+        plans[-1].append(item.write)
+        room -= item.nbytes
+    return [SavePlan(plan) for plan in plans]
 
 
 @dataclass(frozen=True)
@@ -108,6 +150,11 @@ class _Item:
 
     write: WriteItem
     source: WeightSource | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.source.nbytes if self.source else 0
 
 
 def _items(weights: Iterable[WeightSource], stack_layers: bool) -> list[_Item]:
@@ -184,20 +231,11 @@ def _extra_states(modules: Mapping[str, tuple[int, ...]]) -> list[_Item]:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Gives torch's writer one tensor at a time, loaded when it is written."""
+    """Gives torch's writer each tensor when it is written."""
 
-    def __init__(self, items: Sequence[_Item], on_progress: OnProgress) -> None:
+    def __init__(self, items: Sequence[_Item]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._plan = SavePlan([item.write for item in items])
         self._sources = {item.write.index: item.source for item in items}
-        self._total = sum(item.source.nbytes for item in items if item.source)
-        self._done = 0
-        self._on_progress = on_progress
-
-    def create_local_plan(self) -> SavePlan:
-        """The plan is the list of items."""
-        self.plan = self._plan
-        return self._plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """Load what one item writes."""
@@ -214,6 +252,4 @@ class _StreamingPlanner(DefaultSavePlanner):
                 f"{source.name} was announced as {source.dtype} {source.shape}, "
                 f"but is {tensor.dtype} {tuple(tensor.shape)}"
             )
-        self._done += source.nbytes
-        self._on_progress(self._done, self._total)
         return tensor.reshape(write_item.tensor_data.chunk.sizes).contiguous()
