@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,6 @@ import slime_convert.gguf
 from slime_convert import ModelShape
 from slime_convert.cli import main
 from slime_convert.convert import hf_to_torch_dist
-from slime_convert.errors import CheckpointError, HfConfigError
 from slime_convert.hf import HfReader
 from slime_convert.torch_dist import TorchDistReader
 
@@ -94,57 +94,42 @@ def commands(one_origin, tmp_path_factory):
         ("megatron-to-hf", signal.SIGTERM),
     ],
 )
-def test_a_stop_leaves_nothing(commands, tmp_path, capfd, name, stop):
+def test_a_stop_leaves_what_the_next_run_continues(commands, tmp_path, capfd, name, stop):
     words, output = commands[name]
     with under_way([*words, output, tmp_path / "out"]) as process:
-        assert [path.name.startswith(".out.partial-") for path in tmp_path.iterdir()] == [True]
+        assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
         os.kill(process.pid, stop)
         process.join(30)
         assert process.exitcode == 130
-    assert capfd.readouterr().err == "slime-convert: interrupted; nothing is left half-written\n"
-    assert not any(tmp_path.iterdir())
+    partial = tmp_path / ".out.partial"
+    told = f"slime-convert: interrupted; run the same command again to continue, or delete {partial}\n"
+    assert capfd.readouterr().err == told
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
 
 
-def test_a_second_interrupt_does_not_stop_the_tidying_up(tmp_path, monkeypatch):
-    rmtree = shutil.rmtree
+def test_a_second_interrupt_does_not_keep_the_earlier_output_from_coming_back(tmp_path, monkeypatch):
+    rename, renamed = Path.rename, []
 
-    def interrupted_again(path, **kwargs):
-        signal.raise_signal(signal.SIGINT)
-        rmtree(path, **kwargs)
+    def interrupted(self, target):
+        renamed.append(self.name)
+        if self.name == "output":
+            signal.raise_signal(signal.SIGTERM)
+        elif self.name == ".hf.old":
+            signal.raise_signal(signal.SIGINT)
+        return rename(self, target)
 
-    monkeypatch.setattr(shutil, "rmtree", interrupted_again)
-    monkeypatch.setattr("slime_convert.gguf._load", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr("slime_convert.gguf._load", lambda *_: (None, SimpleNamespace(save_pretrained=lambda _: None)))
+    monkeypatch.setattr("slime_convert.gguf._weights", lambda *_: {})
+    monkeypatch.setattr("slime_convert.gguf._save_settings", lambda *_: None)
     (tmp_path / "a.gguf").touch()
-    assert main(["gguf-to-hf", "--gguf", str(tmp_path), "--save", str(tmp_path / "out" / "hf")]) == 130
-    assert not any((tmp_path / "out").iterdir())
+    (tmp_path / "out" / "hf").mkdir(parents=True)
+    (tmp_path / "out" / "hf" / "config.json").write_text("old")
+    assert main(["gguf-to-hf", "--gguf", str(tmp_path), "--save", str(tmp_path / "out" / "hf"), "--force"]) == 130
+    assert renamed == ["hf", "output", ".hf.old"]
+    assert (tmp_path / "out" / "hf" / "config.json").read_text() == "old"
     with pytest.raises(KeyboardInterrupt):  # the caller's own handling is back
         signal.raise_signal(signal.SIGINT)
-
-
-def test_after_a_kill_the_same_command_works(one_origin, commands, tmp_path):
-    """SIGKILL leaves a hidden directory that is taken for no checkpoint; the output is as it was."""
-    words, output = commands["hf-to-torch-dist"]
-    words, out = [*words, output, tmp_path / "out"], tmp_path / "out"
-    with under_way(words) as process:
-        process.kill()
-    (partial,) = tmp_path.iterdir()
-    assert partial.name.startswith(".out.partial-")
-    for no_checkpoint in (partial, partial / "release"):
-        with pytest.raises(CheckpointError, match="is no checkpoint of a known format"):
-            TorchDistReader(no_checkpoint)
-    assert main([str(word) for word in words]) == 0
-    before = (out / "release" / ".metadata").read_bytes()
-    with under_way([*words, "--force"]) as process:
-        process.kill()
-    assert (out / "release" / ".metadata").read_bytes() == before
-    assert main([*map(str, words), "--force"]) == 0
-    back, back_output = commands["torch-dist-to-hf"]
-    with under_way([*back, back_output, tmp_path / "hf"]) as process:
-        process.kill()
-    (partial,) = tmp_path.glob(".hf.partial-*")
-    with pytest.raises(HfConfigError, match=r"cannot read .*config\.json"):
-        ModelShape.from_hf_config(partial)
-    assert main([*map(str, back), back_output, str(tmp_path / "hf")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,9 @@ def test_group_sizes_are_two(capsys, words):
 
 
 @pytest.mark.parametrize("name", ["hf-to-fp8", "hf-to-int4"])
-def test_a_stop_leaves_nothing(hf, tmp_path, monkeypatch, capfd, name):
+def test_a_stop_leaves_what_the_next_run_continues(hf, tmp_path, monkeypatch, capfd, name):
     monkeypatch.setattr(HfReader, "load", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert main(command(name, hf, tmp_path / "out" / "model")) == 130
-    assert capfd.readouterr().err == "slime-convert: interrupted; nothing is left half-written\n"
-    assert not any((tmp_path / "out").iterdir())
+    partial = tmp_path / "out" / ".model.partial"
+    told = f"slime-convert: interrupted; run the same command again to continue, or delete {partial}\n"
+    assert capfd.readouterr().err == told and list((tmp_path / "out").iterdir()) == [partial]

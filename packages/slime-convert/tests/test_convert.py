@@ -194,23 +194,17 @@ def test_inputs_are_never_replaced(origin, converted):
         torch_dist_to_hf(converted / "release", converted, origin, force=True)
 
 
-def test_a_failure_half_way_leaves_nothing(origin, tmp_path):
-    def fail(done_bytes, total_bytes):
-        if done_bytes > total_bytes // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hf_to_torch_dist(origin, tmp_path / "td", on_progress=fail)
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(one_origin, tmp_path, full_disk):
+def test_a_full_disk_is_told_and_what_is_written_stays(one_origin, tmp_path, full_disk):
     hf_to_torch_dist(one_origin, tmp_path / "td")
-    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/new .*File too large.*has room"):
+    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/new .*File too large.*again to continue"):
         hf_to_torch_dist(one_origin, tmp_path / "new")
-    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*has room"):
+    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*again to continue"):
         torch_dist_to_hf(tmp_path / "td", tmp_path / "hf", one_origin)
-    assert list(tmp_path.iterdir()) == [tmp_path / "td"]
+    assert {path.name for path in tmp_path.iterdir()} == {"td", ".new.partial", ".hf.partial"}
+    hf_to_torch_dist(one_origin, tmp_path / "new")
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "hf", one_origin)
+    assert {path.name for path in tmp_path.iterdir()} == {"td", "new", "hf"}
+    assert_equal_bits(weights_of(tmp_path / "hf"), weights_of(one_origin))
 
 
 def test_prediction_modules_come_along(with_prediction_module, tmp_path):

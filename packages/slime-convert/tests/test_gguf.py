@@ -211,10 +211,14 @@ def test_a_cut_off_file_is_refused(gguf_file, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(gguf_file, tmp_path, full_disk):
-    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*has room"):
+def test_a_full_disk_is_told_and_what_is_written_stays(gguf_file, tmp_path, full_disk):
+    with full_disk(5000), pytest.raises(OutputError, match=r"cannot write .*/hf .*File too large.*again to continue"):
         gguf_to_hf(gguf_file, tmp_path / "hf")
-    assert not any(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".hf.partial"]
+    calls = []
+    gguf_to_hf(gguf_file, tmp_path / "hf", on_progress=lambda *call: calls.append(call))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
 
 
 def test_an_unknown_type_is_refused(gguf_file, tmp_path):

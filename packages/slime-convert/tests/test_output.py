@@ -1,17 +1,27 @@
+import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from slime_convert.errors import OutputError
+from slime_convert.cli import main
+from slime_convert.errors import OutputError, UnfinishedError, WeightError
+from slime_convert.formats import LEGACY, TORCH_DIST, detect
+from slime_convert.hf import HfReader
 from slime_convert.output import new_directory
+from slime_convert.torch_dist import TorchDistReader
+from slime_convert.unfinished import Conversion
 
 
-def write(target, text, **kwargs):
-    settings = {"force": False, "keep": frozenset(), "marker": "model"} | kwargs
-    with new_directory(target, **settings) as directory:
-        (directory / "model").write_text(text)
+def conversion(*inputs, **options):
+    return Conversion("test", inputs, options)
+
+
+def write(target, text, *, force=False, marker="model"):
+    with new_directory(target, conversion(), force=force, marker=marker) as unfinished:
+        (unfinished.output / "model").write_text(text)
 
 
 def test_an_empty_directory_may_exist(tmp_path):
@@ -58,23 +68,146 @@ def test_an_unwritable_place_is_told(tmp_path):
         write(tmp_path / "file" / "out", "new")
 
 
-def test_an_error_while_writing_keeps_the_old_output(tmp_path):
+NO_ROOM = OSError(28, "No space left on device")
+
+
+def write_half(target, error, what=None, *, force=False):
+    """Begin, and stop with an error."""
+    with new_directory(target, what or conversion(), force=force, marker="model") as unfinished:
+        (unfinished.output / "half").touch()
+        raise error
+
+
+def names_in(directory):
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("error", [NO_ROOM, KeyboardInterrupt()])
+def test_what_is_interrupted_is_kept_and_said(tmp_path, error):
     write(tmp_path / "out", "old")
-    with (
-        pytest.raises(OutputError, match="No space"),
-        new_directory(tmp_path / "out", force=True, keep=frozenset(), marker="model"),
-    ):
-        raise OSError(28, "No space left on device")
+    with pytest.raises((OutputError, KeyboardInterrupt)) as caught:
+        write_half(tmp_path / "out", error, force=True)
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert f"run the same command again to continue, or delete {tmp_path / '.out.partial'}" in told
     assert (tmp_path / "out" / "model").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert names_in(tmp_path) == {"out", ".out.partial"}
+    with new_directory(tmp_path / "out", conversion(), force=True, marker="model") as unfinished:
+        assert names_in(unfinished.output) == {"half"}
+        (unfinished.output / "model").write_text("new")
+    assert names_in(tmp_path / "out") == {"half", "model"} and names_in(tmp_path) == {"out"}
+
+
+def test_after_a_wrong_input_nothing_is_kept(tmp_path):
+    write(tmp_path / "out", "old")
+    with pytest.raises(WeightError):
+        write_half(tmp_path / "out", WeightError("a weight is missing"), force=True)
+    assert (tmp_path / "out" / "model").read_text() == "old" and names_in(tmp_path) == {"out"}
+
+
+def changed_input(directory):
+    (directory / "weights").write_bytes(b"longer")
+
+
+def touched_input(directory):
+    os.utime(directory / "weights", ns=(1, 1))
+
+
+def further_input(directory):
+    (directory / "more").touch()
+
+
+@pytest.mark.parametrize("change", [changed_input, touched_input, further_input, None])
+def test_another_conversion_begins_anew_and_says_so(tmp_path, caplog, change):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "weights").write_bytes(b"short")
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM, conversion(source, shards=1))
+    if change:
+        change(source)
+    now = conversion(source, shards=1 if change else 2)
+    with new_directory(tmp_path / "out", now, force=False, marker="model") as unfinished:
+        assert not any(unfinished.output.iterdir()) and not any(unfinished.state.iterdir())
+    (told,) = caplog.messages  # a warning, which goes to stderr unless the program says otherwise
+    assert "another conversion" in told and "begins anew" in told
+
+
+def test_the_same_conversion_says_nothing(tmp_path, caplog):
+    for _ in range(2):
+        with pytest.raises(OutputError):
+            write_half(tmp_path / "out", NO_ROOM)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_a_damaged_record_counts_for_nothing(tmp_path, text):
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM)
+    (tmp_path / ".out.partial" / "conversion.json").write_text(text)
+    write(tmp_path / "out", "new")
+    assert names_in(tmp_path / "out") == {"model"}
+
+
+def test_hidden_directories_are_no_input(tmp_path):
+    (tmp_path / "source" / ".git").mkdir(parents=True)
+    (tmp_path / "source" / ".metadata").touch()
+    assert [Path(name).name for name in conversion(tmp_path / "source").record()["inputs"]] == [".metadata"]
+    before = conversion(tmp_path / "source").record()
+    (tmp_path / "source" / ".git" / "index").touch()
+    assert conversion(tmp_path / "source").record() == before
+
+
+def test_two_processes_do_not_write_one_output(tmp_path):
+    with new_directory(tmp_path / "out", conversion(), force=False, marker="model") as unfinished:
+        with pytest.raises(OutputError, match=r"another process is writing .*/out; wait until it has ended"):
+            write(tmp_path / "out", "second")
+        write(tmp_path / "other", "second")
+        (unfinished.output / "model").write_text("first")
+    assert (tmp_path / "out" / "model").read_text() == "first"
+
+
+def test_a_lock_that_is_removed_while_it_is_waited_for_is_made_again(tmp_path, monkeypatch):
+    """The process that had it ended between our opening and our locking."""
+    flock, lock = fcntl.flock, tmp_path / ".out.partial" / "lock"
+    seen = []
+
+    def slow(descriptor, how):
+        if not seen:
+            seen.append(lock.stat().st_ino)
+            lock.unlink()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with new_directory(tmp_path / "out", conversion(), force=False, marker="model"):
+        assert lock.is_file()
+        monkeypatch.undo()
+        with pytest.raises(OutputError, match="another process is writing"):
+            write(tmp_path / "out", "second")
+
+
+def test_a_file_system_without_locks_is_written(tmp_path, monkeypatch):
+    def none(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "model").read_text() == "new"
+
+
+def test_an_output_that_exists_stops_before_anything_is_left(tmp_path):
+    write(tmp_path / "out", "old")
+    with pytest.raises(OutputError, match="exists already"):
+        write(tmp_path / "out", "new")
+    assert names_in(tmp_path) == {"out"}
 
 
 def test_an_interrupt_between_the_two_renamings_gives_the_old_output_back(tmp_path, monkeypatch):
+    """A second one, while it comes back, does not change that: the command line ignores it."""
     write(tmp_path / "out", "old")
     rename = Path.rename
 
     def interrupted(self, target):
-        if ".partial-" in self.name:
+        if self.name == "output":
             raise KeyboardInterrupt
         return rename(self, target)
 
@@ -82,18 +215,68 @@ def test_an_interrupt_between_the_two_renamings_gives_the_old_output_back(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "out", "new", force=True)
     assert (tmp_path / "out" / "model").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert names_in(tmp_path) == {"out", ".out.partial"}
+    monkeypatch.undo()
+    write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "model").read_text() == "new" and names_in(tmp_path) == {"out"}
+
+
+def test_an_old_output_without_the_new_one_comes_back(tmp_path):
+    """As a kill between the two renamings leaves it, whatever is run next."""
+    write(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    with pytest.raises(OutputError, match="exists already"):
+        write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "model").read_text() == "old" and names_in(tmp_path) == {"out"}
+
+
+def test_an_old_output_beside_one_of_unknown_origin_is_kept(tmp_path):
+    write(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model").write_text("somebody's")
+    with pytest.raises(OutputError, match=r"\.out\.old holds an earlier output, but there is a new .*move one of them"):
+        write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / ".out.old" / "model").read_text() == "old"
+    assert (tmp_path / "out" / "model").read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_what_appears_in_the_meantime_is_not_replaced(tmp_path, force):
     with (
         pytest.raises(OutputError, match="not empty"),
-        new_directory(tmp_path / "out", force=force, keep=frozenset(), marker="model"),
+        new_directory(tmp_path / "out", conversion(), force=force, marker="model"),
     ):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "photos").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "photos"]
+    assert names_in(tmp_path / "out") == {"photos"} and names_in(tmp_path) == {"out", ".out.partial"}
+
+
+READERS = {
+    "inspect": lambda path: main(["inspect", str(path)]),
+    "verify": lambda path: main(["verify", str(path), str(path)]),
+    "hf-to-torch-dist": lambda path: main(["hf-to-torch-dist", "--hf-checkpoint", str(path), "--save", "x"]),
+    "hf-to-fp8": lambda path: main(["hf-to-fp8", "--hf-checkpoint", str(path), "--save", "x"]),
+    "torch-dist-to-hf": lambda path: TorchDistReader(path),
+    "megatron-to-hf": lambda path: detect(path, (LEGACY, TORCH_DIST)),
+    "HfReader": lambda path: HfReader(path),
+}
+
+
+@pytest.mark.parametrize("reader", sorted(READERS))
+@pytest.mark.parametrize("within", [".", "output", "output/release"])
+def test_every_reader_refuses_an_unfinished_output_by_name(tmp_path, capsys, reader, within):
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM)
+    path = tmp_path / ".out.partial" / within
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    try:
+        assert READERS[reader](path) == 2
+        told = capsys.readouterr().err
+    except UnfinishedError as error:
+        told = str(error)
+    assert "is unfinished: a conversion into " in told and str(tmp_path / "out") in told
 
 
 def test_a_link_stays_and_its_target_is_written(tmp_path):

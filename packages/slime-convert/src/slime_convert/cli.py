@@ -22,6 +22,7 @@ from slime_convert.printable import printable
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 from slime_convert.shape.families import BRIDGES
+from slime_convert.unfinished import refuse_unfinished
 
 
 def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> int:
@@ -63,8 +64,8 @@ def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> in
         traceback.print_exc()
         _say("slime-convert: this is a mistake of slime-convert; report it with the lines above")
         return 2
-    except KeyboardInterrupt:
-        _say("slime-convert: interrupted; nothing is left half-written")
+    except KeyboardInterrupt as error:
+        _say("; ".join(["slime-convert: interrupted", *getattr(error, "__notes__", ())]))
         return 130
     return code or 0
 
@@ -79,7 +80,7 @@ def _drop_output() -> None:
 
 @contextmanager
 def _stopping_by_signal() -> Iterator[None]:
-    """A conversion that is terminated, or whose terminal is closed, tidies up like an interrupted one."""
+    """A conversion that is terminated, or whose terminal is closed, ends like an interrupted one."""
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     # A signal that the caller has switched off, as nohup does, stays off.
     before = {stop: old for stop in stops if (old := signal.getsignal(stop)) is not signal.SIG_IGN}
@@ -274,6 +275,7 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
 
 def _checked_flags(args: argparse.Namespace, hf_directory: str) -> dict[str, Any]:
     """The given shape flags. The likely mistakes are told before torch is imported, which takes seconds."""
+    refuse_unfinished(hf_directory)
     flags = {flag.dest: getattr(args, flag.dest) for flag in SHAPE_FLAGS}
     if args.bridge is None:
         check_flags(ModelShape.from_hf_config(hf_directory), flags)

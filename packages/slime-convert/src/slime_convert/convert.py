@@ -23,6 +23,7 @@ from slime_convert.shard_file import TensorSpec
 from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
 from slime_convert.torch_dist import TorchDistReader, WeightSource, write_release
 from slime_convert.torch_dist.layout import TRACKER, Place, places
+from slime_convert.unfinished import Conversion, refuse_unfinished
 
 
 class MegatronReader(Protocol):
@@ -57,6 +58,7 @@ def hf_to_torch_dist(
     flags: Mapping[str, Any] | None = None,
     bridge: str | None = None,
     make_vocab_size_divisible_by: int = 128,
+    part_bytes: int | None = None,
     force: bool = False,
     on_progress: OnProgress = no_progress,
 ) -> None:
@@ -70,11 +72,12 @@ def hf_to_torch_dist(
         flags: Shape flags to be checked against the config, by ``dest``.
         bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
         make_vocab_size_divisible_by: The embedding is padded with zero rows to a multiple of this.
+        part_bytes: Largest ``.distcp`` file, in bytes; see :func:`slime_convert.torch_dist.write_release`.
         force: Replace an earlier checkpoint at ``save``.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``save`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     origin = Path(hf_checkpoint)
     weight_map = checked_weights(origin, flags, bridge, make_vocab_size_divisible_by)
@@ -83,13 +86,27 @@ def hf_to_torch_dist(
         _refuse_missing_modules(reader, weight_map)
         _refuse_other_copies(reader, weight_map)
         sources = [_source(name, weight_map, reader) for name in weight_map.megatron_names()]
-        with new_directory(save, force=force, keep=frozenset({origin}), marker=TRACKER) as directory:
+        options = {
+            "names": type(weight_map).__name__,
+            "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
+            "part_bytes": part_bytes,
+        }
+        conversion = Conversion("hf-to-torch-dist", (origin,), options)
+        with new_directory(save, conversion, force=force, marker=TRACKER) as unfinished:
             args = dict(weight_map.megatron_args()) | {
                 "padded_vocab_size": weight_map.padded_vocab_size,
                 "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
                 "params_dtype": str(sources[0].dtype).removeprefix("torch."),
             }
-            write_release(directory, sources, args, on_progress, stack_layers=weight_map.equal_layers)
+            write_release(
+                unfinished.output,
+                sources,
+                args,
+                on_progress,
+                stack_layers=weight_map.equal_layers,
+                part_bytes=part_bytes,
+                state=unfinished.state,
+            )
 
 
 def torch_dist_to_hf(
@@ -117,20 +134,19 @@ def torch_dist_to_hf(
             ``bfloat16``.
         force: Replace an earlier model at ``output_dir``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Returns:
         Hugging Face names of the weights that were copied from ``origin_hf_dir``.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``output_dir`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``output_dir`` then.
     """
     weight_map = checked_weights(origin_hf_dir, flags, bridge)
     return write_hf(
         TorchDistReader(input_dir),
         weight_map,
         output_dir,
-        source=Path(input_dir),
         origin=Path(origin_hf_dir),
         add_missing=add_missing_from_origin_hf,
         force=force,
@@ -159,6 +175,7 @@ def checked_weights(
         UnsupportedModelError: The model is not supported.
         ShapeMismatchError: Shape flags contradict its config.
     """
+    refuse_unfinished(hf_directory)
     if bridge is not None:
         from slime_convert.bridge import bridged_weights
 
@@ -175,7 +192,6 @@ def write_hf(
     weight_map: WeightTranslation,
     output_dir: str | Path,
     *,
-    source: Path,
     origin: Path,
     add_missing: bool,
     force: bool,
@@ -188,12 +204,11 @@ def write_hf(
         reader: The checkpoint.
         weight_map: The model that it must hold.
         output_dir: Directory to create.
-        source: Where the checkpoint lies as the user names it; the output may not replace it.
         origin: The Hugging Face model that training began with.
         add_missing: Copy weights that the checkpoint lacks from ``origin``.
         force: Replace an earlier model at ``output_dir``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight of the checkpoint.
+        on_progress: Called with what an earlier run left, then after each weight of the checkpoint.
 
     Returns:
         Names of the weights that were copied from ``origin``.
@@ -211,10 +226,15 @@ def write_hf(
             original = stack.enter_context(open_weights(origin))
             copied = _not_in_checkpoint(original, weight_map, names)
             steps = [_copy_step(name, original) for name in copied] + steps
-        keep = frozenset({origin, source})
-        directory = stack.enter_context(new_directory(output_dir, force=force, keep=keep, marker="config.json"))
-        write_shards(directory, steps, max_shard_bytes, on_progress)
-        copy_model_files(origin, directory, dtype)
+        options = {
+            "names": type(weight_map).__name__,
+            "add_missing": add_missing,
+            "max_shard_bytes": max_shard_bytes,
+        }
+        conversion = Conversion("megatron-to-hf", (reader.directory, origin), options)
+        unfinished = stack.enter_context(new_directory(output_dir, conversion, force=force, marker="config.json"))
+        write_shards(unfinished.output, steps, max_shard_bytes, on_progress)
+        copy_model_files(origin, unfinished.output, dtype)
     return copied
 
 

@@ -37,6 +37,10 @@ class BridgeError(ConvertError):
     """A bridge is unknown, or the packages that it needs are not installed."""
 
 
+class UnfinishedError(ConvertError):
+    """A directory is given as a checkpoint in which a conversion is under way or was interrupted."""
+
+
 class QuantizationError(ConvertError):
     """A model is quantized already, is not, or is so in a way that slime-convert does not read."""
 

@@ -16,6 +16,7 @@ from slime_convert.errors import CheckpointError
 from slime_convert.gguf_file import find_gguf
 from slime_convert.safetensors_files import INDEX
 from slime_convert.torch_dist.layout import FORMAT, METADATA, RELEASE, TRACKER
+from slime_convert.unfinished import refuse_unfinished
 
 LEGACY, TORCH_DIST, HF, GGUF = "torch", "torch_dist", "hf", "gguf"
 """Names of formats; Megatron's are those of its ``--ckpt-format``."""
@@ -46,7 +47,9 @@ def detect(path: str | Path, allowed: Collection[str] | None = None) -> Checkpoi
         CheckpointError: There is nothing at ``path``, or nothing that is known, or a broken checkpoint, or one of a
             format that is not allowed.
         GgufError: There are several GGUF files.
+        UnfinishedError: A conversion is under way there, or was interrupted.
     """
+    refuse_unfinished(path)
     place = Path(path)
     usable = [form for form in FORMATS if allowed is None or form.name in allowed]
     advice = "; ".join(f"{form.name} ({form.looks_like})" for form in usable)

@@ -11,18 +11,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slime_convert.errors import GgufError, UnsupportedModelError
 from slime_convert.formats import GGUF, detect
 from slime_convert.gguf_file import FAMILIES, read_gguf
 from slime_convert.mapping import WeightMap
 from slime_convert.output import new_directory
+from slime_convert.progress import OnProgress, no_progress
 from slime_convert.shape import ModelShape
+from slime_convert.shard_file import TensorSpec
+from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
+from slime_convert.unfinished import Conversion
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", force: bool = False) -> None:
+def gguf_to_hf(
+    gguf: str | Path,
+    save: str | Path,
+    *,
+    dtype: str = "float32",
+    force: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    on_progress: OnProgress = no_progress,
+) -> None:
     """Convert a GGUF model into a Hugging Face directory with tokenizer and chat template.
 
     Quantized weights are expanded; ``float32`` keeps their exact values.
@@ -32,6 +45,8 @@ def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", fo
         save: Directory to create.
         dtype: Element type of the written weights, a key of :data:`DTYPES`.
         force: Replace an earlier model at ``save``.
+        max_shard_bytes: Largest safetensors file, in bytes.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Raises:
         CheckpointError: There is no GGUF file at ``gguf``.
@@ -44,11 +59,42 @@ def gguf_to_hf(gguf: str | Path, save: str | Path, *, dtype: str = "float32", fo
         raise GgufError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     file = detect(gguf, (GGUF,)).path
     need_extra("gguf", "transformers", "accelerate")
-    target = new_directory(save, force=force, keep=frozenset({file}), marker="config.json")
-    with target as directory, _bars_on_terminals_only():
-        model, tokenizer = _load(file, DTYPES[dtype])
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+    import transformers
+
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "transformers": transformers.__version__}
+    target = new_directory(save, Conversion("gguf-to-hf", (file,), options), force=force, marker="config.json")
+    with target as unfinished:
+        with _bars_on_terminals_only():
+            model, tokenizer = _load(file)
+        steps = [_step(file, name, tensor, DTYPES[dtype]) for name, tensor in _weights(file, model).items()]
+        write_shards(unfinished.output, steps, max_shard_bytes, on_progress)
+        _save_settings(model, DTYPES[dtype], unfinished.output)
+        tokenizer.save_pretrained(unfinished.output)
+
+
+def _step(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> Step:
+    def make() -> list[Tensor]:
+        weight = tensor.to(dtype)
+        # Rounding can overflow: float16 ends at 65504.
+        if not torch.stack(torch.aminmax(weight)).isfinite().all():
+            raise GgufError(
+                f"{name} of {file} holds a NaN, an infinity or what {dtype} has no room for; "
+                "give a file that is complete, or write --dtype float32"
+            )
+        return [weight]
+
+    return Step((TensorSpec(name, dtype, tuple(tensor.shape)),), make)
+
+
+def _save_settings(model: Any, dtype: torch.dtype, directory: Path) -> None:
+    """Write config and generation config."""
+    config = model.config
+    # GGUF stores numbers in 32 bits: 1e-5 comes back as 9.999999747378752e-06.
+    config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
 
 
 def _bars_on_terminals_only() -> AbstractContextManager[Any]:
@@ -70,7 +116,7 @@ def need_extra(*modules: str) -> None:
         )
 
 
-def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load(file: Path) -> tuple[Any, Any]:
     """Model and tokenizer, as if they had never been quantized."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,37 +135,35 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
             f"transformers cannot read {file} ({summary}); give a GGUF file that is complete and that it supports"
         ) from error
     _refuse_loss(file, loaded.config)
-    # A model that was loaded from GGUF refuses to be saved as anything else; a fresh one of its config does not.
+    # With it, a model refuses to be built or saved as anything but GGUF.
     loaded.config.__dict__.pop("quantization_config", None)
-    # GGUF stores numbers in 32 bits: 1e-5 comes back as 9.999999747378752e-06.
-    loaded.config.rms_norm_eps = float(str(np.float32(loaded.config.rms_norm_eps)))
-    model = type(loaded)(loaded.config).to(dtype)
-    try:
-        model.load_state_dict(loaded.state_dict())
-    except RuntimeError as error:  # transformers reads weights of any size, and not every setting that gives them
-        mismatch = " ".join(str(error).splitlines()[1].split())
-        raise GgufError(
-            f"{file} has weights of other sizes than transformers reads from its settings ({mismatch}); "
-            "convert the model's Hugging Face release instead"
-        ) from error
-    _refuse_overflow(file, model, dtype)
-    model.tie_weights()
-    model.generation_config = loaded.generation_config
-    return model, tokenizer
+    return loaded, tokenizer
 
 
-def _refuse_overflow(file: Path, model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Refuse weights that are not finite, or were until they were rounded: float16 ends at 65504.
+def _weights(file: Path, model: Any) -> dict[str, Tensor]:
+    """The model's weights by name, without a tied output layer.
 
     Raises:
-        GgufError: A weight is not.
+        GgufError: Transformers reads weights of any size, and not every setting that gives them.
     """
-    for name, weight in model.named_parameters():
-        if not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
+    loaded = model.state_dict()
+    with torch.device("meta"):
+        expected = type(model)(model.config).state_dict()
+    weights = {name: loaded[name] for name in WeightMap(_shape(model.config)).hf_names()}
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
             raise GgufError(
-                f"{name} of {file} holds a NaN, an infinity or what {dtype} has no room for; "
-                "give a file that is complete, or write --dtype float32"
+                f"{file} has weights of other sizes than transformers reads from its settings ({name} has "
+                f"{list(tensor.shape)}, not {list(expected[name].shape)}); "
+                "convert the model's Hugging Face release instead"
             )
+    return weights
+
+
+def _shape(config: Any) -> ModelShape:
+    settings = config.to_dict()
+    settings.pop("quantization_config", None)
+    return ModelShape.from_hf_config(settings)
 
 
 def _refuse_loss(file: Path, config: Any) -> None:
@@ -129,9 +173,7 @@ def _refuse_loss(file: Path, config: Any) -> None:
         GgufError: Weights are missing or left over, or the rotary embedding is scaled.
         UnsupportedModelError: The model is none that the weight tables describe.
     """
-    settings = config.to_dict()
-    settings.pop("quantization_config", None)
-    shape = ModelShape.from_hf_config(settings)
+    shape = _shape(config)
     if shape.family not in FAMILIES:
         raise refuse_family(file, shape.family)
     wanted = set(names_in_gguf(shape).values())

@@ -16,6 +16,7 @@ from slime_convert.errors import HfConfigError, WeightError
 from slime_convert.quantize.formats import without_quantization
 from slime_convert.safetensors_files import TORCH_NAMES, Entry, read_directory
 from slime_convert.shard_file import SAFETENSORS_DTYPES, TensorSpec
+from slime_convert.unfinished import refuse_unfinished
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
 _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
@@ -34,6 +35,7 @@ class HfReader:
     """
 
     def __init__(self, directory: str | Path) -> None:
+        refuse_unfinished(directory)
         self.directory = Path(directory)
         self._entries: dict[str, Entry] = read_directory(self.directory)
         self._path: Path | None = None  # the file that is open

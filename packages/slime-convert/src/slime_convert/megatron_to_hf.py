@@ -40,20 +40,19 @@ def megatron_to_hf(
             ``bfloat16``.
         force: Replace an earlier model at ``output_dir``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Returns:
         Hugging Face names of the weights that were copied from ``origin_hf_dir``.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``output_dir`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``output_dir`` then.
     """
     weight_map = checked_weights(origin_hf_dir, flags, bridge)
     return write_hf(
         open_megatron(load, weight_map),
         weight_map,
         output_dir,
-        source=Path(load),
         origin=Path(origin_hf_dir),
         add_missing=add_missing_from_origin_hf,
         force=force,

@@ -1,65 +1,92 @@
-"""Output directories that appear whole or not at all."""
+"""Output directories that appear whole or not at all, and that a conversion which was interrupted can continue."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from slime_convert.errors import OutputError
+from slime_convert.errors import ConvertError, OutputError
+from slime_convert.unfinished import Conversion, Unfinished
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
-def new_directory(target: str | Path, *, force: bool, keep: frozenset[Path], marker: str) -> Iterator[Path]:
-    """A directory to fill, which becomes ``target`` when the block ends without an error and vanishes otherwise.
+def new_directory(target: str | Path, conversion: Conversion, *, force: bool, marker: str) -> Iterator[Unfinished]:
+    """A directory to fill, which becomes ``target`` when the block ends without an error.
+
+    What the same conversion left there before is kept. After an interrupt or a full disk it stays for the next run;
+    after an error of ours, such as a damaged input, it is removed.
 
     Args:
         target: The directory to create. An empty one may exist already; of a link, what it points to is meant.
+        conversion: What is converted. ``target`` may neither be nor hold one of its inputs.
         force: Replace an earlier output at ``target``.
-        keep: Inputs of the conversion; ``target`` may neither be nor hold one of them.
         marker: A file that an earlier output holds. ``force`` replaces no other directory.
 
     Yields:
-        A directory beside ``target``, so that the final renaming stays within one file system. A process that is
-        killed leaves it there, under a hidden name; it is in nobody's way.
+        The unfinished output, beside ``target``, so that the final renaming stays within one file system.
 
     Raises:
-        OutputError: ``target`` exists, is or holds an input, or cannot be written.
+        OutputError: ``target`` exists, is or holds an input, is written by another process, or cannot be written.
     """
     path = Path(target).resolve()
-    _check_target(path, force, keep, marker)
+    _check_place(path, conversion.inputs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+        unfinished = Unfinished(path)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise OutputError(_unwritable(path, error)) from error
     try:
-        yield partial
-        _give_usual_modes(partial)
-        _put_in_place(partial, path, force and (path / marker).is_file())
+        _mend(unfinished, path)
+        _check_existing(path, force, marker)
+        _begin(unfinished, conversion)
+        yield unfinished
+        _put_in_place(unfinished, path, force and (path / marker).is_file())
+    except ConvertError as error:
+        if not isinstance(error, OutputError):  # an input is wrong
+            unfinished.remove()
+        raise
     except (OSError, SafetensorError) as error:
-        raise _unwritable(path, error) from error
+        again = f"; or make room, and {_again(unfinished)}" if unfinished.exists else ""
+        raise OutputError(f"{_unwritable(path, error)}{again}") from error
+    except KeyboardInterrupt as error:
+        if unfinished.exists:
+            error.add_note(_again(unfinished))
+        raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        unfinished.close()
 
 
-def _check_target(path: Path, force: bool, keep: frozenset[Path], marker: str) -> None:
-    for source in keep:
+def _unwritable(path: Path, error: Exception) -> str:
+    return f"cannot write {path} ({error}); choose a directory that you may write to and that has room"
+
+
+def _again(unfinished: Unfinished) -> str:
+    return f"run the same command again to continue, or delete {unfinished.path}"
+
+
+def _check_place(path: Path, inputs: tuple[Path, ...]) -> None:
+    for source in inputs:
         if path in (source.resolve(), *source.resolve().parents):
             raise OutputError(f"output {path} is or holds the input {source}; choose another directory")
     # The finished directory is renamed to its place, which these two do not survive.
     if path.is_mount() or path == Path.cwd():
         kind = "a mount point" if path.is_mount() else "the working directory"
         raise OutputError(f"output {path} is {kind}; choose a directory inside it")
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    if not path.is_dir():
+    if path.exists() and not path.is_dir():
         raise OutputError(f"output {path} is a file; choose a directory that does not exist yet")
+
+
+def _check_existing(path: Path, force: bool, marker: str) -> None:
+    if _is_free(path):
+        return
     if not force:
         raise OutputError(f"output {path} exists already; choose another directory, or replace it with --force")
     if not (path / marker).is_file():
@@ -69,29 +96,70 @@ def _check_target(path: Path, force: bool, keep: frozenset[Path], marker: str) -
         )
 
 
-def _put_in_place(partial: Path, path: Path, replace: bool) -> None:
-    if not replace:
-        # Over an empty directory too; it fails if something has appeared there since the check.
-        partial.rename(path)
+def _is_free(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _begin(unfinished: Unfinished, conversion: Conversion) -> None:
+    record = conversion.record()
+    if unfinished.is_of(record):
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
+    if unfinished.exists:
+        _log.warning(
+            "%s holds another conversion (other inputs, options or versions), which was interrupted; "
+            "it is thrown away, and this one begins anew",
+            unfinished.path,
+        )
+    unfinished.begin(record)
+
+
+def _mend(unfinished: Unfinished, path: Path) -> None:
+    """Finish what a process that was killed during the final renaming left."""
+    old = _aside(path)
+    if not old.exists():
+        return
+    if _is_free(path):
+        old.rename(path)
+    elif unfinished.was_renamed:
+        shutil.rmtree(old)
+    else:
+        raise OutputError(f"{old} holds an earlier output, but there is a new {path}; move one of them away")
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _put_in_place(unfinished: Unfinished, path: Path, replace: bool) -> None:
+    _flush(unfinished.output)
+    old = _aside(path)
+    if replace:
+        path.rename(old)
     try:
-        path.rename(old / path.name)
-        partial.rename(path)
+        # Over an empty directory too; it fails if something has appeared there since the check.
+        unfinished.output.rename(path)
+    except BaseException:
+        # The earlier output comes back after an interrupt too.
+        if replace and not path.exists():
+            old.rename(path)
+        raise
+    _flush_file(path.parent)
+    if replace:
+        shutil.rmtree(old)
+    unfinished.remove()
+
+
+def _flush(root: Path) -> None:
+    """Put everything on the disk, so that after a power failure no renamed directory lacks what was in it."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            _flush_file(Path(directory, name))
+        _flush_file(Path(directory))
+
+
+def _flush_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        # An error or an interrupt between the two gives the earlier output back.
-        if not path.exists():
-            (old / path.name).rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _unwritable(path: Path, error: Exception) -> OutputError:
-    return OutputError(f"cannot write {path} ({error}); choose a directory that you may write to and that has room")
-
-
-def _give_usual_modes(root: Path) -> None:
-    """Readable as any new file is: mkdtemp and safetensors create theirs for the owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in (root, *root.rglob("*")):
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+        os.close(descriptor)

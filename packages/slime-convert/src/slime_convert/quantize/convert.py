@@ -29,6 +29,7 @@ from slime_convert.quantize.int4 import GROUP_SIZES, quantize_int4
 from slime_convert.quantize.reader import Fp8Reader, Int4Reader, open_unquantized
 from slime_convert.shard_file import TensorSpec
 from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
+from slime_convert.unfinished import Conversion
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -48,10 +49,10 @@ def hf_to_fp8(
         save: Directory to create.
         force: Replace an earlier model at ``save``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``save`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     with open_unquantized(hf_checkpoint) as reader:
         specs = {name: reader.spec(name) for name in reader.names_in_order}
@@ -85,10 +86,10 @@ def hf_to_int4(
             if the model has any, as in Kimi-K2, else the output layer.
         force: Replace an earlier model at ``save``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``save`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     if group_size not in GROUP_SIZES:
         raise QuantizationError(
@@ -127,10 +128,10 @@ def fp8_to_bf16(
         save: Directory to create.
         force: Replace an earlier model at ``save``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``save`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     format_ = read_format(Path(hf_checkpoint))
     if not isinstance(format_, Fp8Format):
@@ -154,10 +155,10 @@ def int4_to_bf16(
         save: Directory to create.
         force: Replace an earlier model at ``save``.
         max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called after each weight.
+        on_progress: Called with what an earlier run left, then after each weight.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is left at ``save`` then.
+        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     format_ = read_format(Path(hf_checkpoint))
     if not isinstance(format_, Int4Format):
@@ -224,7 +225,10 @@ def _write(
     on_progress: OnProgress,
 ) -> None:
     origin = reader.directory
-    with new_directory(save, force=force, keep=frozenset({origin}), marker="config.json") as directory:
+    # What is quantized, and how, stands in the config.
+    conversion = Conversion("quantize", (origin,), {"config": quantization, "max_shard_bytes": max_shard_bytes})
+    with new_directory(save, conversion, force=force, marker="config.json") as unfinished:
+        directory = unfinished.output
         write_shards(directory, steps, max_shard_bytes, on_progress)
         copy_model_files(origin, directory, dtype)
         if quantization is not None:

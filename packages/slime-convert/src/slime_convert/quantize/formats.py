@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import HfConfigError, QuantizationError
+from slime_convert.unfinished import refuse_unfinished
 
 _KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
 
@@ -113,6 +114,7 @@ def read_format(directory: Path) -> Fp8Format | Int4Format | None:
         HfConfigError: There is no readable ``config.json``.
         QuantizationError: They are quantized in another way than the two that are read.
     """
+    refuse_unfinished(directory)
     return format_of(read_config(directory), str(directory / "config.json"))
 
 
