@@ -19,7 +19,7 @@ from slime_convert.cli_quantize import add_quantize
 from slime_convert.cli_verify import add_verify
 from slime_convert.errors import ConvertError
 from slime_convert.printable import printable
-from slime_convert.progress import OnProgress, no_progress
+from slime_convert.progress_bar import terminal_progress
 from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 from slime_convert.shape.families import BRIDGES
 from slime_convert.unfinished import refuse_unfinished
@@ -126,12 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_inspect(commands)
-    add_verify(commands, _terminal_progress)
+    add_verify(commands, terminal_progress)
     _add_gguf_to_hf(commands)
     _add_hf_to_torch_dist(commands)
     _add_torch_dist_to_hf(commands)
     _add_megatron_to_hf(commands)
-    add_quantize(functools.partial(_add, commands), _positive, _terminal_progress)
+    add_quantize(functools.partial(_add, commands), _positive, terminal_progress)
     _add_list_models(commands)
     return parser
 
@@ -241,7 +241,7 @@ def _positive(text: str) -> int:
 def _gguf_to_hf(args: argparse.Namespace) -> None:
     from slime_convert.gguf import gguf_to_hf
 
-    gguf_to_hf(args.gguf, args.save, dtype=args.dtype, force=args.force)
+    gguf_to_hf(args.gguf, args.save, dtype=args.dtype, force=args.force, on_progress=terminal_progress())
 
 
 def _hf_to_torch_dist(args: argparse.Namespace) -> None:
@@ -255,7 +255,7 @@ def _hf_to_torch_dist(args: argparse.Namespace) -> None:
         bridge=args.bridge,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         force=args.force,
-        on_progress=_terminal_progress(),
+        on_progress=terminal_progress(),
     )
 
 
@@ -290,7 +290,7 @@ def _hf_output(args: argparse.Namespace) -> dict[str, Any]:
         "add_missing_from_origin_hf": args.add_missing_from_origin_hf,
         "force": args.force,
         "max_shard_bytes": args.max_shard_gib * 2**30,
-        "on_progress": _terminal_progress(),
+        "on_progress": terminal_progress(),
     }
 
 
@@ -303,20 +303,6 @@ def _list_models(args: argparse.Namespace) -> None:
     from slime_convert.list_models import model_table
 
     print(model_table())
-
-
-def _terminal_progress() -> OnProgress:
-    """A line that is drawn anew, on terminals only."""
-    if not sys.stderr.isatty():
-        return no_progress
-
-    def draw(done_bytes: int, total_bytes: int) -> None:
-        end = "\n" if done_bytes == total_bytes else ""
-        percent = 100 * done_bytes // max(total_bytes, 1)
-        sys.stderr.write(f"\r{done_bytes / 2**20:,.0f} / {total_bytes / 2**20:,.0f} MiB ({percent}%){end}")
-        sys.stderr.flush()
-
-    return draw
 
 
 def _say(line: str) -> None:

@@ -87,6 +87,7 @@ class _Run:
         same_shape = [name for name, (a, b) in infos.items() if a.shape == b.shape]
         total = sum(infos[name][0].nbytes + infos[name][1].nbytes for name in same_shape)
         self._tell_what_cannot_be_compared(infos)
+        self.on_progress(0, total)
         for name in same_shape:
             self._compare(name, self.left.load(pairs[name][0]), self.right.load(pairs[name][1]), infos[name])
             self.done += infos[name][0].nbytes + infos[name][1].nbytes
