@@ -1,9 +1,12 @@
 """Tiny random models, made by transformers: the independent side of every comparison."""
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from slime_convert.torch_dist.parts import _ChecksummedStream
 
 # 101 rows need padding; the head's width is not hidden size / heads; three query heads share a key-value head.
 SIZES = {
@@ -152,6 +157,12 @@ def one_origin(tmp_path_factory):
     return make_origin("qwen3-untied", tmp_path_factory.mktemp("one") / "origin")
 
 
+@pytest.fixture(scope="session")
+def make_model():
+    """:func:`make_origin`."""
+    return make_origin
+
+
 @pytest.fixture
 def origin_of(tmp_path):
     """Makes one of the models, to be changed."""
@@ -192,6 +203,90 @@ def full_disk():
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limit
+
+
+def _in_child(run):
+    """Run a function in a forked process, which has torch imported already; how the process ended."""
+    child = os.fork()
+    if not child:
+        try:
+            run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture
+def in_child():
+    """:func:`_in_child`."""
+    return _in_child
+
+
+class Writes:
+    """Counts the bytes of tensors that are written, and kills the process when there are too many.
+
+    Args:
+        limit: Bytes that can be written; the rest of the write in which they end is not.
+    """
+
+    def __init__(self, limit=float("inf")):
+        self.done, self.limit = 0, limit
+
+    def take(self, size):
+        """How many of the next bytes can be written."""
+        return min(size, self.limit - self.done)
+
+    def count(self, size):
+        self.done += size
+        if self.done >= self.limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(self, monkeypatch):
+        """Count what goes to safetensors and to ``.distcp`` files."""
+        pwrite, write_all = os.pwrite, _ChecksummedStream._write_all
+
+        def counted_pwrite(descriptor, data, offset):
+            written = pwrite(descriptor, data[: self.take(len(data))], offset)
+            self.count(written)
+            return written
+
+        def counted_write_all(stream, data):
+            part = data[: self.take(len(data))]
+            write_all(stream, part)
+            self.count(len(part))
+
+        monkeypatch.setattr(os, "pwrite", counted_pwrite)
+        monkeypatch.setattr(_ChecksummedStream, "_write_all", counted_write_all)
+
+
+@pytest.fixture(scope="session")
+def bytes_written():
+    """Runs a conversion and counts the bytes that it writes."""
+
+    def run(convert):
+        with pytest.MonkeyPatch.context() as patch:
+            writes = Writes()
+            writes.hook(patch)
+            convert()
+        return writes.done
+
+    return run
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Runs a conversion in a process that kills itself when it has written some bytes."""
+
+    def run(convert, limit):
+        def limited():
+            Writes(limit).hook(monkeypatch)
+            convert()
+
+        assert _in_child(limited) == -signal.SIGKILL
+
+    return run
 
 
 @pytest.fixture
