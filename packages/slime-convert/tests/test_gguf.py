@@ -221,6 +221,20 @@ def test_a_full_disk_is_told_and_what_is_written_stays(gguf_file, tmp_path, full
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
 
 
+@pytest.mark.parametrize("k", [12, 18])
+def test_killed_it_continues(gguf_file, tmp_path, killed_at, bytes_written, k):
+    def convert(out, **kwargs):
+        gguf_to_hf(gguf_file, out, max_shard_bytes=20_000, **kwargs)
+
+    num_bytes, calls = bytes_written(lambda: convert(tmp_path / "whole")), []
+    killed_at(lambda: convert(tmp_path / "out"), num_bytes * k // 20)
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path / "out", on_progress=lambda *call: calls.append(call))
+    assert 0 < calls[0][0] <= num_bytes * k // 20 and calls == sorted(calls)
+    one, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "out"))
+    assert one == other and "config.json" in one
+
+
 def test_an_unknown_type_is_refused(gguf_file, tmp_path):
     with pytest.raises(GgufError, match="dtype 'int8' is unknown; allowed: float32, bfloat16, float16"):
         gguf_to_hf(gguf_file, tmp_path / "hf", dtype="int8")

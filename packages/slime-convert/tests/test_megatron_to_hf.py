@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
 from slime_convert.errors import CheckpointError, OutputError, ShapeMismatchError, WeightError
+from slime_convert.legacy import LegacyReader
 from slime_convert.megatron_to_hf import megatron_to_hf
 
 RANK_FILE = "mp_rank_00/model_optim_rng.pt"
@@ -259,3 +260,22 @@ def test_all_formats_give_the_same(legacy_runs, tmp_path):
     megatron_to_hf(run.save, tmp_path / "b", run.origin)
     for path in (tmp_path / "a").iterdir():
         assert (tmp_path / "b" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("k", [6, 15])
+def test_killed_it_continues(legacy_runs, tmp_path, monkeypatch, killed_at, bytes_written, k):
+    """A legacy checkpoint: weights whose parts are finished are not read again."""
+    run = legacy_runs["qwen3-untied"]
+
+    def convert(out, **kwargs):
+        megatron_to_hf(run.save, out, run.origin, max_shard_bytes=12_000, **kwargs)
+
+    num_bytes = bytes_written(lambda: convert(tmp_path / "whole"))
+    killed_at(lambda: convert(tmp_path / "out"), num_bytes * k // 20)
+    assert not (tmp_path / "out").exists()
+    loaded, calls, load = [], [], LegacyReader.load
+    monkeypatch.setattr(LegacyReader, "load", lambda self, name: loaded.append(name) or load(self, name))
+    convert(tmp_path / "out", on_progress=lambda *call: calls.append(call))
+    assert calls[0][0] > 0 and len(calls) == len(loaded) + 1
+    one, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "out"))
+    assert one == other and "config.json" in one

@@ -1,0 +1,189 @@
+"""Full disks, and inputs that are damaged, incomplete, of another model, or hostile: told in one line, nothing lost."""
+
+import os
+import pickle
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from slime_convert.cli import main
+from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
+from slime_convert.errors import OutputError
+
+
+def files_of(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory, make_model):
+    """A model. Not to be changed."""
+    return make_model("llama-tied", tmp_path_factory.mktemp("hf") / "hf")
+
+
+@pytest.fixture
+def td(hf, tmp_path):
+    """Its checkpoint, to be damaged."""
+    hf_to_torch_dist(hf, tmp_path / "td", part_bytes=12_000)
+    return tmp_path / "td"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 48 KiB that can be made larger."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mount(*words):
+        return subprocess.run(["mount", *words, place], capture_output=True, text=True, timeout=30)
+
+    made = mount("-t", "tmpfs", "-o", "size=48k", "tmpfs")
+    if made.returncode:
+        pytest.skip(f"a disk can be mounted by root only: {made.stderr.strip()}")
+    try:
+        yield place, lambda size: mount("-o", f"remount,size={size}")
+    finally:
+        subprocess.run(["umount", place], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_disk_that_is_really_full(hf, td, tmp_path, small_disk, way):
+    place, resize = small_disk
+
+    def convert(out, **kwargs):
+        if way == "there":
+            hf_to_torch_dist(hf, out, part_bytes=12_000, **kwargs)
+        else:
+            torch_dist_to_hf(td, out, hf, max_shard_bytes=12_000, **kwargs)
+
+    convert(tmp_path / "whole")
+    with pytest.raises(OutputError, match=r"No space left on device.*make room, and run the same command again"):
+        convert(place / "out")
+    assert [path.name for path in place.iterdir()] == [".out.partial"]
+    assert resize("4m").returncode == 0
+    calls = []
+    convert(place / "out", on_progress=lambda *call: calls.append(call))
+    assert calls[0][0] > 0 and files_of(place / "out") == files_of(tmp_path / "whole")
+
+
+def parts_of(td):
+    return sorted((td / "release").glob("*.distcp"))
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    # In the middle of the file: a weight's bytes, or what torch wrote around them.
+    data[data.index(b"archive/data/0") + 200] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (flip, r"cannot read decoder\.layers\.\S+.*__1_0\.distcp is damaged .*checksum"),
+        (cut, r"cannot read decoder\.layers\.\S+.*cannot read \S*__1_0\.distcp"),
+        (os.unlink, r"cannot read decoder\.layers\.\S+.*__1_0\.distcp.*No such file"),
+    ],
+)
+def test_a_damaged_part_is_told_by_file_and_weight(hf, td, tmp_path, damage, told, capsys):
+    damage(td / "release" / "__1_0.distcp")
+    words = ["torch-dist-to-hf", "--input-dir", td, "--output-dir", tmp_path / "out", "--origin-hf-dir", hf]
+    assert main([str(word) for word in words]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and re.search(told, line), line
+    assert [path.name for path in tmp_path.iterdir()] == ["td"]
+
+
+@pytest.mark.parametrize(("damage", "told"), [(cut, "is cut off"), (os.unlink, "No such file")])
+def test_a_damaged_shard_is_told(hf, tmp_path, capsys, damage, told):
+    shutil.copytree(hf, tmp_path / "hf")
+    damage(sorted((tmp_path / "hf").glob("*.safetensors"))[1])
+    words = ["hf-to-torch-dist", "--hf-checkpoint", str(tmp_path / "hf"), "--save", str(tmp_path / "out")]
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and told in line and "model-00002-of-" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_another_models_directory_is_told(td, tmp_path, make_model, capsys):
+    other = make_model("llama-tied", tmp_path / "other", num_hidden_layers=4)
+    capsys.readouterr()
+    for origin, told in ((other, "num_layers 3 (config: 4)"), (td, "config.json"), (tmp_path / "none", "config.json")):
+        words = ["torch-dist-to-hf", "--input-dir", td, "--output-dir", tmp_path / "out", "--origin-hf-dir", origin]
+        assert main([str(word) for word in words]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and told in line
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark):
+        self._mark = mark
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self._mark}",))
+
+
+def hostile_metadata(td, hostile):
+    (td / "release" / ".metadata").write_bytes(pickle.dumps(hostile))
+
+
+def hostile_in_metadata(td, hostile):
+    path = td / "release" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = hostile
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def hostile_common(td, hostile):
+    torch.save(hostile, td / "release" / "common.pt")
+
+
+def hostile_in_common(td, hostile):
+    common = torch.load(td / "release" / "common.pt")
+    common["args"]["extra"] = common["extra"] = hostile
+    torch.save(common, td / "release" / "common.pt")
+
+
+def hostile_weight(td, hostile):
+    """In place of the first weight in a file; the zip archive is a valid one."""
+    path = td / "release" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    torch.save(hostile, td / "release" / "hostile.distcp")
+    index, place = next((index, place) for index, place in metadata.storage_data.items() if "norm" in index.fqn)
+    metadata.storage_data[index] = type(place)("hostile.distcp", 0, (td / "release" / "hostile.distcp").stat().st_size)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("poison", "code"),
+    [
+        (hostile_metadata, 2),
+        (hostile_in_metadata, 0),
+        (hostile_common, 0),
+        (hostile_in_common, 0),
+        (hostile_weight, 2),
+    ],
+)
+def test_a_hostile_pickle_runs_nothing(hf, td, tmp_path, capsys, poison, code):
+    mark = tmp_path / "mark"
+    poison(td, Hostile(mark))
+    for words in (
+        ["torch-dist-to-hf", "--input-dir", td, "--output-dir", tmp_path / "one", "--origin-hf-dir", hf],
+        ["megatron-to-hf", "--load", td, "--output-dir", tmp_path / "two", "--origin-hf-dir", hf],
+        ["verify", hf, td],
+    ):
+        assert main([str(word) for word in words]) == code, capsys.readouterr().err
+    assert main(["inspect", str(td)]) in (0, 2)
+    assert not mark.exists()
+    os.system(f"touch {mark}")  # the mark could be made
+    assert mark.exists()
