@@ -382,7 +382,8 @@ def tiny_model(tmp_path_factory):
             add_prediction_module(directory / "hf")
         if name == "kimi-k2":
             (directory / "hf" / "config.json").write_text(json.dumps(KIMI))
-        hf_to_torch_dist(directory / "hf", directory / "torch_dist")
+        # Files of a few weights each, as a large model has them.
+        hf_to_torch_dist(directory / "hf", directory / "torch_dist", part_bytes=20_000)
         shape = ModelShape.from_hf_config(directory / "hf")
         made[name] = TinyModel(hf, str(directory / "hf"), shape, str(directory / "torch_dist"))
         return made[name]

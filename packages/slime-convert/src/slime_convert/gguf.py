@@ -6,6 +6,7 @@ import importlib.util
 import io
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,8 @@ def gguf_to_hf(
         raise GgufError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     file = detect(gguf, (GGUF,)).path
     need_extra("gguf", "transformers", "accelerate")
-    import transformers
-
-    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "transformers": transformers.__version__}
+    versions = {name: version(name) for name in ("transformers", "gguf")}
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "versions": versions}
     target = new_directory(save, Conversion("gguf-to-hf", (file,), options), force=force, marker="config.json")
     with target as unfinished:
         with _bars_on_terminals_only():

@@ -319,7 +319,8 @@ def test_more_layers_than_the_config_says_are_extra(one_origin, td, tmp_path):
 def test_progress_ends_with_everything_done(one_origin, td):
     calls = []
     found = verify(one_origin, td, on_progress=lambda *call: calls.append(call))
-    assert calls == sorted(calls) and calls[-1] == (found.nbytes, found.nbytes) and len(calls) == found.num_equal
+    assert calls[0] == (0, found.nbytes) and calls == sorted(calls) and calls[-1] == (found.nbytes, found.nbytes)
+    assert len(calls) == found.num_equal + 1
 
 
 @pytest.mark.parametrize("tolerance", [-1.0, math.nan])
