@@ -180,6 +180,11 @@ def test_wrong_words_are_told_in_one_line(capsys, words, told):
     assert told in line and line.count("\n") == 1
 
 
+def test_a_mistake_without_a_stderr_to_tell_it_is_exit_code_2(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["verify", str(tmp_path), str(tmp_path)]) == 2
+
+
 def test_contradicting_flags_are_told_together(one_origin, tmp_path, capsys):
     words = ["hf-to-torch-dist", "--hf-checkpoint", str(one_origin), "--save", str(tmp_path / "td")]
     assert main([*words, "--num-layers", "9", "--hidden-size", "10"]) == 2

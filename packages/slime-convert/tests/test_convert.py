@@ -45,6 +45,22 @@ def test_round_trip_is_bit_equal(origin, converted, tmp_path):
     assert torch.equal(ours, theirs)
 
 
+def test_copies_can_be_written_over_by_the_next_run(origin_of, tmp_path):
+    """Though the originals are read-only, as in some caches."""
+    directory = origin_of("llama-tied")
+    templates = directory / "additional_chat_templates"
+    templates.mkdir()
+    for path in (templates / "tools.jinja", directory / "notes.txt"):
+        path.write_text("text")
+        path.chmod(0o444)
+    templates.chmod(0o555)
+    hf_to_torch_dist(directory, tmp_path / "td")
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "back", directory)
+    copies = [tmp_path / "back" / "additional_chat_templates" / "tools.jinja", tmp_path / "back" / "notes.txt"]
+    assert all(path.read_text() == "text" for path in copies)
+    assert all(path.stat().st_mode & 0o200 for path in (*copies, copies[0].parent))
+
+
 @pytest.mark.parametrize("where", ["release", "."])
 def test_shards_have_an_index_and_a_size(origin, converted, tmp_path, where):
     torch_dist_to_hf(converted / where, tmp_path / "back", origin, max_shard_bytes=10_000)

@@ -69,6 +69,39 @@ def test_a_disk_that_is_really_full(hf, td, tmp_path, small_disk, way):
     assert calls[0][0] > 0 and files_of(place / "out") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_disk_that_is_full_at_any_page(hf, td, tmp_path, small_disk, way):
+    place, resize = small_disk
+
+    def convert(out, **kwargs):
+        if way == "there":
+            hf_to_torch_dist(hf, out, part_bytes=12_000, **kwargs)
+        else:
+            torch_dist_to_hf(td, out, hf, max_shard_bytes=12_000, **kwargs)
+
+    convert(tmp_path / "whole")
+    for pages in range(1, 200):
+        shutil.rmtree(place / "out", ignore_errors=True)
+        assert resize(f"{pages * 4}k").returncode == 0
+        full = False
+        try:
+            convert(place / "out")
+        except OutputError as error:
+            full = True
+            assert "No space left on device" in str(error)
+            kept = (place / ".out.partial").is_dir()
+            assert kept == ("run the same command again" in str(error)) and not (place / "out").exists()
+        assert resize("4m").returncode == 0
+        if full:
+            convert(place / "out")
+        assert files_of(place / "out") == files_of(tmp_path / "whole")
+        assert [path.name for path in place.iterdir()] == ["out"]
+        if not full:
+            break
+    assert pages > 15 and not full
+
+
 def parts_of(td):
     return sorted((td / "release").glob("*.distcp"))
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+import slime_convert.gguf
 from slime_convert import ModelShape
 from slime_convert.cli import main
 from slime_convert.errors import CheckpointError, GgufError, OutputError, UnsupportedModelError
@@ -219,6 +220,25 @@ def test_a_full_disk_is_told_and_what_is_written_stays(gguf_file, tmp_path, full
     gguf_to_hf(gguf_file, tmp_path / "hf", on_progress=lambda *call: calls.append(call))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_told(gguf_file, tmp_path, full_disk, monkeypatch):
+    """By a library that has no type of its own for it."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slime_convert.gguf, "_save_tokenizer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gguf_to_hf(gguf_file, tmp_path / "hf")
+    with (
+        full_disk(2000),
+        pytest.raises(OutputError, match=r"cannot write .*/hf \(File too large \(os error 27\)\).*again to continue"),
+    ):
+        gguf_to_hf(gguf_file, tmp_path / "hf")
+    gguf_to_hf(gguf_file, tmp_path / "hf")
+    assert (tmp_path / "hf" / "tokenizer.json").stat().st_size > 2000
 
 
 @pytest.mark.parametrize("k", [12, 18])

@@ -1,18 +1,21 @@
 import errno
 import fcntl
+import importlib.metadata
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
+from slime_convert import output
 from slime_convert.cli import main
-from slime_convert.errors import OutputError, UnfinishedError, WeightError
+from slime_convert.errors import CheckpointError, OutputError, UnfinishedError, WeightError
 from slime_convert.formats import LEGACY, TORCH_DIST, detect
 from slime_convert.hf import HfReader
 from slime_convert.output import new_directory
 from slime_convert.torch_dist import TorchDistReader
-from slime_convert.unfinished import Conversion
+from slime_convert.unfinished import Conversion, Unfinished
 
 
 def conversion(*inputs, **options):
@@ -185,13 +188,33 @@ def test_a_lock_that_is_removed_while_it_is_waited_for_is_made_again(tmp_path, m
             write(tmp_path / "out", "second")
 
 
-def test_a_file_system_without_locks_is_written(tmp_path, monkeypatch):
+def test_the_one_that_ends_leaves_the_next_ones_lock_alone(tmp_path, monkeypatch):
+    """The next process begins when the output is in its place, before the first gives its lock back."""
+    close, following = Unfinished.close, []
+
+    def slow(unfinished):
+        monkeypatch.undo()
+        following.append(Unfinished(tmp_path / "out"))
+        close(unfinished)
+
+    monkeypatch.setattr(Unfinished, "close", slow)
+    write(tmp_path / "out", "new")
+    with pytest.raises(OutputError, match="another process is writing"):
+        write(tmp_path / "out", "third")
+    following[0].begin({})
+    assert following[0].exists
+    following[0].close()
+
+
+def test_a_file_system_without_locks_is_written(tmp_path, monkeypatch, caplog):
     def none(descriptor, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
     write(tmp_path / "out", "new")
     assert (tmp_path / "out" / "model").read_text() == "new"
+    (told,) = caplog.messages
+    assert "cannot be locked" in told and f"run no second conversion into {tmp_path / 'out'}" in told
 
 
 def test_an_output_that_exists_stops_before_anything_is_left(tmp_path):
@@ -224,21 +247,71 @@ def test_an_interrupt_between_the_two_renamings_gives_the_old_output_back(tmp_pa
 def test_an_old_output_without_the_new_one_comes_back(tmp_path):
     """As a kill between the two renamings leaves it, whatever is run next."""
     write(tmp_path / "out", "old")
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM, force=True)
     (tmp_path / "out").rename(tmp_path / ".out.old")
     with pytest.raises(OutputError, match="exists already"):
         write(tmp_path / "out", "new")
-    assert (tmp_path / "out" / "model").read_text() == "old" and names_in(tmp_path) == {"out"}
+    assert (tmp_path / "out" / "model").read_text() == "old" and names_in(tmp_path) == {"out", ".out.partial"}
 
 
-def test_an_old_output_beside_one_of_unknown_origin_is_kept(tmp_path):
-    write(tmp_path / "out", "old")
-    (tmp_path / "out").rename(tmp_path / ".out.old")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model").write_text("somebody's")
-    with pytest.raises(OutputError, match=r"\.out\.old holds an earlier output, but there is a new .*move one of them"):
+@pytest.mark.parametrize(("new", "interrupted"), [(None, False), ("somebody's", False), ("somebody's", True)])
+def test_an_old_output_of_unknown_origin_is_left_alone(tmp_path, new, interrupted):
+    """It may be somebody's own copy: neither is it put back, to be replaced then, nor removed."""
+    if interrupted:
+        with pytest.raises(OutputError):
+            write_half(tmp_path / "out", NO_ROOM)
+    write(tmp_path / "copy", "old")
+    (tmp_path / "copy").rename(tmp_path / ".out.old")
+    if new:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "model").write_text(new)
+    before = names_in(tmp_path)
+    with pytest.raises(
+        OutputError, match=r"\.out\.old is in the way: it may hold an earlier output; move it to .*/out,"
+    ):
         write(tmp_path / "out", "new", force=True)
-    assert (tmp_path / ".out.old" / "model").read_text() == "old"
-    assert (tmp_path / "out" / "model").read_text() == "somebody's"
+    assert (tmp_path / ".out.old" / "model").read_text() == "old" and names_in(tmp_path) == before
+    assert not new or (tmp_path / "out" / "model").read_text() == new
+
+
+@pytest.mark.parametrize("step", ["_flush_directory", "discard", "remove"])
+def test_an_interrupt_after_the_renaming_says_that_the_output_is_complete(tmp_path, monkeypatch, step):
+    def interrupted(*_):
+        patch.undo()
+        raise KeyboardInterrupt
+
+    write(tmp_path / "out", "old")
+    with monkeypatch.context() as patch:
+        if step.startswith("_"):
+            flush = output._flush_directory
+            patch.setattr(output, step, lambda path: interrupted() if path == tmp_path else flush(path))
+        else:
+            patch.setattr(Unfinished, step, interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            write(tmp_path / "out", "new", force=True)
+    assert caught.value.__notes__ == [f"{tmp_path / 'out'} is complete"]
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    with pytest.raises(OutputError, match="exists already"):
+        write(tmp_path / "out", "again")
+    assert (tmp_path / "out" / "model").read_text() == "new" and names_in(tmp_path) == {"out"}
+
+
+def test_what_cannot_be_removed_is_told(tmp_path, monkeypatch, caplog):
+    def stuck(path):
+        raise OSError(errno.EPERM, "Operation not permitted", str(path))
+
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    write(tmp_path / "out", "new", force=True)
+    monkeypatch.undo()
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    assert all(
+        f"{tmp_path / '.out.partial'} is of no use any more, but cannot be removed" in m for m in caplog.messages
+    )
+    assert caplog.messages
+    write(tmp_path / "out", "newer", force=True)
+    assert names_in(tmp_path) == {"out"}
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -293,3 +366,87 @@ def test_places_that_cannot_be_renamed_over_are_refused_before_the_work(tmp_path
         write(".", "new")
     with pytest.raises(OutputError, match="output /proc is a mount point; choose a directory inside it"):
         write("/proc", "new", force=True)
+
+
+@pytest.mark.parametrize("place", ["n" * 300, "n" * 250, "loop/out", "\0"])
+def test_names_that_no_file_can_have_are_told(tmp_path, place):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OutputError, match="choose a shorter name" if place[0] == "n" else "choose a directory"):
+        write(tmp_path / place, "new")
+    assert names_in(tmp_path) == {"loop"}
+
+
+@pytest.mark.parametrize("name", ["n" * 246, "ü" * 123, "out/", "a/../out", ".out", "out.partial", "\udcff", "out\n"])
+def test_unusual_names_are_written(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    write(f"{tmp_path}/{name}", "old")
+    with pytest.raises(OutputError):
+        write_half(f"{tmp_path}/{name}", NO_ROOM, force=True)
+    write(f"{tmp_path}/{name}", "new", force=True)
+    assert Path(f"{tmp_path}/{name}/model").read_text() == "new" and len(names_in(tmp_path)) == 2
+
+
+def test_a_private_directory_stays_private(tmp_path):
+    (tmp_path / "out").mkdir(mode=0o700)
+    write(tmp_path / "out", "old")
+    write(tmp_path / "out", "new", force=True)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_directories_need_not_be_flushed_where_that_is_not_possible(tmp_path, monkeypatch, code):
+    fsync = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    if code == errno.EINVAL:
+        write(tmp_path / "out", "new")
+        assert names_in(tmp_path) == {"out"}
+    else:
+        with pytest.raises(OutputError, match=r"Input/output error.*again to continue"):
+            write(tmp_path / "out", "new")
+        assert names_in(tmp_path) == {".out.partial"}
+
+
+def test_an_input_that_cannot_be_read_is_told_as_such(tmp_path):
+    (tmp_path / "source").mkdir()
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "source" / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"cannot read .*/source/tokenizer\.json \(Permission denied\); make it"):
+        write_half(tmp_path / "out", error, conversion(tmp_path / "source"))
+    full = OSError(28, "No space left on device", str(tmp_path / "source" / "x"), None, str(tmp_path / "x"))
+    with pytest.raises(OutputError, match="No space left on device"):
+        write_half(tmp_path / "out", full, conversion(tmp_path / "source"))
+
+
+def test_a_source_tree_that_is_not_installed_converts(tmp_path, monkeypatch):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "model").read_text() == "new"
+
+
+def test_another_version_begins_anew(tmp_path, monkeypatch):
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0")
+    write(tmp_path / "out", "new")
+    assert names_in(tmp_path / "out") == {"model"}
+
+
+def test_a_full_disk_while_the_record_is_written_leaves_nothing(tmp_path, monkeypatch):
+    write_text = Path.write_text
+
+    def half(path, text, **kwargs):
+        write_text(path, text[: len(text) // 2], **kwargs)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OutputError, match="No space left on device") as caught:
+        write(tmp_path / "out", "new")
+    assert "again to continue" not in str(caught.value) and names_in(tmp_path) == set()

@@ -57,6 +57,16 @@ def test_the_line_stays_when_everything_is_done_and_goes_otherwise(terminal):
     assert not shown().strip()
 
 
-def test_nothing_is_drawn_into_a_file(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+def test_nothing_to_do_and_nothing_to_write_end_the_line_once(terminal):
+    terminal()
+    for total in (0, 5):
+        bar = terminal_progress()
+        bar(total, total)
+        bar(total, total)  # as after a weight without elements
+    assert sys.stderr.getvalue().count("\n") == 2 and "5.00/5.00" in shown()
+
+
+@pytest.mark.parametrize("stderr", [io.StringIO(), None])
+def test_nothing_is_drawn_into_a_file(monkeypatch, stderr):
+    monkeypatch.setattr(sys, "stderr", stderr)
     assert terminal_progress() is no_progress

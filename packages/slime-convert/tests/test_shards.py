@@ -162,6 +162,16 @@ def test_every_flipped_byte_of_a_kept_file_is_noticed(tmp_path):
         assert made and path.read_bytes() == right, place
 
 
+def test_bytes_at_the_end_of_a_kept_file_are_noticed(tmp_path):
+    tensors = {"a": torch.randn(2), "b": torch.randn(3)}
+    write(tmp_path, tensors)
+    path = tmp_path / "model.safetensors"
+    right = path.read_bytes()
+    path.write_bytes(right + b"more")
+    write(tmp_path, tensors)
+    assert path.read_bytes() == right
+
+
 def test_a_file_of_other_tensors_is_begun_anew(tmp_path):
     write(tmp_path, {"a": torch.zeros(3)})
     made, other = [], {"a": torch.zeros(4)}
@@ -213,6 +223,19 @@ def test_an_unfinished_file_is_no_model(tmp_path, reader):
     path.write_bytes(path.read_bytes() + bytes(8))
     with pytest.raises(HfConfigError, match=r"is unfinished: 1 of its 2 weights are not written; run the conversion"):
         reader(tmp_path)
+
+
+def test_checksums_that_another_program_kept_are_told_and_can_be_left_out(tmp_path):
+    write(tmp_path, {"a": torch.ones(2)})
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({"a": torch.zeros(2)}, path, metadata=metadata)
+    with pytest.raises(HfConfigError, match=r"another program .* kept the __metadata__, save it without crc32"):
+        load_with(HfReader, tmp_path, "a")
+    metadata.pop("crc32")
+    save_file({"a": torch.zeros(2)}, path, metadata=metadata)
+    assert load_with(HfReader, tmp_path, "a").equal(torch.zeros(2))
 
 
 @pytest.mark.parametrize("text", ["", "00", "x" * 8, "0" * 16])

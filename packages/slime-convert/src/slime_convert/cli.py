@@ -306,6 +306,8 @@ def _list_models(args: argparse.Namespace) -> None:
 
 
 def _say(line: str) -> None:
+    if sys.stderr is None:  # the process was started without
+        return
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")  # where the progress may stand
     sys.stderr.write(printable(" ".join(line.split())) + "\n")

@@ -69,7 +69,7 @@ def gguf_to_hf(
         steps = [_step(file, name, tensor, DTYPES[dtype]) for name, tensor in _weights(file, model).items()]
         write_shards(unfinished.output, steps, max_shard_bytes, on_progress)
         _save_settings(model, DTYPES[dtype], unfinished.output)
-        tokenizer.save_pretrained(unfinished.output)
+        _save_tokenizer(tokenizer, unfinished.output)
 
 
 def _step(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> Step:
@@ -95,6 +95,16 @@ def _save_settings(model: Any, dtype: torch.dtype, directory: Path) -> None:
     config.dtype = dtype
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        # The tokenizers library has no type of its own for a full disk.
+        if type(error) is Exception and "(os error " in str(error):
+            raise OSError(str(error)) from error
+        raise
 
 
 def _bars_on_terminals_only() -> AbstractContextManager[Any]:

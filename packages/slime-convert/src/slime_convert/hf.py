@@ -143,8 +143,11 @@ def copy_model_files(origin: Path, directory: Path, dtype: torch.dtype) -> None:
         if path.is_file() and not is_weight and not path.name.startswith("."):
             shutil.copyfile(path, directory / path.name)
     templates = origin / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
+    for path in sorted(templates.rglob("*")):
+        if path.is_file():
+            copy = directory / path.relative_to(origin)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)  # without the mode: a next run could not write over a read-only file
     config = json.loads((origin / "config.json").read_text(encoding="utf-8"))
     plain = without_quantization(config)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

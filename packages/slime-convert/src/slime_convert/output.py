@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from slime_convert.errors import ConvertError, OutputError
+from slime_convert.errors import CheckpointError, ConvertError, OutputError
 from slime_convert.unfinished import Conversion, Unfinished
 
 _log = logging.getLogger(__name__)
@@ -35,14 +36,15 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool, ma
 
     Raises:
         OutputError: ``target`` exists, is or holds an input, is written by another process, or cannot be written.
+        CheckpointError: A file of the inputs cannot be read.
     """
-    path = Path(target).resolve()
-    _check_place(path, conversion.inputs)
     try:
+        path = Path(target).resolve()
+        _check_place(path, conversion.inputs)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Unfinished(path)
-    except OSError as error:
-        raise OutputError(_unwritable(path, error)) from error
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself; a name with a zero byte
+        raise OutputError(_unwritable(Path(target), error)) from error
     try:
         _mend(unfinished, path)
         _check_existing(path, force, marker)
@@ -54,22 +56,40 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool, ma
             unfinished.remove()
         raise
     except (OSError, SafetensorError) as error:
-        again = f"; or make room, and {_again(unfinished)}" if unfinished.exists else ""
-        raise OutputError(f"{_unwritable(path, error)}{again}") from error
+        if (unread := _unread_input(error, conversion)) is not None:
+            raise unread from error
+        again = _again(unfinished)
+        raise OutputError(_unwritable(path, error) + (f"; or make room, and {again}" if again else "")) from error
     except KeyboardInterrupt as error:
-        if unfinished.exists:
-            error.add_note(_again(unfinished))
+        if again := _again(unfinished):
+            error.add_note(again)
         raise
     finally:
         unfinished.close()
 
 
 def _unwritable(path: Path, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"cannot write {path} ({error.strerror}, with the 9 characters of .….partial); choose a shorter name"
     return f"cannot write {path} ({error}); choose a directory that you may write to and that has room"
 
 
+def _unread_input(error: Exception, conversion: Conversion) -> CheckpointError | None:
+    """What to say of an error in reading an input, if it is one. An error in copying names two files."""
+    if not isinstance(error, OSError) or error.filename is None or error.filename2 is not None:
+        return None
+    place = Path(os.fsdecode(error.filename))
+    if not any(place.is_relative_to(root) for source in conversion.inputs for root in (source, source.resolve())):
+        return None
+    return CheckpointError(f"cannot read {place} ({error.strerror}); make it readable and run the command again")
+
+
 def _again(unfinished: Unfinished) -> str:
-    return f"run the same command again to continue, or delete {unfinished.path}"
+    """What to do about that which stays, if anything does."""
+    with suppress(OSError):
+        if unfinished.exists:
+            return f"run the same command again to continue, or delete {unfinished.path}"
+    return ""
 
 
 def _check_place(path: Path, inputs: tuple[Path, ...]) -> None:
@@ -115,38 +135,47 @@ def _begin(unfinished: Unfinished, conversion: Conversion) -> None:
 
 def _mend(unfinished: Unfinished, path: Path) -> None:
     """Finish what a process that was killed during the final renaming left."""
-    old = _aside(path)
-    if not old.exists():
-        return
-    if _is_free(path):
-        old.rename(path)
-    elif unfinished.was_renamed:
-        shutil.rmtree(old)
-    else:
-        raise OutputError(f"{old} holds an earlier output, but there is a new {path}; move one of them away")
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
+    old = unfinished.aside
+    if old.exists():
+        if unfinished.exists and _is_free(path):
+            old.rename(path)
+        elif unfinished.was_renamed and not _is_free(path):
+            unfinished.discard()
+        else:
+            raise OutputError(f"{old} is in the way: it may hold an earlier output; move it to {path}, or elsewhere")
+    if unfinished.was_renamed:
+        unfinished.clear()
 
 
 def _put_in_place(unfinished: Unfinished, path: Path, replace: bool) -> None:
     _flush(unfinished.output)
-    old = _aside(path)
-    if replace:
-        path.rename(old)
+    _take_mode(unfinished.output, path)
     try:
+        if replace:
+            path.rename(unfinished.aside)
         # Over an empty directory too; it fails if something has appeared there since the check.
         unfinished.output.rename(path)
     except BaseException:
         # The earlier output comes back after an interrupt too.
-        if replace and not path.exists():
-            old.rename(path)
+        if replace and unfinished.aside.exists() and not path.exists():
+            unfinished.aside.rename(path)
         raise
-    _flush_file(path.parent)
-    if replace:
-        shutil.rmtree(old)
-    unfinished.remove()
+    try:
+        _flush_directory(path.parent)
+        if replace:
+            unfinished.discard()
+        unfinished.remove()
+    except KeyboardInterrupt as error:
+        error.add_note(f"{path} is complete")
+        raise
+
+
+def _take_mode(directory: Path, earlier: Path) -> None:
+    """A directory that was made for some users only stays theirs."""
+    with suppress(OSError):  # there is none, or its file system has no modes
+        mode = stat.S_IMODE(earlier.stat().st_mode) | stat.S_IRWXU
+        if mode != stat.S_IMODE(directory.stat().st_mode):
+            directory.chmod(mode)
 
 
 def _flush(root: Path) -> None:
@@ -154,7 +183,16 @@ def _flush(root: Path) -> None:
     for directory, _, names in os.walk(root):
         for name in names:
             _flush_file(Path(directory, name))
-        _flush_file(Path(directory))
+        _flush_directory(Path(directory))
+
+
+def _flush_directory(path: Path) -> None:
+    try:
+        _flush_file(path)
+    except OSError as error:
+        # Some file systems, of networks mostly, flush files only.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):
+            raise
 
 
 def _flush_file(path: Path) -> None:

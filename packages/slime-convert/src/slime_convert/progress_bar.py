@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def terminal_progress() -> OnProgress:
     """A bar on stderr if that is a terminal, else nothing."""
-    return ProgressBar() if sys.stderr.isatty() else no_progress
+    # There is no stderr if the process was started without.
+    return ProgressBar() if sys.stderr is not None and sys.stderr.isatty() else no_progress
 
 
 class ProgressBar:

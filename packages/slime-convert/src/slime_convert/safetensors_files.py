@@ -76,7 +76,8 @@ class Entry:
         """
         if self.checksum is not None and zlib.crc32(data) != self.checksum:
             raise HfConfigError(
-                f"{self.path} is damaged: the checksum of {name} is wrong; convert or fetch the model again"
+                f"{self.path} is damaged: the checksum of {name} is wrong; convert or fetch the model again; or, if "
+                f"another program changed the weights and kept the __metadata__, save it without {CHECKSUMS} there"
             )
 
 

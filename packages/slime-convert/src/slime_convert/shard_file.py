@@ -77,6 +77,7 @@ class ShardFile:
         for number, spec in enumerate(in_file):
             self._places[spec.name] = _Place(first, spec.nbytes, self._slots + number * CHECKSUM_DIGITS)
             first += spec.nbytes
+        self._nbytes = first
         self._file: BinaryIO | None = None
 
     @property
@@ -121,7 +122,7 @@ class ShardFile:
 
     def _written_checksums(self) -> bytes | None:
         """The header of the file on disk, if it is of these tensors."""
-        if not self.path.is_file():
+        if not self.path.is_file() or self.path.stat().st_size > self._nbytes:
             return None
         with self.path.open("rb") as file:
             header = file.read(len(self._header))

@@ -1,7 +1,8 @@
 """The directory of a conversion that is under way, or was interrupted: ``.NAME.partial`` beside the output ``NAME``.
 
 In it lie ``conversion.json`` (what is being converted), ``output/`` (what will be renamed to ``NAME``), ``state/``
-(what is known of finished files) and ``lock`` (held by the process that writes). No torch here.
+(what is known of finished files) and ``lock`` (held by the process that writes; the first to come and the last to go).
+An earlier output that is being replaced is ``.NAME.old`` between two renamings. No torch here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -21,6 +23,9 @@ from typing import Any
 from slime_convert.errors import OutputError, UnfinishedError
 
 _RECORD, _OUTPUT, _STATE, _LOCK = "conversion.json", "output", "state", "lock"
+_REPLACED = "replaced"  # an earlier output that is being removed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Conversion:
 
     def record(self) -> dict[str, Any]:
         """As it is kept beside the output: with size and time of each input file."""
-        versions = {name: importlib.metadata.version(name) for name in ("slime-convert", "torch")}
+        versions = {name: _version(name) for name in ("slime-convert", "torch", "mbridge", "megatron-core")}
         files = {file for path in self.inputs for file in _files(path.resolve())}
         stats = {str(file): file.stat() for file in sorted(files)}
         return {
@@ -48,6 +53,14 @@ class Conversion:
             "options": json.loads(json.dumps(self.options)),
             "inputs": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
         }
+
+
+def _version(name: str) -> str | None:
+    """A package's version; ``None`` for one that is not installed, as this one need not be."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _files(path: Path) -> list[Path]:
@@ -74,6 +87,7 @@ class Unfinished:
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(f".{target.name}.partial")
+        self.aside = target.with_name(f".{target.name}.old")
         self._lock = _lock(self.path, target)
 
     @property
@@ -105,25 +119,40 @@ class Unfinished:
 
     def begin(self, record: Mapping[str, Any]) -> None:
         """Begin anew: whatever an earlier conversion left is removed."""
-        self._clear()
+        self.clear()
         self.state.mkdir()
         self.output.mkdir()
-        (self.path / _RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
+        begun = self.path / "record"
+        begun.write_text(json.dumps(record, indent=2), encoding="utf-8")
+        begun.rename(self.path / _RECORD)
+
+    def discard(self) -> None:
+        """Take the earlier output, which was set aside, for removal: a part of it must not pass for the whole."""
+        self.aside.rename(self.path / _REPLACED)
 
     def remove(self) -> None:
-        """Remove all of it."""
+        """Remove all of it; what cannot be removed is told."""
+        if not _is_of(self._lock, self.path):  # removed already, and it may be another process's by now
+            return
+        try:
+            self.clear()
+        except OSError as error:
+            _log.warning("%s is of no use any more, but cannot be removed (%s); delete it", self.path, error)
+            return
         with suppress(OSError):
-            self._clear()
             (self.path / _LOCK).unlink()
+            # Unless another process has put its lock there meanwhile.
             self.path.rmdir()
 
     def close(self) -> None:
-        """Give the lock back. Nothing is left of a directory that never held anything."""
-        if not self.exists:
-            self.remove()
+        """Give the lock back. What is of no use for the next run is removed."""
+        with suppress(OSError):  # what is there cannot be told, so it stays
+            if not self.exists and not (self.was_renamed and self.aside.exists()):
+                self.remove()
         os.close(self._lock)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Remove all but the lock."""
         # The record first: without it, what is left counts for nothing.
         (self.path / _RECORD).unlink(missing_ok=True)
         for path in self.path.iterdir():
@@ -153,11 +182,19 @@ def _lock(directory: Path, target: Path) -> int:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 os.close(descriptor)
                 raise
+            _log.warning("%s cannot be locked (%s); run no second conversion into %s", directory, error, target)
         # The lock may have been removed, by the process that had it, between the opening and the locking.
-        with suppress(OSError):
-            if (directory / _LOCK).stat().st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
+        if _is_of(descriptor, directory):
+            return descriptor
         os.close(descriptor)
+
+
+def _is_of(descriptor: int, directory: Path) -> bool:
+    """Whether an open lock is the one that a directory has now."""
+    try:
+        return (directory / _LOCK).stat().st_ino == os.fstat(descriptor).st_ino
+    except OSError:
+        return False
 
 
 def refuse_unfinished(path: str | Path) -> None:
@@ -172,7 +209,7 @@ def refuse_unfinished(path: str | Path) -> None:
     place = Path(path).resolve()
     for directory in (place, *place.parents[:3]):
         name = directory.name
-        if name.startswith(".") and name.endswith(".partial") and (directory / _RECORD).is_file():
+        if name.startswith(".") and name.endswith(".partial") and (directory / _LOCK).is_file():
             target = directory.with_name(name.removeprefix(".").removesuffix(".partial"))
             raise UnfinishedError(
                 f"{path} is unfinished: a conversion into {target} is under way or was interrupted; "
