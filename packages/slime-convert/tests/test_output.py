@@ -450,3 +450,21 @@ def test_a_full_disk_while_the_record_is_written_leaves_nothing(tmp_path, monkey
     with pytest.raises(OutputError, match="No space left on device") as caught:
         write(tmp_path / "out", "new")
     assert "again to continue" not in str(caught.value) and names_in(tmp_path) == set()
+
+
+def test_everything_is_on_the_disk_before_the_renaming_and_the_renaming_after_it(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+
+    def flushed(descriptor):
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(source, target):
+        done.append(f"{Path(source).name} renamed")
+        rename(source, target)
+
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    write(tmp_path / "out", "new", force=True)
+    assert done[-6:] == ["model", "output", "out renamed", "output renamed", tmp_path.name, ".out.old renamed"]
