@@ -109,6 +109,7 @@ def check(place, had, *, whole_output):
     out, old, partial = place / "out", place / ".out.old", place / ".out.partial"
     found = files_of(out) if out.exists() else {}
     assert found in ({}, had, NEW)
+    assert not old.exists() or files_of(old) == had  # a part of it never passes for the whole
     if had and found == {}:
         assert not whole_output and files_of(old) == had
     if (partial / "output").exists():
