@@ -17,7 +17,7 @@ from slime_convert.shape import ModelShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_convert.mapping import WeightMap
+    from slime_convert.mapping import WeightTranslation
 
 Naming = Literal["huggingface", "megatron"]
 
@@ -163,7 +163,7 @@ class Weights(Protocol):
         """How the weights are quantized on disk, and in what form they are here; ``None`` if they are not quantized."""
         ...
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The weights under the names that a model's table gives them, where the format has names of its own.
 
         Called before ``load``, so that a format whose shards are merged as the table says can keep it.

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime_convert.cli_inspect import CHECKPOINT
 from slime_convert.progress import OnProgress
+from slime_convert.shape.families import BRIDGES
 
 _HELP = "compare two checkpoints, of any two formats, weight by weight"
 _EPILOG = (
@@ -31,6 +32,12 @@ def add_verify(commands: Any, progress: Callable[[], OnProgress]) -> None:
         "--origin-hf-dir", metavar="DIR", help="config.json of both, if neither checkpoint tells the model's shape"
     )
     parser.add_argument(
+        "--bridge",
+        choices=BRIDGES,
+        help="take names and layouts of Megatron's weights from mbridge, which knows more models (needs the mbridge "
+        "extra, and the model's config.json)",
+    )
+    parser.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
@@ -51,6 +58,7 @@ def _run(args: argparse.Namespace, on_progress: OnProgress) -> int:
         args.left,
         args.right,
         origin_hf_dir=args.origin_hf_dir,
+        bridge=args.bridge,
         tolerance=args.tolerance,
         on_progress=on_progress,
     )

@@ -1,15 +1,17 @@
 """The commands with ``--bridge``."""
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 from mbridge.core import VLMBridge
 from mbridge.core.bridge import _MODEL_REGISTRY
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime_convert.cli import main
+from slime_convert.convert import hf_to_torch_dist
 from slime_convert.shape import FAMILIES
 from slime_convert.shape.families import BRIDGED_FAMILIES
 
@@ -31,6 +33,29 @@ def test_there_and_back_as_a_user_types_it(origin_of, tmp_path, capsys):
         ours, theirs = weights_of(back), weights_of(origin)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert capsys.readouterr().err == ""
+
+
+def test_verify_cuts_megatrons_weights_as_the_bridge_does(origin_of, tmp_path, capsys):
+    origin, td, bridge = origin_of("mixtral"), str(tmp_path / "td"), ["--bridge", "mbridge"]
+    hf_to_torch_dist(origin, td, bridge="mbridge")
+    weights, name = weights_of(origin), "model.layers.1.self_attn.k_proj.weight"
+    weights[name][3, 5] += 1
+    save_file(weights, tmp_path / "model.safetensors")
+    shutil.copy(origin / "config.json", tmp_path)
+    capsys.readouterr()
+    assert main(["verify", td, str(tmp_path), *bridge]) == 1
+    assert f"{name}  values" in (told := capsys.readouterr().out) and told.count(" of ") == 1
+    assert main(["verify", td, td, *bridge, "--origin-hf-dir", str(origin)]) == 0
+    assert "60 equal" in capsys.readouterr().out
+    assert main(["verify", td, td, *bridge]) == 2
+    assert "has a config.json, which a bridge needs" in capsys.readouterr().err
+    assert main(["verify", td, str(origin)]) == 2
+    assert "mixtral, qwen2_moe with --bridge mbridge" in capsys.readouterr().err
+    # The arguments of the checkpoint against the config of the model.
+    config = json.loads((origin / "config.json").read_text()) | {"num_experts_per_tok": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["verify", td, str(origin), *bridge, "--origin-hf-dir", str(tmp_path)]) == 0
+    assert "moe_router_topk 2 (config: 3)" in capsys.readouterr().out
 
 
 def test_the_flag_is_obeyed_for_a_known_family(one_origin, tmp_path, capsys, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from slime_convert.errors import (
 from slime_convert.mapping import WeightMap
 from slime_convert.megatron_to_hf import megatron_to_hf
 from slime_convert.torch_dist import TorchDistReader
+from slime_convert.verify import verify
 
 # Those of the models in conftest.py that mbridge knows too.
 KNOWN_TO_BOTH = ["llama-tied", "llama3-scaled", "qwen2-tied", "qwen3-tied", "qwen3-untied", "qwen3-moe"]
@@ -77,6 +79,9 @@ def test_there_and_back_is_bit_equal(bridged_origin, tmp_path, name):
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1] > 0
     torch_dist_to_hf(tmp_path / "td", tmp_path / "back", origin, bridge="mbridge", max_shard_bytes=20_000)
     megatron_to_hf(tmp_path / "td", tmp_path / "any", origin, bridge="mbridge")
+    for sides in ((origin, tmp_path / "td"), (tmp_path / "td", tmp_path / "back")):
+        found = verify(*sides, bridge="mbridge")
+        assert found.equal and found.naming == "huggingface" and found.num_equal == len(weights_of(origin))
     for path in (tmp_path / "back", tmp_path / "any"):
         assert_equal_bits(weights_of(path), weights_of(origin))
         assert (path / "config.json").read_bytes() == (origin / "config.json").read_bytes()
@@ -211,6 +216,12 @@ def test_without_the_extra_it_is_told_how_to_install_it(one_origin, monkeypatch,
         bridged_weights("mbridge", one_origin)
 
 
+def test_what_the_libraries_warn_of_is_not_shown(one_origin):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bridged_weights("mbridge", one_origin)
+
+
 def test_other_bridges_are_refused(one_origin, tmp_path):
     with pytest.raises(BridgeError, match="bridge 'ferry' is unknown; allowed: 'mbridge'"):
         hf_to_torch_dist(one_origin, tmp_path / "td", bridge="ferry")
@@ -222,6 +233,7 @@ def test_other_bridges_are_refused(one_origin, tmp_path):
         ({"model_type": "gemma3"}, UnsupportedModelError, "'gemma3' of .* has a vision tower.*; allowed"),
         ({"model_type": "gpt_oss"}, UnsupportedModelError, "'gpt_oss' of .* is unknown to mbridge; allowed.* mixtral"),
         ({"model_type": None}, UnsupportedModelError, "None of .* is unknown to mbridge"),
+        ({"model_type": ["mixtral"]}, UnsupportedModelError, r"\['mixtral'\] of .* is unknown to mbridge"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, 'hidden_act "gelu" of .* is not carried by mbridge'),
         ({"sliding_window": 8}, UnsupportedModelError, "sliding_window 8 of .* is not carried by mbridge"),
         (

@@ -43,15 +43,16 @@ def bridged_weights(
     """
     if bridge not in BRIDGES:
         raise BridgeError(f"bridge {bridge!r} is unknown; allowed: {', '.join(map(repr, BRIDGES))}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about Transformer Engine and Apex, which nothing here needs
+    with warnings.catch_warnings():
+        # About Transformer Engine and Apex, which nothing here needs, and the libraries' own deprecated settings.
+        warnings.simplefilter("ignore")
+        try:
             for package in ("transformers", "megatron.core", "einops", "mbridge"):
                 importlib.import_module(package)
-    except ImportError as error:
-        raise BridgeError(
-            f"bridge {bridge!r} needs {error.name}, which is not installed; pip install 'slime-convert[mbridge]'"
-        ) from error
-    from slime_convert.bridge.weights import BridgedWeights
+        except ImportError as error:
+            raise BridgeError(
+                f"bridge {bridge!r} needs {error.name}, which is not installed; pip install 'slime-convert[mbridge]'"
+            ) from error
+        from slime_convert.bridge.weights import BridgedWeights
 
-    return BridgedWeights(hf_directory, flags or {}, make_vocab_size_divisible_by)
+        return BridgedWeights(hf_directory, flags or {}, make_vocab_size_divisible_by)

@@ -174,7 +174,8 @@ def _kind_of(family: Any, where: str) -> Any:
     known = sorted(name for name, kind in _MODEL_REGISTRY.items() if not issubclass(kind, VLMBridge))
     if family in known:
         return _MODEL_REGISTRY[family]
-    why = "has a vision tower, which this cannot convert" if family in _MODEL_REGISTRY else "is unknown to mbridge"
+    in_registry = isinstance(family, str) and family in _MODEL_REGISTRY
+    why = "has a vision tower, which this cannot convert" if in_registry else "is unknown to mbridge"
     raise UnsupportedModelError(
         f"model_type {family!r} of {where} {why}; allowed with --bridge mbridge: {', '.join(known)}; "
         "convert a model of one of these families"

@@ -23,6 +23,7 @@ def verify(
     right: str | Path,
     *,
     origin_hf_dir: str | Path | None = None,
+    bridge: str | None = None,
     tolerance: float | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Comparison:
@@ -38,11 +39,14 @@ def verify(
         right: Another.
         origin_hf_dir: A Hugging Face directory with the ``config.json`` of both; needed only if neither side tells the
             model's shape.
+        bridge: ``mbridge`` to cut Megatron's weights as it does, instead of by this package's tables; the
+            ``config.json`` must then be in ``origin_hf_dir`` or on one side.
         tolerance: Accept absolute differences up to this, whatever the types; ``None`` asks for equal bits and types.
         on_progress: Called after each pair of weights.
 
     Raises:
         ToleranceError: ``tolerance`` is negative or no number.
+        BridgeError: The bridge is unknown or not installed.
         ConvertError: A checkpoint cannot be read, or the shape is needed and unknown.
     """
     if tolerance is not None and not tolerance >= 0:
@@ -51,7 +55,7 @@ def verify(
     with ExitStack() as stack:
         first, second = (stack.enter_context(side.form.open(side.path)) for side in found)
         first, second = _expanded_alike(first, second, stack)
-        sides = under_one_naming(first, second, origin_hf_dir)
+        sides = under_one_naming(first, second, origin_hf_dir, bridge)
         run = _Run(*sides, tolerance, on_progress)
         run.compare_all()
         return Comparison(
@@ -140,10 +144,10 @@ def _side(form: Format, weights: Weights) -> Side:
 def _contradictions(sides: Iterable[Weights]) -> Iterable[str]:
     """What recorded arguments say against the shape under which the weights were compared."""
     for side in sides:
-        if isinstance(side, AsHf) and side.shape is not None:
+        if isinstance(side, AsHf):
             from slime_convert.convert import check_args  # with all of `torch.distributed`, which takes seconds
 
             try:
-                check_args(side.shape.to_megatron_args(), side.arguments, side.directory)
+                check_args(side.expected, side.arguments, side.directory)
             except ShapeMismatchError as error:
                 yield f"note: {error}"

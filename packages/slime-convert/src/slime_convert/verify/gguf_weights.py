@@ -15,7 +15,7 @@ from slime_convert.checkpoint import Naming, TensorInfo, tensor_info
 from slime_convert.errors import GgufError
 from slime_convert.gguf import names_in_gguf, need_extra, refuse_family
 from slime_convert.gguf_file import FAMILIES, FREQUENCIES, GgufTensor, hf_config, is_scaled, read_gguf
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightTranslation
 from slime_convert.shape import ModelShape
 
 _ROWS_ELEMENTS = 2**22  # expanded at a time
@@ -58,7 +58,7 @@ class GgufWeights:
         rotated = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_query_groups}
         self._rotated = rotated if shape.family == "llama" else {}
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The tensors: they have Hugging Face's names already."""
         return self.tensors
 

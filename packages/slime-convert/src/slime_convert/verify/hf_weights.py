@@ -13,7 +13,7 @@ from torch import Tensor
 from slime_convert.checkpoint import ITEM_BYTES, Naming, TensorInfo, tensor_info
 from slime_convert.contents import quantization_of, read_config, shape_of
 from slime_convert.errors import HfConfigError, QuantizationError, WeightError
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightTranslation
 from slime_convert.quantize.formats import Fp8Format, Int4Format, format_of, settings_of
 from slime_convert.quantize.reader import open_weights
 from slime_convert.safetensors_files import read_directory
@@ -61,7 +61,7 @@ class HfWeights:
         if self._file is not None:
             self._file.close()
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The tensors: their names are Hugging Face's already."""
         return self.tensors
 
@@ -136,7 +136,7 @@ class ExpandedWeights:
     ) -> None:
         self._reader.__exit__(kind, error, trace)
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The tensors: their names are Hugging Face's already."""
         return self.tensors
 

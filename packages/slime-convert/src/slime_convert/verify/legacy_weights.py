@@ -12,7 +12,7 @@ from torch import Tensor
 from slime_convert.checkpoint import VOCABULARY_WEIGHTS, Naming, TensorInfo, tensor_info
 from slime_convert.errors import CheckpointError, WeightError
 from slime_convert.legacy import LegacyReader
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightTranslation
 from slime_convert.torch_dist.headers import plain_arguments
 from slime_convert.torch_dist.layout import places
 
@@ -42,7 +42,7 @@ class LegacyWeights:
         self.tied = None if untied is None else not untied
         self.tensors: Mapping[str, TensorInfo] = {key: self._info(key) for key in self._reader.shards}
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The weights by megatron-core's names, and what none of them is by the name that it was saved under."""
         self._reader = self._reader.merging(functools.partial(_join, weight_map))
         found: dict[str, TensorInfo] = {}
@@ -72,7 +72,7 @@ class LegacyWeights:
             return tensor_info(name, first.dtype, first.shape)
 
 
-def _join(weight_map: WeightMap | None, name: str, shards: Sequence[Tensor]) -> Tensor:
+def _join(weight_map: WeightTranslation | None, name: str, shards: Sequence[Tensor]) -> Tensor:
     """A whole weight of its tensor-parallel shards."""
     if len(shards) == 1:
         return shards[0]

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_convert.bridge import bridged_weights
 from slime_convert.checkpoint import VOCABULARY_WEIGHTS, Naming, TensorInfo, Weights, tensor_info
 from slime_convert.errors import ConvertError, HfConfigError, WeightError
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightMap, WeightTranslation
 from slime_convert.shape import FAMILIES, ModelShape
 
 _EMBEDDINGS: Mapping[Naming, tuple[str, str]] = {
@@ -30,19 +31,20 @@ class AsHf:
 
     Args:
         weights: With Megatron's names.
-        shape: The model.
+        weight_map: The model, unpadded.
     """
 
     naming: Naming = "huggingface"
+    shape: ModelShape | None = None
 
-    def __init__(self, weights: Weights, shape: ModelShape) -> None:
+    def __init__(self, weights: Weights, weight_map: WeightTranslation) -> None:
         self.directory = weights.directory
         self.arguments = weights.arguments
         self.storage = weights.storage
-        self.shape: ModelShape | None = shape
-        self.tied: bool | None = not shape.untie_embeddings_and_output_weights
+        self.expected = weight_map.megatron_args()
+        self.tied: bool | None = not self.expected["untie_embeddings_and_output_weights"]
         self._weights = weights
-        self._map = WeightMap(shape)
+        self._map = weight_map
         # The table of a tied model has no output layer; later pipeline stages may store it all the same.
         self._tied_output = VOCABULARY_WEIGHTS[0] if self.tied else None
         self._whole: dict[str, str] = {}
@@ -53,7 +55,7 @@ class AsHf:
                 self.tensors[part.name] = part
                 self._whole[part.name] = name
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The tensors: they have been renamed already."""
         return self.tensors
 
@@ -67,7 +69,7 @@ class AsHf:
         if whole == name:
             return self._weights.load(name)
         if whole == self._tied_output:
-            return self._weights.load(whole)[: self._map.shape.vocab_size]
+            return self._weights.load(whole)[: self._map.padded_vocab_size]
         if self._held[0] != whole:
             self._held = ("", {})  # two of them need not fit into memory
             self._held = (whole, dict(self._map.to_hf(whole, self._weights.load(whole))))
@@ -80,7 +82,7 @@ class AsHf:
         """
         dtype = getattr(torch, info.dtype)
         if info.name == self._tied_output and info.shape:
-            shape = (min(info.shape[0], self._map.shape.vocab_size), *info.shape[1:])
+            shape = (min(info.shape[0], self._map.padded_vocab_size), *info.shape[1:])
             return [tensor_info(_EMBEDDINGS["huggingface"][0], info.dtype, shape)]
         try:
             names = self._map.hf_parts(info.name)
@@ -104,7 +106,7 @@ class WithoutPadding:
         self._weights, self._vocab_size = weights, vocab_size
         self.tensors = {name: self._cut(info) for name, info in weights.tensors.items()}
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The tensors: no table gives them other names."""
         return self.tensors
 
@@ -124,26 +126,33 @@ class WithoutPadding:
         return dataclasses.replace(info, shape=shape, nbytes=info.nbytes // info.shape[0] * self._vocab_size)
 
 
-def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -> tuple[Weights, Weights]:
+def under_one_naming(
+    left: Weights, right: Weights, origin: str | Path | None, bridge: str | None = None
+) -> tuple[Weights, Weights]:
     """Two checkpoints under the same names.
 
     Args:
         left: One checkpoint.
         right: The other.
         origin: A Hugging Face directory whose ``config.json`` describes both; ``None`` to find the shape in them.
+        bridge: ``mbridge`` to take the names from it instead of this package's tables.
 
     Raises:
+        BridgeError: The bridge is unknown or not installed.
         HfConfigError: The names differ, and neither checkpoint tells the model's shape.
     """
     if left.naming == right.naming == "huggingface":
         return left, right
+    if bridge is not None:
+        weight_map = bridged_weights(bridge, origin or _described(left, right))
+        return _as_hf(left, weight_map), _as_hf(right, weight_map)
     given = ModelShape.from_hf_config(origin) if origin is not None else left.shape or right.shape
     megatron = [side for side in (left, right) if side.naming == "megatron"]
     vocab_size = vocabulary_of(megatron)
     shape = given or next((found for side in megatron if (found := shape_from_arguments(side, vocab_size))), None)
     if shape is not None:
-        left, right = (AsHf(side, shape) if side.naming == "megatron" else side for side in (left, right))
-        return left, right
+        weight_map = WeightMap(shape)
+        return _as_hf(left, weight_map), _as_hf(right, weight_map)
     if left.naming != right.naming:
         origin = left.directory if left.naming == "huggingface" else right.directory
         if (origin / "config.json").is_file():
@@ -155,6 +164,21 @@ def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -
     if vocab_size < 1:
         return left, right
     return WithoutPadding(left, vocab_size), WithoutPadding(right, vocab_size)
+
+
+def _as_hf(side: Weights, weight_map: WeightTranslation) -> Weights:
+    return AsHf(side, weight_map) if side.naming == "megatron" else side
+
+
+def _described(left: Weights, right: Weights) -> Path:
+    """The side that has a ``config.json``."""
+    for side in (left, right):
+        if (side.directory / "config.json").is_file():
+            return side.directory
+    raise HfConfigError(
+        f"neither {left.directory} nor {right.directory} has a config.json, which a bridge needs; "
+        "give a Hugging Face directory with it as --origin-hf-dir"
+    )
 
 
 def vocabulary_of(sides: Sequence[Weights]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slime_convert.checkpoint import Naming, TensorInfo, tensor_info
-from slime_convert.mapping import WeightMap
+from slime_convert.mapping import WeightTranslation
 from slime_convert.torch_dist.headers import read_headers
 from slime_convert.torch_dist.layout import Place, is_optimizer, layers_under, places
 from slime_convert.torch_dist.reader import TorchDistReader
@@ -40,7 +40,7 @@ class TorchDistWeights:
         self.tensors = self._layers_of(self._stored)
         self._reader = TorchDistReader(self.directory)
 
-    def named(self, weight_map: WeightMap) -> Mapping[str, TensorInfo]:
+    def named(self, weight_map: WeightTranslation) -> Mapping[str, TensorInfo]:
         """The weights by megatron-core's names, and what none of them takes by its key and layer."""
         found: dict[str, TensorInfo] = {}
         taken: set[tuple[str, tuple[int, ...]]] = set()
