@@ -86,15 +86,28 @@ def test_a_config_beside_a_gguf_file_does_not_make_it_hugging_faces(tmp_path):
         (lambda root: None, "is no checkpoint of a known format; give one of these: "),
         (lambda root: (root / TRACKER).write_text("soon"), "holds 'soon'; it must be 'release' or a number"),
         (lambda root: (root / TRACKER).write_text("²"), "holds '²'; it must be 'release' or a number"),
+        (lambda root: (root / TRACKER).write_text("9" * 5000), "holds '9{39}; it must be 'release' or a number"),
         (lambda root: (root / TRACKER).write_bytes(b"\xff"), "cannot read .*iteration.txt"),
         (lambda root: (root / TRACKER).write_text("7"), "names iter_0000007, but that has no mp_rank_"),
         (
             lambda root: (root / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
             "has format 'zarr'; allowed: 't",
         ),
+        (lambda root: (root / "metadata.json").write_text("[" * 10**5), "is no checkpoint of a known format"),
         (lambda root: (root / ".metadata").touch(), r"metadata\.json names no format, or is missing; use a complete"),
     ],
-    ids=["nothing", "empty", "tracker", "superscript", "bytes", "no iteration", "zarr", "no record"],
+    ids=[
+        "nothing",
+        "empty",
+        "tracker",
+        "superscript",
+        "digits",
+        "bytes",
+        "no iteration",
+        "zarr",
+        "nested",
+        "no record",
+    ],
 )
 def test_every_command_says_the_same(one_origin, tmp_path, capsys, prepare, told):
     root = tmp_path / "root"

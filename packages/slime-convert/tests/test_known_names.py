@@ -105,6 +105,12 @@ def test_further_processes_of_torchrun_do_nothing(words, tmp_path, script):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("rank", ["0", ""])
+def test_the_first_process_converts(words, rank):
+    result = run("convert_to_hf", *words("convert_to_hf"), RANK=rank)
+    assert (result.returncode, result.stdout) == (2, "") and "there is no " in result.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "more", "line"),
     [

@@ -21,6 +21,8 @@ from slime_convert.unfinished import refuse_unfinished
 LEGACY, TORCH_DIST, HF, GGUF = "torch", "torch_dist", "hf", "gguf"
 """Names of formats; Megatron's are those of its ``--ckpt-format``."""
 
+_MAX_DIGITS = 18  # of an iteration
+
 _MEGATRON = f"{TRACKER} with release/ or iter_*/"
 
 
@@ -83,9 +85,9 @@ def _iteration(path: Path) -> Path | None:
         tracked = tracker.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {tracker} ({error}); give one iteration of the checkpoint") from error
-    if tracked != RELEASE and not (tracked.isascii() and tracked.isdigit()):
+    if tracked != RELEASE and not (tracked.isascii() and tracked.isdigit() and len(tracked) <= _MAX_DIGITS):
         raise CheckpointError(
-            f"{tracker} holds {tracked!r}; it must be {RELEASE!r} or a number; give one iteration of the checkpoint"
+            f"{tracker} holds {tracked!r:.40}; it must be {RELEASE!r} or a number; give one iteration of the checkpoint"
         )
     iteration = path / (tracked if tracked == RELEASE else f"iter_{int(tracked):07d}")
     if not _is_iteration(iteration):
@@ -108,7 +110,7 @@ def _backend(iteration: Path) -> str | None:
     """The format that megatron-core recorded, such as ``torch_dist`` or ``zarr``; ``None`` if it did not."""
     try:
         return str(json.loads((iteration / FORMAT).read_text(encoding="utf-8"))["sharded_backend"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -18,6 +18,6 @@ def run_script(command: str) -> NoReturn:
     Args:
         command: Of ``slime-convert``.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if (os.environ.get("RANK") or "0") != "0":
         sys.exit(0)
     sys.exit(main([command, *sys.argv[1:]], skip_unknown=True))
