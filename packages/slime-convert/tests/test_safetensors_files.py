@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 
@@ -78,22 +79,30 @@ def test_no_weights_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "header",
+    ("header", "told"),
     [
-        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
-        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}},
-        {"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}},
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
-        {"a": {"shape": [1], "data_offsets": [0, 4]}},
-        {"a": None},
-        [],
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "a of type F32 and shape .* has 4 bytes"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, "a has shape .* and offsets 0 to -4"),
+        ({"a": {"dtype": "I8", "shape": [-2, -2], "data_offsets": [0, 4]}}, r"a has shape \(-2, -2\) and offsets"),
+        ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, r"a has shape \(1\.0,\) and offsets"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, "not enough values"),
+        ({"a": {"shape": [1], "data_offsets": [0, 4]}}, "'dtype'"),
+        ({"a": None}, "NoneType"),
+        ([], "'list' object"),
     ],
 )
-def test_headers_that_contradict_themselves_are_refused(tmp_path, header):
-    data = json.dumps(header).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + b"\0" * 8)
-    with pytest.raises(HfConfigError, match=r"cannot read .*a\.safetensors"):
+def test_headers_that_contradict_themselves_are_refused(tmp_path, header, told):
+    write(tmp_path / "a.safetensors", header, bytes(4))
+    with pytest.raises(HfConfigError, match=rf"cannot read .*a\.safetensors \(.*{told}"):
         read_header(tmp_path / "a.safetensors")
+
+
+def test_a_header_longer_than_any_is_not_read(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((10**8 + 1).to_bytes(8, "little"))
+    os.truncate(path, 2 * 10**8)  # without taking up space
+    with pytest.raises(HfConfigError, match=r"a header of 100000001 bytes in a file of 200000000"):
+        read_header(path)
 
 
 def test_no_damage_is_told_by_anything_but_our_error(tmp_path):
@@ -154,6 +163,10 @@ def test_empty_tensors_share_their_place_with_the_next(tmp_path):
     assert {name: entry.shape for name, entry in read_header(tmp_path / "a.safetensors").items()} == {
         name: tuple(tensor.shape) for name, tensor in tensors.items()
     }
+    entries = {name: {"dtype": "F32", "shape": [n], "data_offsets": [0, 4 * n]} for name, n in (("a", 1), ("z", 0))}
+    write(tmp_path / "b.safetensors", entries, bytes(4))
+    assert list(read_header(tmp_path / "b.safetensors")) == ["z", "a"]
+    safe_open(tmp_path / "b.safetensors", framework="pt")
 
 
 @pytest.mark.parametrize("read", [read_directory, lambda path: HfReader(path).names])
