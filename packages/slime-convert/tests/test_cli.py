@@ -201,3 +201,13 @@ def test_existing_output_needs_force(one_origin, tmp_path, capsys):
     shutil.rmtree(converted / "release")
     assert main([*words, "--force"]) == 0
     assert (converted / "release" / ".metadata").is_file()
+
+
+def test_a_mistake_of_ours_is_no_difference(monkeypatch, capsys):
+    def broken(path):
+        raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr("slime_convert.inspection.inspect_checkpoint", broken)
+    assert main(["inspect", "x"]) == 2
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert trace[-1] == "RuntimeError: what nobody thought of" and "report it with the lines above" in line

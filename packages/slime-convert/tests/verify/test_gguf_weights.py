@@ -197,6 +197,15 @@ def test_what_cannot_be_compared_is_told(origin, family, tmp_path):
         verify(path, origin)
 
 
+def test_a_projection_without_columns_is_another_shape(origin, family, tmp_path):
+    weights = weights_of(origin)
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    empty = {"blk.1.attn_k.weight": np.empty((32, 0), np.float32)}
+    file = write(tmp_path / "a.gguf", weights, architecture=family, more=empty)
+    assert verify(file, file).equal
+    assert [difference.kind for difference in verify(file, origin).differences] == ["shape"]
+
+
 def test_the_extra_is_asked_for(origin, family, tmp_path, monkeypatch):
     path = write(tmp_path / "a.gguf", weights_of(origin), architecture=family)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

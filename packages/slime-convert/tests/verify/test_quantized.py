@@ -111,6 +111,10 @@ def test_a_way_that_is_not_read(quantized, tmp_path):
     (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
     found = verify(tmp_path / "gptq", tmp_path / "gptq")
     assert found.equal and found.right.storage == "gptq, bits 4; compared as stored"
+    shutil.copytree(tmp_path / "gptq", tmp_path / "awq")
+    config["quantization_config"] = {"quant_method": "awq"}
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
+    assert verify(tmp_path / "gptq", tmp_path / "awq").equal
     for other in ("origin", "fp8", "td"):
         with pytest.raises(QuantizationError, match=r"quant_method 'gptq' in .* is not supported"):
             verify(quantized / other, tmp_path / "gptq")

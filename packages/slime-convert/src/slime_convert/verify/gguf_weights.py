@@ -74,7 +74,7 @@ class GgufWeights:
         except (OSError, ValueError, NotImplementedError) as error:
             raise GgufError(f"cannot read {place.name} of {self.directory} ({error}); give another file") from error
         heads = self._rotated.get(name.split(".")[-2]) if "." in name else None
-        if heads is None or expanded.dim() != 2 or expanded.shape[0] % (2 * heads):
+        if heads is None or expanded.dim() != 2 or expanded.shape[0] % (2 * heads) or not expanded.numel():
             return expanded
         # llama.cpp rotates neighbouring channels of a head, transformers the two halves.
         pairs = expanded.reshape(heads, -1, 2, expanded.shape[1])
