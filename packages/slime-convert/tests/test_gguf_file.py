@@ -92,6 +92,19 @@ def test_headers_are_read_as_gguf_reads_them(tmp_path_factory, settings_, kinds)
     ]
 
 
+def test_tensors_lie_where_the_files_own_alignment_puts_them(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "x")
+    writer.add_custom_alignment(512)
+    for name in "ab":
+        writer.add_tensor(name, np.arange(3, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    theirs = [tensor.data_offset for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors]
+    assert [tensor.offset for tensor in read_gguf(tmp_path / "a.gguf").tensors] == theirs == [512, 1024]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_inspect_tells_types_and_shape(tmp_path, architecture):
     tensors, settings_ = model(architecture)
