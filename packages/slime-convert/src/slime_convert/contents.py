@@ -11,13 +11,13 @@ from slime_convert.errors import ConvertError, QuantizationError
 from slime_convert.gguf_file import PLAIN_KINDS, hf_config, is_scaled, read_gguf
 from slime_convert.legacy.layout import rank_files
 from slime_convert.legacy.reader import LegacyReader
-from slime_convert.legacy.torch_file import StoredTensor, TorchFile
 from slime_convert.quantize.formats import format_of, settings_of, without_quantization
 from slime_convert.quantize.formats import read_config as read_quantized_config
 from slime_convert.safetensors_files import read_directory
 from slime_convert.shape import ModelShape
 from slime_convert.torch_dist.headers import plain_arguments, read_headers
 from slime_convert.torch_dist.layout import METADATA, RELEASE, fused_name, is_optimizer
+from slime_convert.torch_file import StoredTensor, TorchFile
 
 _PACKED_BITS = 4  # unless the settings say another number
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime_convert.errors import CheckpointError
 from slime_convert.legacy.layout import Parallel, Rank, by_rank, rank_files
-from slime_convert.legacy.torch_file import StoredTensor, TorchFile
 from slime_convert.torch_dist.layout import Place, places
+from slime_convert.torch_file import StoredTensor, TorchFile
 
 if TYPE_CHECKING:
     import torch

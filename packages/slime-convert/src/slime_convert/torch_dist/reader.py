@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from slime_convert import plain_pickle
 from slime_convert.errors import CheckpointError
 from slime_convert.formats import TORCH_DIST, detect
-from slime_convert.legacy.torch_file import StoredTensor, TorchFile
 from slime_convert.torch_dist.headers import read_arguments
 from slime_convert.torch_dist.layout import METADATA, Place, is_optimizer, places
+from slime_convert.torch_file import StoredTensor, TorchFile
 
 
 class TorchDistReader:

@@ -14,8 +14,8 @@ import torch
 from torch.utils.serialization import config
 
 from slime_convert.errors import CheckpointError
-from slime_convert.legacy.torch_file import StoredTensor, TorchFile
 from slime_convert.plain_pickle import Inert
+from slime_convert.torch_file import StoredTensor, TorchFile
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
