@@ -14,6 +14,7 @@ import torch
 from torch.utils.serialization import config
 
 from slime_convert.errors import CheckpointError
+from slime_convert.mapped import map_tensor
 from slime_convert.plain_pickle import Inert
 from slime_convert.torch_file import StoredTensor, TorchFile
 
@@ -26,9 +27,21 @@ def equal_bits(ours, theirs):
     )
 
 
-def bytes_read():
-    """By this process's calls of read, so far."""
-    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """Tells how many bytes this process's calls of read have given, and how many were mapped, so far."""
+    mapped = []
+
+    def counted(file, first, count, dtype):
+        mapped.append(count * dtype.itemsize)
+        return map_tensor(file, first, count, dtype)
+
+    def told():
+        reads = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"]
+        return int(reads) + sum(mapped)
+
+    monkeypatch.setattr("slime_convert.mapped.map_tensor", counted)
+    return told
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -57,7 +70,7 @@ def test_plain_values_are_read_and_foreign_ones_are_not(tmp_path):
     assert content == {"number": 1, "text": "a", "path": Path("x"), "list": [1, {2}], "state": random.getstate()}
 
 
-def test_only_what_is_asked_for_is_read(tmp_path):
+def test_only_what_is_asked_for_is_read(tmp_path, bytes_read):
     """A storage of 8 MiB that is not asked for; two halves of one storage, as Megatron's parameter buffers are."""
     buffer = torch.randn(2, 256, 256)
     state = {"first": buffer[0], "second": buffer[1], "small": torch.randn(100), "optimizer": torch.randn(2**21)}

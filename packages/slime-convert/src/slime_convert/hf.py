@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slime_convert.errors import HfConfigError, WeightError
+from slime_convert.mapped import map_tensor
 from slime_convert.quantize.formats import without_quantization
 from slime_convert.safetensors_files import TORCH_NAMES, Entry, read_directory
 from slime_convert.shard_file import SAFETENSORS_DTYPES, TensorSpec
@@ -20,7 +21,6 @@ from slime_convert.unfinished import refuse_unfinished
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
 _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
-_MAPPED_BYTES = 2**30
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -39,8 +39,7 @@ class HfReader:
         self.directory = Path(directory)
         self._entries: dict[str, Entry] = read_directory(self.directory)
         self._path: Path | None = None  # the file that is open
-        self._file: Any = None
-        self._read_bytes = 0
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> HfReader:
         return self
@@ -64,18 +63,18 @@ class HfReader:
         """One weight.
 
         Raises:
-            WeightError: There is none of this name.
+            WeightError: There is none of this name, or its type is unknown.
             HfConfigError: Its file cannot be read any more, or its checksum, if the file has one, is wrong.
         """
-        entry = self._entry(name)
-        # A file is mapped into memory, and what was read of it counts as this process's until it is closed.
-        if entry.path != self._path or self._read_bytes > _MAPPED_BYTES:
-            self._open(entry.path)
-        tensor: Tensor = self._file.get_tensor(name)
-        self._read_bytes += tensor.nbytes
+        spec, entry = HfReader.spec(self, name), self._entry(name)
+        try:
+            file = self._file if self._file and entry.path == self._path else self._open(entry.path)
+            flat = map_tensor(file, entry.offset, math.prod(spec.shape), spec.dtype)
+        except (OSError, ValueError) as error:
+            raise HfConfigError(f"cannot read {entry.path} ({error}); fetch the model again") from error
         if entry.checksum is not None:
-            entry.check(name, tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return tensor
+            entry.check(name, flat.view(torch.uint8).numpy().data)
+        return flat.reshape(spec.shape)
 
     def spec(self, name: str) -> TensorSpec:
         """Type and shape of one weight, quantized or not, without reading it.
@@ -115,18 +114,14 @@ class HfReader:
                 f"{self.directory} has no weight {name}, which its config.json asks for; fetch the model again"
             ) from None
 
-    def _open(self, path: Path) -> Any:
+    def _open(self, path: Path) -> BinaryIO:
         self._close()
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise HfConfigError(f"cannot read {path} ({error}); fetch the model again") from error
-        self._path, self._read_bytes = path, 0
+        self._file, self._path = path.open("rb", buffering=0), path
         return self._file
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.__exit__(None, None, None)
+            self._file.close()
         self._file = self._path = None
 
 

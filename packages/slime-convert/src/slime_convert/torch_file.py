@@ -1,7 +1,7 @@
 """Files of ``torch.save``, read tensor by tensor: nothing foreign is unpickled, what is not asked for stays on disk.
 
 ``torch.load(mmap=True)`` would leave the rest on disk too, but maps the file privately and writably, which Linux
-refuses for a file that is larger than the memory. Here each tensor's bytes are read when its turn comes, and checked.
+refuses for a file that is larger than the memory. Here each tensor is mapped when its turn comes, and checked.
 Torch is imported when the first tensor is: what a file holds is told without it.
 """
 
@@ -24,6 +24,7 @@ from slime_convert.checkpoint import ITEM_BYTES
 from slime_convert.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _LOCAL_HEADER_BYTES = 30  # fixed part of the header before a record in a zip archive; its name and extra field follow
@@ -74,10 +75,7 @@ class StoredTensor:
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=dtype)
         span, start = _span(self.shape, self.stride), self.offset * ITEM_BYTES[self.dtype]
-        self.file.require(self.key, start + span * ITEM_BYTES[self.dtype])
-        flat = torch.empty(span, dtype=dtype)
-        self.file.read(self.key, start, flat.view(torch.uint8).numpy().data)
-        return flat.as_strided(self.shape, self.stride)
+        return self.file.map(self.key, start, span, dtype).as_strided(self.shape, self.stride)
 
 
 class TorchFile:
@@ -124,25 +122,33 @@ class TorchFile:
             raise self._damaged(f"it lacks bytes of storage {key}")
         return info
 
-    def read(self, key: str, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes of one storage, from its byte ``start`` on.
+    def map(self, key: str, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Elements of one storage, from its byte ``start`` on, as :func:`slime_convert.mapped.map_tensor` gives them.
 
         Raises:
             CheckpointError: They are missing, or the storage's checksum is another than when it was written.
         """
-        info = self.require(key, start + len(target))
+        import torch
+
+        from slime_convert.mapped import map_tensor
+
+        nbytes = count * dtype.itemsize
+        info = self.require(key, start + nbytes)
+        whole = nbytes == info.file_size
+        begin, length = self._part or (0, self.path.stat().st_size)
         try:
             with self._file() as file:
                 first = _first_byte(file, info)
-                whole = len(target) == info.file_size
                 if not whole:
                     self._check_once(file, info, first)
-                file.seek(first + start)
-                _fill(file, target)
-        except (OSError, EOFError, struct.error) as error:
+                if first + start + nbytes > length:
+                    raise EOFError("the file is cut off")
+                flat = map_tensor(file, begin + first + start, count, dtype)
+        except (OSError, EOFError, ValueError, struct.error) as error:
             raise self._damaged(repr(error)) from error
-        if whole and info.CRC and zlib.crc32(target) != info.CRC:
+        if whole and info.CRC and zlib.crc32(flat.view(torch.uint8).numpy().data) != info.CRC:
             raise self._damaged(f"the checksum of storage {key} is wrong")
+        return flat
 
     def _check_once(self, file: BinaryIO, info: zipfile.ZipInfo, first: int) -> None:
         """Check the checksum of a storage that is read in parts. A checksum of 0 was not computed when saving."""
@@ -186,6 +192,10 @@ class _Part(io.RawIOBase, BinaryIO):
 
     def __init__(self, file: BinaryIO, first: int, length: int) -> None:
         self._file, self._first, self._length, self._place = file, first, length, 0
+
+    def fileno(self) -> int:
+        """Of the whole file."""
+        return self._file.fileno()
 
     def seekable(self) -> bool:
         """Always."""

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_convert.checksums import file_checksum, write_checked
 
+_ALIGNMENT = 64  # bytes
+
 
 class Part:
     """One file with tensors.
@@ -95,6 +97,7 @@ class PartsWriter(FileSystemWriter):
             files = _OneFile(file)
             self.fs = files
             for item in part.plan.items:
+                files.stream.align()
                 (written,) = self.write_data(replace(part.plan, items=[item]), planner).wait()
                 if files.stream.error:
                     raise files.stream.error
@@ -130,6 +133,11 @@ class _ChecksummedStream(io.RawIOBase):
     def writable(self) -> bool:
         """Always."""
         return True
+
+    def align(self) -> None:
+        """Go on where torch's alignment of tensors in what it saves holds in this file too."""
+        if gap := -self.tell() % _ALIGNMENT:
+            self.write(bytes(gap))
 
     def tell(self) -> int:
         """Bytes written so far."""
