@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from slime_convert.ahead import made_ahead
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.safetensors_files import INDEX
 from slime_convert.shard_file import ShardFile, TensorSpec
@@ -29,6 +30,23 @@ class Step:
     specs: tuple[TensorSpec, ...]
     make: Callable[[], Iterable[Tensor]]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def take(self) -> list[Tensor]:
+        """Make the tensors, each contiguous.
+
+        Raises:
+            ValueError: A tensor is not as its spec says, or there are more or fewer.
+        """
+        tensors = list(self.make())
+        for spec, tensor in zip(self.specs, tensors, strict=True):
+            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"{spec.name} must be {spec}, not {tensor.dtype} {tuple(tensor.shape)}")
+        return [tensor.contiguous() for tensor in tensors]
+
 
 def write_shards(
     directory: Path,
@@ -36,14 +54,14 @@ def write_shards(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     on_progress: OnProgress = no_progress,
 ) -> None:
-    """Write weights as ``model.safetensors``, or as numbered shards with an index.
+    """Write weights as ``model.safetensors``, or as numbered shards with an index, in the order of the steps.
 
     Files of the same specs that an earlier call left unfinished are continued: a tensor whose checksum is right stays,
     and a step of which every tensor stays is not taken.
 
     Args:
         directory: Where the files go.
-        steps: The weights, in the order of the shards. Each step is taken when the one before is written.
+        steps: The weights, in the order of the shards. While one is written, a thread makes the next.
         max_shard_bytes: Largest shard, in bytes of tensors; a single larger tensor makes a shard of its own.
         on_progress: Told the bytes that stay, then those that are written after each step.
 
@@ -58,13 +76,13 @@ def write_shards(
     total = sum(spec.nbytes for spec in specs)
     done = sum(spec.nbytes for spec in specs if spec.name in finished)
     on_progress(done, total)
-    with ExitStack() as open_file:
-        for step in steps:
+    left = [step for step in steps if any(spec.name not in finished for spec in step.specs)]
+    with ExitStack() as open_file, closing(made_ahead((step.nbytes, step.take) for step in left)) as taken:
+        for step in left:
             missing = {spec.name: spec.nbytes for spec in step.specs if spec.name not in finished}
-            if missing:
-                _take(step, {name: file_of[name] for name in missing}, open_file)
-                done += sum(missing.values())
-                on_progress(done, total)
+            _write(step, next(taken), {name: file_of[name] for name in missing}, open_file)
+            done += sum(missing.values())
+            on_progress(done, total)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": total},
@@ -80,18 +98,15 @@ def _files(directory: Path, shards: Sequence[Sequence[TensorSpec]]) -> list[Shar
     return [ShardFile(directory / name, shard) for name, shard in zip(names, shards, strict=True)]
 
 
-def _take(step: Step, file_of: dict[str, ShardFile], open_file: ExitStack) -> None:
-    """Make the tensors of a step, and write those that have a file here. One file at a time is open."""
-    for spec, tensor in zip(step.specs, step.make(), strict=True):
-        if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-            raise ValueError(f"{spec.name} must be {spec}, not {tensor.dtype} {tuple(tensor.shape)}")
+def _write(step: Step, tensors: Sequence[Tensor], file_of: dict[str, ShardFile], open_file: ExitStack) -> None:
+    """Write those tensors of a step that have a file here. One file at a time is open."""
+    for spec, tensor in zip(step.specs, tensors, strict=True):
         file = file_of.get(spec.name)
         if file is not None:
             if not file.is_open:
                 open_file.close()
                 open_file.enter_context(file)
             file.write(spec, tensor)
-        del tensor  # before the next is made
 
 
 def _split(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
