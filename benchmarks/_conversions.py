@@ -187,6 +187,7 @@ def _write_file(path: Path, weights: dict[str, list[int]], *, sparse: bool) -> N
         start, end = end, end + nbytes({name: shape})
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as the safetensors library aligns what follows
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         if sparse:

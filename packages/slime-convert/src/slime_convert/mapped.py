@@ -6,6 +6,7 @@ Filling new memory costs more than copying does, since the system has to clear e
 from __future__ import annotations
 
 import mmap
+import os
 from typing import BinaryIO
 
 import torch
@@ -30,10 +31,22 @@ def map_tensor(file: BinaryIO, first: int, count: int, dtype: torch.dtype) -> Te
     """
     if not count:
         return torch.empty(0, dtype=dtype)
+    if first % dtype.itemsize:
+        # Compiled code may rely on elements lying at multiples of their size; not every program's files have them so.
+        read = torch.empty(count, dtype=dtype)
+        _fill(file.fileno(), first, read.view(torch.uint8).numpy().data)
+        return read
     skipped = first % mmap.ALLOCATIONGRANULARITY
     length = skipped + count * dtype.itemsize
     pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=first - skipped)
     pages.madvise(mmap.MADV_WILLNEED)  # read ahead further than the system would by itself
-    data = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped)
-    # Compiled code may rely on elements lying at multiples of their size; other programs' files need not have them so.
-    return (data.clone() if first % dtype.itemsize else data).view(dtype)
+    return torch.frombuffer(pages, dtype=dtype, offset=skipped)
+
+
+def _fill(descriptor: int, first: int, target: memoryview) -> None:
+    """One call of the system reads 2 GiB at most."""
+    while target:
+        count = os.preadv(descriptor, [target], first)
+        if not count:
+            raise ValueError("the file is cut off")
+        target, first = target[count:], first + count
