@@ -126,7 +126,7 @@ def test_a_second_interrupt_does_not_keep_the_earlier_output_from_coming_back(tm
     (tmp_path / "out" / "hf").mkdir(parents=True)
     (tmp_path / "out" / "hf" / "config.json").write_text("old")
     assert main(["gguf-to-hf", "--gguf", str(tmp_path), "--save", str(tmp_path / "out" / "hf"), "--force"]) == 130
-    assert renamed == ["hf", "output", ".hf.old"]
+    assert renamed == ["record", "hf", "output", ".hf.old"]
     assert (tmp_path / "out" / "hf" / "config.json").read_text() == "old"
     with pytest.raises(KeyboardInterrupt):  # the caller's own handling is back
         signal.raise_signal(signal.SIGINT)
