@@ -7,7 +7,6 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from slime_convert.ahead import made_ahead
 from slime_convert.errors import CheckpointError
 from slime_convert.progress import OnProgress, no_progress
 from slime_convert.torch_dist.layout import (
@@ -124,13 +122,13 @@ def _write_tensors(
     sizes = {item.write.index: item.nbytes for item in items}
     done = sum(sizes[write.index] for part in parts if part.name in kept for write in part.plan.items)
     on_progress(done, total)
-    left = [part for part in parts if part.name not in kept]
-    with planner.loading(write for part in left for write in part.plan.items):
-        for part in left:
-            for index in writer.write_part(part, planner):
-                if sizes[index]:
-                    done += sizes[index]
-                    on_progress(done, total)
+    for part in parts:
+        if part.name in kept:
+            continue
+        for index in writer.write_part(part, planner):
+            if sizes[index]:
+                done += sizes[index]
+                on_progress(done, total)
     writer.finish(metadata, [part.results() for part in parts])
 
 
@@ -157,27 +155,6 @@ class _Item:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.source.nbytes if self.source else 0
-
-    def load(self) -> Tensor | io.BytesIO:
-        """What is written.
-
-        Raises:
-            CheckpointError: The tensor is another than was announced.
-        """
-        source = self.source
-        if source is None:
-            # megatron-core unpickles a list with one entry per object.
-            buffer = io.BytesIO()
-            torch.save([None], buffer)
-            return buffer
-        assert self.write.tensor_data is not None
-        tensor = source.load()
-        if tuple(tensor.shape) != source.shape or tensor.dtype != source.dtype:
-            raise CheckpointError(
-                f"{source.name} was announced as {source.dtype} {source.shape}, "
-                f"but is {tensor.dtype} {tuple(tensor.shape)}"
-            )
-        return tensor.reshape(self.write.tensor_data.chunk.sizes).contiguous()
 
 
 def _items(weights: Iterable[WeightSource], stack_layers: bool) -> list[_Item]:
@@ -254,20 +231,25 @@ def _extra_states(modules: Mapping[str, tuple[int, ...]]) -> list[_Item]:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Gives torch's writer each tensor when it is written; the next one is loaded meanwhile."""
+    """Gives torch's writer each tensor when it is written."""
 
     def __init__(self, items: Sequence[_Item]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._items = {item.write.index: item for item in items}
-        self._loaded: Iterator[Tensor | io.BytesIO] = iter(())
-
-    @contextmanager
-    def loading(self, writes: Iterable[WriteItem]) -> Iterator[None]:
-        """Load what these items write, which are written in this order."""
-        items = (self._items[write.index] for write in writes)
-        with closing(made_ahead((item.nbytes, item.load) for item in items)) as self._loaded:
-            yield
+        self._sources = {item.write.index: item.source for item in items}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What the next item writes."""
-        return next(self._loaded)
+        """Load what one item writes."""
+        source = self._sources[write_item.index]
+        if source is None:
+            # megatron-core unpickles a list with one entry per object.
+            buffer = io.BytesIO()
+            torch.save([None], buffer)
+            return buffer
+        assert write_item.tensor_data is not None
+        tensor = source.load()
+        if tuple(tensor.shape) != source.shape or tensor.dtype != source.dtype:
+            raise CheckpointError(
+                f"{source.name} was announced as {source.dtype} {source.shape}, "
+                f"but is {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        return tensor.reshape(write_item.tensor_data.chunk.sizes).contiguous()
