@@ -22,6 +22,7 @@ def test_every_field_is_a_flag_with_help():
     assert all(spec.help for spec in specs.values())
     assert specs["rollout_stop_token_ids"].type is int
     assert specs["eval_prompt_data"].nargs == "+"
+    assert (specs["prompt_data"].type, specs["prompt_data"].nargs) == (str, "+")
     assert specs["apply_chat_template"].is_switch
     assert specs["rm_type"].choices == RULES
 
@@ -47,6 +48,15 @@ def test_every_field_is_a_flag_with_help():
         ({"rm_timeout": float("inf")}, "--rm-timeout inf"),
         ({"rm_type": "telepathy"}, "allowed: exact, first_integer"),
         ({"rm_type": "exact", "custom_rm_path": "a.b"}, "give one of them"),
+        ({"prompt_data": ()}, "--prompt-data names no data set"),
+        ({"prompt_data": ("a", "b"), "prompt_data_weights": (1.0,)}, "has 1 values and --prompt-data 2 paths"),
+        ({"prompt_data_weights": (0.0,)}, "--prompt-data-weights 0.0 is no share"),
+        ({"prompt_data_weights": (float("nan"),)}, "--prompt-data-weights nan is no share"),
+        ({"on_bad_data": "ignore"}, "--on-bad-data ignore is unknown; allowed: error, skip"),
+        ({"apply_chat_template_kwargs": "{"}, "--apply-chat-template-kwargs { is no JSON"),
+        ({"apply_chat_template_kwargs": "[]"}, "--apply-chat-template-kwargs [] is no JSON object"),
+        ({"apply_chat_template_kwargs": '{"a": 1}'}, "no effect without --apply-chat-template"),
+        ({"apply_chat_template": True, "apply_chat_template_kwargs": '{"tokenize": true}'}, "sets tokenize, which"),
         ({"eval_prompt_data": ("a", "a.jsonl", "b")}, "give pairs of NAME PATH"),
         ({"eval_prompt_data": ("a", "1.jsonl", "a", "2.jsonl")}, "the name a twice"),
     ],
@@ -54,6 +64,17 @@ def test_every_field_is_a_flag_with_help():
 def test_a_bad_value_is_named_with_what_is_allowed(changes, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         make(**changes)
+
+
+def test_one_data_set_or_several():
+    assert make().prompt_paths == ("train.jsonl",)
+    assert make(prompt_data=("a", "b@[1:]"), prompt_data_weights=(3.0, 1.0)).prompt_paths == ("a", "b@[1:]")
+
+
+def test_arguments_of_the_template_are_json():
+    assert make().chat_template_kwargs == {}
+    given = make(apply_chat_template=True, apply_chat_template_kwargs='{"enable_thinking": false}')
+    assert given.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_eval_sets():

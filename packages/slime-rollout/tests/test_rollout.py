@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from slime_core.errors import DataError
 from slime_core.interfaces import Rollout
@@ -72,6 +73,25 @@ def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, 
     given = RolloutManager(config, router_url=engine.url, run_seed=5, data=data)
     assert given.source is data.source
     assert given.evaluate(0).pass_rates.keys() == {"held out"}
+
+
+def test_weighted_data_sets_with_template_arguments(manager, tokenizer_dir, write_rows):
+    sums = write_rows([{"prompt": f"{place} + 1 =", "label": "1"} for place in range(3)], "sums.jsonl")
+    changes = {
+        "prompt_data": (sums, write_rows([{"prompt": "say 1", "label": "1"}], "say.jsonl")),
+        "prompt_data_weights": (1.0, 3.0),
+        "rollout_batch_size": 4,
+        "apply_chat_template": True,
+        "apply_chat_template_kwargs": '{"add_generation_prompt": false}',
+    }
+    given = manager(**changes)
+    first, second = ([group[0].prompt for group in given.generate(number).groups] for number in (0, 1))
+    assert first == ["say 1", "0 + 1 =", "say 1", "say 1"]
+    assert second == ["say 1", "1 + 1 =", "say 1", "say 1"]
+    (group,) = given.source.get_samples(1)
+    assert AutoTokenizer.from_pretrained(tokenizer_dir).decode(group[0].tokens) == "<|start|>user:say 1<|end|>"
+    with pytest.raises(DataError, match="other prompts or another order"):
+        manager(**{**changes, "prompt_data_weights": (1.0, 1.0)}).load_state_dict(given.state_dict())
 
 
 def test_every_sample_has_its_own_seed(manager, engine):

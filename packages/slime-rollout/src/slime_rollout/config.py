@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
 
 RULES = ("exact", "first_integer")
 DEFAULT_RULE = "exact"
+BAD_DATA = ("error", "skip")
+# What rendering a prompt decides itself.
+_OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +28,25 @@ class RolloutConfig:
     hf_checkpoint: str = flag(
         help="Hugging Face directory: the model that engines start with, its config and tokenizer", metavar="DIR"
     )
-    prompt_data: str = flag(help="JSONL file of prompts; PATH@[a:b] takes rows a to b as Python does", metavar="PATH")
+    prompt_data: tuple[str, ...] | str = flag(
+        help="prompts: JSON Lines (also .gz, .zst), Parquet, directories that `datasets` saved; several are joined; "
+        "PATH@[a:b] takes rows a to b as Python does",
+        metavar="PATH",
+    )
+    prompt_data_weights: tuple[float, ...] = flag(
+        (), help="share of each data set of --prompt-data in an epoch; without it every prompt comes once"
+    )
     input_key: str | None = flag(None, help="field of the prompt in a row; without it `prompt`, then `input`")
     label_key: str | None = flag(None, help="field of the answer in a row; without it `label` where there is one")
     metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
+    tool_key: str = flag("tools", help="field of a row's tools, handed to the chat template and kept in its metadata")
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
+    apply_chat_template_kwargs: str = flag(
+        "{}", help='further arguments of the chat template, such as {"enable_thinking": false}', metavar="JSON"
+    )
+    on_bad_data: str = flag(
+        "error", choices=BAD_DATA, help="what to do about rows that cannot be used: stop, or count, tell and skip them"
+    )
     rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts")
     n_samples_per_prompt: int = flag(1, help="samples of each prompt: the size of a group", unit="samples")
     rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
@@ -63,10 +82,33 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
+        self._check_data()
         self._check_counts()
         self._check_sampling()
         self._check_rewards()
         self.eval_sets  # noqa: B018  a property that checks what it reads
+
+    @property
+    def prompt_paths(self) -> tuple[str, ...]:
+        """The training data sets, in the order given."""
+        return (self.prompt_data,) if isinstance(self.prompt_data, str) else self.prompt_data
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """``--apply-chat-template-kwargs``, read."""
+        text = self.apply_chat_template_kwargs
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"--apply-chat-template-kwargs {text} is no JSON ({error}); "
+                'give an object such as {"enable_thinking": false}'
+            ) from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f'--apply-chat-template-kwargs {text} is no JSON object; give one such as {{"enable_thinking": false}}'
+            )
+        return values
 
     @property
     def eval_sets(self) -> dict[str, str]:
@@ -91,6 +133,26 @@ class RolloutConfig:
         if self.custom_rm_path is not None:
             return None
         return self.rm_type or DEFAULT_RULE
+
+    def _check_data(self) -> None:
+        paths, weights = self.prompt_paths, self.prompt_data_weights
+        if not paths or not all(paths):
+            raise ConfigError("--prompt-data names no data set; give one or more paths")
+        if weights and len(weights) != len(paths):
+            raise ConfigError(
+                f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; "
+                "give one weight for each path"
+            )
+        for weight in weights:
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ConfigError(f"--prompt-data-weights {weight} is no share; give numbers above 0")
+        if self.on_bad_data not in BAD_DATA:
+            raise ConfigError(f"--on-bad-data {self.on_bad_data} is unknown; allowed: {', '.join(BAD_DATA)}")
+        kwargs = self.chat_template_kwargs
+        if kwargs and not self.apply_chat_template:
+            raise ConfigError("--apply-chat-template-kwargs has no effect without --apply-chat-template; add that")
+        if own := sorted(kwargs.keys() & _OWN_TEMPLATE_ARGUMENTS):
+            raise ConfigError(f"--apply-chat-template-kwargs sets {', '.join(own)}, which slime itself sets; leave out")
 
     def _check_counts(self) -> None:
         for name in (

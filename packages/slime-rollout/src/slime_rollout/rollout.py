@@ -41,9 +41,14 @@ class RolloutData:
             ConfigError: The tokenizer cannot be used.
             DataError: A prompt file breaks its format.
         """
-        encoder = PromptEncoder(load_tokenizer(config.hf_checkpoint), apply_chat_template=config.apply_chat_template)
+        encoder = PromptEncoder(
+            load_tokenizer(config.hf_checkpoint),
+            apply_chat_template=config.apply_chat_template,
+            template_kwargs=config.chat_template_kwargs,
+        )
+        parts = [PromptDataset.load(path, config, encoder) for path in config.prompt_paths]
         source = RolloutDataSource(
-            PromptDataset.load(config.prompt_data, config, encoder),
+            PromptDataset.join(parts, config.prompt_data_weights),
             samples_per_prompt=config.n_samples_per_prompt,
             shuffle=config.rollout_shuffle,
             seed=config.rollout_seed,

@@ -21,6 +21,13 @@ def test_counts_every_file_of_a_run(write_rows):
     assert check_prompt_data(given) == {f"{train}@[1:]": 4, held_out: 3}
 
 
+def test_every_training_set_is_read(write_rows, tmp_path):
+    paths = tuple(write_rows([{"prompt": "a", "label": "1"}] * count, f"{count}.jsonl") for count in (1, 2))
+    assert check_prompt_data(config(paths)) == dict(zip(paths, (1, 2), strict=True))
+    with pytest.raises(DataError, match=r"none\.parquet does not exist"):
+        check_prompt_data(config((paths[0], str(tmp_path / "none.parquet"))))
+
+
 def test_a_bad_held_out_file_is_found_too(write_rows, tmp_path):
     train = write_rows([{"prompt": "a", "label": "1"}])
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
@@ -49,7 +56,7 @@ def test_checking_loads_no_tokenizer_and_no_http(write_rows):
     code = (
         "import sys; from slime_rollout.config import RolloutConfig; from slime_rollout.data import check_prompt_data; "
         f"check_prompt_data(RolloutConfig(hf_checkpoint='none', prompt_data={path!r}, rollout_batch_size=1)); "
-        "print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
+        "print({'torch', 'transformers', 'aiohttp', 'pyarrow', 'datasets'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

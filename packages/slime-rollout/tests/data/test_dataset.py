@@ -54,3 +54,24 @@ def test_the_digest_tells_data_sets_apart(load, write_rows):
     assert load(write_rows(rows, "copy.jsonl")).digest == digest
     assert load(write_rows(rows[::-1])).digest != digest
     assert load(write_rows([rows[0], {"prompt": "b", "label": "3"}])).digest != digest
+
+
+def test_data_sets_are_joined_in_their_order(load, write_rows):
+    one, two = (load(write_rows([{"prompt": text, "label": "1"} for text in texts])) for texts in ("ab", "c"))
+    joined = PromptDataset.join([one, two])
+    prompts = [joined.group(place, group_index=0, first_index=0, size=1)[0].prompt for place in range(len(joined))]
+    assert prompts == ["a", "b", "c"]
+    assert joined.epoch_order(0, shuffle=False, seed=0) == [0, 1, 2]
+    weighted = PromptDataset.join([one, two], [1.0, 2.0])
+    assert weighted.epoch_order(0, shuffle=False, seed=0) == [2, 0, 2]
+    digests = {joined.digest, weighted.digest, PromptDataset.join([one, two], [2.0, 1.0]).digest}
+    assert len(digests) == 3
+    assert PromptDataset.join([one]).digest == one.digest
+
+
+def test_tools_are_in_the_samples_metadata(load, write_rows):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (sample,) = load(write_rows([{"prompt": "a", "label": "1", "api": tools}]), tool_key="api").group(
+        0, group_index=0, first_index=0, size=1
+    )
+    assert sample.metadata == {"tools": tools}

@@ -10,15 +10,18 @@ from slime_core.interfaces import DataSource
 from slime_rollout.data import PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
 
 
-def dataset(size):
+def dataset(size, weights=None):
+    if weights is not None:
+        parts = [dataset(size), dataset(size + 2)]
+        return PromptDataset.join(parts, weights)
     return PromptDataset(
         TokenizedPrompt(row=PromptRow(where="", prompt=f"p{place}", label=str(place)), tokens=[place, place + 1])
         for place in range(size)
     )
 
 
-def source(size=5, samples=2, shuffle=True, seed=42):
-    return RolloutDataSource(dataset(size), samples_per_prompt=samples, shuffle=shuffle, seed=seed)
+def source(size=5, samples=2, shuffle=True, seed=42, weights=None):
+    return RolloutDataSource(dataset(size, weights), samples_per_prompt=samples, shuffle=shuffle, seed=seed)
 
 
 def prompts(groups):
@@ -69,10 +72,11 @@ def test_groups_given_back_come_first_as_they_are():
     size=st.integers(1, 7),
     samples=st.integers(1, 3),
     shuffle=st.booleans(),
+    weights=st.none() | st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
     batches=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=8),
     data=st.data(),
 )
-def test_stopping_anywhere_and_continuing_equals_never_stopping(size, samples, shuffle, batches, data):
+def test_stopping_anywhere_and_continuing_equals_never_stopping(size, samples, shuffle, weights, batches, data):
     stop = data.draw(st.integers(0, len(batches)))
 
     def run(given, some):
@@ -85,12 +89,12 @@ def test_stopping_anywhere_and_continuing_equals_never_stopping(size, samples, s
             given.add_samples(groups[:give_back])
         return seen
 
-    uninterrupted = run(source(size, samples, shuffle), batches)
-    before = source(size, samples, shuffle)
+    uninterrupted = run(source(size, samples, shuffle, weights=weights), batches)
+    before = source(size, samples, shuffle, weights=weights)
     seen = run(before, batches[:stop])
     state = json.loads(json.dumps(before.state_dict()))
     run(before, batches)  # what the old object does afterwards must not matter
-    after = source(size, samples, shuffle)
+    after = source(size, samples, shuffle, weights=weights)
     after.load_state_dict(state)
     assert seen + run(after, batches[stop:]) == uninterrupted
 

@@ -52,6 +52,20 @@ def test_a_template_that_refuses(tokenizer):
         PromptEncoder(tokenizer, apply_chat_template=True).encode("a")
 
 
+def test_the_template_gets_tools_and_further_arguments(tokenizer):
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}"
+        "{% if thinking is defined %}|{{ thinking }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    encoder = PromptEncoder(tokenizer, apply_chat_template=True)
+    assert tokenizer.decode(encoder.encode("a")) == "a>"
+    assert tokenizer.decode(encoder.encode("a", tools)) == "add;a>"
+    changed = {"thinking": 5, "add_generation_prompt": False}
+    encoder = PromptEncoder(tokenizer, apply_chat_template=True, template_kwargs=changed)
+    assert tokenizer.decode(encoder.encode("a", tools)) == "add;a|5"
+
+
 def test_no_template_to_apply(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template; leave the flag out"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from slime_core.errors import DataError
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.jsonl import PromptRow, RowFields, read_prompts
+from slime_rollout.data.faults import Faults
+from slime_rollout.data.read import raw_rows
+from slime_rollout.data.rows import PromptRow, RawRow, RowFields, make_row
 from slime_rollout.rewards.rules import check_label
 
 
@@ -12,29 +14,45 @@ def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
     """Read every prompt file that a run will read.
 
     Returns:
-        Rows per path as given: the training prompts, then the held-out sets.
+        Usable rows per path as given: the training prompts, then the held-out sets.
 
     Raises:
         DataError: As :func:`check_prompt_file`.
     """
-    return {path: len(check_prompt_file(path, config)) for path in (config.prompt_data, *config.eval_sets.values())}
+    return {path: len(check_prompt_file(path, config)) for path in (*config.prompt_paths, *config.eval_sets.values())}
 
 
 def check_prompt_file(path: str, config: RolloutConfig) -> list[PromptRow]:
     """Read one prompt file as ``config`` will use it.
 
     Returns:
-        Its rows.
+        Its rows; with ``--on-bad-data skip`` the usable ones, and a log line that counts and locates the others.
 
     Raises:
         DataError: The file breaks the format, a label is missing or unusable for the reward rule, or a prompt is
             chat messages without ``--apply-chat-template``.
     """
-    fields = RowFields(input_key=config.input_key, label_key=config.label_key, metadata_key=config.metadata_key)
-    rows = read_prompts(path, fields)
-    for row in rows:
-        if not isinstance(row.prompt, str) and not config.apply_chat_template:
-            raise DataError(f"{row.where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
-        if config.rule is not None and (problem := check_label(config.rule, row.label)):
-            raise DataError(f"{row.where}: {problem}")
+    faults = Faults(path, config.on_bad_data)
+    rows = [row for raw in raw_rows(path) if (row := faults.catch(check_row, raw, config)) is not None]
+    faults.settle()
     return rows
+
+
+def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
+    """Take one row apart and check that ``config`` can use it.
+
+    Raises:
+        DataError: It cannot; says where and why.
+    """
+    fields = RowFields(
+        input_key=config.input_key,
+        label_key=config.label_key,
+        metadata_key=config.metadata_key,
+        tool_key=config.tool_key,
+    )
+    row = make_row(raw, fields)
+    if not isinstance(row.prompt, str) and not config.apply_chat_template:
+        raise DataError(f"{row.where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
+    if config.rule is not None and (problem := check_label(config.rule, row.label)):
+        raise DataError(f"{row.where}: {problem}")
+    return row

@@ -1,11 +1,11 @@
-"""Prompts of one file, tokenized."""
+"""Prompts of one or several files, tokenized."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -13,8 +13,11 @@ import orjson
 from slime_core.errors import DataError
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.check import check_prompt_file
-from slime_rollout.data.jsonl import PromptRow
+from slime_rollout.data.check import check_row
+from slime_rollout.data.faults import Faults
+from slime_rollout.data.order import epoch_order
+from slime_rollout.data.read import raw_rows
+from slime_rollout.data.rows import PromptRow, RawRow
 from slime_rollout.data.tokenizer import PromptEncoder
 
 logger = logging.getLogger(__name__)
@@ -39,15 +42,22 @@ class PromptDataset:
         self._prompts = list(prompts)
         if not self._prompts:
             raise DataError("a data set needs at least one prompt")
+        self._sizes = [len(self._prompts)]
+        self._weights: list[float] | None = None
 
     @classmethod
     def load(cls, path: str, config: RolloutConfig, encoder: PromptEncoder) -> PromptDataset:
         """Read, check and tokenize a file, leaving out prompts longer than ``--rollout-max-prompt-len``.
 
+        Rows that cannot be used are an error, or left out and told with ``--on-bad-data skip``.
+
         Raises:
             DataError: The file breaks its format, or no prompt is short enough.
         """
-        prompts = [_tokenize(row, encoder) for row in check_prompt_file(path, config)]
+        faults = Faults(path, config.on_bad_data)
+        caught = [faults.catch(_tokenize, raw, config, encoder) for raw in raw_rows(path)]
+        faults.settle()
+        prompts = [prompt for prompt in caught if prompt is not None]
         limit = config.rollout_max_prompt_len
         kept = [prompt for prompt in prompts if limit is None or len(prompt.tokens) <= limit]
         if not kept:
@@ -60,16 +70,36 @@ class PromptDataset:
             logger.warning("%s: left out %d of %d prompts, longer than %s tokens", path, left_out, len(prompts), limit)
         return cls(kept)
 
+    @classmethod
+    def join(cls, parts: Sequence[PromptDataset], weights: Sequence[float] | None = None) -> PromptDataset:
+        """Several data sets as one.
+
+        Args:
+            parts: The data sets, at least one.
+            weights: How the prompts of an epoch are shared among them, as `order.epoch_order` says; without them
+                every prompt comes once.
+        """
+        joined = cls(prompt for part in parts for prompt in part._prompts)
+        joined._sizes = [len(part) for part in parts]
+        joined._weights = list(weights) if weights else None
+        return joined
+
     def __len__(self) -> int:
         return len(self._prompts)
 
     @property
     def digest(self) -> str:
-        """A hash of all prompts, labels and token ids: equal for equal data sets, in every process."""
+        """A hash of all prompts, labels, token ids and weights: equal for equal data sets, in every process."""
         hasher = hashlib.blake2b(digest_size=16)
+        if self._weights is not None:
+            hasher.update(orjson.dumps([self._sizes, self._weights]))
         for prompt in self._prompts:
             hasher.update(orjson.dumps([prompt.row.prompt, prompt.row.label, prompt.row.metadata, prompt.tokens]))
         return hasher.hexdigest()
+
+    def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+        """Places of the prompts that one epoch hands out, in order; see `order.epoch_order`."""
+        return epoch_order(self._sizes, self._weights, epoch=epoch, shuffle=shuffle, seed=seed)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> list[Sample]:
         """Fresh samples of one prompt.
@@ -94,8 +124,9 @@ class PromptDataset:
         ]
 
 
-def _tokenize(row: PromptRow, encoder: PromptEncoder) -> TokenizedPrompt:
+def _tokenize(raw: RawRow, config: RolloutConfig, encoder: PromptEncoder) -> TokenizedPrompt:
+    row = check_row(raw, config)
     try:
-        return TokenizedPrompt(row=row, tokens=encoder.encode(row.prompt))
+        return TokenizedPrompt(row=row, tokens=encoder.encode(row.prompt, row.tools))
     except DataError as error:
         raise DataError(f"{row.where}: {error}") from None

@@ -1,13 +1,12 @@
 """Where groups come from: epoch after epoch of a data set, with a position that can be written down.
 
-The order of epoch e is the file's, or with shuffling the prompts sorted by BLAKE2b of (seed, e, place). A hash instead
-of a random generator makes the order a fact of these three numbers alone, in every process and Python version.
+The order of an epoch is a fact of its number, the seed and the data (see `slime_rollout.data.order`), so the epoch's
+number and the position in it are all that has to be written down.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import deque
 from typing import Any
 
@@ -97,8 +96,4 @@ class RolloutDataSource:
         return group
 
     def _epoch_order(self) -> list[int]:
-        places = range(len(self._dataset))
-        return sorted(places, key=self._rank) if self._shuffle else list(places)
-
-    def _rank(self, place: int) -> bytes:
-        return hashlib.blake2b(f"{self._seed}:{self._epoch}:{place}".encode(), digest_size=16).digest()
+        return self._dataset.epoch_order(self._epoch, shuffle=self._shuffle, seed=self._seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,15 @@ class PromptEncoder:
     Args:
         tokenizer: A transformers tokenizer.
         apply_chat_template: Render prompts with its chat template; text then is one user message.
+        template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
 
     Raises:
         ConfigError: A template is asked for and the tokenizer has none.
     """
 
-    def __init__(self, tokenizer: Any, *, apply_chat_template: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, *, apply_chat_template: bool, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         if apply_chat_template and not tokenizer.chat_template:
             raise ConfigError(
                 f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path} has no chat template; "
@@ -51,15 +55,20 @@ class PromptEncoder:
             )
         self._tokenizer = tokenizer
         self._template = apply_chat_template
+        self._template_kwargs = {"add_generation_prompt": True, **(template_kwargs or {})}
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """The token ids of a prompt.
+
+        Args:
+            prompt: Text, or chat messages.
+            tools: Descriptions of tools, for the chat template; nothing is done with them without it.
 
         Raises:
             DataError: The prompt gives no token, or the template refuses it.
         """
         if self._template:
-            text, special = self._render(prompt), False
+            text, special = self._render(prompt, tools), False
         elif isinstance(prompt, str):
             text, special = prompt, not prompt.startswith(self._tokenizer.bos_token or "\0")
         else:
@@ -69,10 +78,10 @@ class PromptEncoder:
             raise DataError(f"the prompt {prompt!r} gives no token; write a longer one")
         return tokens
 
-    def _render(self, prompt: Prompt) -> str:
+    def _render(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self._template_kwargs)
         except Exception as error:  # a template is a program of the model's; it raises what it likes
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(text)

@@ -1,7 +1,8 @@
 import pytest
 
 from slime_core.errors import DataError
-from slime_rollout.data.jsonl import RowFields, read_prompts, split_slice
+from slime_rollout.data.read import read_prompts, split_slice
+from slime_rollout.data.rows import RowFields
 
 
 def test_a_row_keeps_all_it_says(write_rows):
@@ -50,6 +51,9 @@ def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
         ('{"prompt": "a", "label": ["b"]}', "'label' must be a string or a number, got a list"),
         ('{"prompt": "a", "label": true}', "'label' must be a string or a number, got true or false"),
         ('{"prompt": "a", "label": 12345678901234567890123}', "'label' is a number of too many digits"),
+        ('{"prompt": "a", "tools": ["add"]}', "'tools' must be a list of objects that describe tools, got a list"),
+        ('{"prompt": "a", "tools": "add"}', "'tools' is a string, but not the JSON of a list of tools"),
+        ('{"prompt": "a", "tools": 5}', "'tools' must be a list of objects that describe tools, got a number"),
         ('{"prompt": "a", "metadata": "b"}', "'metadata' must be an object, got a string"),
     ],
 )
@@ -75,7 +79,7 @@ def test_files_that_cannot_serve(tmp_path):
         read_prompts(str(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match="cannot be read: File name too long"):
         read_prompts(str(tmp_path / ("a" * 300)))
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+    with pytest.raises(DataError, match=r"datasets.save_to_disk did not write \(it has no state.json\)"):
         read_prompts(str(tmp_path))
     (tmp_path / "empty.jsonl").write_text("\n \n")
     with pytest.raises(DataError, match="is empty"):

@@ -1,0 +1,95 @@
+"""Tables of prompts: Parquet files, and directories that ``datasets.save_to_disk`` wrote."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+
+from slime_core.errors import DataError
+from slime_rollout.data.extras import needed
+from slime_rollout.data.rows import RawRow
+
+
+def read_parquet(file: Path, rows: slice) -> tuple[int, Iterator[RawRow]]:
+    """Rows of a Parquet file. Only row groups that hold some of them are read.
+
+    Args:
+        file: Its path.
+        rows: Which of them; without a step.
+
+    Returns:
+        How many there are in all, and the chosen ones.
+
+    Raises:
+        DataError: The file is none of Parquet, or damaged; also while iterating.
+        OSError: The file cannot be read.
+    """
+    parquet = needed("pyarrow.parquet", extra="parquet", file=file)
+    file.open("rb").close()  # so that a missing file is told as for every format
+    with _damage_told(file, "a Parquet file"), parquet.ParquetFile(file) as opened:
+        total = opened.metadata.num_rows
+    start, stop, _ = rows.indices(total)
+
+    def chosen() -> Iterator[RawRow]:
+        with _damage_told(file, "a Parquet file"), parquet.ParquetFile(file) as opened:
+            first = 0
+            for number in range(opened.num_row_groups):
+                size = opened.metadata.row_group(number).num_rows
+                low, high = max(start - first, 0), min(stop - first, size)
+                if low < high:
+                    table = opened.read_row_group(number).slice(low, high - low)
+                    for place, value in enumerate(table.to_pylist(maps_as_pydicts="strict"), first + low + 1):
+                        yield RawRow(where=f"{file}, row {place}", value=value)
+                first += size
+
+    return total, chosen()
+
+
+def read_saved(directory: Path, rows: slice) -> tuple[int, Iterator[RawRow]]:
+    """Rows of a data set that ``datasets.save_to_disk`` wrote.
+
+    Args:
+        directory: Where it is.
+        rows: Which of them; without a step.
+
+    Returns:
+        How many there are in all, and the chosen ones.
+
+    Raises:
+        DataError: The directory holds no data set, several, or a damaged one; also while iterating.
+    """
+    if (directory / "dataset_dict.json").exists():
+        names = ", ".join(sorted(path.parent.name for path in directory.glob("*/state.json")))
+        raise DataError(f"{directory} holds several data sets ({names}); give the path of one of them")
+    if not (directory / "state.json").exists():
+        raise DataError(
+            f"{directory} is a directory that datasets.save_to_disk did not write (it has no state.json); "
+            "give one that it wrote, or a file"
+        )
+    datasets = needed("datasets", extra="datasets", file=directory)
+    with _damage_told(directory, "a directory of datasets.save_to_disk"):
+        # An empty data set is saved as no file at all, which load_from_disk cannot read back.
+        if orjson.loads((directory / "state.json").read_bytes()).get("_data_files") == []:
+            return 0, iter(())
+        data = datasets.load_from_disk(str(directory))
+    places = range(*rows.indices(len(data)))
+
+    def chosen() -> Iterator[RawRow]:
+        with _damage_told(directory, "a directory of datasets.save_to_disk"):
+            for place, value in zip(places, data.select(places).with_format(None), strict=True):
+                yield RawRow(where=f"{directory}, row {place + 1}", value=value)
+
+    return len(data), chosen()
+
+
+@contextlib.contextmanager
+def _damage_told(path: Path, what: str) -> Iterator[None]:
+    """Whatever pyarrow, datasets and the decoders beneath them make of a damaged file becomes one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(f"{path} cannot be read as {what}: {reason}; write it again") from error
