@@ -213,3 +213,19 @@ def test_tools_as_their_json_text(tmp_path):
     assert first.tools == TOOLS
     assert first.metadata == {"tools": TOOLS}
     assert (second.tools, second.metadata) == (None, {})
+
+
+def test_columns_of_json_are_read(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "calls": [{"x": 1}]}], "metadata": {"a": 1}},
+        {"prompt": [{"role": "user", "content": "b", "calls": [{"y": ["z"]}]}], "metadata": {"a": "x", "n": 2}},
+    ]
+    text, anything = datasets.Value("string"), datasets.Json()
+    message = {"role": text, "content": text, "calls": datasets.List(anything)}
+    features = datasets.Features({"prompt": datasets.List(message), "metadata": anything})
+    saved = datasets.Dataset.from_list(rows, features=features)
+    saved.to_parquet(tmp_path / "p.parquet")
+    saved.save_to_disk(tmp_path / "p")
+    assert "arrow.json" in str(pq.read_schema(tmp_path / "p.parquet"))
+    expected = [(row["prompt"], None, None, row["metadata"]) for row in rows]
+    assert contents(str(tmp_path / "p.parquet")) == contents(str(tmp_path / "p")) == expected

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from slime_core.errors import DataError
 from slime_rollout.data.extras import needed
 from slime_rollout.data.rows import RawRow
+
+# Arrow's name of columns of JSON text, as datasets writes objects whose fields differ from row to row.
+_JSON = "arrow.json"
 
 
 def read_parquet(file: Path, rows: slice) -> tuple[int, Iterator[RawRow]]:
@@ -31,6 +35,7 @@ def read_parquet(file: Path, rows: slice) -> tuple[int, Iterator[RawRow]]:
     file.open("rb").close()  # so that a missing file is told as for every format
     with _damage_told(file, "a Parquet file"), parquet.ParquetFile(file) as opened:
         total = opened.metadata.num_rows
+        packed = [field for field in opened.schema_arrow if _JSON in str(field.type)]
     start, stop, _ = rows.indices(total)
 
     def chosen() -> Iterator[RawRow]:
@@ -42,7 +47,8 @@ def read_parquet(file: Path, rows: slice) -> tuple[int, Iterator[RawRow]]:
                 if low < high:
                     table = opened.read_row_group(number).slice(low, high - low)
                     for place, value in enumerate(table.to_pylist(maps_as_pydicts="strict"), first + low + 1):
-                        yield RawRow(where=f"{file}, row {place}", value=value)
+                        values = value | {field.name: _unpacked(value[field.name], field.type) for field in packed}
+                        yield RawRow(where=f"{file}, row {place}", value=values)
                 first += size
 
     return total, chosen()
@@ -83,6 +89,19 @@ def read_saved(directory: Path, rows: slice) -> tuple[int, Iterator[RawRow]]:
                 yield RawRow(where=f"{directory}, row {place + 1}", value=value)
 
     return len(data), chosen()
+
+
+def _unpacked(value: Any, type_: Any) -> Any:
+    """A value whose Arrow type has JSON text somewhere in it, with that text read."""
+    if value is None:
+        return None
+    if getattr(type_, "extension_name", None) == _JSON:
+        return orjson.loads(value)
+    if isinstance(value, list) and hasattr(type_, "value_type"):
+        return [_unpacked(item, type_.value_type) for item in value]
+    if isinstance(value, dict) and hasattr(type_, "fields"):
+        return {field.name: _unpacked(value[field.name], field.type) for field in type_.fields}
+    return value
 
 
 @contextlib.contextmanager
