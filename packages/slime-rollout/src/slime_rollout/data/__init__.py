@@ -1,21 +1,44 @@
 """Prompt files in, groups of fresh samples out."""
 
+from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.check import check_prompt_data, check_prompt_file
 from slime_rollout.data.dataset import PromptDataset, TokenizedPrompt
+from slime_rollout.data.preference import PreferenceFields, PreferenceRow, read_preferences
+from slime_rollout.data.preference_batch import (
+    PreferenceBatch,
+    PreferenceDataset,
+    PreferenceEncoder,
+    preference_batch,
+)
 from slime_rollout.data.read import read_prompts
 from slime_rollout.data.rows import PromptRow, RowFields
+from slime_rollout.data.sft import SftDataset, SftFields, SftRow, read_sft, sft_sample
 from slime_rollout.data.source import RolloutDataSource
 from slime_rollout.data.tokenizer import PromptEncoder, load_tokenizer
 
 __all__ = [
+    "ChatEncoder",
+    "EncodedChat",
+    "PreferenceBatch",
+    "PreferenceDataset",
+    "PreferenceEncoder",
+    "PreferenceFields",
+    "PreferenceRow",
     "PromptDataset",
     "PromptEncoder",
     "PromptRow",
     "RolloutDataSource",
     "RowFields",
+    "SftDataset",
+    "SftFields",
+    "SftRow",
     "TokenizedPrompt",
     "check_prompt_data",
     "check_prompt_file",
     "load_tokenizer",
+    "preference_batch",
+    "read_preferences",
     "read_prompts",
+    "read_sft",
+    "sft_sample",
 ]

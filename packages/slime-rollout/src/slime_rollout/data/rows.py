@@ -78,7 +78,7 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
     Raises:
         DataError: It breaks the format; says where and how.
     """
-    where, values = raw.where, _values(raw)
+    where, values = raw.where, row_values(raw)
     input_key = _input_key(where, values, fields.input_key)
     label_key = fields.label_key or _DEFAULT_LABEL_KEY
     if fields.label_key is not None and values.get(label_key) is None:
@@ -96,7 +96,12 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
     )
 
 
-def _values(raw: RawRow) -> dict[str, Any]:
+def row_values(raw: RawRow) -> dict[str, Any]:
+    """The fields of a row.
+
+    Raises:
+        DataError: It is no JSON object; says where and how.
+    """
     if isinstance(raw.value, dict):
         return plain_values(raw.where, raw.value)
     try:

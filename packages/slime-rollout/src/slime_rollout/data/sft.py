@@ -1,0 +1,178 @@
+"""Supervised fine-tuning: conversations to samples whose loss mask covers what the assistant says.
+
+{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from slime_core.errors import DataError
+from slime_core.types import Group, Message, Sample
+from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
+from slime_rollout.data.conversations import field_name, read_messages, read_metadata, read_objects, read_tools
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_KEYS = ("messages", "conversations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftFields:
+    """Which fields of a row hold what.
+
+    Attributes:
+        messages_key: Field of the messages; without it ``messages``, then ``conversations``.
+        tool_key: Field of a list of tools (or its JSON text), optional in a row.
+        metadata_key: Field of an object with further values, optional in a row.
+    """
+
+    messages_key: str | None = None
+    tool_key: str = "tools"
+    metadata_key: str = "metadata"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRow:
+    """One conversation of a file.
+
+    Attributes:
+        where: File and line, for messages.
+        messages: The conversation, with an assistant's message in it.
+        tools: Descriptions of tools, if the row has some.
+        metadata: The row's further values.
+    """
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def read_sft(path: str, fields: SftFields | None = None) -> list[SftRow]:
+    """Read and check a file of conversations, or the slice of it that ``path`` names. It needs no tokenizer.
+
+    Raises:
+        DataError: The file is missing or empty, or a line breaks the format; says which and how.
+    """
+    return [_row(where, values, fields or SftFields()) for where, values in read_objects(path)]
+
+
+def sft_sample(row: SftRow, encoder: ChatEncoder, *, index: int, max_length: int | None = None) -> Sample:
+    """A conversation as a sample to train on.
+
+    Its prompt tokens end where the first trained token begins; its loss mask is 0 on what users, tools and headers
+    say after that. The reward is 0, which no SFT loss looks at.
+
+    Args:
+        row: The conversation.
+        encoder: Makes the tokens.
+        index: Number of the sample, and of its group.
+        max_length: Most tokens; what is longer loses its end and is marked ``truncated``.
+
+    Raises:
+        DataError: The template cannot be used for it, or no trained token is left.
+    """
+    encoded = _encode(row, encoder, max_length)
+    if 1 not in encoded.loss_mask:
+        cut = f" among the first {max_length} tokens" if encoded.truncated else ""
+        raise DataError(f"{row.where}: there is nothing to train on{cut}; leave the row out")
+    return _sample(row, encoder, encoded, index=index, group_index=index)
+
+
+class SftDataset:
+    """Conversations, tokenized. A `RolloutDataSource` takes it as it takes prompts: order, epochs, exact state.
+
+    Args:
+        rows: The conversations and their tokens, at least one.
+        encoder: What made the tokens.
+    """
+
+    def __init__(self, rows: Iterable[tuple[SftRow, EncodedChat]], encoder: ChatEncoder) -> None:
+        self._rows = list(rows)
+        self._encoder = encoder
+        if not self._rows:
+            raise DataError("a data set needs at least one conversation")
+
+    @classmethod
+    def load(
+        cls, path: str, encoder: ChatEncoder, *, max_length: int | None = None, fields: SftFields | None = None
+    ) -> SftDataset:
+        """Read, check and tokenize a file. Rows with no trained token among the first ``max_length`` are left out.
+
+        Raises:
+            DataError: The file breaks its format, the template cannot be used, or no row is left.
+        """
+        rows = [(row, _encode(row, encoder, max_length)) for row in read_sft(path, fields)]
+        kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
+        if not kept:
+            raise DataError(f"{path}: none of the {len(rows)} conversations has a trained token within {max_length}")
+        cut = sum(encoded.truncated for _, encoded in kept)
+        if cut or len(kept) < len(rows):
+            logger.warning(
+                "%s: of %d conversations left out %d without a trained token within %s tokens, and cut %d",
+                *(path, len(rows), len(rows) - len(kept), max_length, cut),
+            )
+        return cls(kept, encoder)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all tokens, masks and metadata: equal for equal data sets, in every process."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for row, encoded in self._rows:
+            hasher.update(orjson.dumps([row.metadata, encoded.tokens, encoded.loss_mask]))
+        return hasher.hexdigest()
+
+    def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
+        """Samples of one conversation: as many as asked for, usually one."""
+        row, encoded = self._rows[place]
+        return [
+            _sample(row, self._encoder, encoded, index=first_index + offset, group_index=group_index)
+            for offset in range(size)
+        ]
+
+
+def _encode(row: SftRow, encoder: ChatEncoder, max_length: int | None) -> EncodedChat:
+    try:
+        return encoder.encode(row.messages, tools=row.tools, max_length=max_length)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from None
+
+
+def _sample(row: SftRow, encoder: ChatEncoder, encoded: EncodedChat, *, index: int, group_index: int) -> Sample:
+    return encoded.sample(
+        response=encoder.response(encoded),
+        reward=0.0,
+        index=index,
+        group_index=group_index,
+        prompt=copy.deepcopy(row.messages),
+        metadata=copy.deepcopy(row.metadata) | ({"tools": copy.deepcopy(row.tools)} if row.tools else {}),
+    )
+
+
+def _row(where: str, values: dict[str, Any], fields: SftFields) -> SftRow:
+    key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation")
+    messages = read_messages(f"{where}: {key!r}", values[key])
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on; roles: {roles}")
+    if roles[0] == "assistant":
+        raise DataError(f"{where}: message 1 is the assistant's; begin with a system or user message")
+    known = (key, fields.tool_key, fields.metadata_key)
+    own = {name: value for name, value in values.items() if name not in known}
+    return SftRow(
+        where=where,
+        messages=messages,
+        tools=read_tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key)),
+        metadata=own | read_metadata(f"{where}: {fields.metadata_key!r}", values.get(fields.metadata_key)),
+    )
