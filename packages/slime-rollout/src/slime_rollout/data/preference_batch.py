@@ -14,6 +14,7 @@ import orjson
 from slime_core.errors import DataError
 from slime_core.types import Group, Sample
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
+from slime_rollout.data.order import epoch_order
 from slime_rollout.data.preference import PreferenceFields, PreferenceRow, read_preferences
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,10 @@ class PreferenceDataset:
             tokens = [[side.tokens, side.loss_mask] for side in sides]
             hasher.update(orjson.dumps([row.metadata, row.margin, tokens]))
         return hasher.hexdigest()
+
+    def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+        """Places of the pairs that one epoch hands out, in order; see `order.epoch_order`."""
+        return epoch_order([len(self)], None, epoch=epoch, shuffle=shuffle, seed=seed)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """The chosen (reward 1) and the rejected sample (reward 0) of one pair.

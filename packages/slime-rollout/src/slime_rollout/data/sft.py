@@ -18,6 +18,7 @@ from slime_core.errors import DataError
 from slime_core.types import Group, Message, Sample
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.conversations import field_name, read_messages, read_metadata, read_objects, read_tools
+from slime_rollout.data.order import epoch_order
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,10 @@ class SftDataset:
         for row, encoded in self._rows:
             hasher.update(orjson.dumps([row.metadata, encoded.tokens, encoded.loss_mask]))
         return hasher.hexdigest()
+
+    def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+        """Places of the conversations that one epoch hands out, in order; see `order.epoch_order`."""
+        return epoch_order([len(self)], None, epoch=epoch, shuffle=shuffle, seed=seed)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """Samples of one conversation: as many as asked for, usually one."""
