@@ -123,6 +123,58 @@ def test_a_rollout_that_fails_takes_no_prompts(manager, engine, reply):
     assert [sample.index for sample in given.generate(0).samples] == list(range(6))
 
 
+BUFFERED = {"data_source_path": "slime_rollout.data.RolloutDataSourceWithBuffer"}
+
+
+def test_groups_given_back_are_finished_and_trained_on_once(manager, engine):
+    given = manager(**BUFFERED)
+    done, begun = given.source.get_samples(2)
+    for sample in done:
+        sample.append_response([9], text="9", log_probs=[-0.5], weight_version=1)
+        sample.status, sample.reward = Status.COMPLETED, 0.25
+    begun[0].append_response([9], text="9", log_probs=[-0.5], weight_version=1)
+    begun[0].status = Status.ABORTED
+    given.source.add_samples([done, begun])
+    given.load_state_dict(json.loads(json.dumps(given.state_dict())))
+    batch = given.generate(0)
+    assert [sample.index for sample in batch.samples] == list(range(6))
+    assert [(sample.response_tokens, sample.reward) for sample in batch.samples[:3]] == [([9], 0.25)] * 3
+    assert all(sample.response_tokens == [5, 6] for sample in batch.samples[3:])
+    assert len(engine.bodies) == 3
+    with pytest.raises(DataError, match="sample 0 cannot be given back: it is not out, so it was trained on"):
+        given.source.add_samples(batch.groups[:1])
+    assert [sample.index for sample in given.generate(1).samples] == list(range(6, 12))
+    assert given.source.ledger.counts["trained"] == 12
+
+
+def test_a_filter_that_fails_ends_the_rollout_and_loses_nothing(manager, tmp_path):
+    (tmp_path / "own.py").write_text("def pick(args, buffer, num_samples): raise ValueError('no')\n")
+    given = manager(**BUFFERED, buffer_filter_path=f"{tmp_path}/own.py:pick")
+    given.source.add_samples(given.source.get_samples(1))
+    before = given.state_dict()
+    with pytest.raises(DataError, match="--buffer-filter-path raised ValueError: no"):
+        given.generate(0)
+    assert given.state_dict() == before
+
+
+def test_a_ledger_that_does_not_balance_is_printed_in_every_step(manager, tmp_path, caplog):
+    (tmp_path / "own.py").write_text(
+        "from slime_rollout.data import RolloutDataSource\n"
+        "class Loses(RolloutDataSource):\n"
+        "    def get_samples(self, num_groups):\n"
+        "        return super().get_samples(num_groups + (self.epoch == 0))[:num_groups]\n"
+    )
+    given = manager(data_source_path=f"{tmp_path}/own.py:Loses")
+    given.generate(0)
+    given.generate(1)
+    lost = [record.message for record in caplog.records if "does not balance" in record.message]
+    assert [text.partition(":")[0] for text in lost] == ["rollout 0", "rollout 1"]
+    assert "out, neither trained on nor given back: 3 (samples 6, 7, 8)" in lost[0]
+    caplog.clear()
+    manager().generate(0)
+    assert not caplog.records
+
+
 def test_an_aborted_sample_ends_the_rollout(manager, engine, reply):
     engine.answer = lambda number, body: reply(finish={"type": "abort", "message": "Aborted"})
     with pytest.raises(GenerationError, match=r"aborted sample \d after 2 tokens"):

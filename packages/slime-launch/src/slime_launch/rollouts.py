@@ -93,15 +93,17 @@ class RolloutHost:
 
     def start(self, spec: RolloutSpec) -> None:
         """Start router and engines, wait until they serve, and read the prompts meanwhile."""
+        from slime_rollout.data import find_data_source
         from slime_rollout.engine.fleet import EngineFleet
         from slime_rollout.rewards import make_reward
         from slime_rollout.rollout import RolloutData, RolloutManager
 
         self._tp_size = spec.engine.rollout_num_gpus_per_engine
         hook_args = HookArgs(spec.flags)
-        make_reward(spec.rollout, hook_args)  # a reward function that cannot be used is told before engines start
+        make_reward(spec.rollout, hook_args)  # a function that cannot be used is told before engines start
+        find_data_source(spec.rollout)
         reader = ThreadPoolExecutor(max_workers=1)
-        data = reader.submit(RolloutData.load, spec.rollout)
+        data = reader.submit(RolloutData.load, spec.rollout, hook_args)
         reader.shutdown(wait=False)  # an engine that does not come up is told at once
         self._fleet = EngineFleet.start(
             spec.engine,

@@ -40,6 +40,17 @@ class RolloutConfig:
     label_key: str | None = flag(None, help="field of the answer in a row; without it `label` where there is one")
     metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
     tool_key: str = flag("tools", help="field of a row's tools, handed to the chat template and kept in its metadata")
+    data_source_path: str | None = flag(
+        None,
+        help="own source of prompts: a class derived from slime_rollout.data.RolloutDataSource, such as "
+        "slime_rollout.data.RolloutDataSourceWithBuffer",
+        metavar="PATH",
+    )
+    buffer_filter_path: str | None = flag(
+        None,
+        help="own function (args, buffer, num_samples) that chooses groups of a buffered data source",
+        metavar="PATH",
+    )
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: str = flag(
         "{}", help='further arguments of the chat template, such as {"enable_thinking": false}', metavar="JSON"

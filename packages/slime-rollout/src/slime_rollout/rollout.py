@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from slime_core.hooks import HookArgs
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, Group, RolloutBatch, Sample, Status
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import PromptDataset, PromptEncoder, RolloutDataSource, load_tokenizer
+from slime_rollout.data import Fate, PromptDataset, PromptEncoder, RolloutDataSource, load_tokenizer, make_data_source
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import EngineClient, SamplingParams, generate_sample, sampling_seed
 from slime_rollout.rewards import make_reward
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 _Job = tuple[Sample, SamplingParams, str]
@@ -34,11 +37,15 @@ class RolloutData:
     eval_sets: dict[str, PromptDataset]
 
     @classmethod
-    def load(cls, config: RolloutConfig) -> RolloutData:
+    def load(cls, config: RolloutConfig, hook_args: HookArgs | None = None) -> RolloutData:
         """Read everything. Most of the time goes into importing transformers; no engine is needed for it.
 
+        Args:
+            config: Where they are.
+            hook_args: Every flag by its name, for an own data source; by default those of ``config``.
+
         Raises:
-            ConfigError: The tokenizer cannot be used.
+            ConfigError: The tokenizer or the data source cannot be used.
             DataError: A prompt file breaks its format.
         """
         encoder = PromptEncoder(
@@ -47,11 +54,10 @@ class RolloutData:
             template_kwargs=config.chat_template_kwargs,
         )
         parts = [PromptDataset.load(path, config, encoder) for path in config.prompt_paths]
-        source = RolloutDataSource(
+        source = make_data_source(
+            config,
             PromptDataset.join(parts, config.prompt_data_weights),
-            samples_per_prompt=config.n_samples_per_prompt,
-            shuffle=config.rollout_shuffle,
-            seed=config.rollout_seed,
+            hook_args or HookArgs.from_configs(config),
         )
         return cls(source, {name: PromptDataset.load(path, config, encoder) for name, path in config.eval_sets.items()})
 
@@ -90,8 +96,9 @@ class RolloutManager:
         self._router_url = router_url
         self._run_seed = run_seed
         self._on_progress = on_progress
-        self._reward = make_reward(config, hook_args or HookArgs.from_configs(config))
-        data = data or RolloutData.load(config)
+        hook_args = hook_args or HookArgs.from_configs(config)
+        self._reward = make_reward(config, hook_args)
+        data = data or RolloutData.load(config, hook_args)
         self._source, self._eval_sets = data.source, data.eval_sets
 
     @property
@@ -109,7 +116,7 @@ class RolloutManager:
         Raises:
             GenerationError: The engines did not give a response.
             RewardError: The reward function failed.
-            DataError: ``--reward-key`` names no entry of a reward.
+            DataError: ``--reward-key`` names no entry of a reward, or an own data source gave what it must not.
         """
         before = self._source.state_dict()
         try:
@@ -121,6 +128,9 @@ class RolloutManager:
         except BaseException:
             self._source.load_state_dict(before)
             raise
+        self._source.ledger.settle(groups, Fate.TRAINED)
+        if problem := self._source.check_ledger():
+            logger.error("rollout %d: %s", rollout_id, problem)
         return RolloutBatch(
             rollout_id=rollout_id,
             groups=groups,
@@ -185,14 +195,16 @@ class RolloutManager:
 
     async def _run_one(self, client: EngineClient, job: _Job, watch: _Stopwatch) -> None:
         sample, params, stream = job
-        await generate_sample(client, sample, params, sampling_seed(self._run_seed, sample.index, stream=stream))
+        if sample.status not in (Status.COMPLETED, Status.TRUNCATED):  # as one may be that was given back
+            await generate_sample(client, sample, params, sampling_seed(self._run_seed, sample.index, stream=stream))
         watch.generated()
         if sample.status is Status.ABORTED:
             raise GenerationError(
                 f"an engine aborted sample {sample.index} after {sample.response_length} tokens; "
                 "something else paused or stopped it while this rollout ran"
             )
-        sample.reward = await self._reward(sample)
+        if sample.reward is None:
+            sample.reward = await self._reward(sample)
         sample.scalar_reward(self._config.reward_key)  # raises now, not after the rollout, if --reward-key is wrong
         watch.scored()
 

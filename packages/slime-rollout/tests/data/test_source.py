@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.interfaces import DataSource
-from slime_rollout.data import PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
+from slime_core.types import Status
+from slime_rollout.data import Fate, PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
 
 
 def dataset(size, weights=None):
@@ -56,59 +57,88 @@ def test_the_shuffle_is_a_fact_of_its_seed():
     assert prompts(source(size=6, seed=43).get_samples(6)) != first
 
 
-def test_groups_given_back_come_first_as_they_are():
+def test_groups_given_back_are_dropped_and_counted():
     given = source()
-    first, second, third = given.get_samples(3)
-    first[0].metadata["partial"] = True
-    given.add_samples([second, first])
-    again = given.get_samples(3)
-    assert again[0] is second
-    assert again[1] is first
-    assert again[2][0].group_index == third[0].group_index + 1
+    groups = given.get_samples(2)
+    given.add_samples(groups[:1])
+    given.ledger.settle(groups[1:], Fate.TRAINED)
+    assert given.get_samples(1)[0][0].group_index == 2
+    assert given.ledger.counts == {
+        "generated": 6, "trained": 2, "filtered": 0, "aborted": 2, "buffered": 0, "out": 2
+    }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     size=st.integers(1, 7),
     samples=st.integers(1, 3),
     shuffle=st.booleans(),
     weights=st.none() | st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
-    batches=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=8),
+    takes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     data=st.data(),
 )
-def test_stopping_anywhere_and_continuing_equals_never_stopping(size, samples, shuffle, weights, batches, data):
-    stop = data.draw(st.integers(0, len(batches)))
+def test_stopping_anywhere_and_continuing_equals_never_stopping(size, samples, shuffle, weights, takes, data):
+    stop = data.draw(st.integers(0, len(takes)))
 
     def run(given, some):
         seen = []
-        for take, give_back in some:
+        for take in some:
             groups = given.get_samples(take)
-            seen += copy.deepcopy([[sample.to_dict() for sample in group] for group in groups])
-            for group in groups[:give_back]:
-                group[0].metadata["tries"] = group[0].metadata.get("tries", 0) + 1
-            given.add_samples(groups[:give_back])
+            seen += [sample.to_dict() for group in groups for sample in group]
+            given.ledger.settle(groups, Fate.TRAINED)
+            assert given.check_ledger() is None
         return seen
 
-    uninterrupted = run(source(size, samples, shuffle, weights=weights), batches)
+    uninterrupted = run(source(size, samples, shuffle, weights=weights), takes)
     before = source(size, samples, shuffle, weights=weights)
-    seen = run(before, batches[:stop])
+    seen = run(before, takes[:stop])
     state = json.loads(json.dumps(before.state_dict()))
-    run(before, batches)  # what the old object does afterwards must not matter
+    run(before, takes)  # what the old object does afterwards must not matter
     after = source(size, samples, shuffle, weights=weights)
     after.load_state_dict(state)
-    assert seen + run(after, batches[stop:]) == uninterrupted
+    assert seen + run(after, takes[stop:]) == uninterrupted
 
 
-def test_a_state_shares_nothing_with_its_source():
-    given = source()
-    groups = given.get_samples(1)
-    given.add_samples(groups)
+def test_what_is_out_when_the_state_is_taken_comes_first_as_it_stood():
+    given = source(samples=2, shuffle=False)
+    first, second = given.get_samples(2)
+    second[0].append_response([7, 8], text="ab", log_probs=[-0.1, -0.2], weight_version=3)
+    second[0].status = Status.ABORTED
+    given.ledger.settle([first], Fate.TRAINED)
     state = given.state_dict()
-    groups[0][0].tokens.append(99)
-    assert 99 not in state["buffer"][0][0]["tokens"]
-    given.load_state_dict(state)
-    given.get_samples(1)[0][0].tokens.append(98)
-    assert 98 not in state["buffer"][0][0]["tokens"]
+    kept = copy.deepcopy(second)
+    second[0].tokens.append(99)
+    second[0].metadata["later"] = True
+    after = source(samples=2, shuffle=False)
+    after.load_state_dict(json.loads(json.dumps(state)))
+    assert after.state_dict() == state
+    assert after.check_ledger() is None
+    again = after.get_samples(2)
+    assert again[0] == kept
+    assert again[1][0].group_index == 2
+    again[0][0].tokens.append(98)
+    assert 98 not in state["unfinished"][0][0]["tokens"]
+
+
+def test_a_state_that_lacks_something_is_refused_and_changes_nothing():
+    given = source()
+    given.get_samples(3)
+    before = given.state_dict()
+    state = source().state_dict()
+    del state["ledger"], state["epoch"]
+    with pytest.raises(DataError, match="lacks epoch, ledger"):
+        given.load_state_dict(state)
+    state = source().state_dict() | {"unfinished": [[{"index": 0, "group_index": 0, "prompt": "p", "reward": "bad"}]]}
+    with pytest.raises(DataError, match="reward"):
+        given.load_state_dict(state)
+    assert given.state_dict() == before
+
+
+def test_an_invalid_sample_is_told_when_the_state_is_taken():
+    given = source()
+    given.get_samples(1)[0][0].response_length = 9
+    with pytest.raises(DataError, match="response_length 9"):
+        given.state_dict()
 
 
 @pytest.mark.parametrize(

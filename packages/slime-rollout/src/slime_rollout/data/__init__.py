@@ -1,8 +1,11 @@
 """Prompt files in, groups of fresh samples out."""
 
+from slime_rollout.data.buffer import RolloutDataSourceWithBuffer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.check import check_prompt_data, check_prompt_file
+from slime_rollout.data.choose import find_data_source, make_data_source
 from slime_rollout.data.dataset import PromptDataset, TokenizedPrompt
+from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.preference import PreferenceFields, PreferenceRow, read_preferences
 from slime_rollout.data.preference_batch import (
     PreferenceBatch,
@@ -19,6 +22,8 @@ from slime_rollout.data.tokenizer import PromptEncoder, load_tokenizer
 __all__ = [
     "ChatEncoder",
     "EncodedChat",
+    "Fate",
+    "Ledger",
     "PreferenceBatch",
     "PreferenceDataset",
     "PreferenceEncoder",
@@ -28,6 +33,7 @@ __all__ = [
     "PromptEncoder",
     "PromptRow",
     "RolloutDataSource",
+    "RolloutDataSourceWithBuffer",
     "RowFields",
     "SftDataset",
     "SftFields",
@@ -35,7 +41,9 @@ __all__ = [
     "TokenizedPrompt",
     "check_prompt_data",
     "check_prompt_file",
+    "find_data_source",
     "load_tokenizer",
+    "make_data_source",
     "preference_batch",
     "read_preferences",
     "read_prompts",

@@ -1,0 +1,115 @@
+import functools
+import textwrap
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_core.hooks import HookArgs
+from slime_rollout.config import RolloutConfig
+from slime_rollout.data import (
+    PromptDataset,
+    PromptRow,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    TokenizedPrompt,
+    find_data_source,
+    make_data_source,
+)
+
+BUFFERED = "slime_rollout.data.RolloutDataSourceWithBuffer"
+
+
+@pytest.fixture
+def config():
+    return functools.partial(RolloutConfig, hf_checkpoint="m", prompt_data="p.jsonl", rollout_batch_size=2)
+
+
+@pytest.fixture
+def hook(tmp_path, request):
+    """A file with the given definitions."""
+    path = tmp_path / "hook.py"
+
+    def write(text):
+        path.write_text("from slime_rollout.data import *\n" + textwrap.dedent(text))
+        return f"{path}:own"
+
+    return write
+
+
+@pytest.fixture
+def dataset():
+    return PromptDataset([TokenizedPrompt(row=PromptRow(where="", prompt="p", label="1"), tokens=[1])])
+
+
+def test_the_plain_source_is_the_default(config, dataset):
+    assert find_data_source(config()) is RolloutDataSource
+    made = make_data_source(config(n_samples_per_prompt=3), dataset, HookArgs({"a": 1}))
+    assert (type(made), made.args.a, len(made.get_samples(1)[0])) == (RolloutDataSource, 1, 3)
+
+
+def test_the_buffer_and_its_filter(config, dataset, hook):
+    path = hook("def own(args, buffer, num_samples): return buffer[-num_samples:]")
+    made = make_data_source(config(data_source_path=BUFFERED, buffer_filter_path=path), dataset, HookArgs({}))
+    assert type(made) is RolloutDataSourceWithBuffer
+    made.add_samples(made.get_samples(3))
+    assert [group[0].group_index for group in made.get_samples(1)] == [2]
+
+
+def test_an_own_class_overrides_the_filter_as_a_method(config, dataset, hook):
+    path = hook(
+        """
+        class own(RolloutDataSourceWithBuffer):
+            def buffer_filter(self, args, buffer, num_samples):
+                return buffer[-num_samples:]
+        """
+    )
+    made = make_data_source(config(data_source_path=path), dataset, HookArgs({}))
+    made.add_samples(made.get_samples(3))
+    assert [group[0].group_index for group in made.get_samples(1)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def own(args): pass", "no class derived from slime_rollout.data.RolloutDataSource"),
+        ("class own: pass", "no class derived from"),
+        (
+            "class own(RolloutDataSource):\n def __init__(self): self.buffer = []",
+            r"the class takes \(\); it is called with \(dataset, samples_per_prompt=…, .*args=…\)",
+        ),
+        (
+            "class own(RolloutDataSourceWithBuffer):\n def buffer_filter(self, buffer): return buffer",
+            r"buffer_filter takes \(self, buffer\); it is called with \(self, args, buffer, num_samples\)",
+        ),
+        (
+            "class own(RolloutDataSourceWithBuffer):\n async def buffer_filter(self, args, buffer, n): return buffer",
+            "buffer_filter is async",
+        ),
+        ("class own(RolloutDataSource):\n def get_samples(self): pass", r"get_samples takes \(self\)"),
+        ("class own(RolloutDataSource):\n def add_samples(self): pass", r"add_samples takes \(self\)"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_told_at_launch(config, hook, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        find_data_source(config(data_source_path=hook(text)))
+    assert str(caught.value).startswith("--data-source-path ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("own = 3", "has no function own"),
+        ("def own(buffer): pass", r"takes \(buffer\); it is called with 3 arguments, \(args, buffer, num_samples\)"),
+        ("async def own(args, buffer, num_samples): pass", "is async"),
+    ],
+)
+def test_a_filter_that_cannot_be_used_is_told_at_launch(config, hook, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        find_data_source(config(data_source_path=BUFFERED, buffer_filter_path=hook(text)))
+    assert str(caught.value).startswith("--buffer-filter-path ")
+
+
+def test_a_filter_without_a_buffer_is_told(config, hook):
+    path = hook("def own(args, buffer, num_samples): return buffer")
+    with pytest.raises(ConfigError, match=r"RolloutDataSource has no buffer .* give --data-source-path slime_rollout"):
+        find_data_source(config(buffer_filter_path=path))
