@@ -57,6 +57,14 @@ def test_every_field_is_a_flag_with_help():
         ({"apply_chat_template_kwargs": "[]"}, "--apply-chat-template-kwargs [] is no JSON object"),
         ({"apply_chat_template_kwargs": '{"a": 1}'}, "no effect without --apply-chat-template"),
         ({"apply_chat_template": True, "apply_chat_template_kwargs": '{"tokenize": true}'}, "sets tokenize, which"),
+        ({"rm_type": "boxed_random"}, "--rm-type boxed_random is unknown"),
+        ({"rm_type": "remote_rm"}, "--rm-type remote_rm and --rm-url belong together"),
+        ({"rm_type": "exact", "rm_url": "http://a"}, "--rm-type remote_rm and --rm-url belong together"),
+        ({"rm_type": "remote_rm", "rm_url": "a:80"}, "--rm-url a:80 is no address"),
+        ({"rm_type": "dapo"}, "--rm-type dapo gives score (1 or -1) and acc (1 or 0)"),
+        ({"rm_workers": 0}, "--rm-workers 0"),
+        ({"rm_memory_limit": 0.1}, "--rm-memory-limit 0.1"),
+        ({"rm_on_failure": "cry"}, "--rm-on-failure cry"),
         ({"eval_prompt_data": ("a", "a.jsonl", "b")}, "give pairs of NAME PATH"),
         ({"eval_prompt_data": ("a", "1.jsonl", "a", "2.jsonl")}, "the name a twice"),
     ],
@@ -87,6 +95,13 @@ def test_rule_is_exact_unless_something_else_scores():
     assert make().rule == "exact"
     assert make(rm_type="first_integer").rule == "first_integer"
     assert make(custom_rm_path="pkg.mod.fn").rule is None
+
+
+def test_the_time_limit_of_scoring_depends_on_what_scores():
+    assert make(rm_type="math").reward_timeout == 10.0
+    assert make(rm_type="remote_rm", rm_url="http://a").reward_timeout == 60.0
+    assert make(custom_rm_path="pkg.mod.fn").reward_timeout == 60.0
+    assert make(rm_type="math", rm_timeout=3.0).reward_timeout == 3.0
 
 
 def test_reading_the_flag_table_imports_no_framework():

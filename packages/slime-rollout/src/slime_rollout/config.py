@@ -10,7 +10,8 @@ from typing import Any
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
 
-RULES = ("exact", "first_integer")
+COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa")
+RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), "remote_rm", "random")
 DEFAULT_RULE = "exact"
 BAD_DATA = ("error", "skip")
 # What rendering a prompt decides itself.
@@ -77,7 +78,19 @@ class RolloutConfig:
     custom_rm_path: str | None = flag(
         None, help="own reward function: pkg.mod.fn, pkg.mod:fn or file.py:fn", metavar="PATH"
     )
-    rm_timeout: float = flag(60.0, help="time limit of one call of an own reward function", unit="seconds")
+    rm_timeout: float | None = flag(
+        None,
+        help="time limit of scoring one sample; without it 10 for rules, 60 for own functions and --rm-url",
+        unit="seconds",
+    )
+    rm_url: str | None = flag(None, help="address of the service that --rm-type remote_rm asks", metavar="URL")
+    rm_workers: int = flag(4, help="most processes that score by a rule at once", unit="processes")
+    rm_memory_limit: float = flag(2.0, help="most memory of one of them", unit="GiB")
+    rm_on_failure: str = flag(
+        "zero",
+        choices=("zero", "drop"),
+        help="a sample that its rule or service cannot score counts as wrong (zero), and is not trained on (drop)",
+    )
     reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary")
     eval_prompt_data: tuple[str, ...] = flag(
         (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`"
@@ -165,6 +178,13 @@ class RolloutConfig:
         if own := sorted(kwargs.keys() & _OWN_TEMPLATE_ARGUMENTS):
             raise ConfigError(f"--apply-chat-template-kwargs sets {', '.join(own)}, which slime itself sets; leave out")
 
+    @property
+    def reward_timeout(self) -> float:
+        """Seconds that scoring one sample may take."""
+        if self.rm_timeout is not None:
+            return self.rm_timeout
+        return 60.0 if self.rule in (None, "remote_rm") else 10.0
+
     def _check_counts(self) -> None:
         for name in (
             "rollout_batch_size",
@@ -174,13 +194,14 @@ class RolloutConfig:
             "rollout_concurrency",
             "n_samples_per_eval_prompt",
             "eval_max_response_len",
+            "rm_workers",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{_flag_name(name)} {value} is less than 1; give 1 or more")
         for name in ("rollout_request_timeout", "rm_timeout"):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{_flag_name(name)} {value} is no time limit; give seconds above 0")
 
     def _check_sampling(self) -> None:
@@ -215,6 +236,18 @@ class RolloutConfig:
             raise ConfigError(
                 f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
             )
+        if (self.rm_type == "remote_rm") != (self.rm_url is not None):
+            raise ConfigError("--rm-type remote_rm and --rm-url belong together; give both or neither")
+        if self.rm_url is not None and not self.rm_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--rm-url {self.rm_url} is no address; write http://HOST:PORT/PATH")
+        if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
+            raise ConfigError(
+                f"--rm-type {self.rule} gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
+            )
+        if not 0.5 <= self.rm_memory_limit <= 1024:
+            raise ConfigError(f"--rm-memory-limit {self.rm_memory_limit} is out of range; give 0.5 to 1024 GiB")
+        if self.rm_on_failure not in ("zero", "drop"):
+            raise ConfigError(f"--rm-on-failure {self.rm_on_failure} is unknown; allowed: zero, drop")
 
 
 def _flag_name(field: str) -> str:

@@ -7,7 +7,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data.faults import Faults
 from slime_rollout.data.read import raw_rows
 from slime_rollout.data.rows import PromptRow, RawRow, RowFields, make_row
-from slime_rollout.rewards.rules import check_label
+from slime_rollout.rewards.registry import check_label
 
 
 def check_prompt_data(config: RolloutConfig) -> dict[str, int]:

@@ -1,16 +1,20 @@
-"""Scores for responses: a rule by name, or a function of the user's."""
+"""Scores for responses: a rule by name, a service, or a function of the user's."""
 
 from slime_rollout.rewards.custom import CustomReward
-from slime_rollout.rewards.reward import RuleReward, make_reward
-from slime_rollout.rewards.rules import RULES, check_label, exact, first_integer, parse_integer
+from slime_rollout.rewards.pool import VerifierError, VerifierPool
+from slime_rollout.rewards.registry import check_label, find_rule
+from slime_rollout.rewards.remote import RemoteReward
+from slime_rollout.rewards.reward import RandomReward, RuleReward, Tolerant, make_reward
 
 __all__ = [
-    "RULES",
     "CustomReward",
+    "RandomReward",
+    "RemoteReward",
     "RuleReward",
+    "Tolerant",
+    "VerifierError",
+    "VerifierPool",
     "check_label",
-    "exact",
-    "first_integer",
+    "find_rule",
     "make_reward",
-    "parse_integer",
 ]

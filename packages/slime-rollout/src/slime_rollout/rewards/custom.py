@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +12,7 @@ from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError
+from slime_rollout.rewards.threads import in_thread
 
 _FLAG = "--custom-rm-path"
 _CALLS = 32  # at once: enough for functions that wait, few enough that those that compute end within their limit
@@ -62,7 +61,7 @@ class CustomReward:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(self._args, sample)
-            value = await _in_thread(self._function, self._args, sample)
+            value = await in_thread(self._function, self._args, sample)
             return await value if inspect.isawaitable(value) else value
         except (Exception, SystemExit) as error:
             raise RewardError(
@@ -86,32 +85,3 @@ def _is_number(value: Any) -> bool:
         return not isinstance(value, str) and math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):
         return False
-
-
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a plain function in a daemon thread.
-
-    Not an executor: Python joins an executor's threads at exit, so one stuck function would keep the process alive.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
-        if not done.done():
-            done.set_result(outcome)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Any, BaseException | None] = (function(*args), None)
-        except BaseException as error:
-            outcome = (None, error)
-        try:
-            loop.call_soon_threadsafe(deliver, outcome)
-        except RuntimeError:  # the loop ended before the function did
-            return
-
-    threading.Thread(target=run, name="slime-reward", daemon=True).start()
-    value, error = await done
-    if error is not None:
-        raise error
-    return value

@@ -1,11 +1,8 @@
-"""Rules that compare a response with its label. Each is a plain function ``(response, label) -> 0.0 or 1.0``."""
+"""Rules that compare the text of a response with its label. Each gives 0.0 or 1.0."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-
-Rule = Callable[[str, str], float]
 
 # A sign counts when it touches its digits and nothing that could be an operand: in "5-3" and "a-3" it is none.
 # Commas belong to a number when they part it into threes. A lone point before digits begins a decimal number, several
@@ -42,15 +39,3 @@ def parse_integer(text: str) -> str | None:
     digits = match["digits"].replace(",", "").lstrip("0") or "0"
     negative = match["sign"] in ("-", "−") and digits != "0"
     return f"-{digits}" if negative else digits
-
-
-RULES: dict[str, Rule] = {"exact": exact, "first_integer": first_integer}
-
-
-def check_label(rule: str, label: str | None) -> str | None:
-    """What is wrong with a label for a rule, as the end of a message; ``None`` if nothing is."""
-    if label is None:
-        return f"no label, which --rm-type {rule} compares with; add one to the row, or name its field with --label-key"
-    if rule == "first_integer" and parse_integer(label) is None:
-        return f"the label {label!r} has no integer first, which --rm-type first_integer compares with"
-    return None

@@ -1,0 +1,63 @@
+"""Rewards from a service: one POST per sample."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from slime_core.interfaces import RewardValue
+from slime_core.types import Sample
+from slime_rollout.errors import RewardError
+from slime_rollout.http import HttpError, call
+from slime_rollout.rewards.pool import VerifierError
+from slime_rollout.rewards.threads import in_thread
+
+_REQUESTS = 64  # at once
+_ATTEMPTS = 4
+
+
+class RemoteReward:
+    """Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object of numbers.
+
+    Refused connections and 5xx are tried four times in all; a 4xx ends the run, for every sample would get it.
+
+    Args:
+        url: Address of the service.
+        timeout: Time limit of one attempt, in seconds.
+    """
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        self._url = url
+        self._timeout = timeout
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def __call__(self, sample: Sample) -> RewardValue:
+        """The service's value.
+
+        Raises:
+            VerifierError: It answered with an error of its own, with something that is no reward, or not at all.
+            RewardError: It refused the request.
+        """
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_REQUESTS))
+        async with slots:
+            return _reward(await in_thread(self._ask, sample), self._url)
+
+    def _ask(self, sample: Sample) -> Any:
+        payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        try:
+            return call("POST", self._url, payload, timeout=self._timeout, attempts=_ATTEMPTS)
+        except HttpError as error:
+            if error.may_pass:
+                raise VerifierError(str(error)) from error
+            raise RewardError(f"--rm-url refused sample {sample.index}: {error}") from error
+
+
+def _reward(answer: Any, url: str) -> RewardValue:
+    entries = answer if isinstance(answer, dict) else {"": answer}
+    if not entries or not all(
+        isinstance(entry, int | float) and abs(entry) <= 1e300 and math.isfinite(entry) for entry in entries.values()
+    ):
+        raise VerifierError(f"{url} answered {str(answer)[:200]!r}, not a finite number or an object of them")
+    return {str(key): float(entry) for key, entry in answer.items()} if isinstance(answer, dict) else float(answer)

@@ -1,0 +1,112 @@
+"""Rules for answers in words, letters and plain numbers: f1, gpqa, dapo."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from slime_rollout.rewards.answers import after_thought, last_boxed
+
+_WHOLE_OR_NOTHING = {"yes", "no", "noanswer"}
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+_DAPO_TAIL = 300  # characters
+_ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*\}|\\[!,;: ]|\^\s*(?:\{\\circ\}|\\circ)")
+_NUMBER = re.compile(r"([-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?)[ ]*(?:%|[A-Za-z][A-Za-z ]*)?\.?")
+
+_LETTERS = string.ascii_uppercase
+_SAID_LETTER = re.compile(r"(?:answer|choice|option)(?:[ ]is)?[ ]?:?[ ]?[*$]{0,2}\(?([A-Z])\b(?![ ][a-z])")
+_LONE_LETTER = re.compile(r"\b([A-Z])\b(?!['’]|[ ][a-z])")
+
+
+def token_f1(response: str, label: str) -> float:
+    """F1 of the words that response and label share (SQuAD: case, punctuation and articles aside).
+
+    ``yes``, ``no`` and ``noanswer`` count only as the whole answer.
+    """
+    given, wanted = _words(response), _words(label)
+    if given != wanted and _WHOLE_OR_NOTHING & {" ".join(given), " ".join(wanted)}:
+        return 0.0
+    shared = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def answer_line(response: str) -> str | None:
+    """What the last ``Answer: …`` says within the last 300 characters; ``None`` without one."""
+    found = _ANSWER_LINE.findall(response[-_DAPO_TAIL:])
+    return found[-1].strip() if found else None
+
+
+def same_number(answer: str, label: str) -> bool:
+    """Whether an answer is the label's number, once LaTeX, currency, unit and ``x =`` are taken away (DAPO)."""
+    given, wanted = read_number(answer), read_number(label)
+    return given is not None and given == wanted
+
+
+def read_number(text: str) -> Decimal | None:
+    """The number that a text is; ``None`` if it is none, or more than a number."""
+    text = last_boxed(text) or text
+    text = _COMMAND.sub("", text).rpartition("=")[2]
+    text = text.replace("\\$", "").replace("$", "").replace("\\%", "%").replace("−", "-").strip(" *")
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[1] in ("", "+", "-"):
+        return None
+    return Decimal(match[1].replace(",", ""))
+
+
+def multiple_choice(response: str, label: str, metadata: Mapping[str, Any]) -> float:
+    """1 if the response chooses the right letter; without a letter, if it holds the right choice's text (GPQA).
+
+    The right letter is ``metadata["correct_letter"]``, or else the label: a letter, an index from 0, or the text of
+    one of ``metadata["choices"]``. The chosen letter is the last in a box, or after "answer is", "option" and the
+    like, or else the last that stands alone; it is looked for after ``</think>``.
+    """
+    choices = [str(choice) for choice in metadata.get("choices") or ()]
+    right = correct_letter(label, metadata.get("correct_letter"), choices)
+    answer = after_thought(response) or response
+    chosen = _chosen_letter(answer, _LETTERS[: len(choices) or 4])
+    if chosen is not None and right is not None:
+        return float(chosen == right)
+    place = _LETTERS.index(right) if right else len(choices)
+    text = choices[place] if place < len(choices) else label
+    return float(len(text.strip()) > 1 and text.strip().casefold() in answer.casefold())
+
+
+def correct_letter(label: str, named: str | None, choices: Sequence[str]) -> str | None:
+    """The letter of the right choice; ``None`` where nothing tells it."""
+    label = (named or label).strip()
+    letter = label.strip("()").upper()
+    if len(letter) == 1 and letter in _LETTERS:
+        return letter
+    if label in choices:
+        return _LETTERS[choices.index(label)]
+    if label.isascii() and label.isdigit() and int(label) < len(_LETTERS):
+        return _LETTERS[int(label)]
+    return None
+
+
+def _chosen_letter(answer: str, letters: str) -> str | None:
+    boxed = last_boxed(answer)
+    if boxed is not None:
+        inner = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r"\1", boxed).strip(" ().")
+        if len(inner) == 1 and inner in letters:
+            return inner
+    for pattern in (_SAID_LETTER, _LONE_LETTER):
+        found = [letter for letter in pattern.findall(_said_in_lower_case(answer)) if letter in letters]
+        if found:
+            return str(found[-1])
+    return None
+
+
+def _said_in_lower_case(answer: str) -> str:
+    return re.sub(r"\b(?:answer|choice|option|is)\b", lambda match: match[0].lower(), answer, flags=re.IGNORECASE)

@@ -1,0 +1,230 @@
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime_rollout.errors import RewardError
+from slime_rollout.rewards import VerifierError, VerifierPool
+
+GIB = 2**30
+LIMIT = 2.0  # seconds
+SOURCE = """
+import ctypes, os, subprocess, time
+
+def verify(response, label, metadata):
+    if response == "hang":
+        while True: pass
+    if response == "sleep": time.sleep(600)
+    if response == "exit": os._exit(7)
+    if response == "segfault": ctypes.string_at(0)
+    if response == "allocate":
+        held = []
+        while True: held.append(bytes(1 << 24))
+    if response == "raise": raise ValueError("no such number")
+    if response == "nest": return verify_nested(0)
+    if response == "noise": print("x" * 100_000)
+    if response == "child": subprocess.Popen(["sleep", "600"]); time.sleep(600)
+    if response == "big": return float(len(b"x" * (300 << 20)) > 0)
+    if response == "pid": return float(os.getpid())
+    if response == "count":
+        with open(metadata["file"], "a") as file: file.write("x")
+    return float(response == label)
+
+def verify_nested(depth): return verify_nested(depth + 1)
+"""
+
+
+@pytest.fixture
+def pool(tmp_path):
+    path = tmp_path / "verifier.py"
+    path.write_text(SOURCE)
+    made = VerifierPool(f"{path}:verify", workers=2, time_limit=LIMIT, memory_limit=GIB // 2)
+    yield made
+    made.close()
+
+
+def ask(pool, *responses, label="right", metadata=None):
+    async def all_of_them():
+        asked = (pool.score(response, label, metadata or {}) for response in responses)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("hang", "it took more than 2 s"),
+        ("sleep", "it took more than 2 s"),
+        ("exit", "its process ended with exit code 7"),
+        ("segfault", "its process ended with signal SIGSEGV"),
+        ("allocate", "it reached the memory limit"),
+        ("raise", "ValueError: no such number"),
+        ("nest", "it nests too deep"),
+    ],
+)
+def test_a_verifier_that_fails_costs_its_own_score_alone(pool, response, reason):
+    good, bad, wrong, *after = ask(pool, "right", response, "wrong", *["right"] * 3)
+    assert (good, wrong, after) == (1.0, 0.0, [1.0] * 3)
+    assert isinstance(bad, VerifierError)
+    assert str(bad) == reason
+
+
+def test_many_failures_at_once_leave_every_other_score(pool):
+    kinds = ["right", "exit", "segfault", "wrong", "raise"]
+    scores = ask(pool, *(kinds[number % 5] for number in range(200)), metadata={"n": 1})
+    for number, score in enumerate(scores):
+        expected = {"right": 1.0, "wrong": 0.0}.get(kinds[number % 5])
+        assert score == expected if expected is not None else isinstance(score, VerifierError)
+
+
+def test_waiting_for_a_worker_is_not_counted(pool, tmp_path):
+    path = tmp_path / "naps.py"
+    path.write_text("import time\ndef verify(response, label, metadata): time.sleep(0.5); return 1.0\n")
+    naps = VerifierPool(f"{path}:verify", workers=2, time_limit=LIMIT, memory_limit=GIB)
+    assert ask(naps, *map(str, range(10))) == [1.0] * 10  # 2.5 s in all
+    naps.close()
+
+
+def test_the_event_loop_goes_on_while_verifiers_hang(pool):
+    async def ticks():
+        hanging = asyncio.create_task(pool.score("hang", "right", {}))
+        latest, longest = time.monotonic(), 0.0
+        while not hanging.done():
+            await asyncio.sleep(0.01)
+            longest, latest = max(longest, time.monotonic() - latest), time.monotonic()
+        with pytest.raises(VerifierError):
+            await hanging
+        return longest
+
+    assert asyncio.run(asyncio.wait_for(ticks(), 60)) < 0.5
+
+
+def test_equal_requests_are_verified_once_and_failures_again(pool, tmp_path):
+    counted = {"file": str(tmp_path / "calls")}
+    for _ in range(3):
+        assert ask(pool, "count", label="count", metadata=counted) == [1.0]
+    assert (tmp_path / "calls").read_text() == "x"
+    first, second = (ask(pool, "raise")[0] for _ in range(2))
+    assert isinstance(first, VerifierError) and first is not second
+
+
+def test_output_is_no_reply(pool):
+    assert ask(pool, "noise", label="noise") == [1.0]
+
+
+def test_odd_text_arrives_whole(pool):
+    for text in ("a\nb", "\ud800 lone", "\0", "é" * 100_000):
+        assert ask(pool, text, label=text) == [1.0]
+
+
+def test_a_worker_that_has_grown_is_replaced_between_two_samples(pool):
+    def pid(number):
+        return ask(pool, "pid", metadata={"n": number})[0]
+
+    idle = pid(0)
+    assert pid(1) == idle  # the first idle worker is taken
+    assert ask(pool, "big") == [1.0]
+    assert idle not in {pid(number) for number in range(2, 6)}
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_until_gone(pids):
+    end = time.monotonic() + 20
+    while any(map(_alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+def _below(pid):
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [pid, *(below for child in children for below in _below(child))]
+
+
+def test_what_a_verifier_started_ends_with_it(pool):
+    ask(pool, "right")
+    keeper = pool._link._process.pid
+
+    async def started_and_stopped():
+        asked = asyncio.create_task(pool.score("child", "right", {}))
+        while not (busy := [tree for worker in _below(keeper)[1:] if len(tree := _below(worker)) == 2]):
+            await asyncio.sleep(0.01)
+        with pytest.raises(VerifierError, match="took more"):
+            await asked
+        while len(_below(keeper)) != 3:  # the keeper and two workers
+            await asyncio.sleep(0.01)
+        return busy[0]
+
+    _wait_until_gone(asyncio.run(asyncio.wait_for(started_and_stopped(), 30)))
+
+
+def test_no_process_outlives_its_pool(pool):
+    ask(pool, "right", "wrong")
+    tree = _below(pool._link._process.pid)
+    assert len(tree) == 3
+    pool.close()
+    _wait_until_gone(tree)
+    assert ask(pool, "right now", label="right now") == [1.0]  # and it starts again
+
+
+def test_no_process_outlives_a_killed_run_with_a_hanging_verifier(pool):
+    code = f"""
+import asyncio, os, signal
+from slime_rollout.rewards import VerifierPool
+pool = VerifierPool({pool._target!r}, workers=2, time_limit=60.0, memory_limit=1 << 30)
+async def run():
+    await pool.score("right", "right", {{}})
+    asyncio.create_task(pool.score("hang", "right", {{}}))
+    await asyncio.sleep(0.2)
+    print(pool._link._process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(run())
+"""
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    tree = _below(int(run.stdout.readline()))
+    assert len(tree) == 3
+    run.kill()
+    run.communicate(timeout=20)
+    _wait_until_gone(tree)
+
+
+def test_a_killed_keeper_costs_the_open_scores_and_is_replaced(pool):
+    ask(pool, "right")
+    tree = _below(pool._link._process.pid)
+
+    async def kill_it():
+        asked = asyncio.create_task(pool.score("sleep", "right", {}))
+        await asyncio.sleep(0.1)
+        os.kill(tree[0], 9)
+        with pytest.raises(VerifierError, match="ended with exit code -9"):
+            await asked
+
+    asyncio.run(asyncio.wait_for(kill_it(), 30))
+    _wait_until_gone(tree)
+    assert ask(pool, "wrong") == [0.0]
+
+
+def test_a_verifier_that_cannot_start_is_an_error_of_the_run(tmp_path):
+    pool = VerifierPool(f"{tmp_path}/none.py:verify", workers=1, time_limit=1.0, memory_limit=GIB)
+    error = ask(pool, "right")[0]
+    assert isinstance(error, RewardError) and not isinstance(error, VerifierError)
+    assert "does not start: " in str(error) and "none.py" in str(error)
+
+
+def test_mathematics_without_end():
+    pool = VerifierPool("math", workers=2, time_limit=3.0, memory_limit=2 * GIB)
+    endless = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10000000!}"]
+    first, second, good = ask(pool, *endless, r"\boxed{\frac{4}{8}}", label="0.5")
+    assert good == 1.0
+    assert isinstance(first, VerifierError) and isinstance(second, VerifierError)
+    pool.close()

@@ -1,0 +1,110 @@
+import time
+from decimal import Decimal
+
+import pytest
+
+from slime_rollout.rewards.text_answers import answer_line, multiple_choice, read_number, same_number, token_f1
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("The cat sat.", "cat sat", 1.0),
+        ("a cat", "the dog", 0.0),
+        ("Paris, France", "paris", 2 / 3),
+        ("to be or not to be", "to be", 2 * 2 / 8),
+        ("yes", "Yes.", 1.0),
+        ("yes it is", "yes", 0.0),
+        ("no", "yes", 0.0),
+        ("noanswer", "nothing", 0.0),
+        ("", "cat", 0.0),
+        ("the", "a", 0.0),
+    ],
+)
+def test_f1(response, label, score):
+    assert token_f1(response, label) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("42", "42"),
+        ("-1,234.50", "-1234.5"),
+        ("$1,234$", "1234"),
+        (r"\$42", "42"),
+        (r"\boxed{42}", "42"),
+        (r"42\text{ cm}", "42"),
+        ("42 square units.", "42"),
+        ("x = 42", "42"),
+        (r"90^\circ", "90"),
+        (r"50\%", "50"),
+        ("**42**", "42"),
+        (".5", "0.5"),
+        ("−3", "-3"),
+        ("1,23", None),
+        ("41 or 42", None),
+        ("forty", None),
+        ("", None),
+        ("-", None),
+    ],
+)
+def test_read_number(text, number):
+    assert read_number(text) == (None if number is None else Decimal(number))
+
+
+def test_a_decimal_label_is_not_cut_to_an_integer():
+    assert same_number("2.5", "2.5")
+    assert not same_number("2", "2.5")
+    assert same_number("42.0", "42")
+
+
+def test_answer_line():
+    assert answer_line("Answer: 1\nso\nanswer : 42\n") == "42"
+    assert answer_line("Answer: 42" + " " * 300) is None
+    assert answer_line("42") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("The answer is B", "B", 1),
+        ("The answer is (b).", "B", 0),
+        ("Answer: C", "C", 1),
+        ("ANSWER: **C**", "c", 1),
+        (r"so \boxed{\text{D}}", "D", 1),
+        (r"\boxed{(A)}", "A", 1),
+        ("<think>maybe A</think>The answer is B.", "B", 1),
+        ("<think>The answer is A</think>It is B", "B", 1),
+        ("A hydrogen atom, hence B.", "B", 1),
+        ("B. A hydrogen atom", "A", 0),
+        ("The answer is a matter of B", "B", 1),
+        ("I choose C", "C", 1),
+        ("C", "2", 1),
+        ("D", "2", 0),
+        ("Option A, or rather option B", "A", 0),
+        ("it is water", "water", 1),
+        ("it is fire", "water", 0),
+        ("", "A", 0),
+    ],
+)
+def test_multiple_choice(response, label, score):
+    assert multiple_choice(response, label, {}) == score
+
+
+def test_choices_tell_the_letter():
+    choices = {"choices": ["iron", "water", "gold", "air", "fire"]}
+    assert multiple_choice("The answer is B", "water", choices) == 1.0
+    assert multiple_choice("The answer is C", "water", choices) == 0.0
+    assert multiple_choice("The answer is E", "4", choices) == 1.0
+    assert multiple_choice("Surely water", "1", choices) == 1.0
+    assert multiple_choice("The answer is B", "A", {"correct_letter": "B"}) == 1.0
+
+
+@pytest.mark.parametrize("text", ["A" * 200_000, "A " * 100_000, "answer: " * 50_000, "answer" + " " * 200_000, "**A("])
+def test_long_responses_take_linear_time(text):
+    start = time.process_time()
+    multiple_choice(text, "A", {})
+    token_f1(text, "a b c")
+    answer_line(text)
+    read_number(text)
+    assert time.process_time() - start < 5
