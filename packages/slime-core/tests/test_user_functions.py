@@ -76,3 +76,14 @@ def test_a_file_that_does_not_load(file, source, words):
     file.write_text(source)
     with pytest.raises(ConfigError, match=f"does not load: {words}"):
         load_function(f"{file}:plain", "--f")
+
+
+def test_a_file_alone_means_the_first_usual_name_that_it_has(tmp_path):
+    path = tmp_path / "hook.py"
+    path.write_text("def second(): return 2\ndef third(): return 3\n")
+    assert load_function(str(path), "--f", usual_names=("first", "second"))() == 2
+    assert load_function(f"{path}:third", "--f", usual_names=("first", "second"))() == 3
+    with pytest.raises(ConfigError, match="has no function first or fourth; it has second, third"):
+        load_function(str(path), "--f", usual_names=("first", "fourth"))
+    with pytest.raises(ConfigError, match="names no function"):
+        load_function(str(path), "--f")

@@ -200,6 +200,42 @@ def test_a_reward_that_fails_ends_the_rollout(manager, tmp_path):
         given.generate(0)
 
 
+def test_a_function_scores_whole_groups(manager, tmp_path, write_rows):
+    (tmp_path / "own.py").write_text(
+        "async def ranks(args, samples):\n"
+        "    assert len({sample.group_index for sample in samples}) == 1\n"
+        "    return [len(samples) + place / 10 for place in range(len(samples))]\n"
+    )
+    held_out = write_rows([{"prompt": "a"}, {"prompt": "b"}], "held_out.jsonl")
+    given = manager(
+        rm_type=None,
+        custom_rm_path=f"{tmp_path}/own.py:ranks",
+        group_rm=True,
+        eval_prompt_data=("one", held_out, "two", held_out),
+        n_samples_per_eval_prompt=2,
+    )
+    assert [sample.reward for sample in given.generate(0).samples] == [3.0, 3.1, 3.2] * 2
+    report = given.evaluate(0)
+    assert {name: [one.reward for one in scored] for name, scored in report.samples.items()} == {
+        "one": [2.0, 2.1] * 2,
+        "two": [2.0, 2.1] * 2,
+    }
+
+
+def test_a_rollout_ends_although_a_verifier_does_not(manager, engine, reply):
+    given = manager(rm_type="math", rm_timeout=2.0, rm_workers=2)
+    answers = [r"\boxed{10000000!}", r"\boxed{0.0}", r"\boxed{\frac{3}{3}}"]
+    engine.answer = lambda number, body: reply(text=answers[number % 3])
+    batch = given.generate(0)
+    right = {r"\boxed{0.0}": 0, r"\boxed{\frac{3}{3}}": 1}  # by group
+    assert [sample.reward for sample in batch.samples] == [
+        float(right.get(sample.response) == sample.group_index) for sample in batch.samples
+    ]
+    failed = [sample for sample in batch.samples if "reward_failure" in sample.metadata]
+    assert [sample.response for sample in failed] == [answers[0]] * 2
+    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+
+
 def test_evaluation(manager, engine, reply, write_rows):
     held_out = write_rows([{"prompt": "a", "label": "1"}, {"prompt": "b", "label": "2"}], "held_out.jsonl")
     other = write_rows([{"prompt": "c", "label": "1"}], "other.jsonl")

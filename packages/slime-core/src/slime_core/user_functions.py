@@ -15,7 +15,9 @@ from typing import Any
 from slime_core.errors import ConfigError
 
 
-def load_function(path: str, flag: str, *, arguments: Sequence[str] | None = None) -> Callable[..., Any]:
+def load_function(
+    path: str, flag: str, *, arguments: Sequence[str] | None = None, usual_names: Sequence[str] = ()
+) -> Callable[..., Any]:
     """Find a function, or another object that can be called, by its path.
 
     Args:
@@ -23,18 +25,23 @@ def load_function(path: str, flag: str, *, arguments: Sequence[str] | None = Non
         flag: The flag that gave it, for messages.
         arguments: Names of the positional arguments that it will be called with, such as ``("args", "sample")``.
             ``None`` checks nothing.
+        usual_names: Names of which ``file.py`` alone means the first that the file has.
 
     Raises:
         ConfigError: The path has another form, the module does not load, holds no such function, or the function does
             not take those arguments.
     """
     module_path, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_path or not name.isidentifier() or path.endswith(".py"):
+    if path.endswith(".py") and ":" not in path and usual_names:
+        module_path, name = path, usual_names[0]
+    elif not module_path or not name.isidentifier() or path.endswith(".py"):
         raise ConfigError(f"{flag} {path} names no function; write pkg.mod.fn, pkg.mod:fn or file.py:fn")
     try:
         module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
     except (Exception, SystemExit) as error:  # the user's module runs here, and raises what it likes
         raise ConfigError(f"{flag} {path}: {module_path} does not load: {type(error).__name__}: {error}") from error
+    if module_path == path:
+        name = next((usual for usual in usual_names if hasattr(module, usual)), " or ".join(usual_names))
     function = getattr(module, name, None)
     if not callable(function):
         known = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))

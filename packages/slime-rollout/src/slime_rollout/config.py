@@ -76,8 +76,12 @@ class RolloutConfig:
         None, choices=RULES, help=f"rule that scores a response; without --custom-rm-path `{DEFAULT_RULE}`"
     )
     custom_rm_path: str | None = flag(
-        None, help="own reward function: pkg.mod.fn, pkg.mod:fn or file.py:fn", metavar="PATH"
+        None, help="own reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
     )
+    custom_rm_kwargs: str | None = flag(
+        None, help="JSON object: the constructor arguments of a class at --custom-rm-path", metavar="JSON"
+    )
+    group_rm: bool = flag(False, help="score all samples of a prompt in one call of the own function")
     rm_timeout: float | None = flag(
         None,
         help="time limit of scoring one sample; without it 10 for rules, 60 for own functions and --rm-url",
@@ -185,6 +189,21 @@ class RolloutConfig:
             return self.rm_timeout
         return 60.0 if self.rule in (None, "remote_rm") else 10.0
 
+    @property
+    def custom_rm_arguments(self) -> dict[str, Any] | None:
+        """What ``custom_rm_kwargs`` holds."""
+        if self.custom_rm_kwargs is None:
+            return None
+        try:
+            given = json.loads(self.custom_rm_kwargs)
+        except ValueError as error:
+            raise ConfigError(f"--custom-rm-kwargs {self.custom_rm_kwargs} is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"--custom-rm-kwargs {self.custom_rm_kwargs} is no JSON object; write '{{\"name\": value}}'"
+            )
+        return given
+
     def _check_counts(self) -> None:
         for name in (
             "rollout_batch_size",
@@ -236,6 +255,9 @@ class RolloutConfig:
             raise ConfigError(
                 f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
             )
+        for name, given in (("group_rm", self.group_rm), ("custom_rm_kwargs", self.custom_rm_arguments is not None)):
+            if given and self.custom_rm_path is None:
+                raise ConfigError(f"{_flag_name(name)} is for an own function; give --custom-rm-path")
         if (self.rm_type == "remote_rm") != (self.rm_url is not None):
             raise ConfigError("--rm-type remote_rm and --rm-url belong together; give both or neither")
         if self.rm_url is not None and not self.rm_url.startswith(("http://", "https://")):

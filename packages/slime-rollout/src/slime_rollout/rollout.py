@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_core.hooks import HookArgs
+from slime_core.interfaces import GroupReward, RewardValue
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, Group, RolloutBatch, Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Fate, PromptDataset, PromptEncoder, RolloutDataSource, load_tokenizer, make_data_source
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import EngineClient, SamplingParams, generate_sample, sampling_seed
-from slime_rollout.rewards import make_reward
+from slime_rollout.rewards import make_group_reward, make_reward
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class RolloutManager:
         self._on_progress = on_progress
         hook_args = hook_args or HookArgs.from_configs(config)
         self._reward = make_reward(config, hook_args)
+        self._group_reward = make_group_reward(config, hook_args)
         data = data or RolloutData.load(config, hook_args)
         self._source, self._eval_sets = data.source, data.eval_sets
 
@@ -190,10 +193,26 @@ class RolloutManager:
             concurrency=self._config.rollout_concurrency,
             timeout=self._config.rollout_request_timeout,
         ) as client:
-            await _all_of([self._run_one(client, job, watch) for job in jobs])
+            if self._group_reward is None:
+                await _all_of([self._run_one(client, job, watch) for job in jobs])
+            else:
+                groups = itertools.groupby(jobs, lambda job: (job[2], job[0].group_index))
+                await _all_of([self._run_group(client, list(group), self._group_reward, watch) for _, group in groups])
         return watch.seconds()
 
     async def _run_one(self, client: EngineClient, job: _Job, watch: _Stopwatch) -> None:
+        await self._generate_one(client, job, watch)
+        self._scored(job[0], await self._reward(job[0]), watch)
+
+    async def _run_group(
+        self, client: EngineClient, jobs: Sequence[_Job], reward: GroupReward, watch: _Stopwatch
+    ) -> None:
+        await _all_of([self._generate_one(client, job, watch) for job in jobs])
+        group = [sample for sample, _, _ in jobs]
+        for sample, value in zip(group, await reward(group), strict=True):
+            self._scored(sample, value, watch)
+
+    async def _generate_one(self, client: EngineClient, job: _Job, watch: _Stopwatch) -> None:
         sample, params, stream = job
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):  # as one may be that was given back
             await generate_sample(client, sample, params, sampling_seed(self._run_seed, sample.index, stream=stream))
@@ -203,8 +222,9 @@ class RolloutManager:
                 f"an engine aborted sample {sample.index} after {sample.response_length} tokens; "
                 "something else paused or stopped it while this rollout ran"
             )
-        if sample.reward is None:
-            sample.reward = await self._reward(sample)
+
+    def _scored(self, sample: Sample, value: RewardValue, watch: _Stopwatch) -> None:
+        sample.reward = value
         sample.scalar_reward(self._config.reward_key)  # raises now, not after the rollout, if --reward-key is wrong
         watch.scored()
 

@@ -9,12 +9,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime_core.hooks import HookArgs
+from slime_core.interfaces import RewardValue
 from slime_core.types import Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError
 from slime_rollout.rewards.threads import in_thread
 
-_FLAG = "--custom-rm-path"
+FLAG = "--custom-rm-path"
+USUAL_NAMES = ("custom_rm", "CustomRewardModel")
 _CALLS = 32  # at once: enough for functions that wait, few enough that those that compute end within their limit
 
 
@@ -25,7 +27,7 @@ class CustomReward:
     limit ends the run: its thread cannot be stopped, so it is left behind, and does not keep the process alive.
 
     Args:
-        path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
+        path: ``pkg.mod.fn``, ``pkg.mod:fn``, ``file.py:fn``, or ``file.py`` with a function ``custom_rm``.
         hook_args: Every flag by its name, the function's first argument.
         timeout: Time limit of one call, in seconds.
 
@@ -35,12 +37,12 @@ class CustomReward:
 
     def __init__(self, path: str, hook_args: HookArgs, *, timeout: float) -> None:
         self._path = path
-        self._function = load_function(path, _FLAG, arguments=("args", "sample"))
+        self._function = load_function(path, FLAG, arguments=("args", "sample"), usual_names=USUAL_NAMES)
         self._args = hook_args
         self._timeout = timeout
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
-    async def __call__(self, sample: Sample) -> float | dict[str, float]:
+    async def __call__(self, sample: Sample) -> RewardValue:
         """The function's value for a sample.
 
         Raises:
@@ -52,10 +54,10 @@ class CustomReward:
                 value = await self._call(sample)
         except TimeoutError:
             raise RewardError(
-                f"{_FLAG} {self._path} took more than {self._timeout:g} s for sample {sample.index}; "
+                f"{FLAG} {self._path} took more than {self._timeout:g} s for sample {sample.index}; "
                 "make it faster or raise --rm-timeout"
             ) from None
-        return self._number(value, sample)
+        return checked_reward(value, self._path, sample)
 
     async def _call(self, sample: Sample) -> Any:
         try:
@@ -65,19 +67,25 @@ class CustomReward:
             return await value if inspect.isawaitable(value) else value
         except (Exception, SystemExit) as error:
             raise RewardError(
-                f"{_FLAG} {self._path} raised {type(error).__name__} for sample {sample.index}: {error}"
+                f"{FLAG} {self._path} raised {type(error).__name__} for sample {sample.index}: {error}"
             ) from error
 
-    def _number(self, value: Any, sample: Sample) -> float | dict[str, float]:
-        entries = value if isinstance(value, dict) else {"": value}
-        if not entries or not all(_is_number(entry) for entry in entries.values()):
-            raise RewardError(
-                f"{_FLAG} {self._path} returned {value!r} for sample {sample.index}; "
-                "return a finite number, or a dictionary of them by name"
-            )
-        if isinstance(value, dict):
-            return {str(key): float(entry) for key, entry in value.items()}
-        return float(value)
+
+def checked_reward(value: Any, path: str, sample: Sample) -> RewardValue:
+    """What a user's function returned for a sample, as a number or numbers by name.
+
+    Raises:
+        RewardError: It is neither.
+    """
+    entries = value if isinstance(value, dict) else {"": value}
+    if not entries or not all(_is_number(entry) for entry in entries.values()):
+        raise RewardError(
+            f"{FLAG} {path} returned {value!r} for sample {sample.index}; "
+            "return a finite number, or a dictionary of them by name"
+        )
+    if isinstance(value, dict):
+        return {str(key): float(entry) for key, entry in value.items()}
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:

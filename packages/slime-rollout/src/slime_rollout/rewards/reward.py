@@ -7,9 +7,10 @@ import logging
 
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
-from slime_core.interfaces import Reward, RewardValue
+from slime_core.interfaces import GroupReward, Reward, RewardValue
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
+from slime_rollout.rewards.batched import BatchedReward, load_batched
 from slime_rollout.rewards.custom import CustomReward
 from slime_rollout.rewards.pool import VerifierError, VerifierPool
 from slime_rollout.rewards.registry import Rule, find_rule
@@ -87,10 +88,13 @@ def make_reward(config: RolloutConfig, hook_args: HookArgs) -> Reward:
     """What ``config`` chooses. An own function is loaded and looked at here, before anything is generated.
 
     Raises:
-        ConfigError: The own function cannot be loaded, or does not take ``(args, sample)``.
+        ConfigError: The own function cannot be loaded, or does not take ``(args, sample)``, ``(args, samples)``, or
+            as a class the arguments of ``--custom-rm-kwargs``.
     """
     if config.custom_rm_path is not None:
-        return CustomReward(config.custom_rm_path, hook_args, timeout=config.reward_timeout)
+        return _batched(config, hook_args) or CustomReward(
+            config.custom_rm_path, hook_args, timeout=config.reward_timeout
+        )
     name = config.rule or ""
     if name == "random":
         return RandomReward()
@@ -107,3 +111,24 @@ def make_reward(config: RolloutConfig, hook_args: HookArgs) -> Reward:
         memory_limit=int(config.rm_memory_limit * 2**30),
     )
     return Tolerant(RuleReward(rule, pool), rule.wrong, drop=drop)
+
+
+def make_group_reward(config: RolloutConfig, hook_args: HookArgs) -> GroupReward | None:
+    """The own function that scores the samples of a prompt together, with ``--group-rm``.
+
+    Raises:
+        ConfigError: It cannot be loaded, or does not take ``(args, samples)``.
+    """
+    if not config.group_rm:
+        return None
+    batched = _batched(config, hook_args)
+    return batched.score_group if batched else None
+
+
+def _batched(config: RolloutConfig, hook_args: HookArgs) -> BatchedReward | None:
+    function = load_batched(
+        config.custom_rm_path or "", hook_args, kwargs=config.custom_rm_arguments, always=config.group_rm
+    )
+    if function is None:
+        return None
+    return BatchedReward(config.custom_rm_path or "", function, timeout=config.reward_timeout)
