@@ -202,14 +202,16 @@ class RolloutManager:
 
     async def _run_one(self, client: EngineClient, job: _Job, watch: _Stopwatch) -> None:
         await self._generate_one(client, job, watch)
-        self._scored(job[0], await self._reward(job[0]), watch)
+        (sample, _, _) = job  # one that was given back keeps its reward
+        self._scored(sample, await self._reward(sample) if sample.reward is None else sample.reward, watch)
 
     async def _run_group(
         self, client: EngineClient, jobs: Sequence[_Job], reward: GroupReward, watch: _Stopwatch
     ) -> None:
         await _all_of([self._generate_one(client, job, watch) for job in jobs])
         group = [sample for sample, _, _ in jobs]
-        for sample, value in zip(group, await reward(group), strict=True):
+        given = [sample.reward for sample in group if sample.reward is not None]  # as above, if all have one
+        for sample, value in zip(group, given if len(given) == len(group) else await reward(group), strict=True):
             self._scored(sample, value, watch)
 
     async def _generate_one(self, client: EngineClient, job: _Job, watch: _Stopwatch) -> None:

@@ -7,6 +7,7 @@ from slime_core.errors import DataError
 from slime_core.ops.preference import dpo_loss, reward_model_loss
 from slime_rollout.data import (
     ChatEncoder,
+    Fate,
     PreferenceDataset,
     PreferenceEncoder,
     PreferenceRow,
@@ -104,7 +105,7 @@ def test_order_and_state(write_rows, encoder):
     rows = [{"prompt": str(n), "chosen": "b", "rejected": "c"} for n in range(4)]
     dataset = load(write_rows, encoder, rows)
     source, other = (RolloutDataSource(dataset, samples_per_prompt=2, shuffle=True, seed=1) for _ in range(2))
-    source.get_samples(3)
+    source.ledger.settle(source.get_samples(3), Fate.TRAINED)
     other.load_state_dict(source.state_dict())
     assert preference_batch(other.get_samples(5)) == preference_batch(source.get_samples(5))
 

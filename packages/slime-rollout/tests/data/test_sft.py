@@ -6,7 +6,7 @@ import torch
 from slime_core.errors import DataError
 from slime_core.ops.sft import sft_objective
 from slime_core.types import Status
-from slime_rollout.data import ChatEncoder, RolloutDataSource, SftDataset, SftFields, read_sft, sft_sample
+from slime_rollout.data import ChatEncoder, Fate, RolloutDataSource, SftDataset, SftFields, read_sft, sft_sample
 
 
 def chat(*answers):
@@ -115,7 +115,7 @@ def test_a_data_source_deals_out_conversations_and_resumes(write_rows, encoder):
     source, other = (
         RolloutDataSource(SftDataset.load(path, encoder), samples_per_prompt=1, shuffle=True, seed=3) for _ in range(2)
     )
-    source.get_samples(7)
+    source.ledger.settle(source.get_samples(7), Fate.TRAINED)
     other.load_state_dict(source.state_dict())
     assert other.get_samples(6) == source.get_samples(6)
     assert source.epoch == 2
