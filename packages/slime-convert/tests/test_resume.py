@@ -201,7 +201,7 @@ def test_killed_during_the_final_renaming(case, force, tmp_path, monkeypatch, in
     with monkeypatch.context() as patch:
         first = begin(tmp_path / "first")
         num_steps = kill_in_the_final_renaming(lambda: case.convert(first, force=force), None, patch)
-    assert num_steps > 5
+    assert num_steps >= 5
     new = files_of(case.whole)
     for step in range(num_steps + 1):
         out = begin(tmp_path / str(step))
