@@ -161,7 +161,7 @@ FINAL = ["hf-to-torch-dist", pytest.param("torch-dist-to-hf", marks=pytest.mark.
 
 
 def kill_in_the_final_renaming(convert, step, patch):
-    """Run in a process that kills itself after some steps of the final renaming; or tell how many there are."""
+    """Run in a process that kills itself after some steps of the final renaming; or tell which there are."""
     put_in_place, seen = output._put_in_place, []
 
     def counted(call):
@@ -182,7 +182,7 @@ def kill_in_the_final_renaming(convert, step, patch):
 
     patch.setattr(output, "_put_in_place", watched)
     convert()
-    return len(seen)
+    return seen
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -200,10 +200,11 @@ def test_killed_during_the_final_renaming(case, force, tmp_path, monkeypatch, in
 
     with monkeypatch.context() as patch:
         first = begin(tmp_path / "first")
-        num_steps = kill_in_the_final_renaming(lambda: case.convert(first, force=force), None, patch)
-    assert num_steps >= 5
+        steps = kill_in_the_final_renaming(lambda: case.convert(first, force=force), None, patch)
+    # The earlier output goes aside first, and the lock and its directory, which mark what is unfinished, go last.
+    assert steps[: 1 + force] == ["rename"] * (1 + force) and steps[-2:] == ["unlink", "rmdir"] and len(steps) >= 5
     new = files_of(case.whole)
-    for step in range(num_steps + 1):
+    for step in range(len(steps) + 1):
         out = begin(tmp_path / str(step))
         with monkeypatch.context() as patch:
             ended = in_child(
