@@ -13,9 +13,11 @@ from slime_rollout.store import RolloutStore
 
 ROLLOUTS = 6
 BESIDE = ["--async-buffer-size", "2", "--max-weight-staleness", "2", "--use-tis"]
+# One token in fifty is a stop, and a quarter of the requests run at once: those that are cut off are at all stages.
 CUT_OFF = [
     "--over-sampling-batch-size", "12", "--partial-rollout", "--max-weight-staleness", "2",
-    "--rollout-max-response-len", "40",
+    "--rollout-max-response-len", "96", "--rollout-concurrency", "24",
+    "--rollout-stop-token-ids", *map(str, range(100, 300, 20)),
     "--dynamic-sampling-filter-path", "slime_rollout.filters.check_reward_nonzero_std",
 ]  # fmt: skip
 

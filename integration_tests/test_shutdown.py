@@ -17,9 +17,9 @@ SHARED = {
 }
 CRASHES = {
     "engine crashes": (kill_one("sglang.launch_server"), {1}),
-    "trainer crashes": (kill_one("ray::", "Trainer"), {1}),
 }
 FULL = {
+    "trainer crashes": (kill_one("ray::", "Trainer"), {1}),
     "router crashes": (kill_one("sglang_router"), {1}),
     "ray crashes": (kill_one("raylet/raylet"), {1}),
     "supervisor crashes": (kill_one("supervise/reaper.py", "slime_launch.driver"), {1, 137}),
@@ -40,6 +40,7 @@ def test_nothing_is_left(case: str, qwen3: Assets, tmp_path: Path, request: pyte
     print(f"{case}: {ended.processes} processes, exit code {ended.code}, {len(ended.left)} left; shared {ended.memory}")
     assert not ended.left, ended.left
     assert ended.code in codes, ended.text[-4000:]
-    assert {name.partition("_")[0] for name in ended.memory} == {"torch", "sglang"}
+    # torch's is there amid an update of the weights alone
+    assert {"sglang"} <= {name.partition("_")[0] for name in ended.memory} <= {"torch", "sglang"}
     assert not ended.memory_left
     assert ended.bystander_lives

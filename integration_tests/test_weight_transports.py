@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,24 @@ ROLLOUTS = 2
 @pytest.mark.full
 @pytest.mark.real
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["gloo", "disk", "delta"])
+@pytest.mark.parametrize("transport", ["gloo", "disk", "delta", "delta elsewhere"])
 def test_the_loop_goes_on_whatever_carries_its_weights(llama: Assets, tmp_path: Path, transport: str) -> None:
     shared, local = tmp_path / "shared", tmp_path / "local"
     words = ["--update-weight-transport", "gloo"] if transport == "gloo" else [*DISK, str(shared)]
     if transport == "delta":
         words += ["--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", str(local)]
+    receiver = None
+    if transport == "delta elsewhere":
+        receiver, url = start_receiver(llama, shared, local)
+        words += ["--update-weight-mode", "delta", "--update-weight-receivers", url.removeprefix("http://")]
     words += ["--check-weight-update-equal", "--update-weight-pause-mode", "in_place"]
     command = train_command(llama, tmp_path, *words, rollouts=ROLLOUTS, save=False)
-    text = run(command, tmp_path / "log.txt")
+    try:
+        text = run(command, tmp_path / "log.txt")
+    finally:
+        if receiver is not None:
+            receiver.terminate()
+            receiver.communicate(timeout=20)
     steps = rows(tmp_path, "train")
     assert len(steps) == ROLLOUTS, text
     difference = steps[-1]["train/train_rollout_logprob_abs_diff_max"]
@@ -34,6 +45,16 @@ def test_the_loop_goes_on_whatever_carries_its_weights(llama: Assets, tmp_path: 
     last = f"weight_v{ROLLOUTS:06d}"
     if transport == "disk":
         assert [path.name for path in shared.iterdir()] == [last] and verify_checkpoint(shared / last)
-    if transport == "delta":
+    if transport.startswith("delta"):
         assert (shared / last).is_dir()
         assert [path.name for path in local.iterdir()] == [last] and verify_checkpoint(local / last)
+
+
+def start_receiver(llama: Assets, shared: Path, local: Path) -> tuple[subprocess.Popen[str], str]:
+    """The command that would run on the engines' machine, and its address."""
+    shared.mkdir()
+    words = ["--from", str(shared), "--to", str(local), "--hf-checkpoint", str(llama.hf), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "slime_rollout", "receive-weights", *words]
+    receiver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout is not None
+    return receiver, receiver.stdout.readline().split()[-1]

@@ -5,9 +5,11 @@ import pickle
 
 import pytest
 
+from slime_core.errors import ConfigError
 from slime_launch.flags.command import parse_train
-from slime_launch.rollouts import ChannelSpec, RolloutSpec, start_receiver
+from slime_launch.rollouts import ChannelSpec, RolloutHost, RolloutSpec, start_receiver
 from slime_launch.trainers import TrainerRank
+from slime_rollout.weight_version import CacheNamespace
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel, DistributedWeightChannel, TensorWeightChannel
 
 
@@ -22,6 +24,8 @@ def spec(*words, **more):
 
 
 DISK = ("--update-weight-transport", "disk", "--update-weight-disk-dir", "d")
+TOLD = (*DISK, "--update-weight-mode", "delta", "--update-weight-receivers")
+FAR = (*TOLD, "a:9", "b:9")
 DELTA = (*DISK, "--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", "l")
 
 
@@ -46,24 +50,69 @@ def test_colocated_tensors_stay_on_their_gpu():
     assert spec(colocate=True).open().cuda_ipc and not spec().open().cuda_ipc
 
 
-def test_only_deltas_need_a_receiver(tmp_path):
-    directories = (
-        "--update-weight-disk-dir",
-        str(tmp_path / "d"),
-        "--update-weight-local-checkpoint-dir",
-        str(tmp_path),
-    )
-    for words in ((), DISK, (*DELTA, *directories)):
-        settings = engine_flags(*words)
-        receiver = start_receiver(
-            RolloutSpec(
-                engine=settings.engine, rollout=settings.rollout, num_engines=1, num_gpus=1, topology=None,
-                dtype="float32", context_length=None, seed=1, log_dir="", flags={},
-            )
-        )  # fmt: skip
-        assert (receiver is not None) == ("delta" in words)
+def rollout_spec(*words):
+    settings = engine_flags(*words)
+    return RolloutSpec(
+        engine=settings.engine, rollout=settings.rollout, num_engines=1, num_gpus=1, topology=None,
+        dtype="float32", context_length=None, seed=1, log_dir="", flags={},
+    )  # fmt: skip
+
+
+def test_only_deltas_to_engines_here_need_a_receiver(tmp_path):
+    shared = ("--update-weight-disk-dir", str(tmp_path / "d"))
+    here = (*DELTA, *shared, "--update-weight-local-checkpoint-dir", str(tmp_path))
+    for words in ((), DISK, here, (*FAR, *shared)):
+        receiver = start_receiver(rollout_spec(*words))
+        assert (receiver is not None) == (words == here)
         if receiver is not None:
             receiver.stop()
+
+
+class Fleet:
+    tp_size = 1
+    engine_urls = ("http://a:1", "http://b:1", "http://a:2")
+
+    def begin_update(self, *, only_behind):
+        return self.engine_urls[only_behind:]
+
+    def confirm_update(self, version):
+        self.version = version
+
+
+def host(spec):
+    host = RolloutHost.__new__(RolloutHost)
+    host._spec, host._fleet, host._receiver = spec, Fleet(), None
+    host._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
+    return host
+
+
+def test_each_engine_gets_deltas_from_the_receiver_on_its_machine():
+    given = host(rollout_spec(*FAR))
+    assert given.channel(False).receivers == ("http://a:9", "http://b:9", "http://a:9")
+    behind = given.channel(True)
+    assert behind.receivers == ("http://b:9", "http://a:9")
+    assert behind.open().receivers == behind.receivers
+    assert host(rollout_spec(*TOLD, "c:9")).channel(True).receivers == ("http://c:9",) * 2
+    with pytest.raises(ConfigError, match=r"b:8 c:9 has 0 on the machine of http://a:2; give one on each, .*: a:PORT"):
+        host(rollout_spec(*TOLD, "b:8", "c:9")).channel(True)
+
+
+def test_requests_before_amid_and_after_an_update_in_place_share_no_cached_prefixes():
+    given = host(rollout_spec("--update-weight-pause-mode", "in_place"))
+    names = [given._namespace()]
+    given.channel(only_behind=False)
+    names.append(given._namespace())
+    given.confirm_update(3)
+    names.append(given._namespace())
+    assert len(set(names)) == 3 and given._fleet.version == 3
+
+
+def test_cached_prefixes_are_kept_where_no_engine_is_behind():
+    given = host(rollout_spec("--update-weight-pause-mode", "in_place"))
+    before = given._namespace()
+    given._fleet.engine_urls = ()
+    assert given.channel(only_behind=True).engine_urls == ()
+    assert given._namespace() == before
 
 
 def test_a_channel_to_engines_that_are_others_now_is_closed_first():

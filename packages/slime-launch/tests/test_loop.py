@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,8 @@ class Rollout:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.engine, self.position = clock, Engine(), 0
 
-    def channel(self) -> Engine:
-        return self.engine
+    def channel(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
+        return types.SimpleNamespace(engine_urls=()) if only_behind else self.engine
 
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import types
 
 import pytest
 
 from slime_core.types import SyncReport
+from slime_launch import loop
 from slime_launch.console import RunConsole
 from slime_launch.loop import Parts, push_weights, watch_rollout, watch_trainers
 from slime_launch.rollouts import ChannelSpec, Progress, retry_delays
@@ -23,6 +25,7 @@ class Rollout:
         self.weights: dict[str, int | None] = dict.fromkeys(urls)
         self.current: int | None = None
         self.doomed: list[str] = []
+        self.silent: list[str] = []
         self.open: tuple[str, ...] | None = None
         self.blames_an_engine = True
         self.calls: list[str] = []
@@ -40,8 +43,8 @@ class Rollout:
         assert self.open and all(self.weights[url] == version for url in self.open)
         self.current, self.open = version, None
 
-    def fail_update(self) -> bool:
-        self.calls.append("failed")
+    def fail_update(self, silent: str | None = None) -> bool:
+        self.calls.append("failed" if silent is None else f"{silent} is silent")
         self.open = None
         return self.blames_an_engine
 
@@ -62,7 +65,7 @@ class Trainers:
                 self.rollout.doomed.remove(url)
                 del self.rollout.weights[url]
                 self.rollout.weights[url + "'"] = None
-                raise WeightSyncError(f"{url}: no answer")
+                raise WeightSyncError(f"{url}: no answer", url=url, silent=url in self.rollout.silent)
             self.rollout.weights[url] = version
         return SyncReport(version=version, tensors=1, bytes=4, seconds=0.1)
 
@@ -93,6 +96,13 @@ def test_weights_are_sent_again_where_an_engine_died_meanwhile():
     assert run.rollout.calls == ["all", "failed", "all", "failed", "all"]
 
 
+def test_an_engine_that_gave_no_answer_is_named():
+    run = parts("a", "b")
+    run.rollout.doomed, run.rollout.silent = ["b"], ["b"]
+    push_weights(run, version=3)
+    assert run.rollout.calls == ["all", "b is silent", "all"]
+
+
 def test_an_error_that_no_engine_is_to_blame_for_is_raised():
     run = parts("a", "b")
     run.rollout.doomed, run.rollout.blames_an_engine = ["a"], False
@@ -105,7 +115,7 @@ def test_the_end_of_the_budget_ends_the_update():
     run = parts("a")
     run.rollout.doomed = ["a"]
 
-    def fail_update():
+    def fail_update(silent):
         raise EngineDiedError("engine 0 died once too often")
 
     run.rollout.fail_update = fail_update
@@ -126,6 +136,43 @@ def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
             poll()
     assert run.trainers.pushed[1:] == [(("b'",), 4), (("b''",), 4)]
     assert run.rollout.weights == {"a": 4, "b''": 4}
+
+
+def test_engines_get_the_weights_before_the_trainers_are_busy_again_if_a_rollout_is_never_waited_for(monkeypatch):
+    """An engine comes up amid each push and each save; nobody may train or save while it is without weights."""
+    settings = types.SimpleNamespace(run=types.SimpleNamespace(num_rollout=3))
+    run = dataclasses.replace(parts("a", iteration=0), settings=settings)
+    run.state.trained = lambda batch: setattr(run.state, "iteration", batch + 1)
+    done = []
+
+    def busy(what):
+        assert not run.rollout.progress().behind
+        assert set(run.rollout.weights.values()) == {run.state.iteration}
+        done.append(what)
+
+    def train(parts, batch):
+        busy(f"train {batch}")
+
+    def save(parts):
+        busy(f"save {run.state.iteration}")
+        run.rollout.weights[f"up amid save {run.state.iteration}"] = None
+
+    push = run.trainers.push_weights
+
+    def push_weights(channel, version, *, on_poll):
+        report = push(channel, version, on_poll=on_poll)
+        if "a" in channel.engine_urls:
+            run.rollout.weights[f"up amid push {version}"] = None
+        return report
+
+    run.trainers.push_weights = push_weights
+    monkeypatch.setattr(loop, "next_batch", lambda parts, rollout_id: rollout_id)
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(loop, "save_if_due", save)
+    for name in ("restore_data_position", "evaluate_if_due", "record"):
+        monkeypatch.setattr(loop, name, lambda *args: None)
+    loop.run_sync(run)
+    assert done == ["train 0", "save 1", "train 1", "save 2", "train 2", "save 3"]
 
 
 def test_trainers_that_are_busy_are_not_asked_for_weights():

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from slime_core.types import RolloutBatch, Sample
@@ -5,6 +7,7 @@ from slime_launch.errors import ManifestError
 from slime_launch.flags.command import command, parse_train
 from slime_launch.resume import FREE_FLAGS, RunState, changed_flags, find_run
 from slime_launch.weights import StartWeights
+from slime_rollout.engine.config import EngineConfig
 
 WEIGHTS = StartWeights(load="dist/release", ref_load="dist/release")
 
@@ -122,6 +125,11 @@ def test_rollouts_without_a_manifest_are_refused(settings, workspace):
 def test_every_free_flag_exists():
     groups, _ = command([])
     assert {spec.dest for group in groups for spec in group.flags} >= FREE_FLAGS
+
+
+def test_how_engines_run_and_are_replaced_may_differ():
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert {name for name in names if not name.startswith("sglang_")} <= FREE_FLAGS
 
 
 def test_flags_that_came_or_went_are_differences():

@@ -104,6 +104,14 @@ def test_distillation_needs_a_teacher_and_a_teacher_distillation():
         settings(use_opd=None, opd_type="megatron")
 
 
+def test_speculative_engines_cut_off_what_they_have_not_looked_at(monkeypatch):
+    command = settings(partial_rollout=None, over_sampling_batch_size=64)
+    check_settings(command)
+    monkeypatch.setitem(command.engine.sglang_args, "speculative-algorithm", "EAGLE")
+    with pytest.raises(ConfigError, match="--partial-rollout does not work with --sglang-speculative-algorithm"):
+        check_settings(command)
+
+
 def test_a_token_limit_takes_the_place_of_the_micro_batch_size():
     limit = {"use_dynamic_batch_size": None, "max_tokens_per_gpu": 4096}
     check_settings(settings(batch=256, actor_num_gpus_per_node=4, micro_batch_size=3, **limit))

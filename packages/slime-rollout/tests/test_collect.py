@@ -3,6 +3,9 @@
 import asyncio
 import json
 import re
+import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Drop, Keep, Sample, Status
-from slime_rollout.errors import GenerationError, RewardError
+from slime_rollout.errors import GenerationError, HookTimeoutError, RewardError
 from slime_rollout.filters import check_reward_nonzero_std
 from slime_rollout.generate import sampling_seed
 
@@ -93,6 +96,7 @@ def test_a_filter_that_drops_everything_ends_the_run(manager, right_for):
     ("body", "message"),
     [
         ("def keep(args, group): raise ValueError('no')", "own.py:keep raised ValueError for group 0: no"),
+        ("def keep(args, group): raise SystemExit(3)", "own.py:keep raised SystemExit for group 0: 3"),
         ("def keep(args, group): return 'yes'", "own.py:keep returned 'yes'; return Keep\\(\\), Drop\\('reason'\\)"),
         ("def keep(args, group): return None", "own.py:keep returned None"),
     ],
@@ -116,6 +120,47 @@ def test_a_filter_is_checked_before_anything_is_generated(manager, tmp_path, bod
     (tmp_path / "own.py").write_text(body + "\n")
     with pytest.raises(ConfigError, match=message):
         manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep")
+
+
+@pytest.mark.parametrize("continuous", [None, 1], ids=["in turn", "beside the trainer"])
+def test_a_filter_that_hangs_ends_the_run(manager, tmp_path, continuous):
+    (tmp_path / "own.py").write_text("import threading\ndef keep(args, group): threading.Event().wait(40)\n")
+    given_ = manager(
+        dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep", hook_timeout=0.3, async_buffer_size=continuous
+    )
+    before, start = given_.state_dict(), time.monotonic()
+    with pytest.raises(
+        HookTimeoutError,
+        match=r"^--dynamic-sampling-filter-path .*own\.py:keep for group [01] was not done after 0\.3 s; it hangs",
+    ):
+        given_.generate(0)
+    given_.close()
+    assert time.monotonic() - start < 20
+    assert continuous or given_.state_dict() == before
+
+
+def test_generation_goes_on_while_a_filter_thinks(manager, tmp_path, engine, reply):
+    """The filter keeps the first group waiting until the engine has answered for the second."""
+    (tmp_path / "own.py").write_text(
+        "import threading\nanswered, running, most = threading.Event(), [], []\n"
+        "def keep(args, group):\n"
+        "    running.append(1)\n    most.append(len(running))\n"
+        "    assert answered.wait(20)\n    running.pop()\n    return True\n"
+    )
+    given_ = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep")
+    own = given_._filter._function.__globals__
+
+    async def answer(number, body):
+        if index_of(body) >= 3:
+            async with asyncio.timeout(20):
+                while not (own["running"] or own["answered"].is_set()):
+                    await asyncio.sleep(0.005)
+            own["answered"].set()
+        return reply(text="1")
+
+    engine.answer = answer
+    assert indices(given_.generate(0)) == list(range(6))
+    assert own["most"] == [1, 1]  # one call at a time
 
 
 def test_an_own_filter_may_say_true_or_false(manager, tmp_path, engine):
@@ -196,16 +241,18 @@ def test_what_is_older_than_allowed_is_generated_anew(manager, held, engine):
 def test_finished_surplus_that_became_old_is_generated_anew(manager, engine, reply):
     version = {"now": "0"}
     engine.answer = lambda number, body: reply(text="1", version=version["now"])
-    given_ = manager(over_sampling_batch_size=4, max_weight_staleness=1)
+    given_ = manager(over_sampling_batch_size=2, max_weight_staleness=1)
     (group,) = given_.source.get_samples(1)
     for sample in group:
         sample.append_response([9], text="1", log_probs=[-0.5], weight_version=0)
         sample.status, sample.reward = Status.COMPLETED, 1.0
+    group[0].metadata["reward_failure"], group[0].remove_sample = "it hung", True  # of a response that is no more
     given_.source.add_samples([group])
     version["now"] = "2"
     batch = given_.generate(2)
     ours = [sample for sample in batch.samples if sample.group_index == 0]
-    assert [sample.weight_versions for sample in ours] == [[2, 2]] * len(ours)
+    assert [sample.weight_versions for sample in ours] == [[2, 2]] * 3
+    assert not any(sample.remove_sample or "reward_failure" in sample.metadata for sample in ours)
     assert batch.metrics["stale_samples"] == 3
 
 
@@ -219,7 +266,7 @@ def test_partial_rollouts_go_on_where_they_were_cut_off(manager, engine, reply, 
         if index_of(body) in cut and len(body["input_ids"]) == prompt_length(body):
             waiting[body["rid"]] = aborted = asyncio.Event()
             await aborted.wait()
-            return reply(text="1", tokens=(7,), version=version["now"], finish={"type": "abort", "message": "Aborted"})
+            return reply(text="1?", tokens=(7, 5), version=version["now"], finish={"type": "abort"})
         return reply(text="2", tokens=(8, 9), version=version["now"])
 
     lengths = {}
@@ -262,6 +309,72 @@ def test_a_failure_takes_nothing(manager, engine, reply):
     with pytest.raises(GenerationError, match="refused a request"):
         given_.generate(0)
     assert given_.state_dict() == before
+
+
+def test_what_fails_while_it_is_cut_off_goes_back_and_is_generated_again(manager, engine, reply, tmp_path, caplog):
+    """The rollout is complete without it, and a hook may stumble over a response without an end."""
+    (tmp_path / "own.py").write_text(
+        "async def custom_generate(args, sample, sampling_params):\n"
+        "    from slime_rollout import Trajectory\n"
+        "    await Trajectory.start(sample).generate()\n"
+        "    assert sample.status != 'aborted', 'no end'\n"
+    )
+    waiting = {}
+
+    async def answer(number, body):
+        if index_of(body) == 0 and number < 12:
+            waiting[body["rid"]] = aborted = asyncio.Event()
+            await aborted.wait()
+            return reply(text="1?", tokens=(7, 5), finish={"type": "abort", "message": "Aborted"})
+        return reply(text="2", tokens=(8, 9))
+
+    engine.answer = answer
+    engine.on_abort = lambda told: [event.set() for rid, event in waiting.items() if rid.startswith(told["rid"])]
+    given_ = manager(
+        over_sampling_batch_size=3, partial_rollout=True, custom_generate_function_path=f"{tmp_path}/own.py"
+    )
+    batch = given_.generate(0)
+    assert [group[0].group_index for group in batch.groups] == [1, 2]
+    assert "group 0 failed while it was stopped: --custom-generate-function-path" in caplog.text
+    assert "ledger" not in caplog.text
+    engine.answer = lambda number, body: reply(text="1")
+    batch = given_.generate(1)
+    assert given_.source.check_ledger() is None
+    assert [sample.response_tokens for sample in batch.groups[0]] in ([[5, 6], [8, 9], [8, 9]], [[5, 6]] * 3)
+
+
+def test_what_goes_back_shares_nothing_with_a_hook_that_was_left_behind(manager, tmp_path, engine, held):
+    """A reward function runs in a thread that cannot be stopped."""
+    held["held"] = {0}
+    (tmp_path / "own.py").write_text(
+        "import threading\nasked, over, seen = threading.Event(), threading.Event(), []\n"
+        "def score(args, sample):\n"
+        "    if sample.index == 1:\n        seen.append(sample)\n        asked.set()\n        over.wait(20)\n"
+        "        sample.metadata['late'] = True\n"
+        "    elif sample.index > 1:\n        asked.wait(20)\n"
+        "    return 0.5\n"
+    )
+    given_ = manager(over_sampling_batch_size=3, rm_type=None, custom_rm_path=f"{tmp_path}/own.py:score")
+    own = given_._pipeline._reward._reward._calls._function.__globals__
+    try:
+        given_.generate(0)
+        (group,) = given_.source._buffered()
+        assert (group[1].index, group[1].response_length) == (1, 2) and group[1] is not own["seen"][0]
+        assert group[1].metadata is not own["seen"][0].metadata
+    finally:
+        own["over"].set()
+
+
+def test_a_cancelled_error_that_nobody_asked_for_ends_the_rollout(manager, monkeypatch):
+    """It would stop one group without a word, and the rollout would wait for that forever."""
+    given_ = manager(n_samples_per_prompt=1)
+
+    async def run(*args, **kwargs):
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(given_._pipeline, "run", run)
+    with pytest.raises(GenerationError, match=r"a function that worked on group [01] raised CancelledError"):
+        given_.generate(0)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -353,6 +466,45 @@ class TestContinuous:
         with pytest.raises(GenerationError, match=r"rollout 5 has 0 of 2 groups after \d+ were tried \(stale_samples"):
             given_.generate(5)
 
+    def test_looking_far_ahead_is_no_reason_to_give_up(self, manager, engine):
+        """The cap is on what is tried for one rollout; what is generated for later ones is no more than it."""
+        given_ = manager(async_buffer_size=3, dynamic_sampling_max_prompts=2)
+        assert indices(given_.generate(0)) == list(range(6))
+        assert given_.source.ledger.counts["generated"] == 2 * 6
+        assert indices(given_.generate(1)) == list(range(6, 12))
+
+    def test_an_interrupted_call_takes_no_samples(self, manager, engine, reply, monkeypatch):
+        released = threading.Event()
+
+        async def answer(number, body):
+            async with asyncio.timeout(20):
+                while index_of(body) == 0 and not released.is_set():
+                    await asyncio.sleep(0.005)
+            return reply(text="1")
+
+        engine.answer = answer
+        given_ = manager(async_buffer_size=1)
+
+        class Interrupted(Future):
+            def result(self, timeout=None):
+                wait_for(lambda: engine.in_flight == 1)
+                raise KeyboardInterrupt
+
+        def interrupted(coroutine, loop):
+            done = Interrupted()
+            done.__dict__.update(plain(coroutine, loop).__dict__)
+            return done
+
+        plain = asyncio.run_coroutine_threadsafe
+        given_.state_dict()
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            given_.generate(0)
+        monkeypatch.undo()
+        released.set()
+        wait_for(lambda: len(scored(given_)) == 6)
+        assert indices(given_.generate(0)) == list(range(6))
+
     def test_an_error_beside_the_trainer_comes_with_the_next_rollout(self, manager, engine, reply):
         engine.answer = lambda number, body: 400 if index_of(body) == 7 else reply()
         given_ = manager(async_buffer_size=1)
@@ -378,11 +530,12 @@ class TestContinuous:
             given_.generate(number)
         assert not [record for record in caplog.records if "ledger" in record.message]
 
-    def test_a_reward_that_fails_is_raised(self, manager, tmp_path):
+    def test_a_reward_that_never_works_is_told(self, manager, tmp_path):
         (tmp_path / "own.py").write_text("def score(args, sample): raise ValueError('no')\n")
         given_ = manager(async_buffer_size=1, rm_type=None, custom_rm_path=f"{tmp_path}/own.py:score")
         with pytest.raises(RewardError, match="raised ValueError"):
-            given_.generate(0)
+            for number in range(64):
+                given_.generate(number)
 
 
 def scored(manager):

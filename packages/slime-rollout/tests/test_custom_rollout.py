@@ -1,5 +1,7 @@
 """Custom generate functions in whole rollouts, before the scripted engine."""
 
+import asyncio
+import copy
 import json
 
 import pytest
@@ -8,6 +10,7 @@ from slime_core.errors import ConfigError
 from slime_core.types import RolloutBatch
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
+from slime_rollout.generate import sampling_seed
 from slime_rollout.rollout import RolloutManager
 
 ROWS = [{"prompt": [{"role": "user", "content": f"say a number: {number}"}], "label": "1"} for number in range(6)]
@@ -99,6 +102,82 @@ def test_what_is_left_over_of_several_parts_is_trained_on_later(manager):
     assert {len([one for one in seen if one.trajectory == sample.trajectory]) for sample in seen} == {2}
     assert given.source.check_ledger() is None
     assert given.source.ledger.counts["trained"] == 12
+
+
+SLOW = """
+import copy
+async def custom_generate(args, sample, sampling_params):
+    from slime_rollout import Trajectory
+    await Trajectory.start(sample).generate()
+    return [sample, copy.deepcopy(sample)]
+"""
+
+
+def test_parts_that_wait_beside_an_unfinished_sample_stay_the_same(manager, engine, reply):
+    """A group of which one sample is never done goes back again and again, with the parts that it has."""
+    held = {sampling_seed(5, 1)}
+
+    async def answer(number, body):
+        if body["sampling_params"]["sampling_seed"] in held:
+            await asyncio.sleep(600)
+        return reply(text="1")
+
+    engine.answer = answer
+    given = manager(SLOW, over_sampling_batch_size=3)
+    for number in range(3):
+        assert 0 not in {group[0].group_index for group in given.generate(number).groups}
+        (group,) = [group for group in given.source._buffered() if group[0].group_index == 0]
+        assert [sample.trajectory for sample in group] == [0, 0, 1]
+        assert len({sample.index for sample in group}) == 3
+    held.clear()
+    group = given.generate(3).groups[0]
+    assert [sample.trajectory for sample in group] == [0, 0, 1, 1]
+    assert given.source.check_ledger() is None
+
+
+def test_parts_that_became_old_are_one_trajectory_again(manager, engine, reply):
+    version = {"now": "0"}
+    engine.answer = lambda number, body: reply(text="1", version=version["now"])
+    given = manager(SLOW, over_sampling_batch_size=4, max_weight_staleness=0)
+    (group,) = given.source.get_samples(1)
+    parts = []
+    for sample in group:
+        sample.append_response([9], text="1", log_probs=[-0.5], weight_version=0)
+        sample.status, sample.reward, sample.trajectory_id = "completed", 1.0, sample.index
+        sample.validate()
+        other = copy.deepcopy(sample)
+        other.index = given.source.fresh_index()
+        parts += [sample, other]
+    given.source.add_samples([parts])
+    version["now"] = "1"
+    trained = [group for number in (1, 1) for group in given.generate(number).groups]
+    (ours,) = [group for group in trained if group[0].group_index == 0]
+    assert [(sample.trajectory, sample.weight_versions) for sample in ours] == [(0, [1, 1])] * 2 + [(1, [1, 1])] * 2
+    assert given.source.check_ledger() is None
+
+
+def test_parts_that_nobody_keeps_are_counted_once(manager, tmp_path, caplog):
+    """A source without a buffer drops what is given back."""
+    given = manager(SLOW, over_sampling_batch_size=4, data_source_path="slime_rollout.data.RolloutDataSource")
+    given.generate(0)
+    assert "ledger" not in caplog.text
+    assert given.source.ledger.counts["aborted"] == 4
+
+
+def test_an_evaluated_trajectory_counts_once(manager, write_rows):
+    """The first sample of each prompt becomes three parts, which share its reward."""
+    source = """
+import copy
+async def custom_generate(args, sample, sampling_params, evaluation=False):
+    sample.response = "1" if sample.index % 2 == 0 else "0"
+    return [copy.deepcopy(sample) for _ in range(1 if sample.index % 2 else 3)]
+"""
+    held_out = write_rows([{"prompt": ROWS[0]["prompt"], "label": "1"}] * 2, "held_out.jsonl")
+    report = manager(source, eval_prompt_data=("sums", held_out), n_samples_per_eval_prompt=2).evaluate(0)
+    assert len(report.samples["sums"]) == 2 * (3 + 1)
+    assert report.scores == {"sums": 0.5}
+    assert (report.metrics["eval/sums-pass@1"], report.metrics["eval/sums-pass@2"]) == (0.5, 1.0)
+    assert "eval/sums-pass@4" not in report.metrics
 
 
 def test_a_rollout_whose_function_fails_takes_no_prompts(manager):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
 from slime_rollout.config import RolloutConfig
+from slime_rollout.http import HttpError
 
 GIVEN = {"hf_checkpoint": "model", "prompt_data": "train.jsonl", "rollout_batch_size": 4}
 
@@ -188,6 +189,8 @@ def test_a_set_without_the_template_has_no_arguments_for_it(sets):
         ({"eval_prompt_data": ("1.jsonl", "2.jsonl")}, "--eval-prompt-data 1.jsonl 2.jsonl: 1.jsonl looks like a path"),
         ({"eval_prompt_data": ("a.parquet@[1:]", "b")}, "a.parquet@[1:] looks like a path; give pairs of NAME PATH"),
         ({"eval_prompt_data": ("dir/a", "b")}, "dir/a looks like a path"),
+        ({"eval_prompt_data": ("1.bz2", "b")}, "1.bz2 looks like a path"),
+        ({"eval_prompt_data": ("1.JSONL.XZ@[:9]", "b")}, "1.JSONL.XZ@[:9] looks like a path"),
         ({"eval_prompt_data": (" a", "b")}, "--eval-prompt-data: set  a: the name ' a' is empty, or has white space"),
         ({"eval_prompt_data": ("a-pass@2", "b")}, "the name 'a-pass@2' has '-pass@2', which the names of its metrics"),
         ({"datasets": {"a/b": {"path": "x"}}}, "sets.yaml: set a/b: the name 'a/b' has '/'"),
@@ -251,3 +254,10 @@ def test_what_goes_wrong_with_a_set_is_told_with_its_name(sets):
     (one,) = sets(eval_prompt_data=("aime", "x"))
     with pytest.raises(DataError, match=r"^held-out set aime: it broke$"), one.named():
         raise DataError("it broke")
+
+
+def test_an_error_of_any_form_gets_the_sets_name(sets):
+    (one,) = sets(eval_prompt_data=("sums", "sums.jsonl"))
+    with pytest.raises(HttpError, match=r"^held-out set sums: GET .*broken$") as caught, one.named():
+        raise HttpError("GET", "http://tool", 500, "broken")
+    assert caught.value.status == 500

@@ -199,7 +199,9 @@ def test_what_fails_is_told_with_the_name_of_its_set(manager, engine, reply, sum
         return manager(eval_config={"datasets": {"good": {"path": sums}, "aime": {"path": sums, **own}}})
 
     with pytest.raises(RewardError, match=r"^held-out set aime: .*raised ValueError for sample \d: no"):
-        one_of_two(custom_rm_path=f"{tmp_path}/own.py:fails").evaluate(0)
+        failing = one_of_two(custom_rm_path=f"{tmp_path}/own.py:fails")
+        for number in range(64):
+            assert failing.evaluate(number).scores["aime"] == 0.0
     with pytest.raises(DataError, match=r"^held-out set aime: .*the reward has the entries \['a'\]"):
         one_of_two(custom_rm_path=f"{tmp_path}/own.py:named").evaluate(0)
     engine.answer = lambda number, body: 400 if body["sampling_params"]["temperature"] == 0.25 else reply()
@@ -209,6 +211,9 @@ def test_what_fails_is_told_with_the_name_of_its_set(manager, engine, reply, sum
         one_of_two(custom_rm_path=f"{tmp_path}/own.py:none")
     with pytest.raises(DataError, match=r"^held-out set aime: .*sums\.jsonl:1: no field 'answer'"):
         one_of_two(label_key="answer")
+    for rule, problem in (("maht", "is 'maht'; allowed: exact, "), ("remote_rm", "no service is known")):
+        with pytest.raises(DataError, match=rf"^held-out set aime: metadata_overrides, prompt 1 of .*{problem}"):
+            one_of_two(metadata_overrides={"rm_type": rule})
 
 
 def test_a_failed_evaluation_leaves_the_run_as_it_was(manager, engine, reply, sums):

@@ -18,6 +18,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if status == "slow":
             time.sleep(1.0)
             status = 200
+        if status in ("endless", "cut short"):
+            self.send_response(200)
+            self.send_header("Content-Length", "1000000")
+            self.end_headers()
+            self.wfile.write(b"[")
+            while status == "endless" and not self.server.over.wait(0.02):
+                self.wfile.write(b"1,")
+            return
         self.send_response(status)
         answer = json.dumps({"echo": json.loads(body)}).encode() if status == 200 else b"went wrong"
         if status == 204:
@@ -33,10 +41,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.over = threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}/path"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
+    server.over.set()
     server.shutdown()
     server.server_close()
 
@@ -76,6 +86,18 @@ def test_time_limit(server):
         call("POST", server.url, 1, timeout=0.1)
 
 
+def test_the_time_limit_is_for_the_whole_answer(server):
+    """One that trickles keeps the socket busy."""
+    server.statuses = ["endless"]
+    with pytest.raises(HttpError, match=r"no answer: time limit of 0\.3 s"):
+        call("POST", server.url, 1, timeout=0.3)
+
+
+def test_an_answer_that_is_cut_short_is_tried_again(server):
+    server.statuses = ["cut short", 200]
+    assert call("POST", server.url, 1, attempts=2) == {"echo": 1}
+
+
 def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -84,6 +106,14 @@ def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
     monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the proxies of its first request
     server.statuses = [200]
     assert call("POST", server.url, 1) == {"echo": 1}
+
+
+def test_an_error_says_whether_time_ran_out(server):
+    server.statuses = ["slow", 400]
+    for timeout, expected in ((0.2, True), (5.0, False)):
+        with pytest.raises(HttpError) as caught:
+            call("POST", server.url, {}, timeout=timeout)
+        assert caught.value.timed_out is expected
 
 
 def test_nobody_there(server, caplog):

@@ -1,10 +1,13 @@
 import asyncio
+import contextlib
+import inspect
 import json
 import re
 import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from slime_core.errors import DataError
 from slime_core.interfaces import Rollout
 from slime_core.types import RolloutBatch, Status
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError, RewardError
 from slime_rollout.generate import sampling_seed
 from slime_rollout.rollout import RolloutData, RolloutManager
@@ -51,9 +55,11 @@ def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, 
     )
     data = RolloutData.load(config)
     path.unlink()
-    given = RolloutManager(config, router_url=engine.url, run_seed=5, data=data)
+    given = RolloutManager(config, router_url=engine.url, run_seed=5, data=data, cache_namespace=lambda: "7")
     assert given.source is data.source
     assert given.evaluate(0).scores.keys() == {"held out"}
+    given.generate(0)
+    assert {body["extra_key"] for body in engine.bodies} == {"7"}
 
 
 def test_weighted_data_sets_with_template_arguments(manager, tokenizer_dir, write_rows):
@@ -158,7 +164,7 @@ def test_a_ledger_that_does_not_balance_is_printed_in_every_step(manager, tmp_pa
 
 def test_an_aborted_sample_ends_the_rollout(manager, engine, reply):
     engine.answer = lambda number, body: reply(finish={"type": "abort", "message": "Aborted"})
-    with pytest.raises(GenerationError, match=r"aborted sample \d after 2 tokens"):
+    with pytest.raises(GenerationError, match=r"aborted sample \d after 1 tokens"):
         manager().generate(0)
 
 
@@ -174,11 +180,31 @@ def test_a_reward_by_name_needs_its_key(manager, tmp_path):
         manager(**own).generate(0)
 
 
-def test_a_reward_that_fails_ends_the_rollout(manager, tmp_path):
+@pytest.mark.parametrize("group", [False, True])
+def test_a_reward_that_fails_costs_its_samples(manager, tmp_path, group):
+    (tmp_path / "own.py").write_text(
+        "def score(args, sample): return {'right': 1 / (sample.index - 4)}\n"
+        "def together(args, samples): return [score(args, sample) for sample in samples]\n"
+    )
+    path = f"{tmp_path}/own.py:{'together' if group else 'score'}"
+    given = manager(rm_type=None, custom_rm_path=path, group_rm=group, reward_key="right", rm_on_failure="drop")
+    batch = given.generate(0)
+    failed = [
+        sample for sample in batch.samples if "raised ZeroDivisionError" in sample.metadata.get("reward_failure", "")
+    ]
+    assert [sample.index for sample in failed] == ([3, 4, 5] if group else [4])
+    assert batch.metrics["reward_failures"] == len(failed)
+    assert all(sample.reward == {"right": 0.0} and sample.remove_sample for sample in failed)
+    assert not any(sample.remove_sample for sample in batch.samples if sample not in failed)
+    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+
+
+def test_a_reward_that_never_works_ends_the_run(manager, tmp_path):
     (tmp_path / "own.py").write_text("def score(args, sample): raise ValueError('no')\n")
     given = manager(rm_type=None, custom_rm_path=f"{tmp_path}/own.py:score")
-    with pytest.raises(RewardError, match="raised ValueError"):
-        given.generate(0)
+    with pytest.raises(RewardError, match=r"own\.py:score has failed 64 times in a row .*raised ValueError for sample"):
+        for number in range(64):
+            given.generate(number)
 
 
 def test_a_function_scores_whole_groups(manager, tmp_path, write_rows):
@@ -255,15 +281,18 @@ except KeyboardInterrupt:
     assert (child.returncode, out, err) == (0, b"position 0\n", b"")
 
 
-def test_the_example_of_the_readme_runs(engine, tokenizer_dir, write_rows, capsys):
+def test_the_example_of_the_readme_runs(engine, tokenizer_dir, tmp_path, monkeypatch, capsys):
+    def start(*args, **kwargs):
+        real.bind(*args, **kwargs)
+        return contextlib.nullcontext(types.SimpleNamespace(router_url=engine.url))
+
+    real = inspect.signature(EngineFleet.start)
+    monkeypatch.setattr(EngineFleet, "start", start)
+    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    example = re.search(r"```python\n(from slime_rollout.*?)```", page, re.DOTALL)[1]
-    for old, new in {
-        "path/to/model": tokenizer_dir,
-        "sums.jsonl": write_rows(ROWS),
-        "http://127.0.0.1:30000": engine.url,
-    }.items():
-        assert old in example
-        example = example.replace(old, new)
-    exec(example, {})
-    assert len(capsys.readouterr().out.splitlines()) == 16 * 8
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "path/to/model" in example
+    exec(compile(example.replace("path/to/model", tokenizer_dir), "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(engine.bodies) == 4 * 8
+    assert lines[0] == "'10 + 26 =42' 0.0 -2.0"

@@ -47,7 +47,11 @@ class Parts:
 
 
 def run_sync(parts: Parts) -> None:
-    """Turn the crank from where the run stands to ``--num-rollout``."""
+    """Turn the crank from where the run stands to ``--num-rollout``.
+
+    Engines that were replaced get the weights whenever the trainers are free: while they wait for a rollout, and before
+    they train or save. With ``--async-buffer-size`` they may never have to wait for one.
+    """
     first, last = parts.state.iteration, parts.settings.run.num_rollout
     restore_data_position(parts)
     push_weights(parts, version=first)
@@ -56,12 +60,14 @@ def run_sync(parts: Parts) -> None:
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             batch = next_batch(parts, rollout_id)
+        catch_up(parts)
         with timed(seconds, "train"):
             report = train(parts, batch)
         with timed(seconds, "update_weights"):
             sync = push_weights(parts, version=rollout_id + 1)
         record(parts, batch, report, sync, seconds)
         parts.state.trained(batch)
+        catch_up(parts)
         save_if_due(parts)
         evaluate_if_due(parts)
 
@@ -136,7 +142,7 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
     try:
         report = parts.trainers.push_weights(channel, version, on_poll=watch_trainers(parts, wait))
     except WeightSyncError as error:
-        if not parts.rollout.fail_update():
+        if not parts.rollout.fail_update(error.url if error.silent else None):
             raise
         parts.console.line(f"an engine failed while version {version} was sent: {error}")
         return None
@@ -144,14 +150,20 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
     return report
 
 
-def catch_up(parts: Parts, wait: Wait) -> None:
+def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     """Send the current weights to engines that were replaced; the trainers must have nothing else to do.
 
     The current version is the number of rollouts that were trained on, as long as no training is under way.
+
+    Args:
+        parts: What the loop turns.
+        wait: The wait that is going on; a new one if ``None``.
     """
     channel = parts.rollout.channel(only_behind=True)
     if channel.engine_urls:
-        try_to_push(parts, channel, parts.state.iteration, wait)
+        what = "send weights to engines that were replaced"
+        with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what) as shown:
+            try_to_push(parts, channel, parts.state.iteration, shown)
 
 
 def record(parts: Parts, batch: RolloutBatch, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:

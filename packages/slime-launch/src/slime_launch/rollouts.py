@@ -117,6 +117,7 @@ class RolloutHost:
         self._manager: Any = None
         self._receiver: Any = None
         self._spec: RolloutSpec | None = None
+        self._namespace: Any = None
         self._is_up = False
         self._progress = Progress()
 
@@ -128,8 +129,9 @@ class RolloutHost:
         from slime_rollout.hooks import check_hooks
         from slime_rollout.rollout import RolloutData, RolloutManager
         from slime_rollout.teacher import make_teacher
+        from slime_rollout.weight_version import CacheNamespace
 
-        self._spec = spec
+        self._spec, self._namespace = spec, CacheNamespace(spec.engine.update_weight_pause_mode)
         hook_args = HookArgs(spec.flags)
         check_hooks(spec.rollout, hook_args)  # a function that cannot be used is told before engines start
         teacher = make_teacher(spec.rollout)  # so is one that does not answer, or cannot teach this student
@@ -150,8 +152,10 @@ class RolloutHost:
             weights_follow=True,
             on_progress=self._count_processes,
         )
-        if spec.engine.update_weight_transport == "tensor" or spec.engine.update_weight_mode == "delta":
+        local = spec.engine.update_weight_mode == "delta" and not spec.engine.update_weight_receivers
+        if spec.engine.update_weight_transport == "tensor" or local:
             require_this_machine(self._fleet.engine_urls)
+        self._receivers(self._fleet.engine_urls, spec.engine.update_weight_receivers)  # is there one for each?
         self._is_up = True
         self._receiver = start_receiver(spec)
         self._progress = Progress(note="reading prompts")
@@ -164,6 +168,7 @@ class RolloutHost:
             on_progress=self._count_samples,
             teacher=teacher,
             retry_delays=retry_delays(spec.engine),
+            cache_namespace=self._namespace,
         )
         self._progress = Progress(note="engines and router are up; the trainers are loading")
 
@@ -171,22 +176,36 @@ class RolloutHost:
         """Where weights go: to these engines, which are all alive, or to those of them that are behind."""
         if self._spec is None:
             raise RunError("the engines are not started")
+        engine_urls = tuple(self._fleet.begin_update(only_behind=only_behind))
+        if engine_urls:
+            self._namespace.change()
         return ChannelSpec(
             sync=self._spec.engine,
-            engine_urls=tuple(self._fleet.begin_update(only_behind=only_behind)),
+            engine_urls=engine_urls,
             tp_size=self._fleet.tp_size,
             hf_checkpoint=self._spec.rollout.hf_checkpoint,
-            receivers=() if self._receiver is None else (self._receiver.url,),
+            receivers=self._receivers(engine_urls, self._spec.engine.update_weight_receivers),
             colocate=self._spec.colocate,
         )
+
+    def _receivers(self, engine_urls: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+        """What applies deltas beside each engine."""
+        if self._receiver is not None:
+            return (str(self._receiver.url),)
+        if not given:
+            return ()
+        from slime_rollout.weights import receivers_beside
+
+        return receivers_beside(engine_urls, given)
 
     def confirm_update(self, version: int) -> None:
         """All engines of the last channel have this version."""
         self._fleet.confirm_update(version)
+        self._namespace.change()
 
-    def fail_update(self) -> bool:
-        """Not all have it; returns whether an engine is to blame that is being replaced."""
-        failed_by_an_engine: bool = self._fleet.fail_update()
+    def fail_update(self, silent: str | None) -> bool:
+        """Not all have it; returns whether an engine is to blame that is being replaced, as one that is silent is."""
+        failed_by_an_engine: bool = self._fleet.fail_update(silent)
         return failed_by_an_engine
 
     def generate(self, rollout_id: int) -> RolloutBatch:
@@ -263,8 +282,8 @@ def longest_sample(config: RolloutConfig) -> int:
 
 
 def start_receiver(spec: RolloutSpec) -> Any:
-    """What applies deltas beside the engines; ``None`` in a run that sends none."""
-    if spec.engine.update_weight_mode != "delta":
+    """What applies deltas beside the engines; ``None`` in a run that sends none, or whose receivers are elsewhere."""
+    if spec.engine.update_weight_mode != "delta" or spec.engine.update_weight_receivers:
         return None
     from slime_rollout.weights import DeltaReceiver
 
@@ -317,9 +336,13 @@ class RolloutWorker:
         """Say that every engine of the last channel has confirmed the weights."""
         self._worker.call("confirm_update", version)
 
-    def fail_update(self) -> bool:
-        """Say that sending failed; returns whether that is an engine's fault that is being replaced."""
-        by_an_engine: bool = self._worker.call("fail_update")
+    def fail_update(self, silent: str | None = None) -> bool:
+        """Say that sending failed; returns whether that is an engine's fault that is being replaced.
+
+        Args:
+            silent: Address of an engine that gave no answer.
+        """
+        by_an_engine: bool = self._worker.call("fail_update", silent)
         return by_an_engine
 
     def generate(self, rollout_id: int, *, on_poll: Callable[[], None] = lambda: None) -> RolloutBatch:

@@ -53,6 +53,11 @@ def check_settings(settings: Settings) -> None:
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
     )
+    if settings.rollout.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
+        raise ConfigError(
+            "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
+            "engine has not looked at all tokens of its last step; leave one of them out"
+        )
     if cluster.colocate and settings.rollout.async_buffer_size is not None:
         raise ConfigError(
             "--colocate has trainer and engines take turns, and --async-buffer-size has them work at the same time; "

@@ -18,7 +18,8 @@ def same_step(got, wanted, names=("loss", "pg_loss", "kl_loss", "grad_norm"), to
 
 
 def plain_log_probs(model, sample, temperature):
-    logits = model(torch.tensor([sample.tokens])).logits[0].float() / temperature
+    """In the model's own precision."""
+    logits = model(torch.tensor([sample.tokens])).logits[0] / temperature
     start = sample.prompt_length - 1
     rows = logits[start : len(sample.tokens) - 1].log_softmax(-1)
     return rows.gather(1, torch.tensor(sample.tokens[sample.prompt_length :])[:, None])[:, 0]

@@ -14,8 +14,11 @@ GRPO_WITH_KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=
 
 
 def plain_training(hf, steps, *, config, algorithm, temperature):
-    """GRPO with AdamW, sample by sample; the model after the last step, and each step's loss and gradient norm."""
-    model, reference = copy.deepcopy(hf), copy.deepcopy(hf)
+    """GRPO with AdamW in float64, sample by sample; the model after the last step, each step's loss and gradient norm.
+
+    In float32 this reference would have rounding errors of its own, which differ between processors.
+    """
+    model, reference = copy.deepcopy(hf).double(), copy.deepcopy(hf).double()
     optimizer = plain_adamw(model, config)
     old = {}
     with torch.no_grad():
@@ -54,7 +57,10 @@ def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samp
     )
     ranks.start(1, config, model.shape, GRPO_WITH_KL)
     report = ranks.first("train", make_shards(samples, steps=2, temperature=0.8))
-    same_step(report.steps, metrics, ("loss", "grad_norm"), 2e-6)
+    same_step(report.steps, metrics, ("loss",), 2e-6)
+    same_step(report.steps[:1], metrics[:1], ("grad_norm",), 2e-6)
+    # The second gradient is one of weights that float32 has rounded: 0.2 to 2.1e-6 between processors.
+    same_step(report.steps[1:], metrics[1:], ("grad_norm",), 5e-6)
     assert report.steps[0]["kl_loss"] < 1e-6 < report.steps[1]["kl_loss"]
     weights = ranks.first("weights")
     moved = 0.0

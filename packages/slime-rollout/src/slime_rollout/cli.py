@@ -1,4 +1,4 @@
-"""The command ``slime-rollout``: looks at the user's hooks before a run does."""
+"""The command ``slime-rollout``: looks at the user's hooks before a run does, and receives weights for engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS, GivenHook, given_hooks
+from slime_rollout.receive_weights import add_receive_weights
 
 DESCRIPTION = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after ``slime-rollout``; this process's own unless given.
 
     Returns:
-        0; 2 if a hook cannot be used, or the command cannot.
+        0; 2 if a hook cannot be used, or the command cannot; 130 if it was interrupted.
     """
     sys.path.insert(0, str(Path.cwd()))  # where `--custom-rm-path my_module.fn` is looked for
     try:
@@ -109,7 +110,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="slime-rollout", allow_abbrev=False, description=(__doc__ or "").strip())
     parser.add_argument("--version", action="version", version=f"slime-rollout {version('slime-rollout')}")
-    commands = parser.add_subparsers(required=True, metavar="check-hooks", title="commands", parser_class=_Parser)
+    commands = parser.add_subparsers(
+        required=True, metavar="check-hooks | receive-weights", title="commands", parser_class=_Parser
+    )
     checking = commands.add_parser(
         "check-hooks",
         help="look at the hooks that flags name, before a run does",
@@ -135,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(checking.add_argument_group("hooks"), [spec for spec in specs if spec.dest in hook_flags])
     others = checking.add_argument_group("what they are checked with", "As in a run; all may be left out.")
     _add(others, [spec for spec in specs if spec.dest not in hook_flags])
+    add_receive_weights(commands)
     return parser
 
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import logging
 import time
 
 from slime_core.interfaces import GroupFilter
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import Fate, RolloutDataSource, copied_group
+from slime_rollout.data import Fate, copied_group
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate import GenerationContext, number_parts
+from slime_rollout.filters import FLAG
+from slime_rollout.generate import GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.single_turn import clear_response
+from slime_rollout.hooks.limits import await_within
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
+from slime_rollout.rewards import tolerant
+from slime_rollout.source_calls import SourceCalls
+from slime_rollout.teacher import log_probs
+
+logger = logging.getLogger(__name__)
 
 EMPTY = "empty"
 """What a group is counted under of which generation left nothing to train on."""
+_FAILURE_KEYS = {tolerant.FAILURE_KEY, log_probs.FAILURE_KEY}
 # Between two rounds of aborting: a request that waited for its turn comes after the first.
 _ABORT_AGAIN_SECONDS = 0.5
 # What finishes a trajectory after its request was aborted, such as a tool, may take so long; then it is left.
@@ -70,7 +79,7 @@ class Collector:
 
     Args:
         config: How many groups, what is done with the others, and how old tokens may be.
-        source: Where groups come from and go back to.
+        calls: Where groups come from and go back to.
         pipeline: Generates and scores one.
         keep: Decides which are trained on; all without it.
         context: Where requests go.
@@ -80,14 +89,14 @@ class Collector:
     def __init__(
         self,
         config: RolloutConfig,
-        source: RolloutDataSource,
+        calls: SourceCalls,
         pipeline: GroupPipeline,
         keep: GroupFilter | None,
         context: GenerationContext,
         on_progress: Progress | None = None,
     ) -> None:
         self._config = config
-        self._source = source
+        self._calls, self._source = calls, calls.source
         self._pipeline = pipeline
         self._keep = keep
         self._context = context
@@ -95,6 +104,7 @@ class Collector:
         self._ready: list[_Finished] = []
         self._unfinished: list[Group] = []
         self._error: BaseException | None = None
+        self._judging = asyncio.Lock()
         self._changed = asyncio.Event()
         self._rollout_id = 0
         self._started = 0
@@ -111,8 +121,9 @@ class Collector:
             GenerationError: The engines did not give a response, or too many groups were dropped.
             RewardError: The reward function failed.
             DataError: The filter failed, or a reward lacks the entry of ``--reward-key``.
+            HookTimeoutError: The filter or the data source took too long.
         """
-        self._rollout_id, self._started = rollout_id, 0
+        self._rollout_id = rollout_id
         self._watch.begin()
         self._drop_aged()
         self._top_up()
@@ -124,13 +135,13 @@ class Collector:
         size = self._config.rollout_batch_size
         taken, self._ready = self._ready[:size], self._ready[size:]
         groups = sorted((one.group for one in taken), key=lambda group: group[0].group_index)
-        counts, self._counts = self._counts, collections.Counter()
+        counts, self._counts, self._started = self._counts, collections.Counter(), 0
         seconds = self._watch.end(sum(map(len, groups)))
         self._rollout_id = rollout_id + 1
         number_parts(groups, self._source.fresh_index)
         self._source.ledger.settle(groups, Fate.TRAINED)
         if self._config.async_buffer_size is not None:
-            self._top_up()
+            self._look_ahead()
         return Collected(groups, dict(counts), seconds)
 
     async def give_back(self) -> int:
@@ -140,6 +151,9 @@ class Collector:
 
         Returns:
             Number of groups given back.
+
+        Raises:
+            SlimeError: What was in flight failed meanwhile.
         """
         self._context.stop.set()
         if self._config.partial_rollout:
@@ -147,7 +161,11 @@ class Collector:
         groups = [one.group for one in self._ready] + self._unfinished
         groups += [_what_is_whole(work) for work in await self.cancel()]
         self._ready, self._unfinished = [], []
-        self._source.add_samples(sorted(groups, key=lambda group: group[0].group_index))
+        if self._error is not None:
+            raise self._error
+        groups.sort(key=lambda group: group[0].group_index)
+        number_parts(groups, self._source.fresh_index)
+        self._calls.add_samples(groups)
         return len(groups)
 
     async def cancel(self) -> list[_Work]:
@@ -167,6 +185,15 @@ class Collector:
         """What the data source handed out and has not back, finished groups included."""
         return [work.handed_out for work in self._running.values()] + [one.group for one in self._ready]
 
+    def _look_ahead(self) -> None:
+        """Start groups for later rollouts. What fails is told with the next one: this one's groups are there."""
+        try:
+            self._top_up()
+        except Exception as error:
+            if self._calls.hangs:  # there is no state to go on from
+                raise
+            self._fail(error)
+
     def _top_up(self) -> None:
         """Start as many groups as there is room for."""
         have, wanted = len(self._ready) + len(self._running), self._config.rollout_batch_size
@@ -174,26 +201,23 @@ class Collector:
             room = wanted * self._rollouts_ahead() - have
         else:
             room = self._config.groups_in_flight - have if have < wanted else 0
+        left = self._config.most_groups_tried - self._started
         if room <= 0 or self._error is not None:
             return
-        if self._may_start(room):
-            for group in self._source.get_samples(room):
+        if left > 0:
+            for group in self._calls.get_samples(min(room, left)):
                 self._start(group)
+        elif have < wanted:
+            self._fail(self._too_many())
 
-    def _may_start(self, count: int) -> bool:
-        """Count groups that are started for a rollout: a filter may drop each of them, and the run would never end."""
-        self._started += count
-        if self._started <= self._config.most_groups_tried:
-            return True
+    def _too_many(self) -> GenerationError:
+        """A filter may drop every group there is, and the run would never end."""
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items())) or "none finished"
-        self._fail(
-            GenerationError(
-                f"rollout {self._rollout_id} has {len(self._ready)} of {self._config.rollout_batch_size} groups after "
-                f"{self._started - count} were tried ({counts}); look at the rewards, loosen the filter or "
-                "--max-weight-staleness, or raise --dynamic-sampling-max-prompts"
-            )
+        return GenerationError(
+            f"rollout {self._rollout_id} has {len(self._ready)} of {self._config.rollout_batch_size} groups after "
+            f"{self._started} were tried ({counts}); look at the rewards, loosen the filter or "
+            "--max-weight-staleness, or raise --dynamic-sampling-max-prompts"
         )
-        return False
 
     def _rollouts_ahead(self) -> int:
         """Rollouts that may be finished or in flight, the one that is waited for included.
@@ -209,22 +233,26 @@ class Collector:
         return min(ahead, newest + bound - self._rollout_id + 1)
 
     def _start(self, group: Group) -> None:
-        work = _Work(group, copied_group(group))
-        for sample in work.copy:
-            self._prepare(sample)
+        self._started += 1
+        work = _Work(group, self._prepared(copied_group(group)))
         task = asyncio.get_running_loop().create_task(self._run(work))
         self._running[task] = work
         task.add_done_callback(self._done)
 
-    def _prepare(self, sample: Sample) -> None:
-        """What came back older than allowed is generated anew; what goes on may be masked."""
-        if self._age([sample]) > self._most_age:
-            clear_response(sample)
-            self._counts["stale_samples"] += 1
-        if sample.status is Status.ABORTED and sample.response_length:
-            self._counts["continued_samples"] += 1
-            if self._config.mask_offpolicy_in_partial_rollout:
-                sample.loss_mask = [0] * sample.response_length
+    def _prepared(self, group: Group) -> Group:
+        """What came back older than allowed is its prompt again; what goes on may be masked."""
+        prepared: Group = []
+        for parts in by_trajectory(group).values():
+            if self._age(parts) > self._most_age:
+                self._counts["stale_samples"] += len(parts)
+                parts = _prompts_of(parts)
+            prepared += parts
+        for sample in prepared:
+            if sample.status is Status.ABORTED and sample.response_length:
+                self._counts["continued_samples"] += 1
+                if self._config.mask_offpolicy_in_partial_rollout:
+                    sample.loss_mask = [0] * sample.response_length
+        return prepared
 
     async def _run(self, work: _Work) -> tuple[Group, Verdict | None]:
         """Generate, score and judge a group; no verdict on one that was cut off."""
@@ -233,14 +261,20 @@ class Collector:
             return samples, None
         if not samples:
             return samples, Drop(EMPTY)
-        return samples, Keep() if self._keep is None else self._keep(samples)
+        return samples, Keep() if self._keep is None else await self._judge(self._keep, samples)
+
+    async def _judge(self, keep: GroupFilter, group: Group) -> Verdict:
+        what = f"{FLAG} {self._config.dynamic_sampling_filter_path} for group {group[0].group_index}"
+        async with self._judging:  # one at a time: a filter may keep counts
+            verdict: Verdict = await await_within(self._config.hook_timeout, what, keep, group)
+        return verdict
 
     def _done(self, task: asyncio.Task[tuple[Group, Verdict | None]]) -> None:
         work = self._running.pop(task, None)
-        if work is None or task.cancelled():
-            return
-        if (failure := task.exception()) is not None:
-            self._fail(failure)
+        if work is None:
+            return  # cancelled here
+        if (failure := _failure_of(task, work)) is not None:
+            self._failed(work, failure)
             return
         try:
             self._take(work.handed_out, *task.result())
@@ -249,6 +283,14 @@ class Collector:
         except Exception as error:  # the data source's or a hook's: this is a callback, and nobody else would see it
             self._fail(error)
         self._changed.set()
+
+    def _failed(self, work: _Work, failure: BaseException) -> None:
+        if not self._context.stop.is_set():
+            self._fail(failure)
+            return
+        # The rollout is complete without it, and hooks may stumble over a response that was cut off.
+        logger.warning("group %d failed while it was stopped: %s", work.handed_out[0].group_index, failure)
+        self._unfinished.append(_what_is_whole(work))
 
     def _take(self, handed_out: Group, group: Group, verdict: Verdict | None) -> None:
         ledger, kept = self._source.ledger, {sample.trajectory for sample in group}
@@ -275,11 +317,14 @@ class Collector:
     def _again(self, aged: _Finished) -> None:
         self._counts["stale_samples"] += len(aged.group)
         self._watch.forget(len(aged.group))
-        for sample in aged.handed_out:
-            clear_response(sample)
-        self._source.ledger.replace_out([aged.handed_out])
-        if self._may_start(1):
-            self._start(aged.handed_out)
+        group = _prompts_of(aged.handed_out)
+        self._source.ledger.replace_out([group])
+        if self._context.stop.is_set():
+            self._unfinished.append(group)
+        elif self._started < self._config.most_groups_tried:
+            self._start(group)
+        else:
+            self._fail(self._too_many())
 
     @property
     def _most_age(self) -> float:
@@ -305,8 +350,32 @@ class Collector:
 
 
 def _what_is_whole(work: _Work) -> Group:
-    """Of a group that was cancelled, the finished samples, and of the others what was handed out."""
-    finished: dict[int, list[Sample]] = {}
-    for sample in work.finished:
-        finished.setdefault(sample.trajectory, []).append(sample)
-    return [part for sample in work.handed_out for part in finished.get(sample.trajectory, [sample])]
+    """Of a group that was stopped, the trajectories that are finished, and of the others what was handed out.
+
+    It shares nothing with what a hook that was left behind may still write to.
+    """
+    finished, whole = by_trajectory(work.finished), []
+    for number, handed_out in by_trajectory(work.handed_out).items():
+        parts = finished.get(number, [])
+        whole += handed_out if len(parts) < len(handed_out) else copied_group(parts)
+    return whole
+
+
+def _prompts_of(group: Group) -> Group:
+    """The group before it was generated: one sample of each trajectory, without a response and what came of that."""
+    prompts = [parts[0] for parts in by_trajectory(group).values()]
+    for sample in prompts:
+        clear_response(sample)
+        for key in _FAILURE_KEYS & sample.metadata.keys():
+            del sample.metadata[key]
+            sample.remove_sample = False
+    return prompts
+
+
+def _failure_of(task: asyncio.Task[tuple[Group, Verdict | None]], work: _Work) -> BaseException | None:
+    if not task.cancelled():
+        return task.exception()
+    return GenerationError(
+        f"a function that worked on group {work.handed_out[0].group_index} raised CancelledError, and nobody had "
+        "cancelled it; look at what it awaits, and catch that there"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import urllib.parse
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,8 @@ from slime_core.flags import flag
 from slime_rollout.eval_sets import EvalSet, make_eval_sets
 
 COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa")
-RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), "remote_rm", "random")
+REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
+RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), *REMOTE_RULES, "random")
 DEFAULT_RULE = "exact"
 OPD_TYPES = ("sglang",)
 BAD_DATA = ("error", "skip")
@@ -34,8 +36,8 @@ class RolloutConfig:
         help="Hugging Face directory: the model that engines start with, its config and tokenizer", metavar="DIR"
     )
     prompt_data: tuple[str, ...] | str = flag(
-        help="prompts: JSON Lines (also .gz, .zst), Parquet, directories that `datasets` saved; several are joined; "
-        "PATH@[a:b] takes rows a to b as Python does",
+        help="prompts: JSON Lines (also .gz, .bz2, .xz, .zst), Parquet, directories that `datasets` saved; several are "
+        "joined; PATH@[a:b] takes rows a to b as Python does",
         metavar="PATH",
     )
     prompt_data_weights: tuple[float, ...] = flag(
@@ -110,6 +112,9 @@ class RolloutConfig:
         help="most weight updates between a token and its training; what is older is generated anew",
         unit="versions",
     )
+    hook_timeout: float = flag(
+        300.0, help="time limit of one call of an own filter or of an own data source", unit="seconds"
+    )
     rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
     rollout_seed: int = flag(42, help="seed of that shuffle")
     rollout_temperature: float = flag(1.0, help="sampling temperature; the trainer divides its logits by it too")
@@ -137,7 +142,8 @@ class RolloutConfig:
     rm_type: str | None = flag(
         None,
         choices=RULES,
-        help=f"rule that scores a response; without --custom-rm-path and --opd-type `{DEFAULT_RULE}`",
+        help="rule that scores a response, unless its row names another as `rm_type` in its metadata; without "
+        f"--custom-rm-path and --opd-type `{DEFAULT_RULE}`",
     )
     custom_rm_path: str | None = flag(
         None, help="own reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
@@ -161,8 +167,8 @@ class RolloutConfig:
     rm_on_failure: str = flag(
         "zero",
         choices=("zero", "drop"),
-        help="a sample that its rule or service cannot score counts as wrong (zero), and is not trained on (drop); "
-        "one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
+        help="a sample that its rule, service or own function cannot score counts as wrong (zero), and is not trained "
+        "on (drop); one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
     )
     opd_type: str | None = flag(
         None,
@@ -278,9 +284,13 @@ class RolloutConfig:
     @property
     def reward_timeout(self) -> float:
         """Seconds that scoring one sample may take."""
+        return self.timeout_of_rule(self.rule)
+
+    def timeout_of_rule(self, rule: str | None) -> float:
+        """Seconds that a rule, or an own function in its place, may take for one sample."""
         if self.rm_timeout is not None:
             return self.rm_timeout
-        return 60.0 if self.rule in (None, "remote_rm") else 10.0
+        return 60.0 if rule is None or rule in REMOTE_RULES else 10.0
 
     @property
     def teacher_timeout(self) -> float:
@@ -324,7 +334,7 @@ class RolloutConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{_flag_name(name)} {value} is less than 1; give 1 or more")
-        for name in ("rollout_request_timeout", "custom_generate_timeout", "rm_timeout"):
+        for name in ("rollout_request_timeout", "custom_generate_timeout", "hook_timeout", "rm_timeout"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{_flag_name(name)} {value} is no time limit; give seconds above 0")
@@ -412,9 +422,9 @@ class RolloutConfig:
         for name, given in (("group_rm", self.group_rm), ("custom_rm_kwargs", self.custom_rm_arguments is not None)):
             if given and self.custom_rm_path is None:
                 raise ConfigError(f"{_flag_name(name)} is for an own function; give --custom-rm-path")
-        if self.opd_type is None and (self.rm_type == "remote_rm") != (self.rm_url is not None):
+        if self.opd_type is None and (self.rm_type in REMOTE_RULES) != (self.rm_url is not None):
             raise ConfigError("--rm-type remote_rm and --rm-url belong together; give both or neither")
-        if self.rm_url is not None and not self.rm_url.startswith(("http://", "https://")):
+        if self.rm_url is not None and not _is_address(self.rm_url):
             raise ConfigError(f"--rm-url {self.rm_url} is no address; write http://HOST:PORT/PATH")
         if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
             raise ConfigError(
@@ -435,7 +445,7 @@ class RolloutConfig:
             )
         if self.opd_type not in OPD_TYPES:
             raise ConfigError(f"--opd-type {self.opd_type} is unknown; allowed: {', '.join(OPD_TYPES)}")
-        if self.rm_type == "remote_rm":
+        if self.rm_type in REMOTE_RULES:
             raise ConfigError(
                 "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too; "
                 "score by another rule or with --custom-rm-path"
@@ -446,3 +456,12 @@ class RolloutConfig:
 
 def _flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def _is_address(url: str) -> bool:
+    """Whether something can be sent there: a client of HTTP would find out with each sample."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

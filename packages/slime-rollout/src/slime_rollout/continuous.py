@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -10,6 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from slime_rollout.collect import Collector
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,13 +35,19 @@ class ContinuousCollector:
 
         Raises:
             Exception: Whatever ``action`` raises, or what opening the collector raised.
+            KeyboardInterrupt: While this waits; what ``action`` waits for is then cancelled.
         """
         loop, collector, _ = self._opened.result()
 
         async def act() -> T:
             return await action(collector)
 
-        return asyncio.run_coroutine_threadsafe(act(), loop).result()
+        done = asyncio.run_coroutine_threadsafe(act(), loop)
+        try:
+            return done.result()
+        except BaseException:
+            done.cancel()  # nobody would get what it gives
+            raise
 
     def close(self) -> None:
         """Stop what is in flight, and end the thread. Does nothing the second time."""
@@ -51,7 +60,9 @@ class ContinuousCollector:
         try:
             asyncio.run(self._live())
         except BaseException as error:
-            if not self._opened.done():
+            if self._opened.done():
+                logger.error("generation beside the trainer did not end well: %s: %s", type(error).__name__, error)
+            else:
                 self._opened.set_exception(error)
 
     async def _live(self) -> None:

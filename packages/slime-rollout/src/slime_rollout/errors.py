@@ -11,5 +11,16 @@ class RewardError(SlimeError):
     """A reward function raised, took too long, or returned something that is no reward."""
 
 
+class HookTimeoutError(SlimeError):
+    """A plain function of the user's did not come back in time; its thread is left behind."""
+
+
+class VerifierError(RewardError):
+    """What scores gave no score for one sample, or for some: it raised, hung, crashed, or returned no number.
+
+    It costs these samples their reward, not the run.
+    """
+
+
 class TeacherError(SlimeError):
     """The teacher of on-policy distillation gave no log-probs: refused, not in time, or of other tokens."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime_rollout.config import RolloutConfig
 
 FLAG = "--eval-prompt-data"
-_DATA_FILE = re.compile(r"\.(?:jsonl|json|gz|zst|parquet)(?:@\[.*\])?\Z")
+_DATA_FILE = re.compile(r"\.(?:jsonl|json|gz|bz2|xz|zst|parquet)(?:@\[.*\])?\Z", re.IGNORECASE)
 
 # Settings of the rows, of the reward, and how responses are made: fields of `RolloutConfig` by the same name.
 _OF_CONFIG = (
@@ -92,7 +92,8 @@ class EvalSet:
         try:
             yield
         except SlimeError as error:
-            raise type(error)(f"held-out set {self.name}: {error}") from error
+            error.args = (f"held-out set {self.name}: {error}", *error.args[1:])
+            raise
 
 
 def make_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:

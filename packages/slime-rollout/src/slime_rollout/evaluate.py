@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime_core.errors import DataError
 from slime_core.eval_metrics import eval_metrics, eval_scores
 from slime_core.hooks import HookArgs
 from slime_core.types import EvalReport, Group, Sample
@@ -18,6 +19,7 @@ from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate, number_parts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch, all_of
 from slime_rollout.rewards import Scorers
+from slime_rollout.rewards.registry import ROW_KEY, check_scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class HeldOutPrompts:
 
         Raises:
             ConfigError: The tokenizer has no chat template and the set asks for one.
-            DataError: The file breaks its format.
+            DataError: The file breaks its format, or a rule of ``metadata_overrides`` does not fit it.
         """
         config = held_out.config
         with held_out.named():
@@ -47,7 +49,19 @@ class HeldOutPrompts:
                 apply_chat_template=config.apply_chat_template,
                 template_kwargs=config.chat_template_kwargs,
             )
-            return cls(held_out=held_out, prompts=PromptDataset.load(held_out.path, config, encoder))
+            loaded = cls(held_out=held_out, prompts=PromptDataset.load(held_out.path, config, encoder))
+            loaded._check_rule()
+            return loaded
+
+    def _check_rule(self) -> None:
+        """Whether the rule that ``metadata_overrides`` names fits; those of the rows were checked as they were read."""
+        overrides = self.held_out.metadata_overrides
+        if ROW_KEY not in overrides:
+            return
+        for place in range(len(self.prompts)):
+            (sample,) = self.prompts.group(place, group_index=place, first_index=place, size=1)
+            if problem := check_scoring(self.held_out.config, overrides, sample.label):
+                raise DataError(f"metadata_overrides, prompt {place + 1} of {self.held_out.path}: {problem}")
 
     def groups(self) -> list[Group]:
         """Fresh samples of every prompt, with the same numbers every time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import statistics
 from typing import Any
 
 from slime_core.errors import ConfigError, DataError
@@ -11,6 +12,7 @@ from slime_core.interfaces import GroupFilter
 from slime_core.types import Drop, Group, Keep, Verdict
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
+from slime_rollout.generate import by_trajectory
 
 FLAG = "--dynamic-sampling-filter-path"
 REJECTED = "rejected"
@@ -29,10 +31,10 @@ def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
     Returns:
         ``Keep()``, or ``Drop("zero_std_<reward>")`` with the reward that all have.
     """
-    by_trajectory: dict[int, list[float]] = {}
-    for sample in group:
-        by_trajectory.setdefault(sample.trajectory, []).append(sample.scalar_reward(args.reward_key))
-    rewards = [sum(values) / len(values) for values in by_trajectory.values()]
+    rewards = [
+        statistics.fmean(sample.scalar_reward(args.reward_key) for sample in parts)
+        for parts in by_trajectory(group).values()
+    ]
     if max(rewards) - min(rewards) > 1e-6:
         return Keep()
     return Drop(f"zero_std_{round(rewards[0], 2):g}")
@@ -65,7 +67,7 @@ class OwnFilter:
         where = f"{FLAG} {self._path}"
         try:
             verdict: Any = self._function(self._args, group)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             number = group[0].group_index
             raise DataError(f"{where} raised {type(error).__name__} for group {number}: {error}") from error
         if isinstance(verdict, Keep | Drop):

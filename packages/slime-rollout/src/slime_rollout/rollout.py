@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from slime_core.hooks import HookArgs
@@ -25,6 +25,8 @@ from slime_rollout.generate.context import with_router
 from slime_rollout.generate.retry import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
+from slime_rollout.rewards.tolerant import FAILURE_KEY
+from slime_rollout.source_calls import SourceCalls
 from slime_rollout.teacher import TeacherLogProbs, make_teacher
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class RolloutManager:
         on_progress: Called with the number of scored samples and of all samples, after each one.
         teacher: The teacher of ``config``, if it has been asked already whether it can be used.
         retry_delays: Mean seconds before each retry of a request; longer where engines are replaced (`patient_delays`).
+        cache_namespace: Where engines keep their cache of prefixes over an update, `CacheNamespace("in_place")`.
 
     Raises:
         ConfigError: The tokenizer or the reward function cannot be used.
@@ -96,9 +99,10 @@ class RolloutManager:
         on_progress: Progress | None = None,
         teacher: TeacherLogProbs | None = None,
         retry_delays: Sequence[float] = RETRY_DELAYS,
+        cache_namespace: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._config = config
-        self._retry_delays = retry_delays
+        self._retry_delays, self._cache_namespace = retry_delays, cache_namespace
         self._router_url = router_url
         self._run_seed = run_seed
         self._on_progress = on_progress
@@ -117,6 +121,7 @@ class RolloutManager:
         self._last_time: float | None = None
         data = data or RolloutData.load(config, self._hook_args)
         self._source, self._tokenizer = data.source, data.tokenizer
+        self._calls = SourceCalls(data.source, config)
         self._evaluator = Evaluator(
             data.eval_sets,
             scorers=scorers,
@@ -144,7 +149,9 @@ class RolloutManager:
             RewardError: The reward function failed.
             TeacherError: The teacher gave no log-probs of a response.
             DataError: ``--reward-key`` names no entry of a reward, or an own data source gave what it must not.
+            HookTimeoutError: A filter or a data source took too long. After that of a data source there is no going on.
         """
+        self._calls.check()
         if self._config.async_buffer_size is not None:
             collected, problem, state = self._continuous().call(lambda collector: self._collect(collector, rollout_id))
         else:
@@ -152,7 +159,8 @@ class RolloutManager:
             try:
                 collected, problem, state = event_loop.run(self._collect_once(rollout_id))
             except BaseException:
-                self._source.load_state_dict(before)
+                if not self._calls.hangs:
+                    self._source.load_state_dict(before)
                 raise
         if problem:
             logger.error("rollout %d: %s", rollout_id, problem)
@@ -163,6 +171,7 @@ class RolloutManager:
             source_state=state,
             metrics=rollout_metrics(samples, self._config.reward_key)
             | _engine_metrics(samples, self._seconds_since_last(collected))
+            | _failure_metrics(samples)
             | (_age_metrics(samples, rollout_id) if self._config.may_lag else {})
             | collected.counts,
             seconds=collected.seconds,
@@ -181,7 +190,12 @@ class RolloutManager:
         return self._evaluator.evaluate(rollout_id, self._client)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the data source, as plain values; what is in flight is in it as it was handed out."""
+        """State of the data source, as plain values; what is in flight is in it as it was handed out.
+
+        Raises:
+            HookTimeoutError: A call of the data source has not come back; it may be changing the state now.
+        """
+        self._calls.check()
         if self._thread is not None:
             return self._thread.call(self._state)
         return self._source.state_dict()
@@ -202,7 +216,8 @@ class RolloutManager:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
-            self._source.load_state_dict(self._source.state_dict())  # what was out is handed out again first
+            if not self._calls.hangs:
+                self._source.load_state_dict(self._source.state_dict())  # what was out is handed out again first
 
     def _continuous(self) -> ContinuousCollector:
         if self._thread is None:
@@ -229,7 +244,7 @@ class RolloutManager:
                 tokenizer=self._tokenizer,
                 args=self._hook_args,
             )
-            yield Collector(self._config, self._source, self._pipeline, self._filter, context, self._on_progress)
+            yield Collector(self._config, self._calls, self._pipeline, self._filter, context, self._on_progress)
 
     async def _collect_once(self, rollout_id: int) -> tuple[Collected, str | None, dict[str, Any]]:
         async with self._open_collector() as collector:
@@ -251,6 +266,7 @@ class RolloutManager:
             concurrency=self._config.rollout_concurrency,
             timeout=self._config.rollout_request_timeout,
             retry_delays=self._retry_delays,
+            cache_namespace=self._cache_namespace,
         )
 
 
@@ -262,6 +278,12 @@ def _engine_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, floa
     if versions:
         metrics |= {"weight_version/min": float(min(versions)), "weight_version/max": float(max(versions))}
     return metrics
+
+
+def _failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """``reward_failures``: samples that could not be scored, if there are any."""
+    failures = sum(FAILURE_KEY in sample.metadata for sample in samples)
+    return {"reward_failures": float(failures)} if failures else {}
 
 
 def _age_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:

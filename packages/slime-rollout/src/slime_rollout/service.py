@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
-from weakref import WeakKeyDictionary
+import json
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
 
-from slime_rollout.http import call
-from slime_rollout.rewards.threads import in_thread
+import orjson
+
+if TYPE_CHECKING:
+    from slime_rollout.connections import Connections
 
 REQUESTS = 64  # at once
 ATTEMPTS = 4
@@ -16,32 +20,41 @@ ATTEMPTS = 4
 class Service:
     """Asks from any event loop: at most 64 requests at once, each tried up to four times.
 
-    Refused connections, time-outs and 5xx are tried again; a 4xx is not.
+    Refused connections, time-outs, 408, 429 and 5xx are tried again; any other 4xx is not. Connections are kept and
+    used again, on an event loop of the service's own, which starts with the first request and ends with the last
+    reference.
 
     Args:
         url: Address of the service.
-        timeout: Time limit of one attempt, in seconds.
+        timeout: Time limit of one attempt, in seconds. Waiting for a turn is not counted.
     """
 
     def __init__(self, url: str, *, timeout: float) -> None:
         self.url = url
         self._timeout = timeout
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._connections: Connections | None = None
 
     async def ask(self, payload: Any) -> Any:
-        """What the service answers to a POST of ``payload``.
+        """What the service answers to a POST of ``payload``: parsed JSON, its text if it is none, ``None`` if empty.
 
         Raises:
             HttpError: The answer was no success, or there was none.
         """
-        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(REQUESTS))
-        async with slots:
-            return await in_thread(self.ask_now, payload)
+        return await asyncio.wrap_future(self._connected().submit(_dump(payload)))
 
-    def ask_now(self, payload: Any) -> Any:
-        """As :meth:`ask`, for those who can wait.
+    def _connected(self) -> Connections:
+        from slime_rollout.connections import Connections  # aiohttp is much to import for those who only check
 
-        Raises:
-            HttpError: The answer was no success, or there was none.
-        """
-        return call("POST", self.url, payload, timeout=self._timeout, attempts=ATTEMPTS)
+        with self._lock:
+            if self._connections is None:
+                self._connections = Connections(self.url, timeout=self._timeout, at_once=REQUESTS, attempts=ATTEMPTS)
+                weakref.finalize(self, self._connections.close)
+            return self._connections
+
+
+def _dump(payload: Any) -> bytes:
+    try:
+        return orjson.dumps(payload)
+    except orjson.JSONEncodeError:  # half a surrogate pair, which a model may write
+        return json.dumps(payload).encode()

@@ -5,9 +5,11 @@ The tokenizers are built as the families' published formats are: special tokens 
 The templates' text is ours. What each family does that makes it hard is noted beside it.
 """
 
+import bz2
 import functools
 import gzip
 import json
+import lzma
 import sys
 
 import datasets
@@ -209,6 +211,10 @@ def write():
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
         if path.name.endswith(".gz"):
             path.write_bytes(gzip.compress(lines))
+        elif path.name.endswith(".bz2"):
+            path.write_bytes(bz2.compress(lines))
+        elif path.name.endswith(".xz"):
+            path.write_bytes(lzma.compress(lines))
         elif path.name.endswith(".zst"):
             path.write_bytes(zstd.compress(lines))
         elif path.suffix == ".parquet":

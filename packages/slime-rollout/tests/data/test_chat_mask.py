@@ -1,10 +1,12 @@
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
 from slime_core.errors import ConfigError, DataError
-from slime_rollout.data import ChatEncoder
+from slime_rollout.data import ChatEncoder, PromptEncoder
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -143,6 +145,66 @@ def test_several_calls_and_answers(chat_tokenizers, family):
     first, last = runs(tokenizer, encoded)
     assert (first.count("Oslo"), last.count("It is 7.")) == (2, 1)
     assert "7" not in first
+
+
+def template_of(turn):
+    return (
+        "{%- for m in messages %}<|im_start|>{{ m.role + '\\n' }}" + turn + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+FUNCTION = "m.tool_calls[0].function"
+AS_JSON = "{% if m.tool_calls %}{{ " + FUNCTION + " | tojson }}{% else %}{{ m.content }}{% endif %}"
+# As in the families' own templates: what each does with null content, and with arguments of the other kind.
+FORMS = {
+    "deepseek": "{{ " + FUNCTION + ".name + ' ' + " + FUNCTION + ".arguments if m.content is none else m.content }}",
+    "glm": "{{ m.content }}{% if m.tool_calls %}{{ " + FUNCTION + ".name }}"
+    "{% for key, value in " + FUNCTION + ".arguments.items() %}{{ ' ' + key + ' ' + value }}{% endfor %}{% endif %}",
+    "llama": AS_JSON,
+    "qwen3": AS_JSON.replace(
+        FUNCTION + " | tojson",
+        FUNCTION + ".arguments if " + FUNCTION + ".arguments is string else " + FUNCTION + " | tojson",
+    ),
+}
+AS_TEXT, AS_OBJECT = '{"city": "Zürich"}', {"city": "Zürich"}
+WRITTEN = {
+    "deepseek": 'weather {"city": "Zürich"}',
+    "glm": "weather city Zürich",
+    "llama": '{"name": "weather", "arguments": {"city": "Zürich"}}',
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("arguments", [AS_TEXT, AS_OBJECT])
+def test_calls_have_the_form_that_the_template_expects(build_tokenizer, family, arguments):
+    tokenizer = build_tokenizer(template_of(FORMS[family]))
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [TOOL_CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, TOOL_CHAT[3]]
+    before = copy.deepcopy(messages)
+    encoded = ChatEncoder(tokenizer).encode([*messages, {"role": "assistant", "content": "None of it."}])
+    written = WRITTEN.get(family) or (AS_TEXT if arguments == AS_TEXT else WRITTEN["llama"])  # Qwen3 takes both
+    assert runs(tokenizer, encoded) == [f"{written}<|im_end|>", "None of it.<|im_end|>"]
+    prompt = tokenizer.decode(PromptEncoder(tokenizer, apply_chat_template=True).encode(messages))
+    assert f"<|im_start|>assistant\n{written}<|im_end|>" in prompt
+    assert messages == before
+
+
+def test_calls_that_are_none_are_the_templates_to_refuse(build_tokenizer):
+    """Messages that a function of one's own makes were not checked by a reader of files."""
+    encoder = PromptEncoder(build_tokenizer(template_of(FORMS["glm"])), apply_chat_template=True)
+    for calls in ("weather", ["weather"], [{"function": "weather"}], [{"function": {}}], {"function": {}}):
+        with pytest.raises(DataError, match="the chat template refuses the messages"):
+            encoder.encode([{"role": "assistant", "content": "a", "tool_calls": calls}])
+
+
+def test_arguments_that_are_no_object_stay_as_they_are(build_tokenizer):
+    tokenizer = build_tokenizer(template_of(FORMS["llama"]))
+    for text in ("{", "[1]", "7"):
+        call = {"function": {"name": "weather", "arguments": text}}
+        chat = [TOOL_CHAT[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        (written,) = runs(tokenizer, ChatEncoder(tokenizer).encode(chat))
+        assert written == f'{{"name": "weather", "arguments": "{text}"}}<|im_end|>'
 
 
 def test_the_template_takes_its_arguments(chat_tokenizers):

@@ -76,6 +76,8 @@ def test_of_a_stream_the_first_rows_are_looked_at(write_rows, tmp_path):
     with pytest.raises(DataError, match=":51: no field 'prompt'"):
         check_prompt_data(config(path, streaming_data=True))
     assert check_prompt_data(config(path, streaming_data=True, on_bad_data="skip")) == {}
+    with pytest.raises(DataError, match=r":1: no field 'question'.* \(none of the first 100 rows of .* can be used\)$"):
+        check_prompt_data(config(path, streaming_data=True, on_bad_data="skip", input_key="question"))
     with pytest.raises(DataError, match="counts from the end of JSON Lines"):
         check_prompt_data(config(f"{path}@[-9:]", streaming_data=True))
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):

@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ else:
 
 datasets.disable_progress_bars()
 
-FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", "")
+FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".parquet", "")
 
 words = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -208,3 +209,56 @@ def test_columns_of_json_are_read(tmp_path):
     assert "arrow.json" in str(pq.read_schema(tmp_path / "p.parquet"))
     expected = [(row["prompt"], None, None, row["metadata"]) for row in rows]
     assert contents(str(tmp_path / "p.parquet")) == contents(str(tmp_path / "p")) == expected
+
+
+BAD_TEXT = pa.Array.from_buffers(
+    pa.string(), 3, [None, pa.py_buffer(struct.pack("<4i", 0, 1, 2, 3)), pa.py_buffer(b"a\xffb")]
+)
+TWICE = pa.array([[("x", 1)], [("x", 1), ("x", 2)], []], pa.map_(pa.string(), pa.int64()))
+FAR = pa.array([0, 2**62, 1], pa.timestamp("us"))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "column", "words"),
+    [
+        (".parquet", BAD_TEXT, "'utf-8' codec can't decode"),
+        ("", BAD_TEXT, "'utf-8' codec can't decode"),
+        (".parquet", TWICE, "duplicate key was 'x'"),
+        (".parquet", FAR, "date value out of range"),
+        ("", FAR, "date value out of range"),
+    ],
+)
+def test_a_value_that_python_cannot_hold_is_one_bad_row(tmp_path, suffix, column, words, caplog):
+    """As in JSON Lines: told with its place, or left out; its neighbours stay."""
+    path = tmp_path / f"p{suffix}"
+    table = pa.table({"prompt": ["a", "b", "c"], "x": column})
+    if suffix:
+        pq.write_table(table, path)
+    else:
+        datasets.Dataset(table).save_to_disk(path)
+    for name in (str(path), f"{path}@[1:2]"):
+        with pytest.raises(DataError) as caught:
+            read_prompts(name)
+        assert str(caught.value).startswith(f"{path}, row 2: a value cannot be read: ")
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+    rows = read_prompts(str(path), on_bad_data="skip")
+    assert [(row.where, row.prompt) for row in rows] == [(f"{path}, row 1", "a"), (f"{path}, row 3", "c")]
+    assert f"skipped 1 of 3 rows: {path}, row 2: " in caplog.text
+
+
+@pytest.mark.parametrize("suffix", FORMATS[:-1])
+def test_capital_letters_in_the_end_of_a_name(tmp_path, suffix, write):
+    path = tmp_path / f"p{suffix}"
+    write([{"prompt": "a"}], path)
+    assert contents(str(path.rename(tmp_path / f"P{suffix.upper()}"))) == [("a", None, None, {})]
+
+
+def test_columns_of_the_same_name_are_refused(tmp_path):
+    path = tmp_path / "p.parquet"
+    names = ["prompt", "prompt", "label"]
+    pq.write_table(pa.Table.from_arrays([pa.array([text]) for text in "abc"], names=names), path)
+    with pytest.raises(
+        DataError, match=r"p\.parquet has several columns of the same name \(prompt\); rename or remove"
+    ):
+        read_prompts(str(path))

@@ -13,6 +13,7 @@ from slime_rollout.data import (
     PreferenceRow,
     RolloutDataSource,
     preference_batch,
+    read_preferences,
 )
 
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
@@ -99,6 +100,16 @@ def test_pairs_that_the_limit_makes_useless_are_left_out(write_rows, encoder, ca
     assert "of 2 pairs left out 1 that do not differ within 8 tokens, and cut 0" in caplog.text
     with pytest.raises(DataError, match="none of the 2 pairs differs within 1 tokens"):
         load(write_rows, encoder, rows, max_length=1)
+
+
+def test_bad_pairs_are_counted_and_can_be_skipped(write_rows, encoder, caplog):
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = [good, {**good, "rejected": "b"}, {"chosen": "b"}, good]
+    with pytest.raises(DataError, match=r":2: 'chosen' and 'rejected' are the same.* \(2 of 4 rows of .* are bad"):
+        load(write_rows, encoder, rows)
+    assert len(load(write_rows, encoder, rows, on_bad_data="skip")) == 2
+    assert "skipped 2 of 4 rows" in caplog.text
+    assert len(read_preferences(write_rows(rows), on_bad_data="skip")) == 2
 
 
 def test_order_and_state(write_rows, encoder):

@@ -1,7 +1,12 @@
+import bz2
+import gzip
+import lzma
+import tracemalloc
+
 import pytest
 
 from slime_core.errors import DataError
-from slime_rollout.data.read import read_prompts, split_slice
+from slime_rollout.data.read import raw_rows, read_prompts, split_slice
 from slime_rollout.data.rows import RowFields
 
 
@@ -104,3 +109,63 @@ def test_only_a_whole_slice_is_one():
     assert split_slice("c.jsonl@[3]") == ("c.jsonl@[3]", slice(None))
     assert split_slice("c.jsonl@[-:2]") == ("c.jsonl@[-:2]", slice(None))
     assert split_slice("c.jsonl@[1:2]") == ("c.jsonl", slice(1, 2))
+
+
+def test_windows_line_ends_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert [(row.where, row.prompt) for row in read_prompts(str(path))] == [(f"{path}:1", "a"), (f"{path}:3", "b")]
+    path.write_bytes(b"\xef\xbb\xbf\r\n")
+    with pytest.raises(DataError, match="is empty"):
+        read_prompts(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(b"{}"), "packed with gzip; let its name end in .gz"),
+        (bz2.compress(b"{}"), "packed with bzip2; let its name end in .bz2"),
+        (lzma.compress(b"{}"), "packed with xz; let its name end in .xz"),
+        (b"\x28\xb5\x2f\xfd", "packed with Zstandard; let its name end in .zst"),
+        (b"PK\x03\x04", "packed with zip; pack it with gzip instead"),
+        (b"PAR1", "a Parquet file; let its name end in .parquet"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "UTF-16; write it in UTF-8"),
+    ],
+)
+def test_a_file_whose_name_hides_its_format(tmp_path, content, words):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    for policy in ("error", "skip"):
+        with pytest.raises(DataError) as caught:
+            read_prompts(str(path), on_bad_data=policy)
+        assert str(caught.value) == f"{path} is no JSON Lines: it is {words}"
+
+
+def test_of_a_key_that_comes_twice_the_last_counts(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "prompt": "b"}')
+    assert [row.prompt for row in read_prompts(str(path))] == ["b"]
+
+
+def test_an_input_stands_in_for_a_null_prompt(write_rows):
+    path = write_rows([{"prompt": None, "input": "a"}, {"prompt": "b", "input": "c"}])
+    assert [row.prompt for row in read_prompts(path)] == ["a", "b"]
+
+
+def test_something_like_a_slice_is_told_how_slices_are_written(write_rows):
+    path = write_rows([{"prompt": "a"}])
+    for text in ("[::2]", "[0:1", "[0:x]"):
+        with pytest.raises(DataError, match=r"does not exist; .*; a slice is @\[a:b\], with whole numbers"):
+            read_prompts(f"{path}@{text}")
+
+
+def test_a_slice_keeps_no_other_rows_in_memory(tmp_path):
+    """64 MB of rows behind, before or beside the slice."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes((b'{"prompt": "' + b"x" * 9980 + b'"}\n') * 6400)
+    for text, count in (("[0:5]", 5), ("[6390:]", 10), ("[6000:6003]", 3)):
+        tracemalloc.start()
+        assert len(list(raw_rows(f"{path}@{text}"))) == count
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4e6

@@ -78,6 +78,36 @@ def test_files_that_cannot_serve(tmp_path, write_rows):
         read_sft(write_rows([{"messages": chat("a")}]), SftFields(messages_key="talk"))
 
 
+@pytest.mark.parametrize("key", ["step_loss_mask", "reasoning_content"])
+def test_what_sharegpt_messages_have_besides_is_kept(write_rows, key):
+    value = 0 if key == "step_loss_mask" else "hm"
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: value}]
+    (row,) = read_sft(write_rows([{"conversations": talk}]))
+    assert row.messages[1] == {"role": "assistant", "content": "b", key: value}
+
+
+def test_a_call_without_content_is_the_same_in_columns(write_rows, write, tmp_path):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    write([{"messages": messages}], tmp_path / "p.parquet")
+    path = write_rows([{"messages": messages}])
+    assert [row.messages for row in read_sft(path)] == [row.messages for row in read_sft(str(tmp_path / "p.parquet"))]
+    assert read_sft(path)[0].messages == messages
+
+
+def test_bad_rows_are_counted_and_can_be_skipped(write_rows, chat_tokenizers, caplog):
+    calls = [{"function": {"name": "f", "arguments": {}}}] * 2
+    refused = [*chat("a")[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
+    path = write_rows([{"messages": chat("a")}, {"messages": []}, {"messages": refused}, {"messages": chat("b")}])
+    encoder = ChatEncoder(chat_tokenizers["llama3"])
+    with pytest.raises(DataError, match=rf"^{path}:2: .*an empty list \(2 of 4 rows of {path} are bad; .* skip\)$"):
+        SftDataset.load(path, encoder)
+    assert len(SftDataset.load(path, encoder, on_bad_data="skip")) == 2
+    assert f"skipped 2 of 4 rows: {path}:2: " in caplog.text
+    assert f"{path}:3: the chat template refuses the messages: one tool call at a time" in caplog.text
+    assert len(read_sft(path, on_bad_data="skip")) == 3
+
+
 def test_a_sample_trains_on_the_answers(write_rows, encoder, chat_tokenizers):
     (row,) = read_sft(write_rows([{"messages": chat("a", "b"), "level": 3}]))
     sample = sft_sample(row, encoder, index=4)

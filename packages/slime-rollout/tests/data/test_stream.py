@@ -1,6 +1,7 @@
 import functools
 import json
 import logging
+import struct
 import subprocess
 import sys
 import textwrap
@@ -182,6 +183,20 @@ def test_a_bad_row_ends_the_run_where_it_is_reached(stream, jsonl, request, work
     skipping = stream(path, on_bad_data="skip")
     skipping.load_state_dict(before)  # the run goes on without the row
     assert prompts(take(skipping, 3)) == ["3 + 1 =", "4 + 1 =", "6 + 1 ="]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_value_that_cannot_be_read_is_one_bad_row_of_a_stream(stream, tmp_path, request, workers):
+    offsets, texts = struct.pack("<4i", 0, 1, 2, 3), b"a\xffb"
+    column = pa.Array.from_buffers(pa.string(), 3, [None, pa.py_buffer(offsets), pa.py_buffer(texts)])
+    pq.write_table(pa.table({"prompt": ["1 =", "2 =", "3 ="], "label": ["1"] * 3, "x": column}), tmp_path / "p.parquet")
+    encoding = request.getfixturevalue("pool") if workers else None
+    source = stream(tmp_path / "p.parquet", encoding=encoding)
+    with pytest.raises(DataError, match=r"p\.parquet, row 2: a value cannot be read: 'utf-8' codec"):
+        source.get_samples(3)
+    source = stream(tmp_path / "p.parquet", encoding=encoding, on_bad_data="skip")
+    assert prompts(take(source, 4)) == ["1 =", "3 =", "1 =", "3 ="]
 
 
 def test_an_error_loses_nothing_of_the_buffer(stream, jsonl):

@@ -11,12 +11,12 @@ from slime_rollout.data import jsonl
 from slime_rollout.data.read import raw_rows
 from slime_rollout.data.stream_file import Mark, StreamFile
 
-FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", "")
+FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".parquet", "")
 ROWS = [{"prompt": f"p{place}" * (1 + place % 3), "label": str(place)} for place in range(9)]
 
 
 def bounds(text):
-    return st.none() | st.integers(0, 12) if text.endswith(("gz", "zst", "jsonl")) else st.none() | st.integers(-12, 12)
+    return st.none() | st.integers(0, 12) if "jsonl" in text else st.none() | st.integers(-12, 12)
 
 
 def check_reading_goes_on(write, suffix, data):
@@ -68,8 +68,25 @@ def test_blank_lines_and_a_last_line_without_an_end(tmp_path):
 def test_json_lines_cannot_be_counted_from_their_end(write, tmp_path, text):
     path = tmp_path / "p.jsonl"
     write(ROWS, path)
-    with pytest.raises(DataError, match=r"counts from the end of JSON Lines.*count from the beginning, or use Parquet"):
+    with pytest.raises(DataError, match=r"counts from the end of JSON Lines") as caught:
         StreamFile(f"{path}@{text}")
+    assert str(caught.value).endswith("; count from the beginning, use Parquet, or leave out --streaming-data")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_behind_a_slice_is_not_looked_at(tmp_path, monkeypatch):
+    """Neither with nor without streaming: there may be gigabytes, and damage."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n' + b"x" * 40)
+    monkeypatch.setattr(jsonl, "_LONGEST", 30)
+    name = f"{path}@[0:2]"
+    read = list(StreamFile(name).rows(Mark()))
+    assert [raw for _, raw in read] == list(raw_rows(name))
+    assert len(read) == 2
+    assert list(StreamFile(name).rows(read[-1][0])) == []
+    with pytest.raises(DataError, match="leaves no row: the file has 2; give a slice"):
+        path.write_bytes(path.read_bytes()[:32])
+        raw_rows(f"{path}@[2:1]")
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -103,11 +120,17 @@ def test_a_missing_file_and_one_of_another_format(tmp_path, suffix):
     assert "\n" not in str(caught.value)
 
 
-def test_a_pipe_cannot_be_streamed(tmp_path):
+@pytest.mark.timeout(30)  # who opens it for reading would wait for a writer
+def test_a_pipe_is_refused_with_and_without_streaming(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(DataError, match="can be read only once; give a file, or leave out --streaming-data"):
-        StreamFile(str(path))
+    for read in (StreamFile, raw_rows):
+        with pytest.raises(DataError) as caught:
+            read(str(path))
+        assert str(caught.value) == (
+            f"the prompt file {path} is a pipe or a device, which can be read only once; prompts are read more often: "
+            "write them into a file, and give that"
+        )
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

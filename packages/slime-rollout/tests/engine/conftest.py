@@ -169,11 +169,13 @@ def ask():
 SERVER = """#!/bin/sh
 [ "$1" = -c ] && echo /nowhere/sglang/__init__.py && exit
 exec {python} -c '
-import json, sys
+import json, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 flags = dict(zip(sys.argv, sys.argv[1:]))
 if flags["--model-path"] == "broken":
     sys.exit("this model is broken")
+if flags["--model-path"] == "endless":
+    time.sleep(600)
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)

@@ -22,6 +22,7 @@ class Engine(http.server.ThreadingHTTPServer):
     seconds = 0.0
     probes = 0
     generated = 0
+    hangs = "never"
     going_on = threading.Event()
 
 
@@ -35,6 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if engine.health == "slow":
                 time.sleep(engine.seconds)
             engine.going_on.wait()
+            if engine.hangs == "scheduler":
+                threading.Event().wait()
             if engine.health == "bad" or (engine.health == "flapping" and engine.probes % 2):
                 return self.answer(503, {})
         return self.answer(200, {"weight_version": engine.version, "probes": engine.probes})
@@ -52,8 +55,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             engine.going_on.set()
         elif self.path == "/update_weight_version":
             engine.version = body["new_version"]
+        elif self.path == "/update_weights_from_tensor" and engine.hangs != "never":
+            threading.Event().wait()
         elif self.path == "/behave":
             engine.health, engine.seconds = body["health"], body.get("seconds", 0.0)
+            engine.hangs = body.get("hangs", "never")
         return self.answer(200, {"port": port, "version": engine.version, "generated": engine.generated})
 
     def answer(self, status, value):

@@ -66,6 +66,31 @@ def test_one_that_dies_is_noticed(worker, tmp_path, monkeypatch):
             fleet.check()
 
 
+@pytest.mark.parametrize("end", [lambda fleet: fleet.confirm_update(1), lambda fleet: fleet.fail_update()])
+def test_an_engine_that_is_paused_for_new_weights_is_not_taken_for_gone(worker, tmp_path, monkeypatch, end):
+    monkeypatch.setattr(external, "CHECK_SECONDS", 0.0)
+    engine = worker("engine", INFO)
+    with attach([engine.url], tmp_path) as fleet:
+        assert fleet.begin_update() == [engine.url]
+        monkeypatch.setattr(type(fleet._router), "workers", lambda _: {})  # it asks /health, too
+        engine.answers["/health"] = None
+        fleet.check()
+        with pytest.raises(EngineDiedError, match=engine.url):
+            end(fleet)
+            fleet.check()
+
+
+def test_one_that_dies_amid_an_update_is_noticed(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(external, "CHECK_SECONDS", 0.0)
+    engine = worker("engine", INFO)
+    with attach([engine.url], tmp_path) as fleet:
+        fleet.begin_update()
+        monkeypatch.setattr(type(fleet._router), "workers", lambda _: {})
+        engine.end()
+        with pytest.raises(EngineDiedError, match=engine.url):
+            fleet.check()
+
+
 def test_detaching_has_every_engine_generate_and_happens_once(worker, tmp_path):
     engine = worker("engine", INFO)
     fleet = attach([engine.url], tmp_path)

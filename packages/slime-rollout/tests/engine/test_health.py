@@ -10,18 +10,23 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
+from slime_rollout.engine import health, registry
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineError
+from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError, WeightSyncError
 from slime_rollout.engine.events import EVENTS_FILE, read_events
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import reaper
+from slime_rollout.weight_version import INCOMPLETE
+from slime_rollout.weights import open_channel
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,7 +59,7 @@ class Fleet:
         self.config = EngineConfig(sglang_python=str(python), **defaults | settings)
         self.before = set(self.children())
 
-    def start(self):
+    def start(self, on_progress=None):
         self.fleet = EngineFleet.start(
             self.config,
             model_path=str(self.model),
@@ -64,11 +69,14 @@ class Fleet:
             seed=0,
             log_dir=self.logs,
             device="cpu",
+            on_progress=on_progress,
         )
         return self
 
     def children(self):
-        return [process.pid for process in reaper.descendants(os.getpid())]
+        """Without torch's helper for shared memory, which ends with this process."""
+        pids = [process.pid for process in reaper.descendants(os.getpid())]
+        return [pid for pid in pids if "torch_shm_manager" not in command(pid)]
 
     def left(self):
         return set(self.children()) - self.before
@@ -114,9 +122,32 @@ class Fleet:
         self.fleet.confirm_update(version)
         return urls
 
+    def push(self, version):
+        """Send weights as the launcher does; returns to whom it sent them in the end."""
+        while True:
+            urls = self.fleet.begin_update()
+            channel = open_channel(self.config, engine_urls=urls, tp_size=1, hf_checkpoint="")
+            try:
+                channel.begin(version)
+                channel.send([("weight", torch.ones(2))])
+                channel.end()
+            except WeightSyncError as error:
+                assert self.fleet.fail_update(error.url if error.silent else None), error
+                continue
+            finally:
+                channel.close()
+            self.fleet.confirm_update(version)
+            return urls
+
     def whole(self):
         wait_until(lambda: not self.fleet.not_serving(), what="a whole fleet")
         assert self.workers() == {self.url(0), self.url(1)}
+
+
+def command(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 def wait_until(condition, seconds=MARGIN + INTERVAL + TIMEOUT, what="what was waited for"):
@@ -330,6 +361,20 @@ def test_a_pause_for_new_weights_is_no_fault_however_long(fleet):
     assert fleet.events(since=fleet.start_of_test) == []
 
 
+def test_an_engine_that_serves_is_watched_as_ever_while_another_one_catches_up(fleet):
+    version, since = next(VERSIONS), fleet.now()
+    fleet.update(version)
+    fleet.signal("engine 0", signal.SIGKILL)
+    behind = wait_until(fleet.fleet.engines_behind)
+    assert fleet.fleet.begin_update(only_behind=True) == behind
+    fleet.behave(1, health="good", hangs="scheduler")
+    fleet.wait_for("engine 1", "killed", since=since)
+    call("POST", f"{behind[0]}/update_weight_version", {"new_version": str(version)})
+    fleet.fleet.confirm_update(version)
+    fleet.wait_for("engine 0", "registered", since=since)
+    wait_until(lambda: not fleet.fleet.not_serving() or fleet.update(version, only_behind=True))
+
+
 def test_a_failed_update_names_its_reason_and_none_of_its_engines_serves(fleet):
     version = next(VERSIONS)
     fleet.fleet.begin_update()
@@ -340,6 +385,25 @@ def test_a_failed_update_names_its_reason_and_none_of_its_engines_serves(fleet):
     fleet.update(version)
     wait_until(lambda: not fleet.fleet.not_serving() or fleet.update(version, only_behind=True))
     assert {fleet.generate()["version"] for _ in range(8)} == {str(version)}
+
+
+@pytest.mark.parametrize("hangs", ["scheduler", "update"])
+def test_an_engine_that_hangs_amid_an_update_holds_nobody_up(fleet, hangs):
+    """Its scheduler, so that only `/health` is answered, which is all that is asked then; or nothing but the update."""
+    version, since, url = next(VERSIONS), fleet.now(), fleet.url(0)
+    fleet.behave(0, health="good", hangs=hangs)
+    started = time.monotonic()
+    assert fleet.push(version) == [fleet.url(1)]
+    assert time.monotonic() - started < 3 * (INTERVAL + TIMEOUT) + MARGIN
+    assert fleet.workers() <= {fleet.url(1)}
+    assert {fleet.generate()["version"] for _ in range(8)} == {str(version)}
+    assert fleet.events("engine 0", since)[:2] == ["unhealthy", "killed"]
+    assert "no answer to a request of a weight update" in read_events(fleet.logs)[since]["detail"]
+    behind = wait_until(fleet.fleet.engines_behind)
+    assert behind == [fleet.url(0)] != [url]
+    fleet.update(version, only_behind=True)
+    fleet.wait_for("engine 0", "registered", since=since)
+    assert fleet.events("engine 1", since) in ([], ["weights", "registered"])
 
 
 def test_an_update_that_fails_by_itself_is_no_engines_fault(fleet):
@@ -407,6 +471,33 @@ def test_a_fleet_can_be_stopped_amid_a_restart(tmp_path):
         assert fleet.now() == count
 
 
+def test_an_interrupt_amid_the_start_leaves_nothing(tmp_path):
+    fleet = Fleet(tmp_path)
+    (fleet.model / "wait").touch()
+
+    def interrupt(ready, total, seconds):
+        if len(fleet.left()) >= 6:  # two engines and the router, each under its supervisor
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fleet.start(interrupt)
+    assert not fleet.left()
+
+
+def test_a_router_that_dies_before_the_engines_are_up_ends_the_start(tmp_path):
+    fleet = Fleet(tmp_path)
+    (fleet.model / "wait").touch()
+
+    def kill(ready, total, seconds):
+        supervisors = [pid for pid in fleet.left() if "launch_router" in command(pid) and "reaper.py" in command(pid)]
+        for process in reaper.descendants(supervisors[0]) if ready else []:
+            os.kill(process.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDiedError, match=r"sglang-router .* ended by itself \(exit code 137\)"):
+        fleet.start(kill)
+    assert not fleet.left()
+
+
 def test_a_port_that_somebody_else_took_costs_nothing(tmp_path):
     fleet = Fleet(tmp_path, rollout_max_restarts=1)
     taken = fleet.model / "port_is_taken"
@@ -422,6 +513,48 @@ def test_a_port_that_somebody_else_took_costs_nothing(tmp_path):
         assert not taken.exists()
         assert fleet.events("engine 0") == ["unhealthy", "restarted", *REPLACED]
         fleet.whole()
+
+
+def test_a_router_whose_port_somebody_took_is_tried_again_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "PORT_AGAIN_SECONDS", 0.6)
+    times = []
+
+    def start():
+        times.append(time.monotonic())
+        raise PortInUseError("port 7 is taken")
+
+    with running(tmp_path, rollout_max_restarts=2) as fleet:
+        monkeypatch.setattr(fleet.fleet._router, "_start", start)
+        fleet.signal("router", signal.SIGKILL)
+        error = wait_until(lambda: failure(fleet))
+        assert "could not be started: port 7 is taken, after it was restarted 2 times" in str(error)
+        first, second = times
+        assert second - first >= 0.6
+        assert fleet.events("router") == ["unhealthy"] * 3 + ["budget_exhausted"]
+
+
+def test_an_update_that_fails_while_the_router_is_looked_at_is_not_forgotten(tmp_path, monkeypatch):
+    with running(tmp_path) as fleet, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        monitor, router, seen, go_on = fleet.fleet._monitor, fleet.fleet._router.process, [], threading.Event()
+        workers = router.workers
+
+        def hold():
+            known = workers()
+            seen.append(known)
+            assert go_on.wait(MARGIN)
+            return known
+
+        monkeypatch.setattr(router, "workers", hold)
+        monitor._registry.look_again()
+        wait_until(lambda: seen)
+        fleet.fleet.begin_update()
+        failed = pool.submit(fleet.fleet.fail_update)
+        wait_until(lambda: fleet.fleet._engines[0].now.weights == INCOMPLETE)
+        started = time.monotonic()
+        go_on.set()
+        wait_until(lambda: workers() == {})
+        assert time.monotonic() - started < registry.LOOK_SECONDS - 1.0
+        assert not failed.result(MARGIN)
 
 
 def test_an_error_of_the_monitor_itself_does_not_pass_in_silence(tmp_path):

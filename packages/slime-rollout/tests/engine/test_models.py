@@ -13,7 +13,7 @@ from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.models import ModelFleets
 from slime_rollout.engine.start import start_engines
 from slime_rollout.http import call
-from slime_rollout.supervise import reaper
+from slime_rollout.supervise import SupervisionError, reaper
 
 pytestmark = pytest.mark.timeout(90)
 ENGINES = """
@@ -28,13 +28,13 @@ sglang:
 
 @pytest.fixture
 def start(quick_python, tmp_path):
-    def run(judge, **settings):
+    def run(judge, actor="hf", **settings):
         file = tmp_path / "engines.yaml"
         file.write_text(ENGINES.format(judge=judge))
         config = EngineConfig(sglang_python=quick_python, sglang_config=str(file), **settings)
         return start_engines(
             config,
-            model_path="hf",
+            model_path=actor,
             num_engines=0,
             num_gpus=4,
             dtype="float32",
@@ -86,6 +86,48 @@ def test_one_model_that_does_not_come_up_ends_all(start):
     with pytest.raises(EngineStartError, match=r"(?s)judge.engine_0\.log:\nthis model is broken"):
         start("broken")
     assert children() <= before
+
+
+def test_a_model_that_is_still_starting_does_not_hide_that_another_one_has_failed(start):
+    before, started = children(), time.monotonic()
+    with pytest.raises(EngineStartError, match="this model is broken"):
+        start("broken", actor="endless")
+    assert time.monotonic() - started < 60  # by default a start may take 300 s
+    assert children() <= before
+
+
+def test_an_interrupt_amid_the_start_of_several_models_leaves_nothing(start, monkeypatch):
+    def interrupt(futures):
+        wait_until(lambda: len(children() - before) > 3)
+        raise KeyboardInterrupt
+
+    before = children()
+    monkeypatch.setattr("concurrent.futures.as_completed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        start("judge", actor="endless")
+    assert children() <= before
+
+
+def test_one_that_cannot_be_stopped_keeps_no_other_one():
+    stopped = []
+
+    class Part:
+        def __init__(self, name, error=None):
+            self.name, self.error = name, error
+
+        def request_stop(self):
+            pass
+
+        def stop(self):
+            stopped.append(self.name)
+            if self.error:
+                raise self.error
+
+    fleets = ModelFleets({"a": Part("a"), "b": Part("b", SupervisionError("still busy"))}, "a")
+    fleets._encoders = [Part("encoder")]
+    with pytest.raises(SupervisionError):
+        fleets.stop()
+    assert sorted(stopped) == ["a", "b", "encoder"]
 
 
 @pytest.mark.full

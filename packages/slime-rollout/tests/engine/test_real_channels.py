@@ -1,5 +1,6 @@
 """Every weight transport on real SGLang, against transformers. T: prompt and response tokens, V: vocabulary."""
 
+import asyncio
 import concurrent.futures
 import copy
 import pickle
@@ -15,11 +16,20 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from slime_core.errors import DataError
+from slime_rollout.cli import main
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.weight_sync import WeightSyncConfig
+from slime_rollout.generate import EngineClient
 from slime_rollout.http import call
-from slime_rollout.weights import DeltaReceiver, engine_weight_version, open_channel, verify_checkpoint
+from slime_rollout.weight_version import CacheNamespace
+from slime_rollout.weights import (
+    DeltaReceiver,
+    DeltaWeightChannel,
+    engine_weight_version,
+    open_channel,
+    verify_checkpoint,
+)
 from slime_rollout.weights.control import Engines
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
@@ -209,6 +219,44 @@ def test_requests_in_flight_go_on_with_the_new_weights(parts, transport, mode):
     assert difference(parts.model, parts.fleet.engine_urls[1]) < SAME
 
 
+def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_update_in_place(parts):
+    """While requests run, so that the engines keep their cache; through the router, as in a rollout."""
+    parts.push(parts.channel("tensor"))
+    urls, prompt, old = parts.fleet.engine_urls, [3 + (11 * place) % 290 for place in range(64)], parts.model
+    parts.model = copy.deepcopy(old)
+    namespace = CacheNamespace("in_place")
+    for url in urls:
+        generate(url, [request(prompt, 1) | {"extra_key": namespace()}])
+    stale = namespace()
+    long = [threading.Thread(target=generate, args=(url, [request(PROMPTS[0], 7, 900)])) for url in urls]
+    channel = parts.open("tensor", update_weight_pause_mode="in_place")
+    for thread in long:
+        thread.start()
+    wait_until(lambda: all(running(url) for url in urls))
+    namespace.change()
+    parts.train()
+    parts.push(channel)
+    namespace.change()
+    channel.close()
+
+    async def sample(asked):
+        sampling = request(prompt, 1)["sampling_params"]
+        async with EngineClient(parts.fleet.router_url, concurrency=1, timeout=60, cache_namespace=asked) as client:
+            return await client.generate(prompt, sampling)
+
+    def off(done):
+        reply = {"output_ids": done.tokens}
+        return (expected(parts.model, prompt, reply) - torch.tensor(done.log_probs)).abs().max().item()
+
+    met, apart = [off(asyncio.run(sample(asked))) for asked in (lambda: stale, namespace)]
+    assert all(running(url) for url in urls)  # or else the cache would have been flushed, and this shown nothing
+    for thread in long:
+        thread.join(120)
+    print(f"a request off the new weights by {met:.1e} with the old namespace, {apart:.1e} with a new one")
+    assert met > DIFFERENT
+    assert apart < SAME
+
+
 def assert_spans_are_right(old, new, mode, prompt, reply, versions):
     """Each token's log-prob is that of the version that its span names."""
     spans = [(span["version"], span["start"], span["end"]) for span in reply["meta_info"]["weight_versions"]]
@@ -221,6 +269,21 @@ def assert_spans_are_right(old, new, mode, prompt, reply, versions):
     right, wrong = (anew, kept) if mode == "retract" else (kept, anew)
     assert (right - got[changed:]).abs().max() < SAME
     assert (wrong - got[changed:]).abs().max() > DIFFERENT
+
+
+def test_an_engine_follows_what_a_trainer_publishes_that_knows_nothing_of_it(parts, tmp_path):
+    url, source = parts.fleet.engine_urls[1], tmp_path / "published"
+    publisher = DeltaWeightChannel((), directory=str(source), hf_checkpoint=parts.model_path)
+    words = ["--from", str(source), "--to", str(tmp_path / "local"), "--hf-checkpoint", parts.model_path]
+    for _ in range(2):
+        for _ in range(2):
+            parts.train()
+            parts.push(publisher)
+        assert main(["receive-weights", *words, "--url", url, "--once"]) == 0
+        assert engine_weight_version(url) == str(parts.version)
+        assert difference(parts.model, url) < SAME
+    assert difference(parts.model, parts.fleet.engine_urls[0]) > DIFFERENT
+    parts.push(parts.channel("tensor"))
 
 
 def test_an_engine_that_refuses_a_broadcast_blocks_nobody(parts):

@@ -28,7 +28,7 @@ from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.retry import patient_delays
 from slime_rollout.http import call
-from slime_rollout.rewards.reward import FAILURE_KEY
+from slime_rollout.rewards.tolerant import FAILURE_KEY
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel

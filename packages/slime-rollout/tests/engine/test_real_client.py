@@ -132,6 +132,21 @@ def test_abort_all_ends_everything_at_once(fleet):
     assert running_requests(fleet.engine_urls) == 0
 
 
+def test_what_runs_is_told_once_and_stops(fleet, monkeypatch):
+    """Not when it is told again: by then it would have come to its end here, and gone on for long elsewhere."""
+    monkeypatch.setattr("slime_rollout.generate.client._TELL_AGAIN", ())
+
+    async def script(client):
+        tasks = [asyncio.create_task(client.generate([5, 6, 7 + i], params(LONG, i))) for i in range(4)]
+        await until(lambda: running_requests(fleet.engine_urls) == 4)
+        await client.abort_all()
+        return [task.result() for task in tasks]
+
+    done = in_client(fleet.router_url, script)
+    assert {one.status for one in done} == {Status.ABORTED}
+    assert all(0 < len(one.tokens) < LONG for one in done)
+
+
 def test_a_request_aborted_while_engines_are_paused(fleet):
     """As in a weight update: the engine has taken the request back into its queue, with the tokens it has."""
 

@@ -13,7 +13,9 @@ FLAGS = {
         SglangFlag("enable-metrics", False),
         SglangFlag("lora-paths", True, several=True),
         SglangFlag("cuda-graph-bs", True, several=True, type=int),
-        SglangFlag("disaggregation-mode", True, choices=("null", "prefill", "decode")),
+        SglangFlag("schedule-policy", True, choices=("lpm", "fcfs")),
+        SglangFlag("disaggregation-mode", True),
+        SglangFlag("ssl-keyfile", True),
         SglangFlag("tp-size", True, type=int),
     ]
 }
@@ -44,7 +46,7 @@ print(json.dumps({
         {"enable-metrics": True},
         {"lora-paths": "a"},
         {"lora-paths": ("a", "b")},
-        {"cuda-graph-bs": ("1", "2"), "disaggregation-mode": "prefill"},
+        {"cuda-graph-bs": ("1", "2"), "schedule-policy": "lpm"},
     ],
 )
 def test_good_flags_pass(args):
@@ -62,10 +64,12 @@ def test_good_flags_pass(args):
         ({"mem-fraction-static": ("1", "2")}, "--sglang-mem-fraction-static takes one value, got '1 2'"),
         ({"mem-fraction-static": "half"}, "--sglang-mem-fraction-static half is not a number"),
         ({"cuda-graph-bs": ("1", "2.5")}, "--sglang-cuda-graph-bs 2.5 is not a whole number"),
+        ({"schedule-policy": "both"}, "--sglang-schedule-policy both is unknown; allowed: lpm, fcfs"),
         (
-            {"disaggregation-mode": "both"},
-            "--sglang-disaggregation-mode both is unknown; allowed: null, prefill, decode",
+            {"disaggregation-mode": "decode"},
+            "--sglang-disaggregation-mode cannot be given: use worker_type in --sglang",
         ),
+        ({"ssl-keyfile": "key"}, "--sglang-ssl-keyfile cannot be given: slime talks plain HTTP to engines"),
     ],
 )
 def test_bad_flags_are_refused(args, message):

@@ -94,6 +94,12 @@ def test_all_that_a_file_may_say(read):
         ("num_gpus: 4\n", "num_gpus: true\n", "model actor, group 2: num_gpus is True; give a whole number"),
         ("        num_gpus: 4\n", "", "model actor, group 2: num_gpus is missing"),
         ("num_gpus: 4\n", "num_gpus: 4\n        num_gpus: 2\n", "is no YAML: the key num_gpus comes twice"),
+        ("num_gpus: 4\n", "num_gpus: 4\n        ? [a]\n        : 1\n", "is no YAML: while constructing a mapping"),
+        (
+            "mem_fraction_static: 0.8\n",
+            "mem_fraction_static: 0.8\n          mem-fraction-static: 0.7\n",
+            "model actor, group 2: the override mem-fraction-static is given twice",
+        ),
         ("update_weights: true", "update_weights: 1", "model actor: update_weights is 1; give true or false"),
         ("name: actor", "name: a/b", "model a/b: name 'a/b' is none"),
         ("  - name: actor\n    num", "  - num", "model 1: name is missing"),

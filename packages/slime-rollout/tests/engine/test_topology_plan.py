@@ -180,9 +180,9 @@ def test_the_plan_is_printed(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("--sglang-config uses 2 GPUs (a 2), and --rollout-num-gpus is 3")
 
 
-def test_the_file_in_the_readme_uses_eight_gpus(tmp_path, capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```yaml\n(sglang:.*?)```", readme, re.DOTALL)
+def test_the_file_on_the_page_uses_eight_gpus(tmp_path, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(sglang:.*?)```", page, re.DOTALL)
     file = tmp_path / "engines.yaml"
     file.write_text(text.replace(", overrides: {mem_fraction_static: 0.8}", ""))
     assert main([str(file), "--hf-checkpoint", "hf", "--rollout-num-gpus", "8", "--device", "cuda"]) == 0

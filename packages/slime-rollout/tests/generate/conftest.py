@@ -52,6 +52,8 @@ def say(engine, reply, tokenizer):
             text = texts[min(number, len(texts) - 1)]
             kind = "abort" if text.endswith("||") else "length" if text.endswith("|") and text[-2] != ">" else "stop"
             tokens = tokenizer.encode(text.rstrip("|") if kind != "stop" else text, add_special_tokens=False)
+            if kind == "abort":
+                tokens.append(0)  # drawn when it was told to stop, and whether it ends the response was not looked at
             limit = body["sampling_params"]["max_new_tokens"]
             if len(tokens) > limit:
                 tokens, kind = tokens[:limit], "length"

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import EngineClient
-from slime_rollout.weight_version import INCOMPLETE
+from slime_rollout.weight_version import INCOMPLETE, CacheNamespace
 
 QUICK = (0.01, 0.01, 0.01)
 
@@ -52,6 +52,27 @@ def test_request_ids_are_made_and_differ(engine):
 def test_a_request_id_that_cannot_be_used(engine, rid, problem):
     with pytest.raises(GenerationError, match=f"the request id {problem}; give every request its own"):
         ask(engine.url, times=2, rid=rid)
+
+
+def test_every_attempt_is_in_the_namespace_of_its_time(engine, reply):
+    namespace = CacheNamespace("in_place")
+
+    def answer(number, body):
+        namespace.change()
+        return reply() if number else 503
+
+    async def run():
+        async with EngineClient(
+            engine.url, concurrency=1, timeout=20, retry_delays=QUICK, cache_namespace=namespace
+        ) as client:
+            await client.generate([1, 2], {})
+
+    engine.answer = answer
+    asyncio.run(run())
+    first, second = (body["extra_key"] for body in engine.bodies)
+    assert (first[-2:], second[-2:]) == ("-0", "-1") and first[:-2] == second[:-2]
+    assert CacheNamespace("in_place")() != first  # another run's, perhaps on the same engines
+    assert CacheNamespace("retract")() is None
 
 
 def test_what_cannot_be_sent(engine):

@@ -3,7 +3,7 @@ import pytest
 
 from slime_core.types import Status
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate import Completion
+from slime_rollout.generate import Completion, SamplingParams
 
 
 def read(reply):
@@ -78,3 +78,25 @@ def test_something_else(body):
 def test_an_unknown_finish_reason(reply):
     with pytest.raises(GenerationError, match="unknown form"):
         read(reply(finish={"type": "boredom"}))
+
+
+@pytest.mark.parametrize(
+    ("sampling_params", "kept"),
+    [
+        ({}, 7),
+        ({"stop": []}, 7),
+        ({"stop": "é!"}, 5),  # three bytes: as many tokens may have begun it
+        ({"stop": ["x", "</a>"]}, 4),
+        ({"stop": ["a stop that is longer"]}, 0),
+        ({"stop_regex": "a+"}, 0),
+        ({"json_schema": '{"type": "object"}'}, 0),  # the rest would have to be an object of its own
+        ({"min_new_tokens": 4}, 0),
+        ({"repetition_penalty": 1.1}, 0),
+        (SamplingParams().to_request(1) | {"regex": None, "stop_regex": []}, 7),
+    ],
+)
+def test_what_is_certain_of_an_aborted_response(reply, sampling_params, kept):
+    tokens = list(range(11, 19))
+    done = Completion.from_json(orjson.dumps(reply(tokens=tokens, finish={"type": "abort"}))).certain(sampling_params)
+    assert (done.tokens, done.text, done.status) == (tokens[:kept], "", Status.ABORTED)
+    assert len(done.log_probs) == len(done.weight_versions) == kept

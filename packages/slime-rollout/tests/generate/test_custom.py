@@ -30,7 +30,7 @@ def test_without_a_path_there_is_a_single_turn(tmp_path):
     made = make_generate(RolloutConfig(**config, custom_generate_function_path=f"{tmp_path}/own.py"))
     assert isinstance(made, CustomGenerate) and not made.takes_group
     with pytest.raises(ConfigError, match="there_is_none"):
-        make_generate(RolloutConfig(**config), path="there_is_none.fn")
+        make_generate(RolloutConfig(**config, custom_generate_function_path="there_is_none.fn"))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,22 @@ def test_an_unfinished_part_begins_the_trajectory_anew(generate, custom, chat):
     prompt = list(sample.tokens)
     assert generate(custom(source), [sample]) == [[sample]]
     assert (sample.status, sample.tokens, sample.response, sample.trajectory_id) == (Status.ABORTED, prompt, "", None)
+
+
+def test_a_prompt_that_a_function_changed_is_the_rows_own_again(generate, custom, chat):
+    """Or whatever the function puts before it would be there twice."""
+    source = ONE + (
+        "sample.tokens = [9, *sample.tokens]\n"
+        "    sample.append_response([7], text='a', log_probs=[-1.0])\n    sample.status = 'aborted'\n"
+    )
+    (sample,) = chat()
+    prompt = list(sample.tokens)
+    for _ in range(2):
+        assert generate(custom(source), [sample]) == [[sample]]
+        assert (sample.status, sample.tokens, sample.response) == (Status.ABORTED, prompt, "")
+    source += "custom_generate.continues_aborted = True"
+    generate(custom(source, name="continues.py"), [sample])
+    assert sample.tokens == [9, *prompt, 7]
 
 
 @pytest.mark.parametrize("form", ["sample", "samples"])
@@ -262,6 +278,16 @@ def test_one_that_hangs_is_stopped(generate, custom, chat):
     with pytest.raises(GenerationError, match=r"took more than 0.2 s for sample 10; .*--custom-generate-timeout"):
         generate(made, chat())
     assert time.monotonic() - start < 15
+
+
+def test_a_cancelled_error_of_its_own_is_an_error_like_others(generate, custom, chat):
+    """Such as that of a task of the function's that it cancelled, and then awaited."""
+    source = (
+        "import asyncio\n" + ONE + "tool = asyncio.create_task(asyncio.sleep(600))\n"
+        "    asyncio.get_running_loop().call_soon(tool.cancel)\n    await tool"
+    )
+    with pytest.raises(GenerationError, match="raised CancelledError for sample 10"):
+        generate(custom(source), chat())
 
 
 def test_only_so_many_run_at_once_and_waiting_is_not_counted(generate, custom, chat):

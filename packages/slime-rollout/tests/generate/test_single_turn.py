@@ -50,6 +50,26 @@ def test_what_was_cut_off_goes_on_with_its_seed(engine, reply):
     assert body["sampling_params"]["sampling_seed"] == sampling_seed(5, 3)
 
 
+def test_the_last_token_before_a_cut_is_drawn_again(engine, reply, tokenizer):
+    """It may end the response, which an engine that was told to abort does not look at."""
+    tokens = tokenizer.encode("abc", add_special_tokens=False)
+    engine.answer = lambda number, body: reply(text="abc", tokens=tokens, finish={"type": "abort"})
+    sample = fresh()
+    run(engine, lambda context: generate_sample(sample, context), tokenizer)
+    assert (sample.tokens, sample.response, sample.status) == ([1, 2, *tokens[:2]], "ab", Status.ABORTED)
+    assert sample.rollout_log_probs == [-0.5, -1.5]
+    engine.answer = lambda number, body: reply(text="", tokens=[0])
+    run(engine, lambda context: generate_sample(sample, context), tokenizer)
+    assert (sample.tokens, sample.response, sample.status) == ([1, 2, *tokens[:2], 0], "ab", Status.COMPLETED)
+
+
+def test_without_a_tokenizer_nothing_is_kept_of_what_was_cut_off(engine, reply):
+    engine.answer = lambda number, body: reply(finish={"type": "abort"})
+    sample = fresh()
+    run(engine, lambda context: generate_sample(sample, context))
+    assert (sample.tokens, sample.response, sample.status) == ([1, 2], "", Status.ABORTED)
+
+
 @pytest.mark.parametrize("params", [{"max_new_tokens": 1}, {"max_context": 3}])
 def test_without_room_nothing_is_asked(engine, params):
     sample = fresh()
@@ -62,6 +82,16 @@ def test_without_room_nothing_is_asked(engine, params):
 def test_the_context_limits_the_response(engine):
     run(engine, lambda context: generate_sample(fresh(), context), max_new_tokens=50, max_context=12)
     assert engine.bodies[0]["sampling_params"]["max_new_tokens"] == 10
+
+
+def test_a_cut_off_response_without_log_probs_that_gets_no_tokens_stays_as_it_is(engine, reply):
+    """Such as one that a function of the user's wrote, cut off again before the engine's first token."""
+    engine.answer = lambda number, body: reply(text="", tokens=(), finish={"type": "abort", "message": "Aborted"})
+    sample = fresh(status=Status.ABORTED)
+    sample.append_response([9], text="9")
+    run(engine, lambda context: generate_sample(sample, context))
+    sample.validate()
+    assert (sample.response_tokens, sample.rollout_log_probs, sample.status) == ([9], None, Status.ABORTED)
 
 
 def test_a_character_on_both_sides_of_a_cut_is_whole(engine, reply, tokenizer_dir):

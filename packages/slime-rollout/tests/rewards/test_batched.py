@@ -7,7 +7,7 @@ from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import RewardError
-from slime_rollout.rewards import BatchedReward, CustomReward, make_group_reward, make_reward
+from slime_rollout.rewards import BatchedReward, VerifierError, make_group_reward, make_reward
 
 SOURCE = """
 import asyncio, time
@@ -35,6 +35,14 @@ class Tensor:
     def compute_reward(self, prompts, responses):
         import numpy
         return numpy.array([float(response) for response in responses])
+
+class Slow:
+    def __init__(self): time.sleep(3)
+    def compute_reward(self, prompts, responses): return [1.0] * len(responses)
+
+class Broken:
+    def __init__(self): raise OSError("no such model")
+    def compute_reward(self, prompts, responses): return [1.0] * len(responses)
 
 class Nothing: pass
 class OneArgument:
@@ -67,9 +75,9 @@ def config(path, **changes):
     )
 
 
-def make(path, **changes):
+def make(path, strict=False, **changes):
     given = config(path, **changes)
-    return make_reward(given, HookArgs.from_configs(given))
+    return make_reward(given, HookArgs.from_configs(given), strict=strict)
 
 
 def samples(count):
@@ -88,7 +96,6 @@ def test_samples_that_wait_are_scored_together(file):
     assert isinstance(reward, BatchedReward)
     for _ in range(2):  # two event loops
         assert score(reward, 300) == [float(index) for index in range(300)]
-    assert reward._function([samples(1)[0]]) == [0.0]
 
 
 def test_batches_hold_64_at_most(file):
@@ -99,7 +106,7 @@ def test_batches_hold_64_at_most(file):
         await asyncio.sleep(0)
         return [1.0] * len(group)
 
-    assert score(BatchedReward("own", function, timeout=20.0), 300) == [1.0] * 300
+    assert score(BatchedReward(function), 300) == [1.0] * 300
     assert asked == [64, 64, 64, 64, 44]
 
 
@@ -129,7 +136,6 @@ def test_a_class_is_made_once_and_not_before_it_is_needed(tmp_path):
 def test_a_file_alone_means_its_custom_rm_first(file):
     file.write_text("def custom_rm(args, sample): return 5.0\nclass CustomRewardModel: pass\n")
     reward = make(file)
-    assert isinstance(reward, CustomReward)
     assert score(reward, 1) == [5.0]
 
 
@@ -167,8 +173,59 @@ def test_a_file_without_the_usual_names(file):
     ],
 )
 def test_a_function_that_fails_is_named_with_its_samples(file, name, words):
+    errors = score(make(f"{file}:{name}", rm_timeout=0.5, strict=True), 3)
+    assert all(isinstance(error, VerifierError) and words in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("name", ["short", "number", "broken", "slow"])
+def test_a_call_that_fails_costs_its_samples_and_one_log_line(file, name, caplog):
+    reward, given = make(f"{file}:{name}", rm_timeout=0.5, rm_on_failure="drop", reward_key="score"), samples(3)
+
+    async def all_of_them():
+        return await asyncio.gather(*map(reward, given))
+
+    assert asyncio.run(asyncio.wait_for(all_of_them(), 60)) == [{"score": 0.0}] * 3
+    assert [sample.remove_sample for sample in given] == [True] * 3
+    assert all(f"--custom-rm-path {file}:{name} " in sample.metadata["reward_failure"] for sample in given)
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("3 samples, 0 to 2 could not be scored and count as wrong: --custom-rm-path ")
+
+
+def test_an_entry_that_is_no_number_costs_its_own_sample_alone(file, caplog):
+    file.write_text("def custom_rm(args, samples): return [2.0, None, float('nan'), 3.0][: len(samples)]\n")
+    assert score(make(file), 4) == [2.0, 0.0, 0.0, 3.0]
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Broken", "cannot be made: OSError: no such model"), ("Slow", "takes more than 0.5 s to be made")],
+)
+def test_an_object_that_cannot_be_made_ends_the_run_at_once(file, name, words):
     errors = score(make(f"{file}:{name}", rm_timeout=0.5), 3)
-    assert all(isinstance(error, RewardError) and words in str(error) for error in errors)
+    assert all(isinstance(error, RewardError) and not isinstance(error, VerifierError) for error in errors)
+    assert f"--custom-rm-path {file}:{name} {words}" in str(errors[0])
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_function_that_never_scores_ends_the_run(file, group):
+    given = config(f"{file}:broken", group_rm=group)
+    args = HookArgs.from_configs(given)
+    reward = make_group_reward(given, args) or make_reward(given, args)
+
+    async def rounds():
+        for number in range(200):
+            try:
+                await (reward(samples(2)) if group else asyncio.gather(*map(reward, samples(2))))
+            except RewardError as error:
+                return number, str(error)
+
+    number, message = asyncio.run(asyncio.wait_for(rounds(), 60))
+    assert number == 63  # calls count, not samples
+    assert (
+        f"--custom-rm-path {file}:broken has failed 64 times in a row and has never given a reward; at last: "
+        in message
+    )
 
 
 def test_one_that_is_cancelled_in_a_batch_takes_no_other_with_it():
@@ -177,7 +234,7 @@ def test_one_that_is_cancelled_in_a_batch_takes_no_other_with_it():
         return [float(sample.index) for sample in group]
 
     async def run():
-        reward = BatchedReward("own", function, timeout=20.0)
+        reward = BatchedReward(function)
         asked = [asyncio.create_task(reward(sample)) for sample in samples(4)]
         await asyncio.sleep(0.01)
         asked[0].cancel()
@@ -186,10 +243,38 @@ def test_one_that_is_cancelled_in_a_batch_takes_no_other_with_it():
     assert asyncio.run(asyncio.wait_for(run(), 20)) == [1.0, 2.0, 3.0]
 
 
+def test_one_that_is_cancelled_while_it_waits_is_not_scored():
+    asked = []
+
+    async def run():
+        release = asyncio.Event()
+
+        async def function(group):
+            asked.extend(sample.index for sample in group)
+            await release.wait()
+            return [1.0] * len(group)
+
+        reward = BatchedReward(function)
+        first = asyncio.create_task(reward(samples(1)[0]))
+        while not asked:
+            await asyncio.sleep(0)
+        waiting = [asyncio.create_task(reward(sample)) for sample in samples(3)[1:]]
+        while len(reward._queues[asyncio.get_running_loop()].waiting) < 2:
+            await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        release.set()
+        return await asyncio.gather(first, waiting[1])
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == [1.0, 1.0]
+    assert asked == [0, 2]
+
+
 def test_a_group_is_scored_in_one_call(file):
     given = config(f"{file}:single", group_rm=True)  # whatever the second argument is called
-    reward = make_group_reward(given, HookArgs.from_configs(given))
-    with pytest.raises(RewardError, match=r"returned 1\.0 for 3 samples"):
+    assert asyncio.run(make_group_reward(given, HookArgs.from_configs(given))(samples(3))) == [0.0] * 3
+    reward = make_group_reward(given, HookArgs.from_configs(given), strict=True)
+    with pytest.raises(VerifierError, match=r"returned 1\.0 for 3 samples"):
         asyncio.run(reward(samples(3)))
     given = config(f"{file}:waits", group_rm=True)
     reward = make_group_reward(given, HookArgs.from_configs(given))

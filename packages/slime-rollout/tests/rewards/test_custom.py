@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import time
@@ -9,8 +10,7 @@ from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.errors import RewardError
-from slime_rollout.rewards import CustomReward, RuleReward, make_reward
+from slime_rollout.rewards import CustomReward, VerifierError, make_reward
 
 ARGS = HookArgs({"bonus": 2})
 SAMPLE = Sample(index=3, group_index=0, prompt="2 + 2 =", label="4", response="4")
@@ -42,8 +42,15 @@ def text(args, sample): return "1.0"
 def not_finite(args, sample): return float("nan")
 def huge(args, sample): return 10**400
 def empty(args, sample): return {}
+class Odd:
+    def __float__(self): raise AttributeError("unset")
+    def __repr__(self): raise AttributeError("unset")
+def odd(args, sample): return Odd()
+def interrupts(args, sample): raise KeyboardInterrupt
 def stuck(args, sample): time.sleep(30); return 1.0
 async def stuck_waiting(args, sample): await asyncio.sleep(30)
+async def stuck_in_thread(args, sample): await asyncio.to_thread(time.sleep, 30)
+async def by_thread(args, sample): return await asyncio.to_thread(plain, args, sample)
 not_callable = 5
 """
 
@@ -61,6 +68,7 @@ def score(path, timeout=20.0):
 
 def test_plain_and_async_functions(file):
     assert score(f"{file}:plain") == 3.0
+    assert score(f"{file}:by_thread") == 3.0
     assert score(f"{file}:optional") == 1.0
     assert score(f"{file}:waits") == {"score": 1.0, "style": 1.0}
     assert score(f"{file}:returns_awaitable") == {"score": 1.0, "style": 1.0}
@@ -102,15 +110,17 @@ def test_a_file_that_ends_the_program_when_it_is_loaded(file):
         ("not_finite", "returned nan"),
         ("huge", "returned 1000"),
         ("empty", "returned {}"),
+        ("odd", "returned a Odd that cannot be shown (AttributeError)"),
+        ("interrupts", "raised KeyboardInterrupt for sample 3"),
     ],
 )
 def test_a_function_that_fails_is_named_with_the_sample(file, name, words):
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(VerifierError) as caught:
         score(f"{file}:{name}")
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["stuck", "stuck_waiting"])
+@pytest.mark.parametrize("name", ["stuck", "stuck_waiting", "stuck_in_thread"])
 def test_a_slow_function_ends_at_the_time_limit_and_keeps_nobody_waiting(file, name):
     code = f"""
 import asyncio, time
@@ -144,7 +154,17 @@ def test_waiting_for_a_turn_is_not_counted(file):
 def test_the_settings_choose(file):
     config = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
     rule = make_reward(RolloutConfig(**config, rm_type="first_integer"), ARGS)
-    assert isinstance(rule, RuleReward)
     assert asyncio.run(rule(SAMPLE)) == 1.0
     own = make_reward(RolloutConfig(**config, custom_rm_path=f"{file}:plain"), ARGS)
     assert asyncio.run(own(SAMPLE)) == 3.0
+
+
+@pytest.mark.parametrize("name", ["broken", "nothing", "interrupts"])
+def test_a_failure_costs_the_sample(file, name, caplog):
+    config = RolloutConfig(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=f"{file}:{name}")
+    sample = dataclasses.replace(SAMPLE, metadata={})
+    assert asyncio.run(make_reward(config, ARGS)(sample)) == 0.0
+    assert "--custom-rm-path" in sample.metadata["reward_failure"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "sample 3 could not be scored and counts as wrong"
+    ]

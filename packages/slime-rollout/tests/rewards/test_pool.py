@@ -9,11 +9,14 @@ import pytest
 
 from slime_rollout.errors import RewardError
 from slime_rollout.rewards import VerifierError, VerifierPool
+from slime_rollout.rewards import pool as pool_module
 
 GIB = 2**30
 LIMIT = 2.0  # seconds
 SOURCE = """
 import ctypes, os, subprocess, time
+print("{}", flush=True)
+os.write(1, b"no reply\\n")
 
 def verify(response, label, metadata):
     if response == "hang":
@@ -25,6 +28,14 @@ def verify(response, label, metadata):
         held = []
         while True: held.append(bytes(1 << 24))
     if response == "raise": raise ValueError("no such number")
+    if response == "interrupt": raise KeyboardInterrupt
+    if response == "object": return object()
+    if response == "nan": return float("nan")
+    if response == "infinite": return {"score": float("inf")}
+    if response == "long": return {"x" * 1_000_000: 1.0}
+    if response == "many": return {str(number): 1.0 for number in range(10_000)}
+    if response == "named": return {"score": 1.0, "acc": True}
+    if response == "unshown": return Unshown()
     if response == "nest": return verify_nested(0)
     if response == "noise": print("x" * 100_000)
     if response == "child": subprocess.Popen(["sleep", "600"]); time.sleep(600)
@@ -33,6 +44,9 @@ def verify(response, label, metadata):
     if response == "count":
         with open(metadata["file"], "a") as file: file.write("x")
     return float(response == label)
+
+class Unshown:
+    def __repr__(self): raise SystemExit(3)
 
 def verify_nested(depth): return verify_nested(depth + 1)
 """
@@ -65,6 +79,10 @@ def ask(pool, *responses, label="right", metadata=None):
         ("allocate", "it reached the memory limit"),
         ("raise", "ValueError: no such number"),
         ("nest", "it nests too deep"),
+        ("interrupt", "KeyboardInterrupt: "),
+        ("nan", "it returned nan, which is no finite number"),
+        ("infinite", "it returned {'score': inf}, which is no finite number"),
+        ("unshown", "SystemExit: 3"),
     ],
 )
 def test_a_verifier_that_fails_costs_its_own_score_alone(pool, response, reason):
@@ -80,6 +98,84 @@ def test_many_failures_at_once_leave_every_other_score(pool):
     for number, score in enumerate(scores):
         expected = {"right": 1.0, "wrong": 0.0}.get(kinds[number % 5])
         assert score == expected if expected is not None else isinstance(score, VerifierError)
+
+
+@pytest.mark.parametrize("response", ["object", "long", "many"])
+def test_what_is_no_reward_costs_its_own_score_alone(pool, response):
+    ask(pool, "right", "wrong")
+    before = _below(pool._link._process.pid)
+    bad, named = ask(pool, response, "named")
+    assert isinstance(bad, VerifierError)
+    assert str(bad).startswith("it returned ") and str(bad).endswith(", which is no finite number")
+    assert named == {"score": 1.0, "acc": True}
+    assert _below(pool._link._process.pid) == before
+
+
+def test_a_value_that_is_kept_is_nobodys_own(pool):
+    for _ in range(2):
+        first, second = ask(pool, "named", "named")
+        assert first == second == {"score": 1.0, "acc": True}
+        first["score"] = second["acc"] = 5.0
+
+
+def test_equal_requests_that_are_open_are_one(pool, tmp_path):
+    counted = {"file": str(tmp_path / "calls")}
+    assert ask(pool, *["count"] * 50, label="count", metadata=counted) == [1.0] * 50
+    assert (tmp_path / "calls").read_text() == "x"
+    start = time.monotonic()
+    assert [str(error) for error in ask(pool, *["sleep"] * 8)] == ["it took more than 2 s"] * 8
+    assert time.monotonic() - start < 2 * LIMIT
+
+
+def test_one_that_is_cancelled_takes_no_equal_one_with_it(pool, tmp_path):
+    async def cancel_the_first():
+        metadata = {"file": str(tmp_path / "calls")}
+        first, second = (asyncio.create_task(pool.score("count", "count", metadata)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    cancelled, score = asyncio.run(asyncio.wait_for(cancel_the_first(), 30))
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert score == 1.0
+
+
+def test_what_is_kept_does_not_grow_with_the_responses(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "_CACHED", 3)
+    responses = [letter * 100_000 for letter in "abcd"]
+    assert ask(pool, *responses) == [0.0] * 4
+    assert len(pool._scores) == 3 and all(len(key) == 16 for key in pool._scores)
+    assert pool._asked == {}
+
+
+def test_idle_workers_that_die_are_replaced_when_they_are_needed(pool):
+    ask(pool, "right", "wrong")
+    keeper, *workers = _below(pool._link._process.pid)
+    for pid in workers:
+        os.kill(pid, 9)
+    _wait_until_gone(workers)
+    assert ask(pool, "right again", "wrong again") == [0.0, 0.0]
+    assert _below(keeper)[0] == pool._link._process.pid
+    assert not set(_below(keeper)) & set(workers)
+
+
+def test_workers_that_cannot_live_cost_scores_and_no_time(tmp_path):
+    path = tmp_path / "verifier.py"
+    path.write_text(
+        "import os\n"
+        "def dies(): os._exit(3)\n"
+        "os.register_at_fork(after_in_child=dies)\n"
+        "def verify(response, label, metadata): return 1.0\n"
+    )
+    pool = VerifierPool(f"{path}:verify", workers=2, time_limit=LIMIT, memory_limit=GIB)
+    errors = ask(pool, *map(str, range(20)))
+    assert {str(error) for error in errors} == {"its process ended with exit code 3"}
+    keeper = Path(f"/proc/{pool._link._process.pid}/stat")
+    before = keeper.read_text().rpartition(")")[2].split()[11:13]
+    time.sleep(0.3)  # were they replaced at once, it would be busy now
+    after = keeper.read_text().rpartition(")")[2].split()[11:13]
+    assert sum(map(int, after)) - sum(map(int, before)) <= 5  # hundredths of a second
+    pool.close()
 
 
 def test_waiting_for_a_worker_is_not_counted(pool, tmp_path):

@@ -10,7 +10,7 @@ def score(rule, response, label, metadata=None):
 
 def test_every_name_that_the_flag_offers_has_a_rule():
     for name in config.RULES:
-        if name not in ("random", "remote_rm"):
+        if name != "random" and name not in config.REMOTE_RULES:
             rule = find_rule(name)
             assert rule.score("", "1", {}) == rule.wrong
 
@@ -49,6 +49,7 @@ def test_labels():
     assert check_label("first_integer", "42") is None
     assert check_label("random", None) is None
     assert check_label("remote_rm", None) is None
+    assert check_label("boxed_remote_rm", None) is None
     assert check_label("dapo", "1,234.5") is None
     assert "no label" in check_label("first_integer", None)
     assert "'4.5' has no integer first" in check_label("boxed_first_integer", "4.5")

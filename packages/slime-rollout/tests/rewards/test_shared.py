@@ -1,7 +1,10 @@
+import asyncio
+
 import pytest
 
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
+from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.rewards import Scorers
 
@@ -60,3 +63,20 @@ def test_a_function_that_cannot_be_used_is_told_at_once_with_its_set(config, tmp
     given = config(f"{{aime: {{path: x, custom_rm_path: '{tmp_path}/own.py:score'}}}}")
     with pytest.raises(ConfigError, match=r"^held-out set aime: --custom-rm-path .*own\.py:score takes \(args\)"):
         Scorers(given, HookArgs({}))
+
+
+def test_what_fails_before_there_is_a_reward_suits_all_who_share_what_scores(config, tmp_path):
+    (tmp_path / "own.py").write_text("def score(args, sample): raise ValueError\ndef other(args, sample): 1 / 0\n")
+    own = f"path: x, custom_rm_path: '{tmp_path}/own.py"
+    given = config(
+        f"{{style: {{{own}:other', reward_key: style}}, tone: {{{own}:other', reward_key: tone}}}}",
+        custom_rm_path=f"{tmp_path}/own.py:score",
+    )
+    scorers = Scorers(given, HookArgs({}))
+    for one in (given, *(held_out.config for held_out in given.eval_sets)):
+        sample = Sample(index=0, group_index=0, prompt="a", response="b")
+        sample.reward = asyncio.run(scorers.of(one).reward(sample))
+        assert sample.scalar_reward(one.reward_key) == 0.0
+        assert isinstance(sample.reward, float) == (one.reward_key is None)
+    shared = config("{named: {path: x, reward_key: style}}", custom_rm_path=f"{tmp_path}/own.py:score")
+    assert asyncio.run(Scorers(shared, HookArgs({})).of(shared).reward(sample)) == 0.0

@@ -82,6 +82,8 @@ def test_answer_line():
         ("C", "2", 1),
         ("D", "2", 0),
         ("Option A, or rather option B", "A", 0),
+        ("The answer is J", "J", 1),
+        ("The answer is B", "J", 0),
         ("it is water", "water", 1),
         ("it is fire", "water", 0),
         ("", "A", 0),

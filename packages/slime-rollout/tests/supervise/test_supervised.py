@@ -1,6 +1,8 @@
 """Real processes are started and killed here."""
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -92,6 +94,31 @@ def test_child_forked_in_c_does_not_keep_the_tree_alive(marked):
         starter.kill()
         marked.wait_until(lambda: not marked.pids("\0stubborn"), 6.0, "end of the tree before the forked child")
     marked.wait_gone()
+
+
+def test_stop_does_not_wait_for_a_child_forked_in_c(marked):
+    body = START + "import ctypes\nif ctypes.CDLL(None).fork() == 0:\n    time.sleep(60); os._exit(0)\n"
+    body += "s.stop(8.0)\nos._exit(s.poll() - 128)"
+    with marked.starter(body) as starter:
+        assert starter.wait(20) == signal.SIGTERM
+        left = marked.pids()
+        assert len(left) == 1  # the child
+        os.kill(left[0], signal.SIGKILL)
+
+
+def test_a_starter_with_thousands_of_open_files(marked):
+    """As a rollout with a thousand requests in flight, when an engine is replaced."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack, Path("/dev/null").open() as file:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(file.fileno()))
+        with Supervised.start(marked.tree(), grace=GRACE) as supervised:
+            marked.wait_ready()
+            assert supervised.stop() == 128 + signal.SIGTERM
+        with Supervised.start(["sh", "-c", "exit 5"]) as supervised:
+            assert supervised.wait(20) == 5
 
 
 # Opens the files named by its arguments, says so, and goes on.

@@ -1,15 +1,18 @@
 """What every channel does, shown with engines that only listen."""
 
+import contextlib
 import pickle
+import socket
 
 import pytest
 import torch
 
 from slime_core.errors import DataError
 from slime_core.interfaces import WeightChannel
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.ports import free_port
-from slime_rollout.engine.weight_sync import WeightSyncConfig
+from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS, WeightSyncConfig
 from slime_rollout.weights import (
     DeltaWeightChannel,
     DiskWeightChannel,
@@ -17,8 +20,17 @@ from slime_rollout.weights import (
     TensorWeightChannel,
     open_channel,
 )
+from slime_rollout.weights.control import Engines
+from slime_rollout.weights.disk import load_from_disk
 
-CONTROL = ["/pause_generation", "/begin_weight_update", "/end_weight_update", "/flush_cache", "/update_weight_version"]
+CONTROL = [
+    "/pause_generation",
+    "/update_weight_version",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/flush_cache",
+    "/update_weight_version",
+]
 FILES = {"update_weight_transport": "disk", "update_weight_disk_dir": "/shared"}
 DELTA = {**FILES, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "/local"}
 
@@ -57,6 +69,7 @@ def test_flags_choose_the_channel_which_survives_pickling(flags, kind):
 
 def test_an_update_asks_in_order(channel, engines):
     channel.begin(4)
+    assert [engine.version for engine in engines] == ["incomplete"] * 2  # if this process is killed now
     channel.send([("w", torch.ones(3))])
     assert channel.end() == {}
     for engine in engines:
@@ -72,7 +85,7 @@ def test_a_second_update_waits_for_the_first(channel):
         channel.begin(5)
 
 
-def test_a_refusal_names_the_engine_and_no_engine_stays_paused(channel, engines):
+def test_a_refusal_names_the_engine_and_no_engine_stays_paused(channel, engines, caplog):
     engines[1].refuse["/update_weights_from_tensor"] = "no room"
     channel.begin(4)
     with pytest.raises(WeightSyncError, match=r"weight version 4: POST .*from_tensor: HTTP 400: .*no room") as caught:
@@ -82,10 +95,67 @@ def test_a_refusal_names_the_engine_and_no_engine_stays_paused(channel, engines)
         assert engine.version == "incomplete" and engine.paths()[-1] == "/continue_generation"
     with pytest.raises(WeightSyncError, match="no update is open"):
         channel.end()
+    engines[0].refuse["/update_weights_from_tensor"] = "nor here"
+    channel.begin(4)
+    with pytest.raises(WeightSyncError, match="nor here"):
+        channel.send([("w", torch.ones(3))])
+    assert engines[1].url in caplog.text and "no room" in caplog.text  # each is told, one is raised
+    del engines[0].refuse["/update_weights_from_tensor"]
     del engines[1].refuse["/update_weights_from_tensor"]
     channel.begin(5)
     channel.end()
     assert [engine.version for engine in engines] == ["5", "5"]
+
+
+@pytest.fixture
+def deaf():
+    """A server that takes every request and answers none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def times_asked(deaf):
+    deaf.setblocking(False)
+    with contextlib.ExitStack() as stack:
+        for count in range(100):
+            try:
+                stack.enter_context(deaf.accept()[0])
+            except BlockingIOError:
+                return count
+
+
+def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on_soon(engines, deaf):
+    url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+    channel = TensorWeightChannel((engines[0].url, url), timeout=0.5)
+    with pytest.raises(WeightSyncError, match=r"time limit of 0\.5 s") as caught:
+        channel.begin(4)
+    assert (caught.value.url, caught.value.silent) == (url, True)
+    assert times_asked(deaf) == 2  # the second time to have it go on; then nothing more
+    assert engines[0].paths()[-1] == "/continue_generation"
+    assert pickle.loads(pickle.dumps(caught.value)).silent
+
+
+def test_only_reading_all_weights_may_take_longer_than_another_request(monkeypatch):
+    limits = []
+
+    def call(method, url, payload, *, timeout):
+        limits.append(timeout)
+
+    monkeypatch.setattr("slime_rollout.weights.control.call", call)
+    update = Engines(("http://e",), 4, timeout=0.5)
+    update.pause("retract")
+    load_from_disk(update, "http://e", "/path")
+    assert limits == [0.5, REQUEST_TIMEOUT_SECONDS]
+
+
+def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_engine_hangs():
+    for settings, limit in (
+        ({}, 60.0),
+        ({"rollout_health_check_timeout": 5.0}, 35.0),
+        ({"use_fault_tolerance": False}, 300.0),
+    ):
+        config = EngineConfig(**{"use_fault_tolerance": True, **settings})
+        assert open_channel(config, engine_urls=["http://e"], tp_size=1, hf_checkpoint="").timeout == limit
 
 
 def test_an_engine_that_is_gone_is_named(engines):
@@ -97,7 +167,7 @@ def test_an_engine_that_is_gone_is_named(engines):
     ):
         with pytest.raises(WeightSyncError) as caught:
             channel.begin(4)
-        assert caught.value.url == gone
+        assert (caught.value.url, caught.value.silent) == (gone, False)
 
 
 def test_an_engine_that_says_another_version_is_not_believed(channel, engines):

@@ -138,12 +138,22 @@ def test_what_an_earlier_process_left_is_removed(channel, tmp_path, first):
     assert versions(tmp_path) == ["weight_v000006", "weight_v000008"]
 
 
+def test_the_checkpoint_that_the_run_began_with_is_kept_wherever_it_is(channel, tmp_path, first):
+    push(channel, first, 7)
+    (tmp_path / "link").symlink_to(tmp_path / "shared")
+    channel.hf_checkpoint = str(tmp_path / "link" / "weight_v000007")
+    again = pickle.loads(pickle.dumps(channel))
+    push(again, first, 8)
+    push(again, first, 9)
+    assert versions(tmp_path) == ["weight_v000007", "weight_v000009"]
+
+
 def test_engines_pause_only_to_load(channel, engines, first):
     channel.begin(1)
     channel.send(list(first.items()))
     assert not engines[0].asked
     channel.end()
-    assert engines[0].paths()[:2] == ["/pause_generation", "/update_weights_from_disk"]
+    assert engines[0].paths()[:3] == ["/pause_generation", "/update_weight_version", "/update_weights_from_disk"]
 
 
 def test_an_error_before_engines_load_leaves_them_as_they_are(channel, engines, tmp_path, first):

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
 from slime_core.integrity import tensor_checksum
 from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.http import HttpError, call
 from slime_rollout.weights import DeltaReceiver, DeltaWeightChannel, LocalCheckpoint, verify_checkpoint
-from slime_rollout.weights.checkpoint import CheckpointReader
+from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter
 
 KILLED = """
 import os, signal, sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from slime_rollout.weights import LocalCheckpoint, local
 def killed(*args):
     os.kill(os.getpid(), signal.SIGKILL)
-local.LocalCheckpoint._carry_over = killed
+local.CheckpointWriter.finish = killed
 local.LocalCheckpoint(*map(Path, sys.argv[1:])).pull(1)
 """
 
@@ -129,6 +130,53 @@ def test_a_receiver_goes_through_all_versions_at_once(pushed, local):
     assert local.pull(3) == found
 
 
+def test_many_versions_at_once_are_written_once(pushed, local, monkeypatch):
+    finished, finish = [], CheckpointWriter.finish
+    monkeypatch.setattr(
+        CheckpointWriter, "finish", lambda writer, about: finished.append(finish(writer, about)) or finished[-1]
+    )
+    assert finished == [local.pull(3).path]
+
+
+def test_another_process_goes_on_with_the_copy_that_is_there(pushed, local, tmp_path, hf_checkpoint, source):
+    one = local.pull(1)
+    shutil.rmtree(source / "weight_v000001")
+    again = LocalCheckpoint(tmp_path / "late", hf_checkpoint, source)
+    assert again.current == one
+    found = again.pull(3)
+    assert_holds(found.path, *pushed)
+    assert LocalCheckpoint(tmp_path / "late", hf_checkpoint, source).pull(3) == found
+
+
+def test_a_copy_of_another_first_checkpoint_is_not_gone_on_with(pushed, local, tmp_path, hf_checkpoint, source):
+    local.pull(3)
+    other = tmp_path / "other"
+    shutil.copytree(hf_checkpoint, other)
+    assert LocalCheckpoint(tmp_path / "late", other, source).current.version is None
+    assert not list((tmp_path / "late").iterdir())
+
+
+@pytest.mark.parametrize("name", ["model.frozen", "model.norm.weight"])  # one that is never sent, and one that is
+@pytest.mark.parametrize(("version", "killed"), [(1, True), (3, True), (3, False)])
+def test_a_copy_that_was_altered_is_made_anew(
+    channel, local, tmp_path, hf_checkpoint, source, first, step, name, version, killed
+):
+    layers = [first]
+    for number in (1, 2, 3):
+        layers.append(step(layers[-1], number))
+        push(channel, layers[-1], number)
+    path = local.pull(version).path
+    if killed:
+        local = LocalCheckpoint(tmp_path / "late", hf_checkpoint, source)
+    else:
+        layers.append(step(layers[-1], 4))
+        push(channel, layers[-1], 4)
+    tensors = held(path)
+    tensors[name].view(-1)[:1] += 1
+    save_file(tensors, path / "model-00001.safetensors")
+    assert_holds(local.pull(len(layers) - 1).path, *layers)
+
+
 def test_dtypes_and_names_that_the_first_checkpoint_has_not(channel, tmp_path, first):
     sent = {
         "model.norm.weight": torch.full((8,), 1.25),  # bfloat16 there
@@ -170,7 +218,10 @@ def test_a_missing_version_is_an_error(pushed, local, source):
     with pytest.raises(DamagedError, match=r"weight_v000009.index\.slwi cannot be read"):
         local.pull(9)
     shutil.rmtree(source / "weight_v000002")
-    with pytest.raises(DamagedError, match=r"weight_v000002.index\.slwi cannot be read"):
+    with pytest.raises(
+        DamagedError,
+        match=r"version 3 was made from version 2, and .*weight_v000002.index\.slwi cannot be read: .*; send the w",
+    ):
         local.pull(3)
 
 
@@ -216,7 +267,7 @@ def test_a_receiver_that_is_killed_leaves_no_half_version(pushed, tmp_path, hf_c
     command = [sys.executable, "-c", KILLED, str(directory), str(hf_checkpoint), str(source)]
     ended = subprocess.run(command, timeout=60, check=False, env=os.environ)
     assert ended.returncode == -signal.SIGKILL
-    assert [entry.name.split(".")[1] for entry in directory.iterdir()] == ["weight_v000001"]  # hidden
+    assert [entry.name.split(".")[:2] for entry in directory.iterdir()] == [["", "weight_v000001"]]
     assert_holds(LocalCheckpoint(directory, hf_checkpoint, source).pull(2).path, *pushed[:3])
     assert [entry.name for entry in directory.iterdir()] == ["weight_v000002"]
 
@@ -245,6 +296,13 @@ def test_a_receivers_error_reaches_the_sender_and_engines_stay_as_they_are(chann
     assert engines[0].paths().count("/pause_generation") == 1
 
 
+@pytest.mark.parametrize("asked", [{}, {"version": "x"}, [1]])
+def test_a_receiver_says_what_it_wants_to_be_asked(receiver, asked):
+    with pytest.raises(HttpError, match="POST /pull") as caught:
+        call("POST", receiver.url + "/pull", asked)
+    assert caught.value.status == 400
+
+
 def test_checksums_that_are_not_the_senders_are_an_error(engines, first, hf_checkpoint, source):
     lying = engines[1]
     lying.answers["/pull"] = {"path": "/somewhere", "checksums": dict.fromkeys(first, "0")}
@@ -265,6 +323,21 @@ def test_after_an_error_the_next_version_is_whole(channel, tmp_path, first, step
     three = step(first, 3)
     push(channel, three, 3)
     assert_holds(tmp_path / "local" / "weight_v000003", first, three)
+
+
+def test_the_first_checkpoint_is_kept_wherever_it_is(engines, source, tmp_path, hf_checkpoint, first, step):
+    kept = tmp_path / "local" / "weight_v000009"
+    writer = CheckpointWriter(kept, hf_checkpoint, 9)
+    writer.add([(name, tensor) for name, tensor in held(hf_checkpoint).items()])
+    writer.finish()
+    with DeltaReceiver.start(
+        directory=str(tmp_path / "local"), hf_checkpoint=str(kept), source=str(source)
+    ) as receiver:
+        channel = DeltaWeightChannel(
+            (engines[0].url,), directory=str(source), hf_checkpoint=str(kept), receivers=(receiver.url,)
+        )
+        push(channel, step(first, 1), 1)
+    assert sorted(path.name for path in kept.parent.iterdir()) == ["weight_v000001", "weight_v000009"]
 
 
 def test_receivers_are_one_for_all_or_one_for_each():

@@ -12,7 +12,8 @@ from slime_core.errors import ConfigError
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import DistributedWeightChannel
 from slime_rollout.weights.buckets import byte_size, largest_elements_first
-from slime_rollout.weights.group import BroadcastGroup, local_address
+from slime_rollout.weights.control import Engines
+from slime_rollout.weights.group import BroadcastGroup, local_address, while_engines
 
 
 @pytest.fixture
@@ -70,6 +71,18 @@ def test_a_broadcast_that_nobody_receives_ends_by_its_time_limit(engines, monkey
     with pytest.raises(WeightSyncError, match="weight version 4: the broadcast took over 1 s"):
         channel.send([("w", torch.ones(2))])
     assert group.left and group.settled and "/destroy_weights_update_group" in engines[0].paths()
+
+
+def test_an_engine_that_waits_for_another_one_is_not_blamed(engines):
+    """In a broadcast all wait for all, and the request to any of them may run out of time first."""
+    update = Engines((engines[0].url,), 4)
+
+    def ask(url):
+        raise WeightSyncError("time limit", url=url, silent=True)
+
+    with pytest.raises(WeightSyncError) as caught:
+        while_engines(update, ask, lambda: None, 5.0)
+    assert not caught.value.silent
 
 
 def test_tensors_lie_at_multiples_of_their_size():

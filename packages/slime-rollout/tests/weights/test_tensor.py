@@ -1,6 +1,9 @@
 import http.server
 import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -102,6 +105,23 @@ def test_a_closed_channel_leaves_no_shared_memory_and_can_be_used_again(channel)
         assert shared_memory() == before
 
 
+def test_what_an_engine_never_opened_is_given_back(engines):
+    """These engines open nothing, as one does not that dies."""
+    before = shared_memory()
+    channel = TensorWeightChannel((engines[0].url,))
+    channel.begin(4)
+    channel.send([("w", torch.ones(3))])
+    channel.send([("w", torch.ones(3000))])
+    assert len(shared_memory() - before) == 1
+    channel.end()
+    assert shared_memory() == before  # also if this process is killed before the next update
+    engines[0].refuse["/update_weights_from_tensor"] = "no room"
+    channel.begin(5)
+    with pytest.raises(WeightSyncError):
+        channel.send([("w", torch.ones(3))])
+    assert shared_memory() == before
+
+
 def test_every_rank_gets_a_handle_of_its_own(engines):
     channel = TensorWeightChannel(tuple(engine.url for engine in engines), tp_size=3)
     channel.begin(4)
@@ -115,3 +135,26 @@ def test_every_rank_gets_a_handle_of_its_own(engines):
 
 def shared_memory():
     return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+
+def test_a_buffer_that_something_keeps_until_later_does_not_end_the_process():
+    """Such as the traceback of a failed update: torch would call a missing file an error, in a destructor."""
+    program = """
+        from pathlib import Path
+        import os, torch
+        from slime_rollout.weights.tensor import TensorWeightChannel
+
+        def files():
+            return list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+        channel = TensorWeightChannel(("http://127.0.0.1:1",))
+        kept = channel._copied([("w", torch.ones(8))])[0]
+        assert files()
+        channel.close()
+        assert not files()
+        assert kept[:32].view(torch.float32).sum() == 8
+        del kept
+        print("goes on")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr

@@ -9,6 +9,7 @@ from slime_core.errors import DataError
 
 # No float is larger, and Python prints it: integers of 4,300 digits and more it does not.
 _MOST_BITS = 1024
+_ZEROS_AND_ONES = frozenset((0, 1))
 
 
 def integer(where: str, name: str, value: Any, *, least: int | None = None) -> int:
@@ -76,9 +77,11 @@ def mask(where: str, values: Any) -> list[int]:
         DataError: It holds something else.
     """
     entries = _as_list(where, "loss_mask", values, "zeros and ones")
+    if _all_are(int, entries) and _ZEROS_AND_ONES.issuperset(entries):
+        return entries
     if wrong := [value for value in entries if value not in (0, 1)]:
         raise DataError(f"{where}: loss_mask may hold 0 and 1 only, got {_distinct(entries, wrong)}")
-    return entries if _all_are(int, entries) else [int(value) for value in entries]
+    return [int(value) for value in entries]
 
 
 def _all_are(kind: type, values: list[Any]) -> bool:

@@ -208,14 +208,14 @@ class Sample:
     def _validate_texts(self, where: str) -> None:
         if not isinstance(self.response, str):
             raise DataError(f"{where}: response must be a string, got {type(self.response).__name__}")
-        for name in ("label", "session_id"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise DataError(f"{where}: {name} must be a string or None, got {value!r} ({type(value).__name__})")
+        for name, text in (("label", self.label), ("session_id", self.session_id)):
+            if not (text is None or isinstance(text, str)):
+                raise DataError(f"{where}: {name} must be a string or None, got {text!r} ({type(text).__name__})")
         if not isinstance(self.remove_sample, bool):
             raise DataError(f"{where}: remove_sample must be true or false, got {self.remove_sample!r}")
-        for name in ("metadata", "train_metadata"):
-            if not isinstance(getattr(self, name), dict):
-                raise DataError(f"{where}: {name} must be a dictionary, got {type(getattr(self, name)).__name__}")
+        for name, values in (("metadata", self.metadata), ("train_metadata", self.train_metadata)):
+            if not isinstance(values, dict):
+                raise DataError(f"{where}: {name} must be a dictionary, got {type(values).__name__}")
         status: Any = self.status  # whatever was assigned
         if not isinstance(status, Status):
             try:
@@ -238,7 +238,10 @@ class Sample:
 
         Nothing is checked: :meth:`to_json` and :meth:`to_bytes` refuse what would not come back as it is.
         """
-        return {name: getattr(self, name) for name in _FIELDS} | {"status": self.status.value}
+        known = vars(self)
+        values = {name: known[name] for name in _FIELDS}
+        values["status"] = self.status.value
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
@@ -247,11 +250,17 @@ class Sample:
         Raises:
             DataError: A key is unknown or missing, or the status is none.
         """
-        if unknown := sorted(map(str, values.keys() - _FIELDS)):
+        if not values.keys() <= _FIELDS:
+            unknown = sorted(map(str, values.keys() - _FIELDS))
             raise DataError(f"a sample has no fields {unknown}; known: {sorted(_FIELDS)}")
-        if missing := sorted(_NEEDED - values.keys()):
-            raise DataError(f"a sample needs the fields {missing}")
-        return cls(**values)
+        if not values.keys() >= _NEEDED:
+            raise DataError(f"a sample needs the fields {sorted(_NEEDED - values.keys())}")
+        if cls is not Sample or len(values) < len(_FIELDS):
+            return cls(**values)
+        sample = cls.__new__(cls)  # nothing is left to a default, and __init__ takes as long as all checks
+        vars(sample).update(values)
+        sample.__post_init__()
+        return sample
 
     def to_json(self) -> str:
         """All fields as one line of JSON, for people and their tools. :meth:`from_json` gives an equal sample.

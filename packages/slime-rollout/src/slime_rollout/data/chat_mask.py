@@ -13,11 +13,11 @@ from typing import Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Message, Sample, Status
-from slime_rollout.data.turns import Turn, TurnFinder
+from slime_rollout.data.fields import TURN_MASK_KEY
+from slime_rollout.data.template_forms import suited
+from slime_rollout.data.turns import Render, Turn, TurnFinder
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TURN_MASK_KEY = "step_loss_mask"
-"""Field of an assistant message that is 0 where its turn is not to be trained on. Templates do not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +124,11 @@ class ChatEncoder:
             for place, message in enumerate(messages)
             if place < first_trained or message.get(TURN_MASK_KEY, 1) == 0
         }
+        render = self._renderer(tools)
+        clean = suited(clean, lambda some: render(some, False))
         if _GENERATION_TAG.search(self._tokenizer.get_chat_template(None, tools)):
             return self._encode_marked(clean, tools, left_out).cut(max_length)
-        finder = TurnFinder(self._renderer(tools), clean, self._special)
+        finder = TurnFinder(render, clean, self._special)
         text, turns = finder.text, finder.find()
         if self._end_of_turn and turns and not turns[-1].closed:
             text, last = text + self._end_of_turn, turns.pop()
@@ -151,7 +153,7 @@ class ChatEncoder:
             mask = [kept * (1 - hide) for kept, hide in zip(mask, hidden, strict=True)]
         return EncodedChat(tokens=tokens, loss_mask=mask)
 
-    def _renderer(self, tools: list[dict[str, Any]] | None) -> Any:
+    def _renderer(self, tools: list[dict[str, Any]] | None) -> Render:
         def render(messages: list[Message], generate: bool) -> str:
             return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=generate))
 

@@ -10,7 +10,7 @@ from slime_rollout.data.faults import Faults
 from slime_rollout.data.read import raw_rows
 from slime_rollout.data.rows import PromptRow, RawRow, RowFields, make_row
 from slime_rollout.data.stream_file import Mark, StreamFile
-from slime_rollout.rewards.registry import check_label
+from slime_rollout.rewards.registry import check_scoring
 
 _FIRST_ROWS = 100
 
@@ -44,14 +44,20 @@ def check_stream(path: str, config: RolloutConfig) -> None:
     """Open a prompt file that will be streamed, and look at its first rows.
 
     Raises:
-        DataError: It cannot be streamed, or one of those rows cannot be used and is not to be skipped.
+        DataError: It cannot be streamed, or one of those rows cannot be used and is not to be skipped, or none can.
     """
+    bad: list[DataError] = []
+    seen = 0
     for _, raw in islice(StreamFile(path).rows(Mark()), _FIRST_ROWS):
+        seen += 1
         try:
             check_row(raw, config)
-        except DataError:
+        except DataError as error:
             if config.on_bad_data == "error":
                 raise
+            bad.append(error)
+    if len(bad) == seen:
+        raise DataError(f"{bad[0]} (none of the first {seen} rows of {path} can be used)")
 
 
 def check_prompt_file(path: str, config: RolloutConfig, *, tell: bool = True) -> list[PromptRow]:
@@ -90,6 +96,6 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
     row = make_row(raw, fields)
     if not isinstance(row.prompt, str) and not config.apply_chat_template:
         raise DataError(f"{row.where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
-    if config.rule is not None and (problem := check_label(config.rule, row.label)):
+    if problem := check_scoring(config, row.metadata, row.label):
         raise DataError(f"{row.where}: {problem}")
     return row

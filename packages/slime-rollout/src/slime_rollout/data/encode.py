@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -11,6 +10,7 @@ from slime_core.errors import DataError
 from slime_core.types import Group, Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.check import check_row
+from slime_rollout.data.group_state import copied_value
 from slime_rollout.data.rows import PromptRow, RawRow
 from slime_rollout.data.tokenizer import PromptEncoder
 
@@ -81,10 +81,10 @@ def fresh_group(prompt: TokenizedPrompt, *, group_index: int, first_index: int, 
         Sample(
             index=first_index + offset,
             group_index=group_index,
-            prompt=copy.deepcopy(prompt.row.prompt),
+            prompt=copied_value(prompt.row.prompt),
             label=prompt.row.label,
             tokens=list(prompt.tokens),
-            metadata=copy.deepcopy(prompt.row.metadata),
+            metadata=copied_value(prompt.row.metadata),
         )
         for offset in range(size)
     ]

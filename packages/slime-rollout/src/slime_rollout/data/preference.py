@@ -9,20 +9,16 @@ In chat pairs the prompt may stand in its own field or at the beginning of both 
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Message, Prompt
-from slime_rollout.data.conversations import (
-    field_name,
-    kind,
-    read_messages,
-    read_metadata,
-    read_objects,
-    read_tools,
-)
+from slime_rollout.data.conversations import ChatFields, ChatRow, chat_row, field_name, read_rows
+from slime_rollout.data.fields import described, read_messages
+from slime_rollout.data.plain import kind
 
 _PROMPT_KEYS = ("prompt", "question", "instruction", "input")
 _CHOSEN_KEYS = ("chosen", "chosen_response", "preferred")
@@ -30,59 +26,61 @@ _REJECTED_KEYS = ("rejected", "rejected_response", "dispreferred")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceFields:
-    """Which fields of a row hold what; ``None`` stands for the usual names.
+class PreferenceFields(ChatFields):
+    """Which fields of a row hold what, besides those of `ChatFields`; ``None`` stands for the usual names.
 
     Attributes:
         prompt_key: Field of the prompt; without it ``prompt``, ``question``, ``instruction``, then ``input``.
         chosen_key: Field of the better response; without it ``chosen``, ``chosen_response``, then ``preferred``.
         rejected_key: Field of the other; without it ``rejected``, ``rejected_response``, then ``dispreferred``.
         margin_key: Field of a number, how much better it is; optional in a row.
-        tool_key: Field of a list of tools (or its JSON text), optional in a row.
-        metadata_key: Field of an object with further values, optional in a row.
     """
 
     prompt_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
     margin_key: str = "margin"
-    tool_key: str = "tools"
-    metadata_key: str = "metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceRow:
-    """One pair of a file: text throughout, or messages throughout.
+class PreferenceRow(ChatRow):
+    """One pair of a file, with what any `ChatRow` has: text throughout, or messages throughout.
 
     Attributes:
-        where: File and line, for messages.
         prompt: What both respond to.
         chosen: The better response; as messages, those after the prompt.
         rejected: The other.
         margin: By how much the chosen one is better, if the row says so.
-        tools: Descriptions of tools, if the row has some.
-        metadata: The row's further values.
     """
 
-    where: str
     prompt: Prompt
     chosen: Prompt
     rejected: Prompt
     margin: float | None = None
-    tools: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def read_preferences(path: str, fields: PreferenceFields | None = None) -> list[PreferenceRow]:
+def read_preferences(
+    path: str, fields: PreferenceFields | None = None, *, on_bad_data: str = "error"
+) -> list[PreferenceRow]:
     """Read and check a file of pairs, or the slice of it that ``path`` names. It needs no tokenizer.
+
+    Args:
+        path: The file.
+        fields: The names of the fields.
+        on_bad_data: What to do about rows that break the format: ``error``, or ``skip`` and log how many and which.
 
     Raises:
         DataError: The file is missing or empty, or a line breaks the format; says which and how.
     """
-    return [_row(where, values, fields or PreferenceFields()) for where, values in read_objects(path)]
+    return read_rows(path, functools.partial(preference_row, fields or PreferenceFields()), on_bad_data)
 
 
-def _row(where: str, values: dict[str, Any], fields: PreferenceFields) -> PreferenceRow:
+def preference_row(fields: PreferenceFields, where: str, values: dict[str, Any]) -> PreferenceRow:
+    """One row of a file.
+
+    Raises:
+        DataError: It breaks the format; says where and how.
+    """
     chosen_key = field_name(where, values, fields.chosen_key, _CHOSEN_KEYS, "the chosen response")
     rejected_key = field_name(where, values, fields.rejected_key, _REJECTED_KEYS, "the rejected response")
     chosen = _text_or_messages(f"{where}: {chosen_key!r}", values[chosen_key])
@@ -94,16 +92,12 @@ def _row(where: str, values: dict[str, Any], fields: PreferenceFields) -> Prefer
         prompt_key = field_name(where, values, fields.prompt_key, _PROMPT_KEYS, "the prompt")
     prompt = None if prompt_key is None else _text_or_messages(f"{where}: {prompt_key!r}", values[prompt_key])
     prompt, chosen, rejected = _split(where, prompt, chosen, rejected)
-    known = {prompt_key, chosen_key, rejected_key, fields.margin_key, fields.tool_key, fields.metadata_key}
-    own = {name: value for name, value in values.items() if name not in known}
     return PreferenceRow(
-        where=where,
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
         margin=_margin(f"{where}: {fields.margin_key!r}", values.get(fields.margin_key)),
-        tools=read_tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key)),
-        metadata=own | read_metadata(f"{where}: {fields.metadata_key!r}", values.get(fields.metadata_key)),
+        **chat_row(where, values, fields, {prompt_key, chosen_key, rejected_key, fields.margin_key}),
     )
 
 
@@ -145,8 +139,7 @@ def _text_or_messages(where: str, value: Any) -> Prompt:
     if isinstance(value, dict):  # one message, as some data sets write a response
         return read_messages(where, [value])
     if not isinstance(value, str) or not value:
-        got = f"an empty {'list' if isinstance(value, list) else 'string'}" if value in ("", []) else kind(value)
-        raise DataError(f"{where} must be a string or chat messages, got {got}")
+        raise DataError(f"{where} must be a string or chat messages, got {described(value)}")
     return value
 
 

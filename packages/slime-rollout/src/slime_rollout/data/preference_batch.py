@@ -14,8 +14,9 @@ import orjson
 from slime_core.errors import DataError
 from slime_core.types import Group, Sample
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
+from slime_rollout.data.conversations import read_rows
 from slime_rollout.data.order import epoch_order
-from slime_rollout.data.preference import PreferenceFields, PreferenceRow, read_preferences
+from slime_rollout.data.preference import PreferenceFields, PreferenceRow, preference_row
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +144,28 @@ class PreferenceDataset:
         *,
         max_length: int | None = None,
         fields: PreferenceFields | None = None,
+        on_bad_data: str = "error",
     ) -> PreferenceDataset:
         """Read, check and tokenize a file.
 
         Left out are pairs of which ``max_length`` leaves a side without a response, or both sides the same.
 
+        Args:
+            path: The file, perhaps with a slice.
+            encoder: Makes the tokens.
+            max_length: Most tokens of a side; what is longer loses its end.
+            fields: The names of the fields.
+            on_bad_data: As for `read_preferences`; a pair that the template refuses is bad, too.
+
         Raises:
             DataError: The file breaks its format, the template cannot be used, or no pair is left.
         """
-        pairs = [(row, *encoder.encode(row, max_length=max_length)) for row in read_preferences(path, fields)]
+
+        def encoded_pair(where: str, values: dict[str, Any]) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
+            row = preference_row(fields or PreferenceFields(), where, values)
+            return row, *encoder.encode(row, max_length=max_length)
+
+        pairs = read_rows(path, encoded_pair, on_bad_data)
         kept = [pair for pair in pairs if _differs(*pair[1:])]
         if not kept:
             raise DataError(f"{path}: none of the {len(pairs)} pairs differs within {max_length} tokens")

@@ -1,14 +1,15 @@
 """Prompt files of every format, or slices of them, as rows.
 
 A directory is one that ``datasets.save_to_disk`` wrote, ``.parquet`` is Parquet, and everything else JSON Lines,
-unpacked where it ends in ``.gz`` or ``.zst``. Any of them may end in ``@[a:b]``, which takes the rows from a to b as a
-Python slice does.
+unpacked where it ends in ``.gz``, ``.bz2``, ``.xz`` or ``.zst``. Any of them may end in ``@[a:b]``, which takes the
+rows from a to b as a Python slice does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -50,13 +51,14 @@ def raw_rows(path: str) -> Iterable[RawRow]:
     name, rows = split_slice(path)
     file = Path(name)
     with file_errors(file):
+        check_kind(file)
         total, chosen = _read(file, rows)
     check_rows_left(path, total)
     return chosen
 
 
 def check_rows_left(path: str, total: int) -> None:
-    """Whether a file of ``total`` rows leaves any.
+    """Whether a file of ``total`` rows, or at least so many, leaves any.
 
     Raises:
         DataError: It is empty, or the slice is.
@@ -69,13 +71,34 @@ def check_rows_left(path: str, total: int) -> None:
         raise DataError(f"{path} leaves no row: the file has {total}; give a slice that holds some of them")
 
 
+def check_kind(file: Path) -> None:
+    """Whether it is a file or a directory.
+
+    Raises:
+        DataError: It is a pipe or a device, of which whoever reads second gets nothing, or waits without end.
+        OSError: It is not there.
+    """
+    mode = file.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError(
+            f"the prompt file {file} is a pipe or a device, which can be read only once; prompts are read more often: "
+            "write them into a file, and give that"
+        )
+
+
+def is_table(file: Path) -> bool:
+    """Whether it has columns: Parquet, or a directory of ``datasets``."""
+    return file.is_dir() or file.suffix.lower() == ".parquet"
+
+
 @contextlib.contextmanager
 def file_errors(file: Path) -> Iterator[None]:
     """A file that is missing or cannot be read is a `DataError`."""
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"the prompt file {file} does not exist; give the path of a prompt file") from None
+        hint = "; a slice is @[a:b], with whole numbers or nothing for a and b" if "@[" in file.name else ""
+        raise DataError(f"the prompt file {file} does not exist; give the path of a prompt file{hint}") from None
     except OSError as error:
         raise DataError(
             f"the prompt file {file} cannot be read: {error.strerror or error}; give a readable one"
@@ -92,8 +115,6 @@ def split_slice(path: str) -> tuple[str, slice]:
 
 
 def _read(file: Path, rows: slice) -> tuple[int, Iterable[RawRow]]:
-    if file.is_dir():
-        return read_saved(file, rows)
-    if file.suffix == ".parquet":
-        return read_parquet(file, rows)
-    return read_jsonl(file, rows)
+    if not is_table(file):
+        return read_jsonl(file, rows)
+    return read_saved(file, rows) if file.is_dir() else read_parquet(file, rows)

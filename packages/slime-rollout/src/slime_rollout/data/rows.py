@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from slime_core.errors import DataError
-from slime_core.types import Message, Prompt
+from slime_core.types import Prompt
+from slime_rollout.data.fields import described, read_messages, read_metadata, read_tools
 from slime_rollout.data.plain import kind, plain_values
 
 _DEFAULT_INPUT_KEYS = ("prompt", "input")
@@ -29,11 +30,11 @@ class RawRow:
 
     Attributes:
         where: File and line or row, for messages.
-        value: A line of JSON, or the columns' values.
+        value: A line of JSON, the columns' values, or what is wrong if they cannot even be taken out of the file.
     """
 
     where: str
-    value: bytes | dict[str, Any]
+    value: bytes | dict[str, Any] | DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,8 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
         raise DataError(f"{where}: no field {label_key!r}, which --label-key names; the row has {sorted(values)}")
     known = (input_key, label_key, fields.metadata_key, fields.tool_key)
     metadata = {key: value for key, value in values.items() if key not in known}
-    metadata |= _metadata(f"{where}: {fields.metadata_key!r}", values.get(fields.metadata_key))
-    tools = _tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key))
+    metadata |= read_metadata(f"{where}: {fields.metadata_key!r}", values.get(fields.metadata_key))
+    tools = read_tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key))
     return PromptRow(
         where=where,
         prompt=_prompt(f"{where}: {input_key!r}", values[input_key]),
@@ -97,11 +98,13 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
 
 
 def row_values(raw: RawRow) -> dict[str, Any]:
-    """The fields of a row.
+    """The fields of a row. Of a JSON key that comes twice, the last value counts, as for every parser.
 
     Raises:
         DataError: It is no JSON object; says where and how.
     """
+    if isinstance(raw.value, DataError):
+        raise raw.value
     if isinstance(raw.value, dict):
         return plain_values(raw.where, raw.value)
     try:
@@ -117,9 +120,9 @@ def row_values(raw: RawRow) -> dict[str, Any]:
 
 def _input_key(where: str, values: dict[str, Any], given: str | None) -> str:
     wanted = (given,) if given is not None else _DEFAULT_INPUT_KEYS
-    for key in wanted:
-        if key in values:
-            return key
+    there = [key for key in wanted if key in values]
+    if there:  # columns cannot tell null from absent
+        return next((key for key in there if values[key] is not None), there[0])
     names = " or ".join(repr(key) for key in wanted)
     raise DataError(f"{where}: no field {names} for the prompt; the row has {sorted(values)}; name it with --input-key")
 
@@ -128,20 +131,8 @@ def _prompt(where: str, value: Any) -> Prompt:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value:
-        return [_message(f"{where}, message {place}", message) for place, message in enumerate(value, 1)]
-    got = f"an empty {'list' if isinstance(value, list) else 'string'}" if value in ("", []) else kind(value)
-    raise DataError(f"{where} must be a string or a list of chat messages, got {got}")
-
-
-def _message(where: str, value: Any) -> Message:
-    if not isinstance(value, dict):
-        raise DataError(f'{where} must be an object such as {{"role": "user", "content": "…"}}, got {kind(value)}')
-    if not (isinstance(value.get("role"), str) and value["role"]):
-        raise DataError(f"{where} needs a 'role' (a string such as 'user'); it has {sorted(value)}")
-    if not (isinstance(value.get("content"), str) or value.get("tool_calls")):
-        raise DataError(f"{where} needs 'content' as a string, got {kind(value.get('content'))}")
-    # Templates ask whether the content is none; columns cannot tell null from absent.
-    return value if "content" in value else {**value, "content": None}
+        return read_messages(where, value)
+    raise DataError(f"{where} must be a string or a list of chat messages, got {described(value)}")
 
 
 def _label(where: str, value: Any) -> str | None:
@@ -152,25 +143,3 @@ def _label(where: str, value: Any) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     raise DataError(f"{where} must be a string or a number, got {kind(value)}")
-
-
-def _metadata(where: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise DataError(f"{where} must be an object, got {kind(value)}")
-    return value
-
-
-def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
-    """Tools as a list of objects, or as that list's JSON: columns cannot hold differing schemas otherwise."""
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{where} is a string, but not the JSON of a list of tools: {error.msg}") from None
-    if value is None or value == []:
-        return None
-    if not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        raise DataError(f"{where} must be a list of objects that describe tools, got {kind(value)}; see --tool-key")
-    return value

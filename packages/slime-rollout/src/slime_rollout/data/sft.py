@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -17,7 +18,8 @@ import orjson
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Sample
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
-from slime_rollout.data.conversations import field_name, read_messages, read_metadata, read_objects, read_tools
+from slime_rollout.data.conversations import ChatFields, ChatRow, chat_row, field_name, read_rows
+from slime_rollout.data.fields import read_messages
 from slime_rollout.data.order import epoch_order
 
 logger = logging.getLogger(__name__)
@@ -26,44 +28,39 @@ _MESSAGE_KEYS = ("messages", "conversations")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftFields:
-    """Which fields of a row hold what.
+class SftFields(ChatFields):
+    """Which fields of a row hold what, besides those of `ChatFields`.
 
     Attributes:
         messages_key: Field of the messages; without it ``messages``, then ``conversations``.
-        tool_key: Field of a list of tools (or its JSON text), optional in a row.
-        metadata_key: Field of an object with further values, optional in a row.
     """
 
     messages_key: str | None = None
-    tool_key: str = "tools"
-    metadata_key: str = "metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftRow:
-    """One conversation of a file.
+class SftRow(ChatRow):
+    """One conversation of a file, with what any `ChatRow` has.
 
     Attributes:
-        where: File and line, for messages.
         messages: The conversation, with an assistant's message in it.
-        tools: Descriptions of tools, if the row has some.
-        metadata: The row's further values.
     """
 
-    where: str
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def read_sft(path: str, fields: SftFields | None = None) -> list[SftRow]:
+def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "error") -> list[SftRow]:
     """Read and check a file of conversations, or the slice of it that ``path`` names. It needs no tokenizer.
+
+    Args:
+        path: The file.
+        fields: The names of the fields.
+        on_bad_data: What to do about rows that break the format: ``error``, or ``skip`` and log how many and which.
 
     Raises:
         DataError: The file is missing or empty, or a line breaks the format; says which and how.
     """
-    return [_row(where, values, fields or SftFields()) for where, values in read_objects(path)]
+    return read_rows(path, functools.partial(_row, fields or SftFields()), on_bad_data)
 
 
 def sft_sample(row: SftRow, encoder: ChatEncoder, *, index: int, max_length: int | None = None) -> Sample:
@@ -104,14 +101,32 @@ class SftDataset:
 
     @classmethod
     def load(
-        cls, path: str, encoder: ChatEncoder, *, max_length: int | None = None, fields: SftFields | None = None
+        cls,
+        path: str,
+        encoder: ChatEncoder,
+        *,
+        max_length: int | None = None,
+        fields: SftFields | None = None,
+        on_bad_data: str = "error",
     ) -> SftDataset:
         """Read, check and tokenize a file. Rows with no trained token among the first ``max_length`` are left out.
+
+        Args:
+            path: The file, perhaps with a slice.
+            encoder: Makes the tokens.
+            max_length: Most tokens of a conversation; what is longer loses its end.
+            fields: The names of the fields.
+            on_bad_data: As for :func:`read_sft`; a row that the template refuses is bad, too.
 
         Raises:
             DataError: The file breaks its format, the template cannot be used, or no row is left.
         """
-        rows = [(row, _encode(row, encoder, max_length)) for row in read_sft(path, fields)]
+
+        def encoded_row(where: str, values: dict[str, Any]) -> tuple[SftRow, EncodedChat]:
+            row = _row(fields or SftFields(), where, values)
+            return row, _encode(row, encoder, max_length)
+
+        rows = read_rows(path, encoded_row, on_bad_data)
         kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
         if not kept:
             raise DataError(f"{path}: none of the {len(rows)} conversations has a trained token within {max_length}")
@@ -165,7 +180,7 @@ def _sample(row: SftRow, encoder: ChatEncoder, encoded: EncodedChat, *, index: i
     )
 
 
-def _row(where: str, values: dict[str, Any], fields: SftFields) -> SftRow:
+def _row(fields: SftFields, where: str, values: dict[str, Any]) -> SftRow:
     key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation")
     messages = read_messages(f"{where}: {key!r}", values[key])
     roles = [message["role"] for message in messages]
@@ -173,11 +188,4 @@ def _row(where: str, values: dict[str, Any], fields: SftFields) -> SftRow:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on; roles: {roles}")
     if roles[0] == "assistant":
         raise DataError(f"{where}: message 1 is the assistant's; begin with a system or user message")
-    known = (key, fields.tool_key, fields.metadata_key)
-    own = {name: value for name, value in values.items() if name not in known}
-    return SftRow(
-        where=where,
-        messages=messages,
-        tools=read_tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key)),
-        metadata=own | read_metadata(f"{where}: {fields.metadata_key!r}", values.get(fields.metadata_key)),
-    )
+    return SftRow(messages=messages, **chat_row(where, values, fields, {key}))

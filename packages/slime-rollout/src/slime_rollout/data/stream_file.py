@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import orjson
 
 from slime_core.errors import DataError
 from slime_rollout.data.jsonl import json_lines
-from slime_rollout.data.read import check_rows_left, file_errors, split_slice
+from slime_rollout.data.read import check_kind, check_rows_left, file_errors, is_table, split_slice
 from slime_rollout.data.rows import RawRow
 from slime_rollout.data.tables import read_parquet, read_saved
 
@@ -55,9 +54,8 @@ class StreamFile:
         self._file = Path(name)
         self._begin = Mark()
         with file_errors(self._file):
-            if stat.S_ISFIFO(self._file.stat().st_mode) or stat.S_ISCHR(self._file.stat().st_mode):
-                raise DataError(f"{self._file} can be read only once; give a file, or leave out --streaming-data")
-            self._is_table = self._file.is_dir() or self._file.suffix == ".parquet"
+            check_kind(self._file)
+            self._is_table = is_table(self._file)
             self._total = 0
             if self._is_table:
                 self._total, _ = self._table(slice(0, 0))
@@ -87,15 +85,17 @@ class StreamFile:
         begins = mark == Mark()
         mark = self._begin if begins else mark
         row = mark.row
+        if row == last:
+            return
         for number, offset, line in json_lines(self._file, number=mark.line, offset=mark.offset):
-            if last is not None and row >= last:
-                return
             row += 1
             behind = Mark(row, number, offset)
             if row > first:
                 yield behind, RawRow(where=f"{self._file}:{number}", value=line)
             elif row == first:
                 self._begin = behind  # the next epoch need not look for it
+            if row == last:  # what is behind the slice is not looked at
+                return
         if begins and row <= first:
             check_rows_left(self.path, row)
 
@@ -114,7 +114,7 @@ class StreamFile:
         if start < 0 or (stop is not None and stop < 0):
             raise DataError(
                 f"{self.path} counts from the end of JSON Lines, which --streaming-data would have to read whole for "
-                "that; count from the beginning, or use Parquet"
+                "that; count from the beginning, use Parquet, or leave out --streaming-data"
             )
         if stop is not None and stop <= start:
             raise DataError(f"{self.path} leaves no row; give a slice that holds some of them")

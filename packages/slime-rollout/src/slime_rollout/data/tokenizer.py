@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.types import Prompt
+from slime_core.types import Message, Prompt
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.template_forms import suited
 
 # Words, numbers, code and several scripts: two tokenizers hardly cut all of it alike.
 _PROBE = (
@@ -107,9 +108,12 @@ class PromptEncoder:
         return tokens
 
     def _render(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> str:
+        def render(messages: list[Message]) -> str:
+            how = self._template_kwargs
+            try:
+                return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how))
+            except Exception as error:  # a template is a program of the model's; it raises what it likes
+                raise DataError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self._template_kwargs)
-        except Exception as error:  # a template is a program of the model's; it raises what it likes
-            raise DataError(f"the chat template refuses the messages: {error}") from error
-        return str(text)
+        return render(suited(messages, render))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
-from slime_rollout.engine.weight_sync import WeightSyncConfig
+from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS, WeightSyncConfig
 
 SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
@@ -75,7 +75,7 @@ class EngineConfig(WeightSyncConfig):
         (), help="SGLang engines that others run, to use instead of starting some", metavar="HOST:PORT"
     )
     sglang_config: str | None = flag(
-        None, help="YAML file of several models and server groups to start; see the README", metavar="FILE"
+        None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
 
@@ -105,6 +105,13 @@ class EngineConfig(WeightSyncConfig):
     def external_urls(self) -> tuple[str, ...]:
         """``rollout_external_engine_addrs`` as full addresses."""
         return tuple(_url("--rollout-external-engine-addrs", address) for address in self.rollout_external_engine_addrs)
+
+    @property
+    def update_request_timeout(self) -> float:
+        """With fault tolerance, as long as it may take elsewhere to notice that an engine hangs."""
+        if not self.use_fault_tolerance:
+            return REQUEST_TIMEOUT_SECONDS
+        return min(self.rollout_health_check_interval + self.rollout_health_check_timeout, REQUEST_TIMEOUT_SECONDS)
 
     def _check_fault_tolerance(self) -> None:
         if self.rollout_health_check_timeout < SHORTEST_HEALTH_CHECK_SECONDS:

@@ -28,8 +28,10 @@ class WeightSyncError(EngineError):
 
     Attributes:
         url: The engine, or the receiver beside it, that the error is about; ``None`` if it is about none.
+        silent: Whether it gave no answer in time, and no other engine is the cause.
     """
 
-    def __init__(self, message: str, *, url: str | None = None) -> None:
+    def __init__(self, message: str, *, url: str | None = None, silent: bool = False) -> None:
         super().__init__(message)
         self.url = url
+        self.silent = silent

@@ -27,6 +27,9 @@ RELEASE_TIMEOUT_SECONDS = 5.0
 CHECK_SECONDS = 5.0
 WARN_AFTER_SECONDS = 10.0
 MOST_THREADS = 32
+HEALTH_PATH = "/health"
+# Paused for new weights, an engine that was started without our environment answers `/health` no more.
+PAUSED_HEALTH_PATH = "/model_info"
 
 T = TypeVar("T")
 
@@ -51,6 +54,7 @@ class ExternalFleet:
         self.startup_seconds = 0.0
         self._next_check = 0.0
         self._attached = True
+        self._updating = False
 
     @classmethod
     def attach(
@@ -135,7 +139,8 @@ class ExternalFleet:
         except HttpError:
             return  # the next `check` of the router says what is wrong with it
         unused = [url for url in self.engine_urls if url not in used]
-        if silent := [url for url, answers in zip(unused, _on_all(unused, _answers), strict=True) if not answers]:
+        ask = functools.partial(_answers, path=PAUSED_HEALTH_PATH if self._updating else HEALTH_PATH)
+        if silent := [url for url, answers in zip(unused, _on_all(unused, ask), strict=True) if not answers]:
             raise EngineDiedError(f"the engine {silent[0]}, which others run, does not answer; start it again")
 
     def not_serving(self) -> list[str]:
@@ -156,17 +161,25 @@ class ExternalFleet:
             EngineDiedError: As :meth:`check`.
         """
         self.check()
-        return [] if only_behind else list(self.engine_urls)
+        if only_behind:
+            return []
+        self._updating = True
+        return list(self.engine_urls)
 
     def confirm_update(self, version: int) -> None:
         """Every engine has confirmed ``version``."""
+        self._updating = False
 
-    def fail_update(self) -> bool:
+    def fail_update(self, silent: str | None = None) -> bool:
         """The update failed. It is not tried again, for no engine is replaced: always ``False``.
+
+        Args:
+            silent: Address of an engine that did not answer; left as it is.
 
         Raises:
             EngineDiedError: As :meth:`check`.
         """
+        self._updating = False
         self.check()
         return False
 
@@ -235,9 +248,9 @@ def release(url: str) -> None:
         call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
 
 
-def _answers(url: str, *, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
+def _answers(url: str, *, path: str = HEALTH_PATH, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
     try:
-        call("GET", f"{url}/health", timeout=timeout)
+        call("GET", url + path, timeout=timeout)
     except HttpError:
         return False
     return True

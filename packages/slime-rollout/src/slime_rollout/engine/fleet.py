@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -83,6 +84,7 @@ class EngineFleet:
             ConfigError: ``sglang_args`` has a flag or a value that the installed SGLang does not know.
             PortInUseError: A port that was asked for is taken. Nothing was started.
             EngineStartError: Something did not come up, with the last lines of its log. Everything was stopped again.
+            EngineDiedError: Something ended while the rest was starting. Everything was stopped again.
         """
         specs = [
             EngineSpec(
@@ -186,6 +188,9 @@ class EngineFleet:
         total = len(waiting)
         while True:
             left = max(timeout - (time.monotonic() - started), POLL_SECONDS)
+            for slot in self._everything:
+                if slot not in waiting:  # the router is up long before the engines are
+                    slot.process.check()
             waiting = [slot for slot in waiting if not slot.is_ready(min(left, HEALTH_TIMEOUT_SECONDS))]
             seconds = time.monotonic() - started
             if on_progress is not None:
@@ -246,8 +251,11 @@ class EngineFleet:
         if self._monitor is not None:
             self._monitor.confirm_update(version)
 
-    def fail_update(self) -> bool:
+    def fail_update(self, silent: str | None = None) -> bool:
         """Say that the update failed; its engines get no more requests before another one.
+
+        Args:
+            silent: Address of an engine that did not answer a request of the update; it is replaced.
 
         Returns:
             Whether that is because an engine died or hangs, which is now being replaced: then another update may do.
@@ -257,7 +265,7 @@ class EngineFleet:
             EngineDiedError: As :meth:`check`.
         """
         self.check()
-        return self._monitor.fail_update() if self._monitor is not None else False
+        return self._monitor.fail_update(silent) if self._monitor is not None else False
 
     def stop(self) -> None:
         """End all processes; returns when they are gone. Does nothing the second time."""
@@ -265,8 +273,9 @@ class EngineFleet:
             self._monitor.stop()
         for slot in self._everything:
             slot.request_stop()
-        for slot in self._everything:
-            slot.stop()
+        with contextlib.ExitStack() as stack:  # one that cannot be stopped does not keep the others
+            for slot in self._everything:
+                stack.callback(slot.stop)
 
     def __enter__(self) -> EngineFleet:
         return self

@@ -11,23 +11,23 @@ from typing import Any
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.ports import free_port
-from slime_rollout.engine.router import POLL_SECONDS, WORKER_TIMEOUT_SECONDS, Router
-from slime_rollout.http import HttpError, call
+from slime_rollout.engine.router import Router
+from slime_rollout.engine.router_api import CONTROL_TIMEOUT_SECONDS, RouterApi, Workers
+from slime_rollout.http import HttpError
 
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 5.0
-CHECK_TIMEOUT_SECONDS = 5.0
 MISSED_CHECKS = 3
 
 
-class GivenRouter:
+class GivenRouter(RouterApi):
     """A running sglang-router of somebody else. Made by :meth:`connect`; used like :class:`Router`.
 
-    Attributes:
-        url: Its address.
+    It shows the engines of this run alone: those that it is told of, and those that it was offered.
     """
 
+    attempts = 3
     exit_code = None
     """It is not this run's process."""
 
@@ -52,7 +52,7 @@ class GivenRouter:
         """
         router = cls(url.rstrip("/"), engine_urls)
         try:
-            workers = router._all_workers()
+            workers = router._all_workers(router.attempts)
         except HttpError as error:
             raise EngineStartError(f"--sglang-router-url {url} does not answer as a router: {error}") from error
         others = {worker: healthy for worker, (_, healthy) in workers.items() if worker not in engine_urls}
@@ -65,82 +65,22 @@ class GivenRouter:
             logger.warning("the router %s has workers that do not answer: %s", url, ", ".join(sorted(others)))
         return router
 
-    def is_ready(self, timeout: float = CHECK_TIMEOUT_SECONDS) -> bool:
+    def is_ready(self, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
         """Whether it answers.
 
         Args:
             timeout: How long to wait for the answer, in seconds.
         """
-        try:
-            call("GET", f"{self.url}/liveness", timeout=timeout)
-        except HttpError:
-            return False
-        return True
+        return self.answers(timeout)
 
-    def add_workers(
-        self,
-        urls: list[str],
-        *,
-        roles: Mapping[str, Mapping[str, Any]] | None = None,
-        timeout: float = WORKER_TIMEOUT_SECONDS,
-    ) -> None:
-        """Register engines; return when the router sends them requests.
-
-        Args:
-            urls: Addresses of engines that are ready.
-            roles: What else the router is told of an engine, by its address.
-            timeout: Longest wait in seconds.
-
-        Raises:
-            EngineStartError: It does not take one of them.
-        """
-        try:
-            for url in sorted(set(urls) - self.workers().keys()):
-                self.offer_worker(url, (roles or {}).get(url))
-            deadline = time.monotonic() + timeout
-            while missing := sorted(set(urls) - self.healthy_workers()):
-                if time.monotonic() > deadline:
-                    raise EngineStartError(
-                        f"the router {self.url} does not use {', '.join(missing)} after {timeout:g} s; see its log "
-                        "and whether it can reach them"
-                    )
-                time.sleep(POLL_SECONDS)
-        except HttpError as error:
-            raise EngineStartError(f"the router {self.url} refused an engine: {error}") from error
-
-    def healthy_workers(self) -> set[str]:
-        """Addresses of the engines that get requests."""
-        return {url for url, (_, healthy) in self.workers().items() if healthy}
-
-    def workers(self) -> dict[str, tuple[str, bool]]:
-        """Address of every engine of this run that it knows → the router's id of it, and whether it gets requests.
-
-        Raises:
-            HttpError: It does not answer in time, or not as a router does.
-        """
-        return {url: state for url, state in self._all_workers().items() if url in self._known | self._added}
-
-    def offer_worker(self, url: str, role: Mapping[str, Any] | None = None) -> None:
-        """Ask it to use an engine, without waiting: :meth:`Router.offer_worker`.
-
-        Args:
-            url: Address of the engine.
-            role: What else it is told of the engine.
-
-        Raises:
-            HttpError: It does not answer in time.
-        """
+    def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
+        """Ask it to use an engine, and remember that: :meth:`RouterApi.offer_worker`."""
         self._added.add(url)
-        call("POST", f"{self.url}/workers", {"url": url, **(role or {})}, timeout=CHECK_TIMEOUT_SECONDS, attempts=3)
+        super().offer_worker(url, role, attempts=attempts)
 
     def remove_worker(self, url: str) -> None:
-        """Have it send an engine nothing more; one that it does not know is fine.
-
-        Raises:
-            HttpError: It does not answer in time.
-        """
-        if url in (workers := self.workers()):
-            call("DELETE", f"{self.url}/workers/{workers[url][0]}", timeout=CHECK_TIMEOUT_SECONDS)
+        """Have it send an engine nothing more: :meth:`RouterApi.remove_worker`."""
+        super().remove_worker(url)
         self._added.discard(url)
 
     def process_ids(self) -> list[int]:
@@ -178,12 +118,13 @@ class GivenRouter:
         """Take this run's engines out of it; the router itself goes on."""
         self.request_stop()
 
-    def _all_workers(self) -> dict[str, tuple[str, bool]]:
-        answer = call("GET", f"{self.url}/workers", timeout=CHECK_TIMEOUT_SECONDS, attempts=2)
-        try:
-            return {worker["url"]: (worker["id"], bool(worker["is_healthy"])) for worker in answer["workers"]}
-        except (KeyError, TypeError):
-            raise HttpError("GET", f"{self.url}/workers", 200, f"no list of workers: {str(answer)[:200]}") from None
+    def _workers(self, attempts: int) -> Workers:
+        ours = self._known | self._added
+        return {url: state for url, state in self._all_workers(attempts).items() if url in ours}
+
+    def _all_workers(self, attempts: int) -> Workers:
+        """Also those that are not this run's."""
+        return super()._workers(attempts)
 
 
 AnyRouter = Router | GivenRouter

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -22,30 +22,24 @@ from slime_core.errors import SlimeError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError
 from slime_rollout.engine.events import Event, EventLog
-from slime_rollout.engine.process import ServingProcess
-from slime_rollout.engine.router import OFFER_SECONDS
-from slime_rollout.engine.server import SGLangEngine
+from slime_rollout.engine.probes import Probe, no_answer, not_ready
+from slime_rollout.engine.registry import Registry
 from slime_rollout.engine.slots import (
     AS_STARTED,
     AnyRouterSlot,
     EngineSlot,
     GivenRouterSlot,
     Occupant,
-    Probe,
     Slot,
 )
-from slime_rollout.http import HttpError, call
 from slime_rollout.weight_version import INCOMPLETE
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 START_POLL_SECONDS = 0.5
-START_TIMEOUT_SECONDS = 10.0
-AGAIN_SECONDS = 0.5
-LOOK_SECONDS = 5.0
-# The router tries an engine that hangs for twice as long as one that refuses connections.
-OFFER_AGAIN_SECONDS = 2.0 * OFFER_SECONDS
+# Somebody else has a port that cannot be changed, perhaps for a moment.
+PORT_AGAIN_SECONDS = 5.0
 # An engine whose generation is paused for new weights answers this one only.
 PAUSED_HEALTH_PATH = "/health"
 
@@ -81,8 +75,7 @@ class FleetMonitor:
         self._updates = 0
         self._faults = self._faults_before_update = 0
         self._ask_all_since = 0.0
-        self._next_look = self._next_try = 0.0
-        self._offered: dict[str, float] = {}  # when the router was asked to use an engine that it does not know yet
+        self._registry = Registry(engines, router, self._note)
         self._pool = ThreadPoolExecutor(2 * len(self._slots), thread_name_prefix="engine-health")
         self._thread = threading.Thread(target=self._run, name="engine-monitor", daemon=True)
 
@@ -157,19 +150,23 @@ class FleetMonitor:
         Engines that came up meanwhile are behind from now on.
         """
         with self._lock:
-            for occupant in self._updating or ():
+            updated, self._updating = self._updating or [], None
+            for occupant in updated:
                 occupant.weights = str(version)
             self._weights = str(version)
-            self._updating = None
+            self._registry.look_again()
             for slot in self._engines:
-                if slot.now.up and not slot.now.in_router and slot.now.weights == self._weights:
+                if slot.now in updated and slot.now.up and not slot.now.in_router:
                     self._note(slot, Event.WEIGHTS, f"version {version}")
-            self._next_look = 0.0
 
-    def fail_update(self) -> bool:
+    def fail_update(self, silent: str | None = None) -> bool:
         """Note that the update failed, and look at every engine at once.
 
         No engine of that update gets requests until another one is confirmed.
+
+        Args:
+            silent: Address of an engine that did not answer a request of the update. It counts as one that hangs,
+                whatever it answers to other questions.
 
         Returns:
             Whether an engine was found dead or silent since :meth:`begin_update`: another update may then succeed.
@@ -180,8 +177,9 @@ class FleetMonitor:
         with self._lock:
             for occupant in self._updating or ():
                 occupant.weights = INCOMPLETE
+                occupant.silent = occupant.process.url == silent
             self._updating = None
-            self._next_look = 0.0
+            self._registry.look_again()
             since = self._ask_all_since = time.monotonic()
         while any(slot.now.up and slot.now.checked < since for slot in self._engines):
             self._wait()
@@ -224,7 +222,11 @@ class FleetMonitor:
             if slot.move():
                 self._note(slot, Event.RESTARTED, "on another port, for somebody else has taken the last one")
                 return None
+            if now.no_successor is not None:
+                return now.no_successor if time.monotonic() >= now.due else None
             return f"ended by itself (exit code {code})" if now.up else f"did not start (exit code {code})"
+        if now.up and now.silent:
+            return "gave no answer to a request of a weight update"
         probe = now.probe
         if probe is None or probe.updates != self._updates or probe.since < self._ask_all_since:
             if time.monotonic() >= now.due or now.checked < self._ask_all_since:
@@ -238,7 +240,7 @@ class FleetMonitor:
     def _ask(self, slot: Slot[Any]) -> None:
         now = slot.now
         with self._lock:
-            path = PAUSED_HEALTH_PATH if self._updating and slot is not self._router else slot.health_path
+            path = PAUSED_HEALTH_PATH if now in (self._updating or ()) else slot.health_path
             since, updates = time.monotonic(), self._updates
         if now.up:
             timeout = self._config.rollout_health_check_timeout
@@ -275,14 +277,14 @@ class FleetMonitor:
         now = slot.now
         self._note(slot, Event.UNHEALTHY, problem)
         if slot is self._router:
-            self._offered = {}
+            self._registry.forget_offers()
         with self._lock:
             self._faults += 1
             now.up = False
             for lost in self._engines if slot is self._router else [slot]:
                 lost.now.in_router = False
         if slot is not self._router:
-            self._take_out(now.process.url)
+            self._registry.take_out(now.process.url)
         if now.process.exit_code is None:
             now.process.kill()
             self._note(slot, Event.KILLED, "with all its processes")
@@ -293,6 +295,7 @@ class FleetMonitor:
             slot.start()
         except PortInUseError as error:
             logger.warning("%s was not restarted: %s", slot.name, error)
+            now.no_successor, now.due = f"could not be started: {error}", time.monotonic() + PORT_AGAIN_SECONDS
             return
         self._note(slot, Event.RESTARTED, f"restart {slot.restarts} of {self._config.rollout_max_restarts}")
 
@@ -304,83 +307,16 @@ class FleetMonitor:
         self._note(slot, Event.BUDGET_EXHAUSTED, message)
         raise EngineDiedError(f"{message}; {slot.process.log_excerpt()}")
 
-    def _take_out(self, url: str) -> None:
-        """Have the router send an engine nothing more, now rather than with the next look."""
-        if self._router.now.up:
-            try:
-                self._router.process.remove_worker(url)
-            except HttpError as error:
-                logger.warning("the router may still send requests to %s: %s", url, error)
-
     def _register(self) -> None:
-        """Make the router's list of engines what it should be: at once if one is missing, else now and then."""
         with self._lock:
             wanted = {
                 slot.url: slot.now
                 for slot in self._engines
                 if slot.now.up and slot.now.weights == self._weights and (slot.now.in_router or self._updating is None)
             }
-            complete = all(occupant.in_router for occupant in wanted.values())
-        if time.monotonic() < (self._next_look if complete else self._next_try):
-            return
-        self._next_try = time.monotonic() + START_POLL_SECONDS
-        router = self._router.process
-        try:
-            known = router.workers()
-            for url in known.keys() - wanted.keys():
-                router.remove_worker(url)
-            self._offer({url: occupant for url, occupant in wanted.items() if url not in known})
-        except HttpError as error:
-            logger.warning("the router's engines cannot be looked at: %s", error)
-            return
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        for slot in self._engines:
-            was, slot.now.in_router = slot.now.in_router, slot.now.in_router and slot.url in wanted
-            if not was and slot.url in wanted and known.get(slot.url, ("", False))[1]:
-                slot.now.in_router = True
-                self._note(slot, Event.REGISTERED, f"with weights {slot.now.weights}")
-
-    def _offer(self, missing: Mapping[str, Occupant[SGLangEngine]]) -> None:
-        """Ask the router to use engines, each only once while it may be trying: one of them may hang unnoticed."""
-        now = time.monotonic()
-        self._offered = {
-            url: since for url, since in self._offered.items() if url in missing and now - since < OFFER_AGAIN_SECONDS
-        }
-        for url in missing.keys() - self._offered.keys():
-            self._router.process.offer_worker(url, missing[url].process.spec.router_role)
-            self._offered[url] = now
+            is_due = self._registry.is_due(wanted)
+        if is_due:
+            self._registry.register(wanted)
 
     def _note(self, slot: Slot[Any], event: Event, detail: str) -> None:
         self._events.write(slot.name, event, detail, url=slot.url)
-
-
-def no_answer(url: str, timeout: float, stopping: threading.Event) -> str | None:
-    """Ask until there is a good answer; ``None``, or what is wrong once ``timeout`` seconds have passed.
-
-    Args:
-        url: A question that a process which works answers with success.
-        timeout: Longest wait for a good answer in seconds. Bad and refused ones do not count before.
-        stopping: Ends the wait.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            call("GET", url, timeout=max(deadline - time.monotonic(), 0.1))
-        except HttpError as error:
-            problem = str(error)
-        else:
-            return None
-        if time.monotonic() >= deadline - AGAIN_SECONDS or stopping.wait(AGAIN_SECONDS):
-            return f"gave no good answer within {timeout:g} s: {problem}"
-
-
-def not_ready(process: ServingProcess) -> str | None:
-    """``None`` once a process that was started answers, and is as it was at the fleet's start."""
-    try:
-        if not process.is_ready(START_TIMEOUT_SECONDS):
-            return "did not answer"
-    except EngineError:  # it has ended, which is seen elsewhere
-        return "has ended"
-    if isinstance(process, SGLangEngine):
-        process.freeze_gc()
-    return None

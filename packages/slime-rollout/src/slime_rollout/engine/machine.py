@@ -34,7 +34,8 @@ def require_this_machine(urls: Iterable[str]) -> None:
     if far := on_other_machines(urls):
         raise WeightSyncError(
             f"weights were to go through this machine's shared memory, or a checkpoint on it, and {', '.join(far)} run "
-            "elsewhere; run them here, or give --update-weight-transport nccl, gloo, or disk without deltas"
+            "elsewhere; run them here, or give --update-weight-transport nccl, gloo, or disk, deltas there with "
+            "--update-weight-receivers"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import time
@@ -12,6 +13,7 @@ from types import TracebackType
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.fleet import EngineFleet, Progress
 from slime_rollout.engine.server import EngineSpec, SGLangEngine
 from slime_rollout.engine.topology_plan import EnginePlan, PlannedModel
@@ -44,7 +46,8 @@ class ModelFleets:
         Raises:
             ConfigError: A group needs GPUs, and there are none.
             PortInUseError: A port that was asked for is taken.
-            EngineStartError: Something did not come up, with the last lines of its log. Everything was stopped again.
+            EngineStartError: Something did not come up, with the last lines of its log. Everything was stopped again;
+                what was still starting is not waited for.
         """
         check_runs_here(plan)
         started = time.monotonic()
@@ -63,9 +66,18 @@ class ModelFleets:
                 undo.callback(fleet.stop)
                 return fleet
 
+            started_encoders = [engine for engines in encoders.values() for engine in engines]
             futures = {model.name: pool.submit(launch, model) for model in plan.models}
+            try:
+                for future in concurrent.futures.as_completed(futures.values()):
+                    future.result()
+            except BaseException:
+                progress.end_starts = True
+                for encoder in started_encoders:
+                    encoder.request_stop()
+                raise
             fleets = cls({name: future.result() for name, future in futures.items()}, main.name)
-            fleets._encoders = [engine for engines in encoders.values() for engine in engines]
+            fleets._encoders = started_encoders
             undo.pop_all()
         fleets.startup_seconds = time.monotonic() - started
         return fleets
@@ -118,18 +130,19 @@ class ModelFleets:
         """As :meth:`EngineFleet.confirm_update` of the trained model."""
         self._trained.confirm_update(version)
 
-    def fail_update(self) -> bool:
+    def fail_update(self, silent: str | None = None) -> bool:
         """As :meth:`EngineFleet.fail_update` of the trained model."""
-        return self._trained.fail_update()
+        return self._trained.fail_update(silent)
 
     def stop(self) -> None:
         """End all processes; returns when they are gone. Does nothing the second time."""
         for encoder in self._encoders:
             encoder.request_stop()
-        for fleet in self._fleets.values():
-            fleet.stop()
-        for encoder in self._encoders:
-            encoder.stop()
+        with contextlib.ExitStack() as stack:  # one that cannot be stopped does not keep the others
+            for encoder in self._encoders:
+                stack.callback(encoder.stop)
+            for fleet in self._fleets.values():
+                stack.callback(fleet.stop)
 
     def __enter__(self) -> ModelFleets:
         return self
@@ -172,15 +185,22 @@ def _start_encoders(
 
 
 class _Progress:
-    """Adds up the progress of several fleets."""
+    """Adds up the progress of several fleets.
+
+    Attributes:
+        end_starts: Ends the start of those that are not up yet.
+    """
 
     def __init__(self, plan: EnginePlan, report: Progress | None) -> None:
+        self.end_starts = False
         self._report = report
         self._ready = {model.name: 0 for model in plan.models}
         self._total = sum(len(model.generating) + 1 for model in plan.models)
 
     def of(self, name: str) -> Callable[[int, int, float], None]:
         def count(ready: int, total: int, seconds: float) -> None:
+            if self.end_starts:
+                raise EngineStartError(f"the start of model {name} was ended, for another one has failed")
             self._ready[name] = ready
             if self._report is not None:
                 self._report(sum(self._ready.values()), self._total, seconds)

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.ports import check_port_free
 from slime_rollout.engine.process import ServingProcess, address
-from slime_rollout.http import HttpError, call
+from slime_rollout.engine.router_api import CONTROL_TIMEOUT_SECONDS, OFFER_SECONDS, RouterApi
 from slime_rollout.supervise import Supervised
 
 GRACE_SECONDS = 1.0
-POLL_SECONDS = 0.1
-LIVENESS_TIMEOUT_SECONDS = 5.0
-WORKER_TIMEOUT_SECONDS = 60.0
-CONTROL_TIMEOUT_SECONDS = 5.0
-OFFER_SECONDS = 30
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 # With the router's own defaults, an engine that was started again gets no requests for more than ten seconds.
@@ -91,7 +84,7 @@ def check_router_port(host: str, port: int) -> None:
         raise PortInUseError(f"{error}; a router that runs already is given with --sglang-router-url") from error
 
 
-class Router(ServingProcess):
+class Router(ServingProcess, RouterApi):
     """A running router. Made by :meth:`start`, which returns at once; :meth:`is_ready` tells when it serves."""
 
     @classmethod
@@ -116,7 +109,7 @@ class Router(ServingProcess):
         process = Supervised.start(command, env=router_environment(), log_path=log_path, grace=GRACE_SECONDS)
         return cls(process, address(config.sglang_router_ip, port))
 
-    def is_ready(self, timeout: float = LIVENESS_TIMEOUT_SECONDS) -> bool:
+    def is_ready(self, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
         """Whether the router itself answers. It has no workers at first.
 
         Args:
@@ -127,81 +120,7 @@ class Router(ServingProcess):
         """
         if (code := self.exit_code) is not None:
             raise EngineStartError(f"sglang-router {self.url} did not start (exit code {code}); {self.log_excerpt()}")
-        try:
-            call("GET", f"{self.url}/liveness", timeout=timeout)
-        except HttpError:
-            return False
-        return True
-
-    def add_workers(
-        self,
-        urls: list[str],
-        *,
-        roles: Mapping[str, Mapping[str, Any]] | None = None,
-        timeout: float = WORKER_TIMEOUT_SECONDS,
-    ) -> None:
-        """Give the router engines; return when it sends them requests.
-
-        Args:
-            urls: Addresses of engines that are ready.
-            roles: What else the router is told of an engine, by its address.
-            timeout: Longest wait in seconds.
-
-        Raises:
-            EngineStartError: It does not take one of them.
-        """
-        try:
-            for url in urls:
-                call("POST", f"{self.url}/workers", {"url": url, **(roles or {}).get(url, {})}, attempts=3)
-            deadline = time.monotonic() + timeout
-            while missing := sorted(set(urls) - self.healthy_workers()):
-                self.check()
-                if time.monotonic() > deadline:
-                    raise EngineStartError(
-                        f"sglang-router {self.url} does not use {', '.join(missing)} after {timeout:g} s; "
-                        + self.log_excerpt()
-                    )
-                time.sleep(POLL_SECONDS)
-        except HttpError as error:
-            raise EngineStartError(f"sglang-router refused an engine: {error}; {self.log_excerpt()}") from error
-
-    def healthy_workers(self) -> set[str]:
-        """Addresses of the engines that get requests."""
-        answer: Any = call("GET", f"{self.url}/workers", attempts=3)
-        return {worker["url"] for worker in answer["workers"] if worker["is_healthy"]}
-
-    def workers(self) -> dict[str, tuple[str, bool]]:
-        """Address of every engine that it knows → the router's id of it, and whether it gets requests.
-
-        Raises:
-            HttpError: It does not answer in time.
-        """
-        answer: Any = call("GET", f"{self.url}/workers", timeout=CONTROL_TIMEOUT_SECONDS)
-        return {worker["url"]: (worker["id"], worker["is_healthy"]) for worker in answer["workers"]}
-
-    def offer_worker(self, url: str, role: Mapping[str, Any] | None = None) -> None:
-        """Ask it to use an engine, without waiting; it tries the engine first, for :data:`OFFER_SECONDS`.
-
-        It tries ten at once, and does not notice that it is asked again: ten questions about an engine that hangs keep
-        every other engine out.
-
-        Args:
-            url: Address of the engine.
-            role: What else it is told of the engine.
-
-        Raises:
-            HttpError: It does not answer in time.
-        """
-        call("POST", f"{self.url}/workers", {"url": url, **(role or {})}, timeout=CONTROL_TIMEOUT_SECONDS)
-
-    def remove_worker(self, url: str) -> None:
-        """Have it send an engine nothing more; one that it does not know is fine.
-
-        Raises:
-            HttpError: It does not answer in time.
-        """
-        if url in (workers := self.workers()):
-            call("DELETE", f"{self.url}/workers/{workers[url][0]}", timeout=CONTROL_TIMEOUT_SECONDS)
+        return self.answers(timeout)
 
     def check(self) -> None:
         """Raise if the process has ended.

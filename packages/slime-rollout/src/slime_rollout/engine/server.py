@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slime_rollout.engine.config import EngineConfig, SglangValue
+from slime_rollout.engine.cpu_mode import cpu_environment, cpu_flags
 from slime_rollout.engine.device import engine_device
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.interpreter import find_package
@@ -22,15 +23,10 @@ from slime_rollout.supervise import Supervised
 
 logger = logging.getLogger(__name__)
 
-CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 # Seconds that a server gets to end by itself. It has nothing to save, and it would wait for idle clients.
 GRACE_SECONDS = 1.0
 HEALTH_TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.2
-# Tokens that the KV cache of a CPU engine holds.
-CPU_KV_TOKENS = 32768
-CPU_RUNNING_REQUESTS = 128
-CPU_PREFILL_TOKENS = 512
 FIRST_WEIGHT_VERSION = 0
 # A server's processes tell each other their load in a file that begins so. SGLang never removes it.
 LOAD_FILES = "/dev/shm/sglang_loads_"
@@ -103,34 +99,10 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     }
     if spec.context_length is not None:
         flags["context-length"] = str(spec.context_length)
-    flags |= _cpu_flags(spec) if spec.device == "cpu" else _cuda_flags(spec)
+    flags |= cpu_flags(spec.context_length) if spec.device == "cpu" else _cuda_flags(spec)
     flags |= _role_flags(spec)
     flags |= {**config.sglang_args, **spec.sglang_args}
     return [config.python, "-m", "sglang.launch_server", *_as_arguments(flags)]
-
-
-def _cpu_flags(spec: EngineSpec) -> dict[str, SglangValue]:
-    return {
-        "device": "cpu",
-        "attention-backend": "torch_native",
-        "sampling-backend": "pytorch",
-        "grammar-backend": "none",
-        "disable-overlap-schedule": True,
-        "cuda-graph-backend-decode": "disabled",
-        "cuda-graph-backend-prefill": "disabled",
-        # The cache's size is given in tokens. SGLang only compares this share with what loading seemed to take, and
-        # that includes whatever other processes took meanwhile: at 0.1 it gave up beside a trainer that was starting.
-        "mem-fraction-static": "0.8",
-        "max-total-tokens": str(max(CPU_KV_TOKENS, spec.context_length or 0)),
-        "max-running-requests": str(CPU_RUNNING_REQUESTS),
-        # Samples of one prompt arrive together. A small first part of them is prefilled, and serves the others.
-        "schedule-policy": "lpm",
-        "chunked-prefill-size": str(CPU_PREFILL_TOKENS),
-        # Without it an idle server keeps one core busy, and a trainer beside it runs at half its speed.
-        "sleep-on-idle": True,
-        # `sampling_seed` counts only with this.
-        "enable-deterministic-inference": True,
-    }
 
 
 def _cuda_flags(spec: EngineSpec) -> dict[str, SglangValue]:
@@ -176,24 +148,7 @@ def server_environment(config: EngineConfig, spec: EngineSpec, base: Mapping[str
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if spec.device == "cpu":
-        environment |= _cpu_environment(config, spec.ranks(config), environment.get("PYTHONPATH"))
-    return environment
-
-
-def _cpu_environment(config: EngineConfig, ranks: int, python_path: str | None) -> dict[str, str]:
-    environment = {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime_cpu_shims.models",
-        "PYTHONPATH": os.pathsep.join([str(CPU_SHIMS), *([python_path] if python_path else [])]),
-        "OMP_NUM_THREADS": str(config.threads),
-        # Threads that wait by spinning make a step twenty times slower as soon as anything else needs their core.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        # Inductor would need a C++ compiler, and minutes.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        environment |= cpu_environment(config.threads, spec.ranks(config), environment.get("PYTHONPATH"))
     return environment
 
 

@@ -37,6 +37,17 @@ CONTROLLED: Mapping[str, str] = {
     "random-seed": "use --seed",
     "weight-version": "slime numbers the weights",
     "skip-server-warmup": "slime always sets it",
+    "ssl-keyfile": "slime talks plain HTTP to engines, which listen on this machine's loopback address",
+    "ssl-certfile": "slime talks plain HTTP to engines, which listen on this machine's loopback address",
+    "grpc-mode": "slime talks HTTP to engines",
+    "smg-grpc-mode": "slime talks HTTP to engines",
+    "api-key": "slime sends engines no key; they listen on this machine's loopback address",
+    "admin-api-key": "slime sends engines no key; they listen on this machine's loopback address",
+    "disaggregation-mode": "use worker_type in --sglang-config",
+    "disaggregation-bootstrap-port": "use worker_type in --sglang-config",
+    "encoder-only": "use worker_type in --sglang-config",
+    "language-only": "use worker_type in --sglang-config",
+    "encoder-urls": "use worker_type in --sglang-config",
 }
 _TYPES: Mapping[str, type] = {"int": int, "float": float}
 
@@ -244,5 +255,5 @@ def _named(
 def _literal(node: ast.expr | None) -> object:
     try:
         return None if node is None else ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         return None

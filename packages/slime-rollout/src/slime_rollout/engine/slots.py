@@ -6,13 +6,13 @@ import abc
 import dataclasses
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineError
 from slime_rollout.engine.given_router import GivenRouter
+from slime_rollout.engine.probes import Probe
 from slime_rollout.engine.process import ServingProcess
 from slime_rollout.engine.router import Router
 from slime_rollout.engine.server import EngineSpec, SGLangEngine
@@ -29,22 +29,7 @@ FreePort = Callable[[str], int]
 """Gives a free port of an address, which nobody in the fleet has had before."""
 
 
-@dataclasses.dataclass
-class Probe:
-    """A question to a process that somebody else waits for.
-
-    Attributes:
-        answer: ``None`` if all is well, else what is wrong.
-        since: When it was asked, in seconds of the monotonic clock.
-        updates: How many weight updates had begun by then.
-    """
-
-    answer: Future[str | None]
-    since: float
-    updates: int
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Occupant(Generic[P]):
     """One process in a place, and what is known of it. Of its replacement, which is another object, nothing is known.
 
@@ -57,6 +42,8 @@ class Occupant(Generic[P]):
         checked: When the last question that it answered well was asked.
         due: When to ask next.
         probe: The question that is open now.
+        silent: Whether it did not answer a request of a weight update.
+        no_successor: Why no other process could be started in its place, after it has ended.
     """
 
     process: P
@@ -67,6 +54,8 @@ class Occupant(Generic[P]):
     checked: float = 0.0
     due: float = 0.0
     probe: Probe | None = None
+    silent: bool = False
+    no_successor: str | None = None
 
 
 class Slot(abc.ABC, Generic[P]):

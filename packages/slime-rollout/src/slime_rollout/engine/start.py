@@ -52,8 +52,8 @@ class Engines(Protocol):
     def confirm_update(self, version: int) -> None:
         """Every engine of :meth:`begin_update` has confirmed ``version``."""
 
-    def fail_update(self) -> bool:
-        """The update failed; whether an engine that is being replaced is to blame."""
+    def fail_update(self, silent: str | None = None) -> bool:
+        """The update failed, perhaps as one did not answer; whether an engine that is being replaced is to blame."""
 
     def stop(self) -> None:
         """End what was started, and leave what others run. Does nothing the second time."""

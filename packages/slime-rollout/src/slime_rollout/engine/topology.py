@@ -164,10 +164,13 @@ def _model(item: Any, number: int) -> ServedModel:
 def _group(item: Any, where: str) -> ServerGroup:
     given = _mapping(item, [field.name for field in dataclasses.fields(ServerGroup)], where)
     _types(given, {"worker_type": str, "num_gpus": int, "num_gpus_per_engine": int, "overrides": dict}, where)
-    given["overrides"] = {
-        str(name).replace("_", "-"): _override(str(name), value, where)
-        for name, value in given.get("overrides", {}).items()
-    }
+    overrides: dict[str, SglangValue] = {}
+    for name, value in given.get("overrides", {}).items():
+        flag = str(name).replace("_", "-")
+        if flag in overrides:
+            raise ConfigError(f"{where}: the override {flag} is given twice, with dashes and underscores; keep one")
+        overrides[flag] = _override(str(name), value, where)
+    given["overrides"] = overrides
     return _build(ServerGroup, given, where)
 
 
@@ -234,6 +237,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below, as no key
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} comes twice", key.start_mark)
             seen.add(key.value)

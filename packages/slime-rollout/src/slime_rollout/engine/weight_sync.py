@@ -11,6 +11,7 @@ from slime_core.flags import flag
 MODES = ("full", "delta")
 TRANSPORTS = ("tensor", "nccl", "gloo", "disk")
 PAUSE_MODES = ("retract", "in_place")
+REQUEST_TIMEOUT_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,11 @@ class WeightSyncConfig:
         help="directory on the engines' machine, for the checkpoint that deltas are applied to; needed by delta",
         metavar="DIR",
     )
+    update_weight_receivers: tuple[str, ...] = flag(
+        (),
+        help="instead of that, for engines elsewhere: the `slime-rollout receive-weights --listen` on each machine",
+        metavar="HOST:PORT",
+    )
     update_weight_pause_mode: str = flag(
         "retract",
         choices=PAUSE_MODES,
@@ -57,6 +63,11 @@ class WeightSyncConfig:
                 raise ConfigError(f"--update-weight-{name} {value} is unknown; allowed: {', '.join(allowed)}")
         self._check_files()
 
+    @property
+    def update_request_timeout(self) -> float:
+        """Longest time in seconds that an engine may take to answer a request of an update, loading files apart."""
+        return REQUEST_TIMEOUT_SECONDS
+
     def _check_files(self) -> None:
         disk, delta = self.update_weight_transport == "disk", self.update_weight_mode == "delta"
         if delta and not disk:
@@ -66,9 +77,13 @@ class WeightSyncConfig:
             )
         if disk and self.update_weight_disk_dir is None:
             raise ConfigError("--update-weight-transport disk needs --update-weight-disk-dir DIR")
-        if delta and self.update_weight_local_checkpoint_dir is None:
-            raise ConfigError("--update-weight-mode delta needs --update-weight-local-checkpoint-dir DIR")
-        if delta and _absolute(self.update_weight_local_checkpoint_dir) == _absolute(self.update_weight_disk_dir):
+        local, receivers = self.update_weight_local_checkpoint_dir, self.update_weight_receivers
+        if delta and (local is None) == (not receivers):
+            raise ConfigError(
+                "--update-weight-mode delta needs --update-weight-local-checkpoint-dir DIR for engines on this machine "
+                "or --update-weight-receivers HOST:PORT for those on others; give one of them"
+            )
+        if delta and local and _resolved(local) == _resolved(self.update_weight_disk_dir):
             raise ConfigError(
                 "--update-weight-local-checkpoint-dir must be another directory than --update-weight-disk-dir "
                 f"{self.update_weight_disk_dir}: engines' copies and what is sent have the same names"
@@ -76,7 +91,8 @@ class WeightSyncConfig:
         for name, value, wanted, only in (
             ("disk-dir", self.update_weight_disk_dir, disk, "transport disk"),
             ("disk-keep-files", self.update_weight_disk_keep_files, disk, "transport disk"),
-            ("local-checkpoint-dir", self.update_weight_local_checkpoint_dir, delta, "mode delta"),
+            ("local-checkpoint-dir", local, delta, "mode delta"),
+            ("receivers", receivers, delta, "mode delta"),
         ):
             if value and not wanted:
                 raise ConfigError(
@@ -84,5 +100,5 @@ class WeightSyncConfig:
                 )
 
 
-def _absolute(path: str | None) -> Path:
-    return Path(path or ".").absolute()
+def _resolved(path: str | None) -> Path:
+    return Path(path or ".").resolve()

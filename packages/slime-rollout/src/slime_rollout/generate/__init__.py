@@ -6,7 +6,7 @@ from slime_rollout.generate.context import GenerateGroup, GenerationContext
 from slime_rollout.generate.conversation import generate_single
 from slime_rollout.generate.custom import make_generate
 from slime_rollout.generate.hook_call import HookCall, current
-from slime_rollout.generate.returned import number_parts
+from slime_rollout.generate.returned import by_trajectory, number_parts
 from slime_rollout.generate.sampling import SamplingParams
 from slime_rollout.generate.seed import sampling_seed
 from slime_rollout.generate.single_turn import generate_sample, single_turn
@@ -20,6 +20,7 @@ __all__ = [
     "HookCall",
     "SamplingParams",
     "Trajectory",
+    "by_trajectory",
     "current",
     "generate_sample",
     "generate_single",

@@ -8,13 +8,14 @@ import itertools
 import logging
 import urllib.parse
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import aiohttp
 import orjson
 
+from slime_core.types import Status
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion, excerpt, of_failed_update
 from slime_rollout.generate.control import EngineControl
@@ -51,12 +52,21 @@ class EngineClient:
         concurrency: Most requests in flight at once; the others wait here, and their time limit has not begun.
         timeout: Time limit of one request with all its retries, in seconds.
         retry_delays: Mean seconds before each retry.
+        cache_namespace: Asked before each attempt: engines share cached prefixes only among requests of one namespace
+            (SGLang's ``extra_key``); ``None`` is one, too.
     """
 
     def __init__(
-        self, url: str, *, concurrency: int, timeout: float, retry_delays: Sequence[float] = RETRY_DELAYS
+        self,
+        url: str,
+        *,
+        concurrency: int,
+        timeout: float,
+        retry_delays: Sequence[float] = RETRY_DELAYS,
+        cache_namespace: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._cache_namespace = cache_namespace
         # A queue of free places: a semaphore takes longer the more wait for it.
         self._places: asyncio.Queue[None] = asyncio.Queue()
         for _ in range(concurrency):
@@ -118,7 +128,7 @@ class EngineClient:
             session_id: Requests of one session go to the same engine, if the router's policy heeds that.
 
         Returns:
-            What was sampled; with status aborted and the tokens so far if it was aborted.
+            What was sampled; if it was aborted, with that status and :meth:`Completion.certain` of the tokens so far.
 
         Raises:
             GenerationError: The engine refused, did not answer in time or not at all, or answered something else; or
@@ -126,7 +136,8 @@ class EngineClient:
         """
         body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
         content = await self._post("/generate", body, rid=rid, session_id=session_id)
-        return Completion.nothing() if content is None else Completion.from_json(content)
+        done = Completion.nothing() if content is None else Completion.from_json(content)
+        return done.certain(sampling_params) if done.status is Status.ABORTED else done
 
     async def abort(self, rid: str) -> None:
         """Stop one request, wherever it is. Its :meth:`generate` returns the tokens that it has got.
@@ -138,22 +149,20 @@ class EngineClient:
         if (request := self._in_flight.get(rid)) is None:
             await control.abort([rid])
         else:
-            await self._stop([request], _sent([request]))
+            await self._stop([request])
 
     async def abort_all(self) -> None:
         """Stop all requests of this client as :meth:`abort` does, and nobody else's."""
-        requests = list(self._in_flight.values())
-        others = [name for name in _sent(requests) if not name.startswith(self._prefix)]
-        await self._stop(requests, [self._prefix, *others])
+        await self._stop(list(self._in_flight.values()))
 
-    async def _stop(self, requests: Sequence[InFlight], names: Sequence[str]) -> None:
-        """Stop requests, which are all that have one of these names or begin with it."""
+    async def _stop(self, requests: Sequence[InFlight]) -> None:
+        """Stop requests, each by its name: SGLang drops an abort of what only begins one."""
         _, control = self._opened()
         for request in requests:
             request.stop()
         try:
             async with asyncio.timeout(ABORT_SECONDS):
-                await control.abort(names)
+                await control.abort(_sent(requests))
                 for pause in (*_TELL_AGAIN, ABORT_SECONDS):
                     if not (requests := await _unfinished(requests, pause)):
                         return
@@ -208,7 +217,10 @@ class EngineClient:
         request.begin(self._timeout)
         while not request.stopped:
             request.name_attempt()
-            outcome = await self._attempt(where, _dump(body | {"rid": request.sent}), headers)
+            sent = body | {"rid": request.sent}
+            if (namespace := self._cache_namespace()) is not None:
+                sent["extra_key"] = namespace
+            outcome = await self._attempt(where, _dump(sent), headers)
             if isinstance(outcome, bytes):
                 return outcome
             request.problem = outcome.problem

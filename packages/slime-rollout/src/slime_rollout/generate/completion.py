@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,6 +15,11 @@ from slime_rollout.weight_version import INCOMPLETE, UNVERSIONED
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _NOT_A_NUMBER = "NaN happened"  # what SGLang says it has matched then
+# Settings by which an engine looks at all of a response, and with which values it does not.
+_OF_THE_WHOLE = {
+    **dict.fromkeys(("stop_regex", "regex", "json_schema", "ebnf", "structural_tag")),
+    **{"min_new_tokens": 0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+}
 _VERSION_DIGITS = 18
 _SHOWN = 300
 
@@ -68,7 +75,7 @@ class Completion:
     """What an engine sampled. R is the number of tokens.
 
     Attributes:
-        text: The tokens as text, without special tokens and stop strings.
+        text: The tokens as text, without special tokens and stop strings; empty if the request was aborted.
         tokens: R token ids, the one that ended the response included.
         log_probs: R log-probs (nats) of these tokens.
         weight_versions: R numbers: the weight version that sampled each token; 0 for the weights at start.
@@ -101,6 +108,31 @@ class Completion:
                 "this slime speaks to SGLang 0.5"
             ) from error
         return cls._from(reply)
+
+    def certain(self, sampling_params: Mapping[str, Any]) -> Completion:
+        """The beginning of an aborted response that can be gone on from.
+
+        An engine that aborts does not look whether the token that it has just drawn ends the response, so that token is
+        left out; and whoever goes on shows it no text before, so no stop string may have begun: as many tokens are left
+        out as the longest one has bytes. Their number does not depend on what was drawn, so that drawing them again
+        favours nothing. Of what a grammar, a penalty or the like shaped nothing is left: the rest would be taken for a
+        response of its own.
+
+        Args:
+            sampling_params: Those of the request.
+        """
+        stops = sampling_params.get("stop") or ()
+        stops = (stops,) if isinstance(stops, str) else stops
+        unsure = max(1, *(len(stop.encode(errors="replace")) for stop in stops)) if stops else 1
+        whole = any((sampling_params.get(name) or plain) != plain for name, plain in _OF_THE_WHOLE.items())
+        kept = 0 if whole else max(0, len(self.tokens) - unsure)
+        return dataclasses.replace(
+            self,
+            text="",
+            tokens=self.tokens[:kept],
+            log_probs=self.log_probs[:kept],
+            weight_versions=self.weight_versions[:kept],
+        )
 
     @classmethod
     def nothing(cls) -> Completion:

@@ -24,7 +24,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.context import GenerateGroup, GenerationContext
 from slime_rollout.generate.hook_call import HookCall, running
-from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted
+from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted, by_trajectory
 from slime_rollout.generate.single_turn import FINISHED, clear_response, single_turn
 
 FLAG = "--custom-generate-function-path"
@@ -33,17 +33,13 @@ CONTINUES = "continues_aborted"
 """Attribute of a function that wants samples that were cut off (``ABORTED``) as they are, instead of begun anew."""
 
 
-def make_generate(config: RolloutConfig, *, path: str | None = None) -> GenerateGroup:
+def make_generate(config: RolloutConfig) -> GenerateGroup:
     """How groups are generated: by ``--custom-generate-function-path``, or else in a single turn.
-
-    Args:
-        config: The settings.
-        path: Another function than that of ``config``, such as a held-out set's own.
 
     Raises:
         ConfigError: The function cannot be loaded, is not async, or takes other arguments than one of the two forms.
     """
-    path = path or config.custom_generate_function_path
+    path = config.custom_generate_function_path
     if path is None:
         return single_turn
     return CustomGenerate(path, timeout=config.custom_generate_timeout, calls=config.rollout_concurrency)
@@ -83,9 +79,7 @@ class CustomGenerate:
         unfinished = [sample for sample in group if sample.status not in FINISHED]
         if not unfinished:
             return group
-        made: dict[int, list[Sample]] = {}
-        for part in await self._generate(unfinished, context):
-            made.setdefault(part.trajectory, []).append(part)
+        made = by_trajectory(await self._generate(unfinished, context))
         return [part for sample in group for part in made.get(sample.trajectory, [sample])]
 
     async def _generate(self, samples: list[Sample], context: GenerationContext) -> list[Sample]:
@@ -120,7 +114,9 @@ class CustomGenerate:
                 return await self._function(*self._positional(call), **self._named(call))
         except SlimeError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             if limit.expired():
                 raise GenerationError(
                     f"{self._where} took more than {self._timeout:g} s for {names}; give its tools time limits of "
@@ -164,6 +160,12 @@ def _form(function: Callable[..., Any], where: str) -> tuple[bool, bool]:
         f"{where} takes {signature}; write (args, sample, sampling_params, evaluation=False) for one sample, or "
         "(args, samples, evaluation=False) for all samples of a prompt"
     )
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody asked the task to end, as opposed to a hook that awaited something else that was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _place(error: BaseException) -> str:

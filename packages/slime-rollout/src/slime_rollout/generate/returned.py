@@ -61,7 +61,7 @@ class Accepted:
                 if part is self._call.samples[place] or part.prompt is self._handed[place]:
                     part.prompt = copy.deepcopy(self._call.prompts[place])
                 self._complete(part, place)
-            result += own if len(own) == 1 else self._split(own, place)
+            result += own if len(own) == 1 and not self._begins_anew(own[0], place) else self._split(own, place)
         return result
 
     def restore(self) -> None:
@@ -132,6 +132,10 @@ class Accepted:
         part.rollout_log_probs, part.weight_versions = None, []
         part.metadata[TOKENIZED_KEY] = True
 
+    def _begins_anew(self, part: Sample, place: int) -> bool:
+        """Whether a part that was cut off is needed as its prompt, and has another one: the function's own."""
+        return part.status is Status.ABORTED and not self._keeps_aborted and part.prompt_tokens != self._prompts[place]
+
     def _split(self, own: list[Sample], place: int) -> list[Sample]:
         """Several samples of one trajectory; as long as one is unfinished, the trajectory begins anew."""
         if any(part.status is Status.ABORTED for part in own):
@@ -152,6 +156,14 @@ class Accepted:
     def _names(self) -> str:
         first, last = self._numbers[0][0], self._numbers[-1][0]
         return f"sample {first}" if first == last else f"samples {first} to {last}"
+
+
+def by_trajectory(group: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """The samples of each trajectory, by its number, in their order."""
+    parts: dict[int, list[Sample]] = {}
+    for sample in group:
+        parts.setdefault(sample.trajectory, []).append(sample)
+    return parts
 
 
 def number_parts(groups: Iterable[Group], fresh: Callable[[], int]) -> None:

@@ -58,16 +58,18 @@ def extend(sample: Sample, done: Completion, tokenizer: Any = None) -> None:
     Args:
         sample: Grows.
         done: What to add.
-        tokenizer: Where a response goes on after it was cut off, its text is decoded as a whole: a character may have
-            bytes on both sides of the cut. Without one the texts are joined.
+        tokenizer: Where a response is cut off or goes on, its text is decoded as a whole: a character may have bytes
+            on both sides of the cut. Without one nothing is added of a response that is cut off.
     """
-    if sample.response_length and tokenizer is not None:
+    if tokenizer is None and done.status is Status.ABORTED:
+        done = Completion.nothing()
+    if tokenizer is not None and (sample.response_length or done.status is Status.ABORTED):
         text = _joined_text(sample, done, tokenizer)
     else:
         text = sample.response + done.text
     if done.tokens:
         sample.append_response(done.tokens, log_probs=done.log_probs, weight_version=done.weight_versions)
-    elif sample.rollout_log_probs is None:
+    elif not sample.response_length:
         sample.rollout_log_probs = []
     sample.response = text
     sample.status = done.status
@@ -75,6 +77,8 @@ def extend(sample: Sample, done: Completion, tokenizer: Any = None) -> None:
 
 def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
     whole: str = tokenizer.decode([*sample.response_tokens, *done.tokens], skip_special_tokens=True)
+    if done.status is Status.ABORTED:
+        return whole
     last: str = tokenizer.decode(done.tokens, skip_special_tokens=True)
     # The engine leaves a stop string out of the text, not out of the tokens.
     return whole[: len(whole) - (len(last) - len(done.text))] if last.startswith(done.text) else whole

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from slime_core.errors import SlimeError
 from slime_core.hooks import HookArgs
-from slime_core.types import Group, Keep, Sample, Status
+from slime_core.types import Group, Keep, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
     Fate,
@@ -38,9 +37,11 @@ from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.returned import TOKENIZED_KEY
 from slime_rollout.generate.single_turn import single_turn
 from slime_rollout.hooks.check import GivenHook
+from slime_rollout.hooks.limits import call_within
 from slime_rollout.hooks.stand_in import StandInEngine, make_tokenizer, write_prompts
 from slime_rollout.pipeline import all_of
 from slime_rollout.rewards import make_group_reward, make_reward
+from slime_rollout.source_calls import checked_groups
 
 TIME_LIMIT = 60.0
 REPLIES = ("The answer is 4.", "I do not know.")
@@ -123,34 +124,12 @@ def try_hook(hook: GivenHook, trial: Trial) -> str:
         SlimeError: It broke its contract: raised, hung, or returned something else than it must.
     """
     mine = dataclasses.replace(trial, config=hook.config)
-    return str(_limited(lambda: _TRIALS[hook.kind.field](mine), trial.time_limit))
-
-
-def _limited(work: Callable[[], Any], limit: float) -> Any:
-    """Run something that may never end in a thread; one that does not is left behind.
-
-    Raises:
-        ContractError: It took longer, or raised something that is no error of slime's.
-    """
-    outcome: list[tuple[Any, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((work(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True, name="slime-hook")
-    thread.start()
-    thread.join(limit)
-    if not outcome:
-        raise ContractError(f"it was not done after {limit:g} s; it hangs, or needs a higher --time-limit")
-    value, error = outcome[0]
-    if isinstance(error, SlimeError):
-        raise error
-    if error is not None:
+    try:
+        return str(call_within(trial.time_limit, "it", _TRIALS[hook.kind.field], mine, flag="--time-limit"))
+    except SlimeError:
+        raise
+    except (Exception, SystemExit) as error:
         raise ContractError(f"it raised {type(error).__name__}: {error}") from error
-    return value
 
 
 def _try_generate(trial: Trial) -> str:
@@ -174,12 +153,12 @@ def _try_generate(trial: Trial) -> str:
 
 def _try_reward(trial: Trial) -> str:
     samples = [sample for group in _finished(trial) for sample in group]
-    group_reward = make_group_reward(trial.config, trial.args)
+    group_reward = make_group_reward(trial.config, trial.args, strict=True)
 
     async def score() -> list[Any]:
         if group_reward is not None:
             return await group_reward(samples[: trial.size])
-        reward = make_reward(trial.config, trial.args)
+        reward = make_reward(trial.config, trial.args, strict=True)
         return await all_of([reward(sample) for sample in samples])
 
     values = asyncio.run(score())
@@ -205,11 +184,11 @@ def _try_filter(trial: Trial) -> str:
 
 def _try_source(trial: Trial) -> str:
     source, again = (make_data_source(trial.config, trial.dataset, trial.args) for _ in range(2))
-    first = _handed_out(source, 3)
+    first = checked_groups(source.get_samples(3), 3)
     source.add_samples(first)
     state = json.loads(json.dumps(source.state_dict()))
     again.load_state_dict(state)
-    second, repeated = _handed_out(source, 2), _handed_out(again, 2)
+    second, repeated = (checked_groups(one.get_samples(2), 2) for one in (source, again))
     if [sample.to_dict() for group in second for sample in group] != [
         sample.to_dict() for group in repeated for sample in group
     ]:
@@ -219,19 +198,6 @@ def _try_source(trial: Trial) -> str:
         raise ContractError(problem)
     back = len({group[0].group_index for group in first} & {group[0].group_index for group in second})
     return f"of 3 groups that were given back, {back} of the next 2 were; its state goes on where it was saved"
-
-
-def _handed_out(source: RolloutDataSource, count: int) -> list[Group]:
-    groups: Any = source.get_samples(count)
-    if not (
-        isinstance(groups, list)
-        and len(groups) == count
-        and all(isinstance(group, list) and group and all(isinstance(one, Sample) for one in group) for group in groups)
-    ):
-        raise ContractError(
-            f"get_samples({count}) returned {str(groups)[:100]}; return a list of {count} groups of samples"
-        )
-    return list(groups)
 
 
 def _finished(trial: Trial) -> list[Group]:

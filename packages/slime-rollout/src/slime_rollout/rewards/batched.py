@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -11,17 +12,18 @@ from weakref import WeakKeyDictionary
 
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
-from slime_core.interfaces import RewardValue
+from slime_core.interfaces import GroupReward, RewardValue
 from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
-from slime_rollout.errors import RewardError
+from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.rewards.calls import FunctionCalls
 from slime_rollout.rewards.custom import FLAG, USUAL_NAMES, checked_reward
-from slime_rollout.rewards.threads import in_thread
+from slime_rollout.rewards.tolerant import Outcome, name_samples
 
 _BATCH = 64  # samples
 
 Batched = Callable[[list[Sample]], Any]
-"""Takes samples, gives their rewards, or something to await for them. Runs in a thread unless it is ``async``."""
+"""Takes samples, gives their rewards, or something to await for them."""
 
 
 def load_batched(
@@ -45,7 +47,7 @@ def load_batched(
     """
     found = load_function(path, FLAG, usual_names=USUAL_NAMES)
     if inspect.isclass(found):
-        return _of_class(found, path, dict(kwargs or {}))
+        return _Model(found, path, dict(kwargs or {}))
     if kwargs is not None:
         raise ConfigError(
             f"--custom-rm-kwargs is for a class; {FLAG} {path} is a function, which gets every flag in args"
@@ -63,31 +65,48 @@ def load_batched(
     return lambda samples: found(hook_args, samples)
 
 
-def _of_class(made_from: type[Any], path: str, kwargs: dict[str, Any]) -> Batched:
-    try:
-        inspect.signature(made_from).bind(**kwargs)
-        inspect.signature(made_from.compute_reward).bind(None, "prompts", "responses")
-    except AttributeError:
-        raise ConfigError(f"{FLAG} {path} is a class without compute_reward(self, prompts, responses)") from None
-    except TypeError as error:
-        raise ConfigError(
-            f"{FLAG} {path}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
-            "and called as compute_reward(prompts, responses)"
-        ) from None
-    made: list[Any] = []
-    lock = threading.Lock()
+class _Model:
+    """An object of the user's class, made in the first call.
 
-    def batched(samples: list[Sample]) -> Any:
-        with lock:
-            if not made:
-                made.append(made_from(**kwargs))
-        return made[0].compute_reward([sample.prompt for sample in samples], [sample.response for sample in samples])
+    Raises:
+        ConfigError: The class has no ``compute_reward``, or takes other arguments.
+    """
 
-    return batched
+    def __init__(self, made_from: Any, path: str, kwargs: dict[str, Any]) -> None:
+        try:
+            inspect.signature(made_from).bind(**kwargs)
+            inspect.signature(made_from.compute_reward).bind(None, "prompts", "responses")
+        except AttributeError:
+            raise ConfigError(f"{FLAG} {path} is a class without compute_reward(self, prompts, responses)") from None
+        except TypeError as error:
+            raise ConfigError(
+                f"{FLAG} {path}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
+                "and called as compute_reward(prompts, responses)"
+            ) from None
+        self._make = functools.partial(made_from, **kwargs)
+        self._path = path
+        self._made: Any = None
+        self._lock = threading.Lock()
+        self.is_being_made = False
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._new()
+        return self._made.compute_reward([sample.prompt for sample in samples], [sample.response for sample in samples])
+
+    def _new(self) -> Any:
+        self.is_being_made = True
+        try:
+            return self._make()
+        except BaseException as error:  # nothing can be scored, so this is no sample's failure
+            raise RewardError(f"{FLAG} {self._path} cannot be made: {type(error).__name__}: {error}") from error
+        finally:
+            self.is_being_made = False
 
 
-class BatchedReward:
-    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64.
+class BatchedFunction:
+    """Scores samples in one call. Takes part in a `TolerantGroup`.
 
     Args:
         path: Where the function comes from, for messages.
@@ -96,52 +115,74 @@ class BatchedReward:
     """
 
     def __init__(self, path: str, function: Batched, *, timeout: float) -> None:
-        self._path = path
-        self._function = function
-        self._timeout = timeout
+        self._path, self._function, self._timeout = path, function, timeout
+        self._calls = FunctionCalls(f"{FLAG} {path}", function, timeout=timeout)
+
+    async def __call__(self, group: Group) -> list[Outcome]:
+        """Each sample's reward, or why what was returned for it is none.
+
+        Raises:
+            VerifierError: The call raised, took too long, or did not return one value for each sample.
+            RewardError: The object that scores cannot be made; or too many calls go on without end.
+        """
+        try:
+            values = await self._calls(name_samples(group), group)
+        except VerifierError as error:
+            if isinstance(self._function, _Model) and self._function.is_being_made:
+                raise RewardError(
+                    f"{FLAG} {self._path} takes more than {self._timeout:g} s to be made; raise --rm-timeout"
+                ) from error
+            raise
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, list | tuple) or len(values) != len(group):
+            raise VerifierError(
+                f"{FLAG} {self._path} returned {str(values)[:200]} for {name_samples(group)}; "
+                f"return a list of {len(group)} rewards"
+            )
+        return [self._outcome(value, sample) for value, sample in zip(values, group, strict=True)]
+
+    def _outcome(self, value: Any, sample: Sample) -> Outcome:
+        try:
+            return checked_reward(value, self._path, sample)
+        except VerifierError as error:
+            return error
+
+
+class BatchedReward:
+    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64.
+
+    Args:
+        score: Gives the rewards of a batch.
+    """
+
+    def __init__(self, score: GroupReward) -> None:
+        self._score = score
         self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The sample's reward.
 
         Raises:
-            RewardError: The call of its batch raised, took too long, or did not return one reward for each sample.
+            RewardError: What the call of its batch raised.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), _Queue())
         answer: asyncio.Future[RewardValue] = asyncio.get_running_loop().create_future()
         queue.waiting.append((sample, answer))
-        async with queue.turn:
-            await asyncio.sleep(0)  # whatever comes in the same moment joins
-            while not answer.done():
-                await self._score_next(queue)
-        return await answer
-
-    async def score_group(self, group: Group) -> list[RewardValue]:
-        """The rewards of some samples, from one call.
-
-        Raises:
-            RewardError: As :meth:`__call__`.
-        """
         try:
-            async with asyncio.timeout(self._timeout):
-                values = await self._call(group)
-        except TimeoutError:
-            raise RewardError(
-                f"{FLAG} {self._path} took more than {self._timeout:g} s for {_name(group)}; "
-                "make it faster or raise --rm-timeout"
-            ) from None
-        values = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(values, list | tuple) or len(values) != len(group):
-            raise RewardError(
-                f"{FLAG} {self._path} returned {str(values)[:200]} for {_name(group)}; "
-                f"return a list of {len(group)} rewards"
-            )
-        return [checked_reward(value, self._path, sample) for value, sample in zip(values, group, strict=True)]
+            async with queue.turn:
+                await asyncio.sleep(0)  # whatever comes in the same moment joins
+                while not answer.done():
+                    await self._score_next(queue)
+            return await answer
+        except asyncio.CancelledError:
+            queue.waiting = [pair for pair in queue.waiting if pair[1] is not answer]
+            answer.cancel()
+            raise
 
     async def _score_next(self, queue: _Queue) -> None:
         batch, queue.waiting = queue.waiting[:_BATCH], queue.waiting[_BATCH:]
         try:
-            values = await self.score_group([sample for sample, _ in batch])
+            values = await self._score([sample for sample, _ in batch])
         except RewardError as error:
             for _, answer in batch:
                 if not answer.done():
@@ -154,17 +195,6 @@ class BatchedReward:
             if not answer.done():
                 answer.set_result(value)
 
-    async def _call(self, group: Group) -> Any:
-        try:
-            if inspect.iscoroutinefunction(self._function):
-                return await self._function(group)
-            values = await in_thread(self._function, group)
-            return await values if inspect.isawaitable(values) else values
-        except (Exception, SystemExit) as error:
-            raise RewardError(
-                f"{FLAG} {self._path} raised {type(error).__name__} for {_name(group)}: {error}"
-            ) from error
-
 
 class _Queue:
     """Of one event loop: the samples that wait, and whose turn it is to call."""
@@ -172,8 +202,3 @@ class _Queue:
     def __init__(self) -> None:
         self.waiting: list[tuple[Sample, asyncio.Future[RewardValue]]] = []
         self.turn = asyncio.Lock()
-
-
-def _name(group: Group) -> str:
-    first, last = group[0].index, group[-1].index
-    return f"sample {first}" if len(group) == 1 else f"{len(group)} samples, {first} to {last}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import io
 import json
 import os
@@ -30,7 +31,10 @@ from slime_rollout.rewards.registry import find_rule
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 _PR_SET_PDEATHSIG = 1
+_REQUESTS, _REPLIES = 3, 4  # a worker's ends of its pipes
 _ERROR_CHARACTERS = 300  # keeps a reply below what a pipe takes at once
+_MOST_ENTRIES = 32
+_LARGEST = 1e300
 
 
 def load_verifier(target: str) -> Verifier:
@@ -76,44 +80,71 @@ class _Worker:
 
 
 def _work(verifier: Verifier, request_fd: int, reply_fd: int, memory_limit: int, keeper: int) -> NoReturn:
-    """The worker's life. The verifier's standard streams lead nowhere; its memory is limited."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:
-        os._exit(1)
+    """The worker's life. Whatever is raised ends it here: the keeper's own way out would end the other workers."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:
+            _serve(verifier, request_fd, reply_fd, memory_limit)
+            code = 0
+    finally:
+        os._exit(code)
+
+
+def _serve(verifier: Verifier, request_fd: int, reply_fd: int, memory_limit: int) -> None:
+    """Answer requests. The verifier's standard streams lead nowhere; its memory is limited."""
     os.setpgid(0, 0)
     null = os.open(os.devnull, os.O_RDWR)
-    for old, new in ((null, 0), (null, 1), (null, 2), (request_fd, 200), (reply_fd, 201)):
-        os.dup2(old, new)
-    os.closerange(3, 200)
-    os.closerange(202, 4096)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+    # First out of the way of the numbers that they get.
+    moved = [fcntl.fcntl(old, fcntl.F_DUPFD, _REPLIES + 1) for old in (request_fd, reply_fd)]
+    for old, new in ((null, 0), (null, 1), (null, 2), (moved[0], _REQUESTS), (moved[1], _REPLIES)):
+        os.dup2(old, new, inheritable=new < _REQUESTS)
+    os.closerange(_REPLIES + 1, os.sysconf("SC_OPEN_MAX"))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = memory_limit if most == resource.RLIM_INFINITY else min(memory_limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with io.FileIO(200, "r") as raw, io.BufferedReader(raw) as requests:
+    with io.FileIO(_REQUESTS, "r") as raw, io.BufferedReader(raw) as requests:
         for line in requests:
             reply = _answer(verifier, json.loads(line))
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory_limit / 2
-            _write(201, json.dumps({**reply, "last": grown}).encode() + b"\n")
+            _write(_REPLIES, json.dumps({**reply, "last": grown}).encode() + b"\n")
             if grown:
                 break
-    os._exit(0)
 
 
 def _answer(verifier: Verifier, arguments: Sequence[Any]) -> dict[str, Any]:
     try:
-        return {"value": verifier(*arguments)}
+        value = verifier(*arguments)
+        if _is_reward(value):
+            return {"value": value}
+        return {"failure": f"it returned {value!r}"[:_ERROR_CHARACTERS] + ", which is no finite number"}
     except MemoryError:
         return {"failure": "it reached the memory limit"}
     except RecursionError:
         return {"failure": "it nests too deep"}
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         return {"failure": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+
+
+def _is_reward(value: Any) -> bool:
+    """Whether it is a number, or a few by name: a reply has to be below what a pipe takes at once."""
+    if isinstance(value, dict):
+        names = all(isinstance(name, str) for name in value) and sum(map(len, value)) < _ERROR_CHARACTERS
+        return 0 < len(value) <= _MOST_ENTRIES and names and all(map(_is_number, value.values()))
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= _LARGEST  # which NaN is not either
 
 
 class _Keeper:
     """Hands requests to idle workers, watches the time, and replaces workers."""
 
-    def __init__(self, verifier: Verifier, workers: int, time_limit: float, memory_limit: int) -> None:
+    def __init__(self, verifier: Verifier, workers: int, time_limit: float, memory_limit: int, replies: int) -> None:
         self._verifier, self._time_limit, self._memory_limit = verifier, time_limit, memory_limit
+        self._count, self._replies = workers, replies
         self._selector = selectors.DefaultSelector()
         self._waiting: deque[tuple[int, Sequence[Any]]] = deque()
         self._workers: list[_Worker] = []
@@ -144,48 +175,51 @@ class _Keeper:
     def _hear(self, worker: _Worker) -> None:
         line = os.read(worker.reply_fd, 1 << 16)
         if not line:
-            self._replace(worker)
+            self._remove(worker)
             return
         reply = json.loads(line)
         last = reply.pop("last")
-        _reply(worker.job, reply)
+        self._reply(worker.job, reply)
         worker.job = None
         if last:
-            self._replace(worker)
+            self._remove(worker)
+            self._add_worker()
 
-    def _replace(self, worker: _Worker, failure: str | None = None) -> None:
+    def _remove(self, worker: _Worker, failure: str | None = None) -> None:
+        """End a worker. One that was idle is replaced when it is needed, or those that cannot live had no end."""
         self._selector.unregister(worker.reply_fd)
         self._workers.remove(worker)
         status = worker.end()
         if worker.job is not None:
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-            _reply(worker.job, {"failure": failure or f"its process ended with {how}"})
-        self._add_worker()
+            self._reply(worker.job, {"failure": failure or f"its process ended with {how}"})
+            self._add_worker()
 
-    def _add_worker(self) -> None:
+    def _add_worker(self) -> _Worker:
         worker = _Worker(self._verifier, self._memory_limit)
         self._workers.append(worker)
         self._selector.register(worker.reply_fd, selectors.EVENT_READ, worker)
+        return worker
 
     def _end_the_late(self) -> None:
         now = time.monotonic()
         for worker in [one for one in self._workers if one.job is not None and one.deadline <= now]:
-            self._replace(worker, f"it took more than {self._time_limit:g} s")
+            self._remove(worker, f"it took more than {self._time_limit:g} s")
 
     def _hand_out(self) -> None:
-        for worker in [one for one in self._workers if one.job is None]:
-            if not self._waiting:
+        while self._waiting:
+            worker = next((one for one in self._workers if one.job is None), None)
+            if worker is None and len(self._workers) == self._count:
                 return
             job, arguments = self._waiting.popleft()
-            worker.start(job, arguments, self._time_limit)
+            (worker or self._add_worker()).start(job, arguments, self._time_limit)
+
+    def _reply(self, job: int | None, reply: dict[str, Any]) -> None:
+        _write(self._replies, json.dumps({"job": job, **reply}).encode() + b"\n")
 
     def _seconds_left(self) -> float | None:
         deadlines = [worker.deadline for worker in self._workers if worker.job is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-
-def _reply(job: int | None, reply: dict[str, Any]) -> None:
-    _write(1, json.dumps({"job": job, **reply}).encode() + b"\n")
 
 
 def _write(descriptor: int, content: bytes) -> None:
@@ -202,9 +236,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--time-limit", type=float, required=True)
     parser.add_argument("--memory-limit", type=int, required=True)
     given = parser.parse_args(arguments)
-    keeper = _Keeper(load_verifier(given.target), given.workers, given.time_limit, given.memory_limit)
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what a verifier writes as it is imported is no reply
+    verifier = load_verifier(given.target)
+    keeper = _Keeper(verifier, given.workers, given.time_limit, given.memory_limit, replies)
     try:
-        _write(1, b'{"ready": true}\n')
+        _write(replies, b'{"ready": true}\n')
         keeper.run()
     except BrokenPipeError:  # the pool is gone
         pass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import itertools
 import json
 import os
@@ -19,14 +21,10 @@ from concurrent.futures import Future
 from typing import IO, Any
 
 from slime_core.interfaces import RewardValue
-from slime_rollout.errors import RewardError
+from slime_rollout.errors import RewardError, VerifierError
 
 _CACHED = 100_000  # scores
 _KEEPER = "slime_rollout.rewards.keeper"
-
-
-class VerifierError(RewardError):
-    """A verifier gave no score for one sample: it raised, hung, crashed or reached its memory limit."""
 
 
 class VerifierPool:
@@ -34,7 +32,8 @@ class VerifierPool:
 
     The processes start with the first request, and end with :meth:`close`, with the last reference to the pool, or
     with this process, however it ends. A request waits for a free worker without limit; the time limit begins when it
-    has one. Scores are kept for equal requests; failures are not.
+    has one. Equal requests are scored once, while the first is open and as long as its score is among the last 100,000;
+    failures are not kept.
 
     Args:
         target: A rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``.
@@ -47,9 +46,10 @@ class VerifierPool:
         self._target = target
         self._command = [sys.executable, "-m", _KEEPER, target, "--workers", str(workers)]
         self._command += ["--time-limit", str(time_limit), "--memory-limit", str(memory_limit)]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._link: _Link | None = None
-        self._scores: OrderedDict[str, RewardValue] = OrderedDict()
+        self._asked: dict[bytes, Future[RewardValue]] = {}
+        self._scores: OrderedDict[bytes, RewardValue] = OrderedDict()
 
     async def score(self, response: str, label: str, metadata: Mapping[str, Any]) -> RewardValue:
         """The verifier's value.
@@ -59,20 +59,37 @@ class VerifierPool:
             RewardError: The verifier cannot be started.
         """
         request = json.dumps([response, label, dict(metadata)])
+        key = hashlib.blake2b(request.encode(), digest_size=16).digest()  # responses are long
         with self._lock:
-            if request in self._scores:
-                self._scores.move_to_end(request)
-                return self._scores[request]
-            if self._link is None or self._link.ended:
+            if key in self._scores:
+                self._scores.move_to_end(key)
+                return _copy(self._scores[key])
+            if key not in self._asked:
+                self._asked[key] = asked = self._linked().ask(request)
+                asked.add_done_callback(functools.partial(self._keep, key))
+            else:
+                asked = self._asked[key]
+            answer: Future[RewardValue] = Future()  # of its own: it may be cancelled
+            asked.add_done_callback(functools.partial(_pass_on, answer))
+        return await asyncio.wrap_future(answer)
+
+    def _linked(self) -> _Link:
+        if self._link is None or self._link.ended:
+            try:
                 self._link = _Link(self._target, self._command)
-                weakref.finalize(self, self._link.close)
-            answer = self._link.ask(request)
-        value: RewardValue = await asyncio.wrap_future(answer)
+            except OSError as error:
+                raise RewardError(f"the verifier {self._target} does not start: {error}") from error
+            weakref.finalize(self, self._link.close)
+        return self._link
+
+    def _keep(self, key: bytes, asked: Future[RewardValue]) -> None:
         with self._lock:
-            self._scores[request] = value
-            if len(self._scores) > _CACHED:
-                self._scores.popitem(last=False)
-        return value
+            if self._asked.get(key) is asked:
+                del self._asked[key]
+            if asked.exception() is None:
+                self._scores[key] = asked.result()
+                if len(self._scores) > _CACHED:
+                    self._scores.popitem(last=False)
 
     def close(self) -> None:
         """End the processes. Open requests fail; another request starts new ones."""
@@ -80,6 +97,7 @@ class VerifierPool:
             if self._link is not None:
                 self._link.close()
                 self._link = None
+            self._asked.clear()
 
 
 class _Link:
@@ -130,9 +148,12 @@ class _Link:
                 pipe.flush()
 
     def _receive(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            for line in pipe:
-                self._take(json.loads(line))
+        try:
+            with pipe:
+                for line in pipe:
+                    self._take(json.loads(line))
+        except (ValueError, KeyError):  # no reply of the keeper's, so nothing that follows can be trusted
+            self._process.kill()
         code = self._process.wait()
         with self._lock:
             self.ended = True
@@ -159,10 +180,22 @@ class _Link:
         return RewardError(f"the verifier {self._target} does not start: {lines[-1] if lines else f'exit code {code}'}")
 
 
-def _settle(answer: Future[RewardValue], value: Any = None, error: RewardError | None = None) -> None:
+def _settle(answer: Future[RewardValue], value: Any = None, error: BaseException | None = None) -> None:
     if not answer.set_running_or_notify_cancel():
         return  # nobody waits any more
     if error is not None:
         answer.set_exception(error)
     else:
         answer.set_result(value)
+
+
+def _pass_on(answer: Future[RewardValue], asked: Future[RewardValue]) -> None:
+    error = asked.exception()
+    if error is not None:
+        _settle(answer, error=error)
+    else:
+        _settle(answer, _copy(asked.result()))
+
+
+def _copy(value: RewardValue) -> RewardValue:
+    return dict(value) if isinstance(value, dict) else value

@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
+from slime_rollout.config import REMOTE_RULES, RULES, RolloutConfig
 from slime_rollout.rewards.answers import after_thought, last_boxed
 from slime_rollout.rewards.mathematics import math_equal
 from slime_rollout.rewards.rules import exact, first_integer, parse_integer
 from slime_rollout.rewards.text_answers import answer_line, multiple_choice, read_number, same_number, token_f1
 
 BOXED = "boxed_"
+ROW_KEY = "rm_type"
+"""Entry of a row's metadata that names its rule, in place of ``--rm-type``."""
 Metadata = Mapping[str, Any]
 
 
@@ -94,17 +98,50 @@ def find_rule(name: str) -> Rule:
     return Rule(score, rule.compare, rule.wrong, rule.metadata_keys, rule.instant)
 
 
-def check_label(rule: str, label: str | None) -> str | None:
-    """What is wrong with a label for a rule, as the end of a message; ``None`` if nothing is."""
-    if rule in ("random", "remote_rm"):
+def rule_of_row(metadata: Metadata, rule: str) -> str:
+    """The rule that a row's metadata names; ``rule`` if it names none.
+
+    Raises:
+        DataError: There is no rule of that name.
+    """
+    name = metadata.get(ROW_KEY)
+    if name is None or name == "":
+        return rule
+    if name not in RULES:
+        raise DataError(f"the metadata's {ROW_KEY} is {name!r}; allowed: {', '.join(RULES)}; or leave it out")
+    return str(name)
+
+
+def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) -> str | None:
+    """What keeps a row from being scored, as the end of a message; ``None`` if nothing does."""
+    if config.rule is None:
         return None
-    if label is None:
-        return f"no label, which --rm-type {rule} compares with; add one to the row, or name its field with --label-key"
+    try:
+        rule = rule_of_row(metadata, config.rule)
+    except DataError as error:
+        return str(error)
+    if rule == config.rule:
+        return check_label(rule, label)
+    source = f"the metadata's {ROW_KEY}"
+    if rule in REMOTE_RULES and config.rule not in REMOTE_RULES:
+        return f"{source} is {rule}, and no service is known; give --rm-type remote_rm with its --rm-url"
+    if rule.removeprefix(BOXED) == "dapo" and config.reward_key not in ("score", "acc"):
+        return f"{source} is {rule}, which gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
+    return check_label(rule, label, source)
+
+
+def check_label(rule: str, label: str | None, source: str = "--rm-type") -> str | None:
+    """What is wrong with a label for a rule that ``source`` names, as the end of a message; ``None`` if nothing is."""
+    if rule == "random" or rule in REMOTE_RULES:
+        return None
     name = rule.removeprefix(BOXED)
+    compares = f"which {source} {rule} compares with"
+    if label is None:
+        return f"no label, {compares}; add one to the row, or name its field with --label-key"
     if name == "first_integer" and parse_integer(label) is None:
-        return f"the label {label!r} has no integer first, which --rm-type {rule} compares with"
+        return f"the label {label!r} has no integer first, {compares}"
     if name == "dapo" and read_number(label) is None:
-        return f"the label {label!r} is no number, which --rm-type {rule} compares with"
+        return f"the label {label!r} is no number, {compares}"
     if name != "exact" and not label.strip():
-        return f"the label is empty, which --rm-type {rule} cannot compare with"
+        return f"the label is empty, which {source} {rule} cannot compare with"
     return None

@@ -7,24 +7,27 @@ from typing import Any
 
 from slime_core.interfaces import RewardValue
 from slime_core.types import Sample
-from slime_rollout.errors import RewardError
+from slime_rollout.errors import RewardError, VerifierError
 from slime_rollout.http import HttpError
-from slime_rollout.rewards.pool import VerifierError
+from slime_rollout.rewards.answers import last_boxed
 from slime_rollout.service import Service
 
 
 class RemoteReward:
-    """Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object of numbers.
+    r"""Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object of numbers.
 
-    Refused connections and 5xx are tried four times in all; a 4xx ends the run, for every sample would get it.
+    Refused connections, 408, 429 and 5xx are tried four times in all; any other 4xx ends the run, for every sample
+    would get it.
 
     Args:
         url: Address of the service.
         timeout: Time limit of one attempt, in seconds.
+        boxed: Send as response what the last ``\boxed{…}`` holds: nothing where there is none.
     """
 
-    def __init__(self, url: str, *, timeout: float) -> None:
+    def __init__(self, url: str, *, timeout: float, boxed: bool = False) -> None:
         self._service = Service(url, timeout=timeout)
+        self._boxed = boxed
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The service's value.
@@ -33,7 +36,8 @@ class RemoteReward:
             VerifierError: It answered with an error of its own, with something that is no reward, or not at all.
             RewardError: It refused the request.
         """
-        payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        response = last_boxed(sample.response) or "" if self._boxed else sample.response
+        payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         try:
             return _reward(await self._service.ask(payload), self._service.url)
         except HttpError as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, Reward
 from slime_rollout.config import RolloutConfig
+from slime_rollout.rewards.by_rule import RuleRewards
 from slime_rollout.rewards.reward import make_group_reward, make_reward
 
 
@@ -34,6 +35,10 @@ class Scorers:
 
     def __init__(self, config: RolloutConfig, hook_args: HookArgs) -> None:
         self._made: dict[tuple[object, ...], Scorer] = {}
+        self._rules = RuleRewards()
+        self._keys: dict[tuple[object, ...], set[str | None]] = {}
+        for one in (config, *(held_out.config for held_out in config.eval_sets)):
+            self._keys.setdefault(_choice(one), set()).add(one.reward_key)
         self._make(config, hook_args)
         for held_out in config.eval_sets:
             with held_out.named():
@@ -46,7 +51,16 @@ class Scorers:
     def _make(self, config: RolloutConfig, hook_args: HookArgs) -> None:
         choice = _choice(config)
         if choice not in self._made:
-            self._made[choice] = Scorer(make_reward(config, hook_args), make_group_reward(config, hook_args))
+            names = self._names(choice)
+            self._made[choice] = Scorer(
+                make_reward(config, hook_args, rules=self._rules, names=names),
+                make_group_reward(config, hook_args, names=names),
+            )
+
+    def _names(self, choice: tuple[object, ...]) -> set[str]:
+        """The names that rewards have for all who share them; none where somebody gives no name: a number does then."""
+        names = {key for key in self._keys[choice] if key is not None}
+        return set() if None in self._keys[choice] else names
 
 
 def _choice(config: RolloutConfig) -> tuple[object, ...]:

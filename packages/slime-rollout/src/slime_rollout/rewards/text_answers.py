@@ -74,7 +74,8 @@ def multiple_choice(response: str, label: str, metadata: Mapping[str, Any]) -> f
     choices = [str(choice) for choice in metadata.get("choices") or ()]
     right = correct_letter(label, metadata.get("correct_letter"), choices)
     answer = after_thought(response) or response
-    chosen = _chosen_letter(answer, _LETTERS[: len(choices) or 4])
+    usual = max(4, _LETTERS.index(right) + 1) if right else 4
+    chosen = _chosen_letter(answer, _LETTERS[: len(choices) or usual])
     if chosen is not None and right is not None:
         return float(chosen == right)
     place = _LETTERS.index(right) if right else len(choices)

@@ -207,7 +207,7 @@ class Supervisor:
         return self.exit_code if self.exit_code is not None else 1
 
     def _install_signals(self) -> int:
-        """Record signals, and make them wake :func:`select.select`; returns the descriptor to select on."""
+        """Record signals, and make them wake who polls; returns the descriptor to poll."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         os.set_blocking(read_end, False)
@@ -226,16 +226,19 @@ class Supervisor:
         self.child = self.process.pid
 
     def _wait(self, wakeup: int) -> None:
-        """Until the command ends, a signal comes, or the parent is gone."""
+        """Until the command ends, a signal comes, or the parent has written to the pipe, closed it or is gone."""
+        events = select.poll()  # `select` takes no descriptor above 1023, and a parent with many requests has such
+        for descriptor in (self.pipe_fd, wakeup):
+            events.register(descriptor, select.POLLIN)
         while True:
             self._reap()
             if self.exit_code is not None or self.signals or os.getppid() != self.parent:
                 return
             self._note_tree()  # before the end, for a process that was killed has no pid and no open files any more
-            ready, _, _ = select.select([self.pipe_fd, wakeup], [], [], PARENT_CHECK_SECONDS)
+            ready = {descriptor for descriptor, _ in events.poll(1000.0 * PARENT_CHECK_SECONDS)}
             if wakeup in ready:
                 os.read(wakeup, 4096)
-            if self.pipe_fd in ready and not os.read(self.pipe_fd, 4096):
+            if self.pipe_fd in ready:
                 return
 
     def _note_tree(self) -> None:

@@ -127,7 +127,10 @@ class Supervised:
 
     def request_stop(self) -> None:
         """Ask the supervisor to end the tree, without waiting."""
-        self._pipe.close()
+        if not self._pipe.closed:
+            with contextlib.suppress(OSError):  # it has ended
+                self._pipe.write(b".")  # the end of the pipe alone is not seen while a child forked in C has a copy
+            self._pipe.close()
 
     def stop(self, timeout: float | None = None) -> int:
         """End the tree and wait for it; does nothing to one that has ended.

@@ -6,11 +6,12 @@ run's flags choose. Importing this imports torch, and nothing of SGLang.
 
 from slime_rollout.weights.channel import EngineChannel
 from slime_rollout.weights.checkpoint import verify_checkpoint
-from slime_rollout.weights.choose import open_channel
+from slime_rollout.weights.choose import open_channel, receivers_beside
 from slime_rollout.weights.control import engine_weight_version
 from slime_rollout.weights.delta import DeltaWeightChannel
 from slime_rollout.weights.disk import DiskWeightChannel
 from slime_rollout.weights.distributed import DistributedWeightChannel
+from slime_rollout.weights.follow import Follower
 from slime_rollout.weights.local import LocalCheckpoint
 from slime_rollout.weights.receiver import DeltaReceiver
 from slime_rollout.weights.tensor import TensorWeightChannel
@@ -21,9 +22,11 @@ __all__ = [
     "DiskWeightChannel",
     "DistributedWeightChannel",
     "EngineChannel",
+    "Follower",
     "LocalCheckpoint",
     "TensorWeightChannel",
     "engine_weight_version",
     "open_channel",
+    "receivers_beside",
     "verify_checkpoint",
 ]

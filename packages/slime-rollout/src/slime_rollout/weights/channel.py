@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from slime_core.interfaces import NamedTensors
 from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
-from slime_rollout.weights.control import REQUEST_TIMEOUT_SECONDS, Engines, engine_weight_version
+from slime_rollout.weights.control import Engines, engine_weight_version
 from slime_rollout.weights.equal import SentDigests, check_equal
 
 
@@ -27,13 +26,14 @@ class EngineChannel(abc.ABC):
     While weights change, engines do not generate, and requests in flight stay where they are. With the pause mode
     ``retract`` their KV cache is given up; they go on from their tokens so far, all of which the new weights then see
     anew, and the cache of prefixes is flushed. With ``in_place`` they keep the keys and values that the old weights
-    computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are running,
-    so that also a new request can meet old keys and values, if it shares a prefix with an earlier one.
+    computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are running.
+    So a new request that shares a prefix with an earlier one would meet old keys and values, unless it has another
+    ``extra_key``: see :class:`~slime_rollout.weight_version.CacheNamespace`.
 
     Attributes:
         engine_urls: The engines themselves, not the router: it knows no control traffic.
         tp_size: Tensor parallel size of one engine.
-        timeout: Time limit of one request in seconds.
+        timeout: Time limit in seconds of a request that loads no files.
         pause_mode: ``retract`` or ``in_place``.
         check: Compare checksums of what the engines hold with what was sent, see :mod:`slime_rollout.weights.equal`.
         hf_checkpoint: What the engines were started with. If it is given and in safetensors, a tensor of another shape
@@ -146,9 +146,13 @@ class EngineChannel(abc.ABC):
         """Drop what this transport has begun. Called before the engines are told."""
 
     def _pause(self, update: Engines) -> None:
-        """From here on engines hold weights that are neither the old nor the new ones."""
+        """From here on engines hold weights that are neither the old nor the new ones, and say so.
+
+        If this process is killed, whoever has them generate again does not take what they sample for the old weights'.
+        """
         self._touched = True
         update.pause(self.pause_mode)
+        update.mark_incomplete()
 
     def _require_open(self) -> Engines:
         if self._update is None:
@@ -167,7 +171,7 @@ class EngineChannel(abc.ABC):
             finally:
                 if self._touched and update is not None:
                     update.give_up()
-            if isinstance(error, OSError | SafetensorError):  # a full disk, a directory that is not there
+            if isinstance(error, OSError):  # a full disk, a directory that is not there
                 version = "" if update is None else f"weight version {update.version}: "
                 raise WeightSyncError(f"{version}{error}") from error
             raise

@@ -23,13 +23,20 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 VERSION_FILE = "slime_weights.json"
 FORMAT_VERSION = 1
+_NAME = "weight_v"
 # Weights in any form; everything else beside them belongs to every version.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def version_name(version: int) -> str:
     """Name of a version's directory."""
-    return f"weight_v{version:06d}"
+    return f"{_NAME}{version:06d}"
+
+
+def version_number(path: Path) -> int:
+    """The version that a directory of this name is of; -1 if it is of none."""
+    number = path.name.removeprefix(_NAME)
+    return int(number) if number.isdecimal() else -1
 
 
 class NewDirectory:
@@ -94,14 +101,17 @@ class CheckpointWriter:
         file = f"model-{self._count:05d}.safetensors"
         # Clones: safetensors takes no views of one storage, which parts of a fused weight are.
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
-        save_file(tensors, self._directory.path / file, metadata={"format": "pt"})
+        write_tensors(self._directory.path / file, tensors)
         for name, tensor in tensors.items():
             self._files[name] = file
             self.checksums[name] = tensor_checksum(tensor)
             self._bytes += tensor.numel() * tensor.element_size()
 
-    def finish(self) -> Path:
+    def finish(self, about: Mapping[str, Any] | None = None) -> Path:
         """Write what belongs to it and give it its name.
+
+        Args:
+            about: More for :func:`read_about` to tell; JSON.
 
         Returns:
             The directory.
@@ -112,7 +122,7 @@ class CheckpointWriter:
                 shutil.copyfile(source, path / source.name)
         _write_json(path / INDEX_FILE, {"metadata": {"total_size": self._bytes}, "weight_map": self._files})
         head = {"format_version": FORMAT_VERSION, "version": self._version, "algorithm": CHECKSUM_ALGORITHM}
-        _write_json(path / VERSION_FILE, {**head, "checksums": self.checksums})
+        _write_json(path / VERSION_FILE, {**(about or {}), **head, "checksums": self.checksums})
         return self._directory.publish()
 
     def discard(self) -> None:
@@ -187,6 +197,20 @@ def written_versions(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("weight_v*") if (path / VERSION_FILE).exists())
 
 
+def read_about(directory: Path) -> dict[str, Any]:
+    """What a version that :class:`CheckpointWriter` wrote says of itself: ``version``, ``checksums`` and ``about``.
+
+    Raises:
+        DamagedError: It cannot be read, or is of another format.
+    """
+    path = directory / VERSION_FILE
+    with reading(path):
+        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if (about["format_version"], about["algorithm"]) != (FORMAT_VERSION, CHECKSUM_ALGORITHM):
+            raise ValueError(f"format {about['format_version']} with {about['algorithm']} is unknown")
+    return about
+
+
 def verify_checkpoint(directory: Path) -> dict[str, str]:
     """Read a version that :class:`CheckpointWriter` wrote, and compare with the checksums in it.
 
@@ -197,11 +221,23 @@ def verify_checkpoint(directory: Path) -> dict[str, str]:
         IntegrityError: Tensors differ, are missing or too many, or a file cannot be read.
     """
     with reading(directory / VERSION_FILE):
-        expected = json.loads((directory / VERSION_FILE).read_text(encoding="utf-8"))["checksums"]
+        expected = dict(read_about(directory)["checksums"])
     reader = CheckpointReader(directory)
     found = {name: tensor_checksum(reader.read(name)) for name in sorted(reader.names)}
     verify_checksums(found, expected)
     return found
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: It cannot be written, for instance because the disk is full.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 @contextlib.contextmanager

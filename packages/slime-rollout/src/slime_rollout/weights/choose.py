@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
+from slime_core.errors import ConfigError
 from slime_rollout.engine.weight_sync import WeightSyncConfig
 from slime_rollout.weights.channel import EngineChannel
 from slime_rollout.weights.delta import DeltaWeightChannel
@@ -40,6 +42,7 @@ def open_channel(
     common: dict[str, Any] = {
         "engine_urls": tuple(engine_urls),
         "tp_size": tp_size,
+        "timeout": config.update_request_timeout,
         "pause_mode": config.update_weight_pause_mode,
         "check": config.check_weight_update_equal,
         "hf_checkpoint": hf_checkpoint,
@@ -55,3 +58,32 @@ def open_channel(
     if config.update_weight_transport == "tensor":
         return TensorWeightChannel(**common, cuda_ipc=colocate)
     return DistributedWeightChannel(**common, backend=config.update_weight_transport)
+
+
+def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:
+    """The receiver on each engine's machine.
+
+    Args:
+        engine_urls: The engines.
+        receivers: ``host:port`` of all receivers; the only one, if it is but one, is beside all engines.
+
+    Returns:
+        The URLs, one for each engine.
+
+    Raises:
+        ConfigError: An engine has none or several.
+    """
+    urls = [address if "://" in address else f"http://{address}" for address in receivers]
+    if len(urls) == 1:
+        return tuple(urls * len(engine_urls))
+    beside = []
+    for engine in engine_urls:
+        host = urllib.parse.urlsplit(engine).hostname
+        found = [url for url in urls if urllib.parse.urlsplit(url).hostname == host]
+        if len(found) != 1:
+            raise ConfigError(
+                f"--update-weight-receivers {' '.join(receivers)} has {len(found)} on the machine of {engine}; give "
+                f"one on each, named as the engine is: {host}:PORT"
+            )
+        beside += found
+    return tuple(beside)

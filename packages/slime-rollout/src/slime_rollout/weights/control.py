@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.http import HttpError, call
 from slime_rollout.weight_version import INCOMPLETE
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_SECONDS = 300.0
 GIVE_UP_SECONDS = 10.0
 
 Result = TypeVar("Result")
@@ -28,7 +27,7 @@ class Engines:
     Attributes:
         urls: The engines themselves, not the router: it knows no control traffic.
         version: The version that they get.
-        timeout: Time limit of one request in seconds.
+        timeout: Time limit in seconds of a request that loads no files.
     """
 
     urls: tuple[str, ...]
@@ -36,21 +35,31 @@ class Engines:
     timeout: float = REQUEST_TIMEOUT_SECONDS
 
     def on_all(self, action: Callable[[str], Result]) -> list[Result]:
-        """Do something on all engines at once; wait for all, then raise the first error."""
-        with concurrent.futures.ThreadPoolExecutor(len(self.urls)) as pool:
+        """Do something on all engines at once; wait for all, then raise the first error, and log the others."""
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(self.urls))) as pool:
             futures = [pool.submit(action, url) for url in self.urls]
+        for error in [error for future in futures if (error := future.exception()) is not None][1:]:
+            logger.error("%s", error)
         return [future.result() for future in futures]
 
-    def post(self, url: str, path: str, payload: dict[str, Any]) -> Any:
+    def post(self, url: str, path: str, payload: dict[str, Any], *, is_long: bool = False) -> Any:
         """Ask one engine for something.
+
+        Args:
+            url: The engine.
+            path: What it is asked for.
+            payload: The request's body.
+            is_long: Whether that takes as long as reading all weights: it gets :data:`REQUEST_TIMEOUT_SECONDS` then.
 
         Raises:
             WeightSyncError: It refused, or did not answer in time.
         """
         try:
-            answer = call("POST", url + path, payload, timeout=self.timeout)
+            timeout = max(self.timeout, REQUEST_TIMEOUT_SECONDS) if is_long else self.timeout
+            answer = call("POST", url + path, payload, timeout=timeout)
         except HttpError as error:
-            raise WeightSyncError(f"weight version {self.version}: {error}", url=url) from error
+            text = f"weight version {self.version}: {error}"
+            raise WeightSyncError(text, url=url, silent=error.timed_out) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightSyncError(f"weight version {self.version}: {url}{path}: {answer.get('message')}", url=url)
         return answer
@@ -62,6 +71,13 @@ class Engines:
             mode: ``retract`` or ``in_place``, see :class:`~slime_rollout.weights.channel.EngineChannel`.
         """
         self.on_all(lambda url: self.post(url, "/pause_generation", {"mode": mode}))
+
+    def mark_incomplete(self) -> None:
+        """Have paused engines name no version: nothing counts that is sampled before they are told the next."""
+        self.on_all(lambda url: self._set_version(url, INCOMPLETE))
+
+    def _set_version(self, url: str, version: str) -> None:
+        self.post(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def open_update(self) -> None:
         """Let tensors be loaded; an update that a dead trainer left open is closed before."""
@@ -108,7 +124,7 @@ class Engines:
 
     def _confirm_version(self, url: str) -> None:
         version = str(self.version)
-        self.post(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        self._set_version(url, version)
         confirmed = engine_weight_version(url)
         if confirmed != version:
             raise WeightSyncError(
@@ -121,17 +137,19 @@ class Engines:
 
     def give_up(self) -> None:
         """After an error, leave no engine paused or with an open update, and none that claims good weights."""
-        self.on_all(_give_up)
+        self.on_all(self._give_up)
 
-
-def _give_up(url: str) -> None:
-    for path, payload in (
-        ("/end_weight_update", {}),
-        ("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False}),
-        ("/continue_generation", {}),
-    ):
-        with contextlib.suppress(HttpError):
-            call("POST", url + path, payload, timeout=GIVE_UP_SECONDS)
+    def _give_up(self, url: str) -> None:
+        for path, payload in (
+            ("/end_weight_update", {}),
+            ("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False}),
+            ("/continue_generation", {}),
+        ):
+            try:
+                call("POST", url + path, payload, timeout=min(GIVE_UP_SECONDS, self.timeout))
+            except HttpError as error:
+                if error.timed_out:  # it would not answer the next one either, and everybody waits
+                    return
 
 
 def engine_weight_version(url: str) -> str:

@@ -38,7 +38,8 @@ class DeltaWeightChannel(EngineChannel):
 
     Attributes:
         directory: Where versions are published; the receivers see it.
-        receivers: For each engine the URL of the receiver beside it; one for all, if it is but one.
+        receivers: For each engine the URL of the receiver beside it; one for all, if it is but one. A channel with no
+            engines and no receivers only publishes, for those who follow (`slime_rollout.weights.follow`).
         keep_files: Keep all versions.
     """
 
@@ -118,7 +119,7 @@ class DeltaWeightChannel(EngineChannel):
         return {engine: answers[receiver] for engine, receiver in zip(update.urls, receivers, strict=True)}
 
     def _pull_one(self, pulls: Engines, url: str) -> str:
-        answer = pulls.post(url, "/pull", {"version": pulls.version})
+        answer = pulls.post(url, "/pull", {"version": pulls.version}, is_long=True)
         try:
             verify_checksums(answer["checksums"], self._after)
         except IntegrityError as error:

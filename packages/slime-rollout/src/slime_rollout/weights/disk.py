@@ -65,8 +65,9 @@ class DiskWeightChannel(EngineChannel):
 
     def _confirmed(self) -> None:
         self._current, self._new = self._new, None
+        first = Path(self.hf_checkpoint).resolve()  # may be a version that another run left here
         for path in [] if self.keep_files else written_versions(Path(self.directory).absolute()):
-            if path != self._current:
+            if path != self._current and path.resolve() != first:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _give_up(self) -> None:
@@ -82,4 +83,4 @@ def load_from_disk(update: Engines, url: str, path: str) -> None:
     Raises:
         WeightSyncError: It refused, or is gone.
     """
-    update.post(url, "/update_weights_from_disk", {"model_path": path, "flush_cache": False})
+    update.post(url, "/update_weights_from_disk", {"model_path": path, "flush_cache": False}, is_long=True)

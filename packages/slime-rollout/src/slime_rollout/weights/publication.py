@@ -13,19 +13,26 @@ follows back to what it has.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from slime_core.errors import DamagedError, DataError
 from slime_core.frame import pack_frame, unpack_frame
 from slime_core.integrity import combined_checksum
-from slime_rollout.weights.checkpoint import CheckpointReader, NewDirectory, reading, version_name
+from slime_rollout.weights.checkpoint import (
+    CheckpointReader,
+    NewDirectory,
+    reading,
+    version_name,
+    version_number,
+    write_tensors,
+)
 
 INDEX_FILE = "index.slwi"
 MAGIC = b"SLWI"
@@ -83,7 +90,7 @@ class DeltaPublication:
             raise DataError(f"{min(twice)} was sent twice in one update")
         file = f"delta-{len(self._files) + 1:05d}.safetensors"
         arrays = {name: torch.frombuffer(bytearray(delta), dtype=torch.uint8) for name, delta in deltas.items()}
-        save_file(arrays, self._directory.path / file)
+        write_tensors(self._directory.path / file, arrays)
         self._files.append(file)
         self.tensors |= checksums
         self.bytes += sum(map(len, deltas.values()))
@@ -121,6 +128,19 @@ def published_versions(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("weight_v*") if (path / INDEX_FILE).exists())
 
 
+def newest_version(directory: Path) -> int | None:
+    """Number of the version that was published last; ``None`` if there is none.
+
+    By time: a run that goes back to an earlier checkpoint publishes smaller numbers again.
+    """
+    times: list[tuple[int, int]] = []
+    for path in published_versions(directory):
+        if (version := version_number(path)) >= 0:  # and not somebody's copy of one
+            with contextlib.suppress(FileNotFoundError):  # removed just now
+                times.append(((path / INDEX_FILE).stat().st_mtime_ns, version))
+    return max(times)[1] if times else None
+
+
 def read_index(directory: Path, version: int) -> DeltaIndex:
     """What a published version says of itself.
 
@@ -139,23 +159,38 @@ def read_index(directory: Path, version: int) -> DeltaIndex:
     return index
 
 
-def read_deltas(directory: Path, index: DeltaIndex) -> Iterator[dict[str, bytes]]:
-    """The deltas of a version, file by file.
+class PublishedDeltas:
+    """The deltas of a version, by name.
+
+    Args:
+        directory: Where versions are published.
+        index: Of the version.
 
     Raises:
-        DamagedError: A file cannot be read, or does not hold what the index says.
+        DamagedError: A file cannot be read, or they do not hold what the index says.
     """
-    seen: set[str] = set()
-    for name in index.files:
-        path = directory / version_name(index.version) / Path(name).name
+
+    def __init__(self, directory: Path, index: DeltaIndex) -> None:
+        self.index = index
+        self._directory = directory / version_name(index.version)
+        self._files: dict[str, Path] = {}
+        for path in (self._directory / Path(name).name for name in index.files):
+            with reading(path), safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+        if self._files.keys() != index.tensors.keys():
+            raise DamagedError(
+                f"version {index.version} in {directory} does not hold what its index says; publish it again"
+            )
+
+    def read(self, name: str) -> bytes:
+        """A tensor's delta. The file is opened for it: a long chain has more files than a process may keep open.
+
+        Raises:
+            DamagedError: Its file cannot be read.
+        """
+        path = self._files[name]
         with reading(path), safe_open(path, framework="pt") as file:
-            deltas = {each: bytes(file.get_tensor(each).numpy()) for each in file.keys()}  # noqa: SIM118
-        seen |= deltas.keys()
-        yield deltas
-    if seen != index.tensors.keys():
-        raise DamagedError(
-            f"version {index.version} in {directory} does not hold what its index says; publish it again"
-        )
+            return bytes(file.get_tensor(name).numpy())
 
 
 class FirstCheckpoint:

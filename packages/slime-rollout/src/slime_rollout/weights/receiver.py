@@ -14,6 +14,8 @@ import orjson
 from slime_core.errors import SlimeError
 from slime_rollout.weights.local import LocalCheckpoint
 
+READ_SECONDS, MOST_BYTES = 30.0, 4096
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,26 +28,31 @@ class DeltaReceiver:
     Args:
         checkpoint: What it serves.
         host: Address that it listens on.
+        port: A free one if 0.
     """
 
-    def __init__(self, checkpoint: LocalCheckpoint, host: str = "127.0.0.1") -> None:
-        self._server = _Server((host, 0), _Handler)
+    def __init__(self, checkpoint: LocalCheckpoint, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._server = _Server((host, port), _Handler)
         self._server.checkpoint = checkpoint
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         self._thread.start()
 
     @classmethod
-    def start(cls, *, directory: str, hf_checkpoint: str, source: str, host: str = "127.0.0.1") -> DeltaReceiver:
-        """Start with the first checkpoint.
+    def start(
+        cls, *, directory: str, hf_checkpoint: str, source: str, host: str = "127.0.0.1", port: int = 0
+    ) -> DeltaReceiver:
+        """Start with the copy that is there, or else with the first checkpoint.
 
         Args:
             directory: Of this machine, for copies of the model.
             hf_checkpoint: What everything began with.
             source: Where the sender publishes versions.
             host: Address to listen on.
+            port: A free one if 0.
         """
-        return cls(LocalCheckpoint(Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute()), host)
+        checkpoint = LocalCheckpoint(Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute())
+        return cls(checkpoint, host, port)
 
     def stop(self) -> None:
         """Stop serving. The checkpoint stays on disk."""
@@ -73,11 +80,13 @@ class _Server(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
+    timeout = READ_SECONDS
 
     def do_POST(self) -> None:
         """Answer ``/pull``."""
         try:
-            body = orjson.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            size = int(self.headers.get("Content-Length", 0))
+            body = orjson.loads(self.rfile.read(size if 0 <= size <= MOST_BYTES else 0))
             version = int(body["version"])
         except (ValueError, KeyError, TypeError):
             self._answer(400, {"error": "BadRequest", "message": 'POST /pull {"version": 7}'})

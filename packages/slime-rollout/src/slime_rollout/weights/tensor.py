@@ -13,6 +13,7 @@ import io
 import types
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import torch
 import torch.multiprocessing
@@ -25,6 +26,7 @@ from slime_rollout.weights.control import Engines
 # Tensors start at multiples of this in the buffer, so that every dtype is aligned.
 ALIGNMENT_BYTES = 64
 PICKLE_PROTOCOL = 4
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclasses.dataclass
@@ -46,12 +48,24 @@ class TensorWeightChannel(EngineChannel):
         self._buffer: torch.Tensor | None = None
 
     def close(self) -> None:
-        """Give the shared memory back, which is as large as the largest bucket; another update takes some anew.
+        """Give the memory back, which is as large as the largest bucket; another update takes some anew.
 
-        It is kept from one update to the next. Of a process that is killed, whoever supervises it has to remove the
-        file in ``/dev/shm``.
+        On the CPU :meth:`end` does so, too: of a process that is killed, torch leaves the file in ``/dev/shm`` until
+        the last engine that ever read it has ended, and engines may outlive many trainers. So nothing is there but
+        amid an update.
         """
-        self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        if buffer is None or buffer.is_cuda:
+            return
+        storage = buffer.untyped_storage()
+        _, name, _ = storage._share_filename_cpu_()
+        # Torch removes the file with its last reference, and ends the process if it is gone by then. References that
+        # went to an engine which has died are never given up, and the traceback of a failed update may keep the
+        # tensor: so the last reference never goes, and the file is removed here.
+        storage._shared_incref()  # type: ignore[no-untyped-call]
+        del buffer, storage
+        with contextlib.suppress(FileNotFoundError):
+            (SHARED_MEMORY / name.decode().removeprefix("/")).unlink()
 
     def _begin(self, update: Engines) -> None:
         self._pause(update)
@@ -69,7 +83,12 @@ class TensorWeightChannel(EngineChannel):
 
     def _end(self, update: Engines) -> dict[str, str]:
         update.close_update()
+        if self._buffer is not None and not self._buffer.is_cuda:
+            self.close()
         return {}
+
+    def _give_up(self) -> None:
+        self.close()
 
     def _copied(self, bucket: NamedTensors) -> tuple[torch.Tensor, list[types.SimpleNamespace]]:
         """The bucket in one buffer, which is kept for the next one, and what lies where."""
@@ -97,7 +116,7 @@ class TensorWeightChannel(EngineChannel):
 
     def _buffer_on(self, device: torch.device, size: int) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = None
+            self.close()
             with _file_system_sharing():
                 buffer = torch.empty(size, dtype=torch.uint8, device=device)
                 self._buffer = buffer if buffer.is_cuda else buffer.share_memory_()  # type: ignore[no-untyped-call]

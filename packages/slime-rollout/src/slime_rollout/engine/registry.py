@@ -1,0 +1,96 @@
+"""Which engines the router sends requests to, made what it should be."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slime_rollout.engine.events import Event
+from slime_rollout.engine.router_api import OFFER_SECONDS
+from slime_rollout.engine.server import SGLangEngine
+from slime_rollout.engine.slots import AnyRouterSlot, EngineSlot, Occupant, Slot
+from slime_rollout.http import HttpError
+
+logger = logging.getLogger(__name__)
+
+TRY_SECONDS = 0.5
+LOOK_SECONDS = 5.0
+# The router tries an engine that hangs for twice as long as one that refuses connections.
+OFFER_AGAIN_SECONDS = 2.0 * OFFER_SECONDS
+
+Wanted = Mapping[str, Occupant[SGLangEngine]]
+"""By address, the engines that are to get requests."""
+
+
+class Registry:
+    """The router's list of engines. Asked by the monitor's thread alone, but for :meth:`look_again`.
+
+    Args:
+        engines: All engines.
+        router: The router.
+        note: Writes down an event.
+    """
+
+    def __init__(
+        self, engines: Sequence[EngineSlot], router: AnyRouterSlot, note: Callable[[Slot[Any], Event, str], None]
+    ) -> None:
+        self._engines, self._router, self._note = list(engines), router, note
+        self._next_look = self._next_try = 0.0
+        self._offered: dict[str, float] = {}  # when the router was asked to use an engine that it does not know yet
+
+    def look_again(self) -> None:
+        """Look at the next opportunity, for what is wanted has changed. Called from any thread, under the lock."""
+        self._next_look = 0.0
+
+    def forget_offers(self) -> None:
+        """The router is another one."""
+        self._offered = {}
+
+    def is_due(self, wanted: Wanted) -> bool:
+        """Whether to look now: soon again if an engine is missing, else now and then. Called under the lock.
+
+        Whoever says :meth:`look_again` from here on gets another look, also while this one is under way.
+        """
+        now = time.monotonic()
+        if now < (self._next_look if all(occupant.in_router for occupant in wanted.values()) else self._next_try):
+            return False
+        self._next_try, self._next_look = now + TRY_SECONDS, now + LOOK_SECONDS
+        return True
+
+    def take_out(self, url: str) -> None:
+        """Have the router send an engine nothing more, now rather than with the next look."""
+        if self._router.now.up:
+            try:
+                self._router.process.remove_worker(url)
+            except HttpError as error:
+                logger.warning("the router may still send requests to %s: %s", url, error)
+
+    def register(self, wanted: Wanted) -> None:
+        """Take out all other engines, have the router use those that it does not know, and note who gets requests."""
+        router = self._router.process
+        try:
+            known = router.workers()
+            for url in known.keys() - wanted.keys():
+                router.remove_worker(url)
+            self._offer({url: occupant for url, occupant in wanted.items() if url not in known})
+        except HttpError as error:
+            logger.warning("the router's engines cannot be looked at: %s", error)
+            self._next_look = 0.0
+            return
+        for slot in self._engines:
+            was, slot.now.in_router = slot.now.in_router, slot.now.in_router and slot.url in wanted
+            if not was and slot.url in wanted and known.get(slot.url, ("", False))[1]:
+                slot.now.in_router = True
+                self._note(slot, Event.REGISTERED, f"with weights {slot.now.weights}")
+
+    def _offer(self, missing: Mapping[str, Occupant[SGLangEngine]]) -> None:
+        """Ask the router to use engines, each only once while it may be trying: one of them may hang unnoticed."""
+        now = time.monotonic()
+        self._offered = {
+            url: since for url, since in self._offered.items() if url in missing and now - since < OFFER_AGAIN_SECONDS
+        }
+        for url in missing.keys() - self._offered.keys():
+            self._router.process.offer_worker(url, missing[url].process.spec.router_role)
+            self._offered[url] = now
