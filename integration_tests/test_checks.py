@@ -58,6 +58,22 @@ def test_an_environment_that_ends_badly_counts_as_a_failure(
     assert (result.passed, result.failed, result.note) == expected
 
 
+def test_a_test_that_failed_is_named_with_the_first_line_of_what_it_said(tmp_path: Path) -> None:
+    report = tmp_path / "core.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="1" skipped="0">'
+        '<testcase classname="tests.test_loss" name="test_kl[k3]">'
+        '<failure message="assert 1 == 2&#10; m"/></testcase>'
+        '<testcase classname="tests.test_loss" name="test_good"/>'
+        '<testcase classname="tests.test_pool" name="test_end"><error message="failed on teardown"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert runner.count("core", report, 1, 1.0).failures == (
+        "tests.test_loss::test_kl[k3]: failure: assert 1 == 2",
+        "tests.test_pool::test_end: error: failed on teardown",
+    )
+
+
 def test_lint_is_one_check(tmp_path: Path) -> None:
     good, bad = (runner.count("lint", tmp_path / "lint.xml", code, 1.0) for code in (0, 1))
     assert (good.passed, good.failed, bad.passed, bad.failed) == (1, 0, 0, 1)

@@ -5,8 +5,8 @@
     scripts/test --full             the tests marked `full` as well
     scripts/test core -- -k kl      with options for pytest
 
-The last line is `N passed, N failed`, with `, N skipped` when tests were skipped. Logs and JUnit files lie in
-outputs/test.
+The last line is `N passed, N failed`, with `, N skipped` when tests were skipped; above it stand the tests that failed.
+Logs and JUnit files lie in outputs/test.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LOGS = ROOT / "outputs" / "test"
 STAMP = ROOT / ".tox" / "built-from"
 FULL_FACTOR = 6.0
 LAST_WORDS_SECONDS = 15.0
+LINE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,12 @@ ENVS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one environment. A `note` is there when the counts do not tell the whole story."""
+    """What came of one environment.
+
+    Attributes:
+        note: There when the counts do not tell the whole story.
+        failures: A line for each test that failed: where it is, and what it said first.
+    """
 
     name: str
     passed: int
@@ -71,6 +77,7 @@ class Result:
     skipped: int
     seconds: float
     note: str = ""
+    failures: tuple[str, ...] = ()
 
 
 class Processes:
@@ -180,7 +187,16 @@ def count(name: str, report: Path, code: int, seconds: float, note: str = "") ->
         failed, note = 1, note or "no test ran"
     elif code != 0 and failed == 0:
         failed, note = 1, note or f"exit code {code}"
-    return Result(name, passed, failed, skipped, seconds, note)
+    return Result(name, passed, failed, skipped, seconds, note, tuple(failed_tests(report)))
+
+
+def failed_tests(report: Path) -> Iterator[str]:
+    """A line for each failure and error in a JUnit file."""
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        for kind in ("failure", "error"):
+            for found in case.findall(kind):
+                said = (found.get("message") or "").partition("\n")[0]
+                yield f"{case.get('classname')}::{case.get('name')}: {kind}: {said[:LINE_CHARACTERS]}"
 
 
 def table(results: Sequence[Result]) -> str:
@@ -269,7 +285,11 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     results = run_all(envs, pytest_args, factor, processes)
-    print(f"\n{table(results)}\n{last_line(results)}", flush=True)
+    print("\n" + table(results), flush=True)
+    for result in results:
+        for line in result.failures:
+            print(f"{result.name}: {line}", flush=True)
+    print(last_line(results), flush=True)
     return int(any(r.failed for r in results) or not any(r.passed for r in results))
 
 
