@@ -124,7 +124,7 @@ def test_equal_requests_that_are_open_are_one(pool, tmp_path):
     assert (tmp_path / "calls").read_text() == "x"
     start = time.monotonic()
     assert [str(error) for error in ask(pool, *["sleep"] * 8)] == ["it took more than 2 s"] * 8
-    assert time.monotonic() - start < 2 * LIMIT
+    assert time.monotonic() - start < 3.5 * LIMIT  # one after the other on two workers: 4 * LIMIT
 
 
 def test_one_that_is_cancelled_takes_no_equal_one_with_it(pool, tmp_path):
