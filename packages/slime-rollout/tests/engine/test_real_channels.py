@@ -207,9 +207,9 @@ def test_requests_in_flight_go_on_with_the_new_weights(parts, transport, mode):
     bodies = [request(prompt, 50 + seed, new_tokens) for seed, prompt in enumerate(PROMPTS)]
     thread = threading.Thread(target=lambda: replies.extend(generate(url, bodies)))
     channel = parts.open(transport, update_weight_pause_mode=mode)
+    parts.train()
     thread.start()
     wait_until(lambda: running(url) == len(PROMPTS))
-    parts.train()
     parts.push(channel)
     thread.join(120)
     channel.close()
@@ -230,12 +230,13 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
     stale = namespace()
     long = [threading.Thread(target=generate, args=(url, [request(PROMPTS[0], 7, 900)])) for url in urls]
     channel = parts.open("tensor", update_weight_pause_mode="in_place")
+    parts.train()
     for thread in long:
         thread.start()
     wait_until(lambda: all(running(url) for url in urls))
     namespace.change()
-    parts.train()
     parts.push(channel)
+    assert all(running(url) for url in urls)  # or else the cache would have been flushed, and this shown nothing
     namespace.change()
     channel.close()
 
@@ -249,7 +250,6 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
         return (expected(parts.model, prompt, reply) - torch.tensor(done.log_probs)).abs().max().item()
 
     met, apart = [off(asyncio.run(sample(asked))) for asked in (lambda: stale, namespace)]
-    assert all(running(url) for url in urls)  # or else the cache would have been flushed, and this shown nothing
     for thread in long:
         thread.join(120)
     print(f"a request off the new weights by {met:.1e} with the old namespace, {apart:.1e} with a new one")
