@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
 
-from slime_core.types import Group, Sample
+from slime_core.types import Group, Sample, columns
 
 PlainGroup = list[dict[str, Any]]
+From = TypeVar("From")
+To = TypeVar("To")
 
-_LISTS = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "weight_versions")
+_AT_ONCE = 256  # samples, so that what is needed for a moment stays small
 _NESTED = ("prompt", "reward", "metadata", "train_metadata")
 _ATOMS = frozenset((str, int, float, bool, type(None)))
 
@@ -24,7 +27,7 @@ def plain_groups(groups: Iterable[Group]) -> list[PlainGroup]:
         DataError: A field is invalid; better now than when the state is to be loaded.
     """
     with _uncollected():
-        return [[_plain(sample) for sample in group] for group in groups]
+        return _in_portions(groups, _plain_samples)
 
 
 def groups_from_plain(groups: Iterable[PlainGroup]) -> list[Group]:
@@ -34,7 +37,7 @@ def groups_from_plain(groups: Iterable[PlainGroup]) -> list[Group]:
         DataError: A field is unknown, missing or invalid.
     """
     with _uncollected():
-        return [[_sample(values) for values in group] for group in groups]
+        return _in_portions(groups, _samples)
 
 
 def copied_group(group: Group) -> Group:
@@ -48,9 +51,9 @@ def copied_value(value: Any) -> Any:
     if kind in _ATOMS:
         return value
     if kind is dict:
-        return {key: copied_value(item) for key, item in value.items()}
+        return {key: item if type(item) in _ATOMS else copied_value(item) for key, item in value.items()}
     if kind is list:
-        return [copied_value(item) for item in value]
+        return [item if type(item) in _ATOMS else copied_value(item) for item in value]
     return copy.deepcopy(value)
 
 
@@ -65,6 +68,48 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _in_portions(groups: Iterable[list[From]], convert: Callable[[list[From]], list[To]]) -> list[list[To]]:
+    """Convert some hundred samples at a time, in their groups."""
+    done: list[list[To]] = []
+    portion: list[From] = []
+    sizes: list[int] = []
+
+    def finish_portion() -> None:
+        converted = iter(convert(portion))
+        done.extend(list(islice(converted, size)) for size in sizes)
+        portion.clear()
+        sizes.clear()
+
+    for group in groups:
+        before = len(portion)
+        portion.extend(group)
+        sizes.append(len(portion) - before)
+        if len(portion) >= _AT_ONCE:
+            finish_portion()
+    finish_portion()
+    return done
+
+
+def _plain_samples(samples: list[Sample]) -> list[dict[str, Any]]:
+    fields = _valid_columns(columns.columns_of_samples(samples))
+    return [_plain(sample) for sample in samples] if fields is None else columns.rows_of(fields)
+
+
+def _samples(rows: list[dict[str, Any]]) -> list[Sample]:
+    fields = _valid_columns(columns.columns_of_rows(rows))
+    return [_sample(row) for row in rows] if fields is None else columns.samples_of(fields)
+
+
+def _valid_columns(fields: columns.Columns | None) -> columns.Columns | None:
+    """The columns, sharing nothing; ``None`` if not all samples are valid and plain, so that each needs a look."""
+    if fields is None or not columns.are_valid(fields):
+        return None
+    for name in _NESTED:
+        if not _ATOMS.issuperset(map(type, fields[name])):
+            fields[name] = [copied_value(value) if value != {} else {} for value in fields[name]]
+    return fields
 
 
 def _copied(sample: Sample) -> Sample:
@@ -86,7 +131,7 @@ def _sample(values: dict[str, Any]) -> Sample:
 
 def _unshared(values: dict[str, Any]) -> dict[str, Any]:
     """The same dictionary, with copies of what can change in it: most lists hold numbers."""
-    for name in _LISTS:
+    for name in columns.LISTS:
         if (items := values.get(name)) is not None:
             values[name] = list(items)
     for name in _NESTED:
