@@ -31,7 +31,7 @@ ELSEWHERE = {
     *("--reply", "--run", "--time-limit"),
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
     *("--extra", "--package"),
-    *("--from", "--listen", "--once", "--patience", "--to", "--url"),
+    *("--from", "--listen", "--once", "--patience", "--timeout", "--to", "--url"),
 }
 THEIRS = {"CustomRewardModel"}  # of the user's
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import math
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.weight_sync import PAUSE_MODES
+from slime_rollout.engine.weight_sync import PAUSE_MODES, REQUEST_TIMEOUT_SECONDS
 
 SUMMARY = "keep a checkpoint on this machine up to date with the deltas that a trainer publishes"
 DESCRIPTION = """\
@@ -66,6 +67,12 @@ def add_receive_weights(commands: _Commands) -> None:
         "--pause-mode", choices=PAUSE_MODES, help=f"of engines with requests in flight [{PAUSE_MODES[0]}]"
     )
     parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long an engine of --url may take to load a version [{REQUEST_TIMEOUT_SECONDS:g}]",
+    )
+    parser.add_argument(
         "--patience",
         type=float,
         metavar="SECONDS",
@@ -110,12 +117,14 @@ def _check(given: dict[str, Any], source: Path, directory: Path) -> None:
         raise ConfigError(f"--from {source} is no directory that this machine sees")
     if given["patience"] is not None and not given["patience"] >= 0:
         raise ConfigError(f"--patience {given['patience']:g} is no time limit; give seconds, 0 or more")
-    others = {"--url": given["url"], "--once": given["once"], "--patience": given["patience"] is not None}
-    others["--pause-mode"] = given["pause_mode"]
+    if given["timeout"] is not None and not 0 < given["timeout"] < math.inf:
+        raise ConfigError(f"--timeout {given['timeout']:g} is no time limit; give seconds, above 0")
+    of_engines = {"--pause-mode": given["pause_mode"], "--timeout": given["timeout"]}
+    others = {"--url": given["url"], "--once": given["once"], "--patience": given["patience"] is not None} | of_engines
     if given["listen"] is not None and (ignored := [name for name, value in others.items() if value]):
         raise ConfigError(f"{ignored[0]} means nothing with --listen, where a trainer tells the engines; drop one")
-    if given["pause_mode"] and not given["url"]:
-        raise ConfigError("--pause-mode is for the engines of --url; give both")
+    if not given["url"] and (idle := [name for name, value in of_engines.items() if value]):
+        raise ConfigError(f"{idle[0]} is for the engines of --url; give both")
 
 
 def _lock(directory: Path) -> int:
@@ -161,7 +170,13 @@ def _follow(given: dict[str, Any], source: Path, directory: Path) -> None:
     from slime_rollout.weights.local import LocalCheckpoint
 
     checkpoint = LocalCheckpoint(directory, Path(given["hf_checkpoint"]), source)
-    follower = Follower(checkpoint, source, tuple(given["url"]), pause_mode=given["pause_mode"] or PAUSE_MODES[0])
+    follower = Follower(
+        checkpoint,
+        source,
+        tuple(given["url"]),
+        pause_mode=given["pause_mode"] or PAUSE_MODES[0],
+        timeout=given["timeout"] or REQUEST_TIMEOUT_SECONDS,
+    )
     usual = 0.0 if given["once"] else PATIENCE_SECONDS
     patience = Patience(
         usual if given["patience"] is None else given["patience"],

@@ -142,10 +142,11 @@ def test_only_reading_all_weights_may_take_longer_than_another_request(monkeypat
         limits.append(timeout)
 
     monkeypatch.setattr("slime_rollout.weights.control.call", call)
-    update = Engines(("http://e",), 4, timeout=0.5)
-    update.pause("retract")
-    load_from_disk(update, "http://e", "/path")
-    assert limits == [0.5, REQUEST_TIMEOUT_SECONDS]
+    for more, limit in (({}, REQUEST_TIMEOUT_SECONDS), ({"load_timeout": 900.0}, 900.0)):
+        update = Engines(("http://e",), 4, timeout=0.5, **more)
+        update.pause("retract")
+        load_from_disk(update, "http://e", "/path")
+        assert limits[-2:] == [0.5, limit]
 
 
 def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_engine_hangs():
@@ -156,6 +157,34 @@ def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_en
     ):
         config = EngineConfig(**{"use_fault_tolerance": True, **settings})
         assert open_channel(config, engine_urls=["http://e"], tp_size=1, hf_checkpoint="").timeout == limit
+
+
+def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_checkpoint, tmp_path, monkeypatch):
+    limits = {}
+
+    def call(method, url, payload, *, timeout):
+        path = "/" + url.rpartition("/")[2]
+        limits[path] = timeout
+        engines[0].version = payload.get("new_version", engines[0].version)
+        return {"checksums": channel._after, "path": "/local"}
+
+    monkeypatch.setattr("slime_rollout.weights.control.call", call)
+    monkeypatch.setattr("slime_rollout.weights.control.engine_weight_version", lambda url: engines[0].version)
+    monkeypatch.setattr("slime_rollout.weights.channel.engine_weight_version", lambda url: engines[0].version)
+    for tolerant, limit in ((True, 60.0), (False, 1800.0)):
+        config = EngineConfig(
+            **{**DELTA, "update_weight_disk_dir": str(tmp_path / f"shared-{tolerant}")},
+            use_fault_tolerance=tolerant,
+            update_weight_timeout=1800.0,
+        )
+        channel = open_channel(
+            config, engine_urls=["http://e"], tp_size=1, hf_checkpoint=str(hf_checkpoint), receivers=["http://r"]
+        )
+        channel.begin(4)
+        channel.send([("model.norm.weight", torch.zeros(8, dtype=torch.bfloat16))])
+        channel.end()
+        assert limits["/pull"] == limits["/update_weights_from_disk"] == 1800.0
+        assert limits["/pause_generation"] == limits["/continue_generation"] == limit
 
 
 def test_an_engine_that_is_gone_is_named(engines):

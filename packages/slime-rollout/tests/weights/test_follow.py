@@ -14,6 +14,7 @@ from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import call
 from slime_rollout.weights import DeltaWeightChannel, Follower, LocalCheckpoint
 from slime_rollout.weights.checkpoint import CheckpointReader
+from slime_rollout.weights.control import Engines
 from slime_rollout.weights.follow import Patience
 from slime_rollout.weights.publication import newest_version
 
@@ -240,6 +241,19 @@ def test_the_command_brings_a_checkpoint_to_the_newest_version(publish, words, t
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
+def test_a_large_model_is_given_its_time(publish, words, engines, monkeypatch, capsys):
+    limits, post = {}, Engines.post
+
+    def asked(update, url, path, payload, **more):
+        limits[path] = (update.timeout, update.load_timeout)
+        return post(update, url, path, payload, **more)
+
+    monkeypatch.setattr(Engines, "post", asked)
+    publish()
+    assert main(["receive-weights", *words, "--once", "--url", engines[0].url, "--timeout", "900"]) == 0
+    assert engines[0].version == "1" and set(limits.values()) == {(900.0, 900.0)}
+
+
 def test_a_gap_damage_and_a_foreign_base_are_one_clear_line(publish, words, source, hf_checkpoint, capsys, tmp_path):
     def line(*more):
         code = main(["receive-weights", *words, "--once", *more])
@@ -279,6 +293,9 @@ def test_a_gap_damage_and_a_foreign_base_are_one_clear_line(publish, words, sour
         (["--listen", "127.0.0.1:0", "--hf-checkpoint", "/nowhere"], "/nowhere holds neither"),
         (["--listen", "127.0.0.1:1", "--once"], "--once means nothing with --listen"),
         (["--pause-mode", "in_place"], "--pause-mode is for the engines of --url; give both"),
+        (["--timeout", "60"], "--timeout is for the engines of --url; give both"),
+        (["--listen", "127.0.0.1:1", "--timeout", "60"], "--timeout means nothing with --listen"),
+        (["--url", "http://e", "--timeout", "0"], "--timeout 0 is no time limit; give seconds, above 0"),
         (["--patience", "-1"], "--patience -1 is no time limit"),
         (["--to", "{source}"], "--to must be another directory than --from"),
         (["--to", "{source}/../{source.name}"], "--to must be another directory than --from"),

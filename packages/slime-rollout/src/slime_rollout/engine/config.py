@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
-from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS, WeightSyncConfig
+from slime_rollout.engine.weight_sync import WeightSyncConfig
 
 SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
@@ -110,8 +110,8 @@ class EngineConfig(WeightSyncConfig):
     def update_request_timeout(self) -> float:
         """With fault tolerance, as long as it may take elsewhere to notice that an engine hangs."""
         if not self.use_fault_tolerance:
-            return REQUEST_TIMEOUT_SECONDS
-        return min(self.rollout_health_check_interval + self.rollout_health_check_timeout, REQUEST_TIMEOUT_SECONDS)
+            return self.update_weight_timeout
+        return min(self.rollout_health_check_interval + self.rollout_health_check_timeout, self.update_weight_timeout)
 
     def _check_fault_tolerance(self) -> None:
         if self.rollout_health_check_timeout < SHORTEST_HEALTH_CHECK_SECONDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from slime_core.errors import ConfigError
@@ -49,6 +50,11 @@ class WeightSyncConfig:
         choices=PAUSE_MODES,
         help="what happens to requests in flight: begin anew with the tokens so far, or go on with the old KV cache",
     )
+    update_weight_timeout: float = flag(
+        REQUEST_TIMEOUT_SECONDS,
+        help="longest time of one request of a weight update, such as to load all weights from files",
+        unit="seconds",
+    )
     check_weight_update_equal: bool = flag(
         False, help="after every update, compare checksums of what the engines hold with what was sent"
     )
@@ -61,12 +67,16 @@ class WeightSyncConfig:
         ):
             if value not in allowed:
                 raise ConfigError(f"--update-weight-{name} {value} is unknown; allowed: {', '.join(allowed)}")
+        if not 0 < self.update_weight_timeout < math.inf:
+            raise ConfigError(
+                f"--update-weight-timeout {self.update_weight_timeout:g} is no time limit; give seconds, above 0"
+            )
         self._check_files()
 
     @property
     def update_request_timeout(self) -> float:
         """Longest time in seconds that an engine may take to answer a request of an update, loading files apart."""
-        return REQUEST_TIMEOUT_SECONDS
+        return self.update_weight_timeout
 
     def _check_files(self) -> None:
         disk, delta = self.update_weight_transport == "disk", self.update_weight_mode == "delta"

@@ -34,6 +34,8 @@ class EngineChannel(abc.ABC):
         engine_urls: The engines themselves, not the router: it knows no control traffic.
         tp_size: Tensor parallel size of one engine.
         timeout: Time limit in seconds of a request that loads no files.
+        load_timeout: The same of one that takes as long as reading all weights, at an engine or a receiver; not less
+            than ``timeout``.
         pause_mode: ``retract`` or ``in_place``.
         check: Compare checksums of what the engines hold with what was sent, see :mod:`slime_rollout.weights.equal`.
         hf_checkpoint: What the engines were started with. If it is given and in safetensors, a tensor of another shape
@@ -43,6 +45,7 @@ class EngineChannel(abc.ABC):
     engine_urls: tuple[str, ...]
     tp_size: int = 1
     timeout: float = REQUEST_TIMEOUT_SECONDS
+    load_timeout: float = REQUEST_TIMEOUT_SECONDS
     pause_mode: str = "retract"
     check: bool = False
     hf_checkpoint: str = ""
@@ -76,7 +79,7 @@ class EngineChannel(abc.ABC):
             raise WeightSyncError(
                 f"the update to version {self._update.version} is still open; end it before version {version}"
             )
-        self._update = Engines(self.engine_urls, version, self.timeout)
+        self._update = Engines(self.engine_urls, version, self.timeout, self.load_timeout)
         self._touched = False
         self._digests = SentDigests() if self.check else None
         with self._giving_up_on_error():

@@ -43,6 +43,7 @@ def open_channel(
         "engine_urls": tuple(engine_urls),
         "tp_size": tp_size,
         "timeout": config.update_request_timeout,
+        "load_timeout": config.update_weight_timeout,
         "pause_mode": config.update_weight_pause_mode,
         "check": config.check_weight_update_equal,
         "hf_checkpoint": hf_checkpoint,

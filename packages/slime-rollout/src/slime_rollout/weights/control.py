@@ -28,11 +28,13 @@ class Engines:
         urls: The engines themselves, not the router: it knows no control traffic.
         version: The version that they get.
         timeout: Time limit in seconds of a request that loads no files.
+        load_timeout: The same of one that takes as long as reading all weights; not less than ``timeout``.
     """
 
     urls: tuple[str, ...]
     version: int
     timeout: float = REQUEST_TIMEOUT_SECONDS
+    load_timeout: float = REQUEST_TIMEOUT_SECONDS
 
     def on_all(self, action: Callable[[str], Result]) -> list[Result]:
         """Do something on all engines at once; wait for all, then raise the first error, and log the others."""
@@ -49,13 +51,13 @@ class Engines:
             url: The engine.
             path: What it is asked for.
             payload: The request's body.
-            is_long: Whether that takes as long as reading all weights: it gets :data:`REQUEST_TIMEOUT_SECONDS` then.
+            is_long: Whether that takes as long as reading all weights: it gets ``load_timeout`` then.
 
         Raises:
             WeightSyncError: It refused, or did not answer in time.
         """
         try:
-            timeout = max(self.timeout, REQUEST_TIMEOUT_SECONDS) if is_long else self.timeout
+            timeout = max(self.timeout, self.load_timeout) if is_long else self.timeout
             answer = call("POST", url + path, payload, timeout=timeout)
         except HttpError as error:
             text = f"weight version {self.version}: {error}"

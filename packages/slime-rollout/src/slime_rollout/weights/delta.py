@@ -114,7 +114,7 @@ class DeltaWeightChannel(EngineChannel):
         """Have all receivers apply it; returns for each engine what to load."""
         receivers = self.receivers if len(self.receivers) > 1 else self.receivers * len(update.urls)
         urls = tuple(dict.fromkeys(receivers))
-        pulls = Engines(urls, update.version, update.timeout)
+        pulls = dataclasses.replace(update, urls=urls)
         answers = dict(zip(urls, pulls.on_all(lambda url: self._pull_one(pulls, url)), strict=True))
         return {engine: answers[receiver] for engine, receiver in zip(update.urls, receivers, strict=True)}
 

@@ -105,7 +105,13 @@ class Follower:
         if self._loaded.get(url) == local and engine_weight_version(url) == str(local.version):
             return False
         self._loaded.pop(url, None)  # it was started anew, or was told by somebody else
-        channel = LoadChannel((url,), timeout=self._timeout, pause_mode=self._pause_mode, path=str(local.path))
+        channel = LoadChannel(
+            (url,),
+            timeout=self._timeout,
+            load_timeout=self._timeout,
+            pause_mode=self._pause_mode,
+            path=str(local.path),
+        )
         channel.begin(int(local.version or 0))
         channel.end()
         self._loaded[url] = local
