@@ -70,13 +70,17 @@ def fleet(engine_config, tiny_model, tmp_path_factory):
 
 
 class Worker:
-    """A server that can be ended, and started again at the same address. ``answers``: what a GET of a path gives."""
+    """A server that can be ended, and started again at the same address. ``answers``: what a GET of a path gives.
 
-    def __init__(self, name, answers=None):
+    One that is ``paused`` answers `/health` no more, as engines do, before it is told to go on.
+    """
+
+    def __init__(self, name, answers=None, *, paused=False):
         self.name, self.port = name, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.answers = {"/health": {"status": "ok"}, **(answers or {})}
         self.requests = []
+        self.paused = paused
         self.gate = threading.Event()  # closed, requests wait here
         self.gate.set()
         self.start()
@@ -86,11 +90,14 @@ class Worker:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                self.reply(worker.answers.get(self.path.partition("?")[0]))
+                path = self.path.partition("?")[0]
+                self.reply(None if worker.paused and path == "/health" else worker.answers.get(path))
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 worker.requests.append((self.path, json.loads(body)))
+                if self.path == "/continue_generation":
+                    worker.paused = False
                 worker.gate.wait(20)
                 self.reply({"text": worker.name})
 

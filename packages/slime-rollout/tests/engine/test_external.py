@@ -91,9 +91,24 @@ def test_one_that_dies_amid_an_update_is_noticed(worker, tmp_path, monkeypatch):
             fleet.check()
 
 
+def test_one_that_a_killed_run_left_paused_is_used_again(worker, tmp_path):
+    engine = worker("engine", INFO, paused=True)
+    with attach([engine.url], tmp_path, engine_startup_timeout=20.0) as fleet:
+        assert not engine.paused
+        assert fleet._router.healthy_workers() == {engine.url}
+
+
+def test_attaching_waits_for_no_requests_of_others(worker, tmp_path):
+    """Which SGLang does to close an update of an engine that is not paused."""
+    engine = worker("engine", INFO)
+    with attach([engine.url], tmp_path):
+        assert [path for path, _ in engine.requests] == ["/continue_generation"]
+
+
 def test_detaching_has_every_engine_generate_and_happens_once(worker, tmp_path):
     engine = worker("engine", INFO)
     fleet = attach([engine.url], tmp_path)
+    engine.requests.clear()
     fleet.stop()
     paths = [path for path, _ in engine.requests]
     assert paths == ["/end_weight_update", "/update_weight_version", "/continue_generation"]

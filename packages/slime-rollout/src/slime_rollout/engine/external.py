@@ -70,6 +70,8 @@ class ExternalFleet:
     ) -> ExternalFleet:
         """Find the engines of ``rollout_external_engine_addrs``; return when a router sends them requests.
 
+        Engines that a run which was killed amid an update of the weights has left paused generate again.
+
         Args:
             config: Where they are, and how the router is started or where it is.
             model_path: Hugging Face directory of the run's model.
@@ -87,7 +89,7 @@ class ExternalFleet:
         """
         started = time.monotonic()
         urls = config.external_urls
-        wait_for_answers(urls, config.engine_startup_timeout, on_progress)
+        wait_for_answers(urls, config.engine_startup_timeout, on_progress, before=_go_on)
         engines = _on_all(urls, ExternalEngine.probe)
         wanted = Wanted(
             model_path=model_path,
@@ -205,23 +207,36 @@ class ExternalFleet:
         self.stop()
 
 
-def wait_for_answers(urls: Sequence[str], timeout: float, on_progress: Progress | None = None) -> None:
+def wait_for_answers(
+    urls: Sequence[str],
+    timeout: float,
+    on_progress: Progress | None = None,
+    *,
+    before: Callable[[str], None] = lambda url: None,
+) -> None:
     """Return when all engines answer.
 
     Args:
         urls: Their addresses.
         timeout: Longest wait in seconds.
         on_progress: Told how far it is.
+        before: Done to an engine before each question, until it answers; may raise `HttpError`.
 
     Raises:
         EngineStartError: One does not.
     """
     started = time.monotonic()
     waiting, warned = list(urls), False
+
+    def answers(url: str, timeout: float) -> bool:
+        with contextlib.suppress(HttpError):
+            before(url)
+        return _answers(url, timeout=timeout)
+
     while True:
         left = max(timeout - (time.monotonic() - started), POLL_SECONDS)
-        answers = _on_all(waiting, functools.partial(_answers, timeout=min(left, HEALTH_TIMEOUT_SECONDS)))
-        waiting = [url for url, answered in zip(waiting, answers, strict=True) if not answered]
+        answered = _on_all(waiting, functools.partial(answers, timeout=min(left, HEALTH_TIMEOUT_SECONDS)))
+        waiting = [url for url, is_up in zip(waiting, answered, strict=True) if not is_up]
         seconds = time.monotonic() - started
         if on_progress is not None:
             on_progress(len(urls) - len(waiting), len(urls), seconds)
@@ -246,6 +261,15 @@ def release(url: str) -> None:
         call("POST", f"{url}/update_weight_version", version, timeout=RELEASE_TIMEOUT_SECONDS)
     with contextlib.suppress(HttpError):
         call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
+
+
+def _go_on(url: str) -> None:
+    """Have an engine generate again that a run which was killed amid a weight update has left paused.
+
+    That update may still be open, and the next one closes it. It is not closed here, as SGLang then waits for all
+    requests of an engine that is not paused. Its weights say version ``incomplete`` if they were touched.
+    """
+    call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
 
 
 def _answers(url: str, *, path: str = HEALTH_PATH, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
