@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import types
+from collections.abc import Sequence
 
 import pytest
 
@@ -43,8 +44,8 @@ class Rollout:
         assert self.open and all(self.weights[url] == version for url in self.open)
         self.current, self.open = version, None
 
-    def fail_update(self, silent: str | None = None) -> bool:
-        self.calls.append("failed" if silent is None else f"{silent} is silent")
+    def fail_update(self, silent: Sequence[str] = ()) -> bool:
+        self.calls.append(f"{', '.join(silent)} silent" if silent else "failed")
         self.open = None
         return self.blames_an_engine
 
@@ -65,7 +66,7 @@ class Trainers:
                 self.rollout.doomed.remove(url)
                 del self.rollout.weights[url]
                 self.rollout.weights[url + "'"] = None
-                raise WeightSyncError(f"{url}: no answer", url=url, silent=url in self.rollout.silent)
+                raise WeightSyncError(f"{url}: no answer", url=url, silent=self.rollout.silent)
             self.rollout.weights[url] = version
         return SyncReport(version=version, tensors=1, bytes=4, seconds=0.1)
 
@@ -96,11 +97,11 @@ def test_weights_are_sent_again_where_an_engine_died_meanwhile():
     assert run.rollout.calls == ["all", "failed", "all", "failed", "all"]
 
 
-def test_an_engine_that_gave_no_answer_is_named():
-    run = parts("a", "b")
-    run.rollout.doomed, run.rollout.silent = ["b"], ["b"]
+def test_engines_that_gave_no_answer_are_named():
+    run = parts("a", "b", "c")
+    run.rollout.doomed, run.rollout.silent = ["b"], ["b", "c"]
     push_weights(run, version=3)
-    assert run.rollout.calls == ["all", "b is silent", "all"]
+    assert run.rollout.calls == ["all", "b, c silent", "all"]
 
 
 def test_an_error_that_no_engine_is_to_blame_for_is_raised():

@@ -142,7 +142,7 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
     try:
         report = parts.trainers.push_weights(channel, version, on_poll=watch_trainers(parts, wait))
     except WeightSyncError as error:
-        if not parts.rollout.fail_update(error.url if error.silent else None):
+        if not parts.rollout.fail_update(error.silent):
             raise
         parts.console.line(f"an engine failed while version {version} was sent: {error}")
         return None

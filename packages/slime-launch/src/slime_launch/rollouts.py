@@ -203,8 +203,8 @@ class RolloutHost:
         self._fleet.confirm_update(version)
         self._namespace.change()
 
-    def fail_update(self, silent: str | None) -> bool:
-        """Not all have it; returns whether an engine is to blame that is being replaced, as one that is silent is."""
+    def fail_update(self, silent: Sequence[str]) -> bool:
+        """Not all have it; returns whether an engine is to blame that is being replaced, as silent ones are."""
         failed_by_an_engine: bool = self._fleet.fail_update(silent)
         return failed_by_an_engine
 
@@ -336,11 +336,11 @@ class RolloutWorker:
         """Say that every engine of the last channel has confirmed the weights."""
         self._worker.call("confirm_update", version)
 
-    def fail_update(self, silent: str | None = None) -> bool:
+    def fail_update(self, silent: Sequence[str] = ()) -> bool:
         """Say that sending failed; returns whether that is an engine's fault that is being replaced.
 
         Args:
-            silent: Address of an engine that gave no answer.
+            silent: Addresses of the engines that gave no answer.
         """
         by_an_engine: bool = self._worker.call("fail_update", silent)
         return by_an_engine

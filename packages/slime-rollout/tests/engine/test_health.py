@@ -132,7 +132,7 @@ class Fleet:
                 channel.send([("weight", torch.ones(2))])
                 channel.end()
             except WeightSyncError as error:
-                assert self.fleet.fail_update(error.url if error.silent else None), error
+                assert self.fleet.fail_update(error.silent), error
                 continue
             finally:
                 channel.close()
@@ -404,6 +404,20 @@ def test_an_engine_that_hangs_amid_an_update_holds_nobody_up(fleet, hangs):
     fleet.update(version, only_behind=True)
     fleet.wait_for("engine 0", "registered", since=since)
     assert fleet.events("engine 1", since) in ([], ["weights", "registered"])
+
+
+def test_engines_that_hang_amid_the_same_update_are_replaced_together(fleet, monkeypatch):
+    """One after the other, each would cost a whole time limit, and an update that is sent anew."""
+    version, since, urls, failed = next(VERSIONS), fleet.now(), [fleet.url(0), fleet.url(1)], []
+    for number in (0, 1):
+        fleet.behave(number, health="good", hangs="update")
+    fail_update = fleet.fleet.fail_update
+    monkeypatch.setattr(fleet.fleet, "fail_update", lambda silent: failed.append(silent) or fail_update(silent))
+    fleet.push(version)
+    assert failed == [tuple(urls)]
+    for name in ("engine 0", "engine 1"):
+        assert fleet.events(name, since)[:2] == ["unhealthy", "killed"]
+    wait_until(lambda: not fleet.fleet.not_serving() or fleet.update(version, only_behind=True))
 
 
 def test_an_update_that_fails_by_itself_is_no_engines_fault(fleet):

@@ -114,6 +114,17 @@ def deaf():
         yield server
 
 
+@pytest.fixture
+def also_deaf():
+    """Another one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def address(server):
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
 def times_asked(deaf):
     deaf.setblocking(False)
     with contextlib.ExitStack() as stack:
@@ -125,14 +136,24 @@ def times_asked(deaf):
 
 
 def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on_soon(engines, deaf):
-    url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+    url = address(deaf)
     channel = TensorWeightChannel((engines[0].url, url), timeout=0.5)
     with pytest.raises(WeightSyncError, match=r"time limit of 0\.5 s") as caught:
         channel.begin(4)
-    assert (caught.value.url, caught.value.silent) == (url, True)
+    assert (caught.value.url, caught.value.silent) == (url, (url,))
     assert times_asked(deaf) == 2  # the second time to have it go on; then nothing more
     assert engines[0].paths()[-1] == "/continue_generation"
-    assert pickle.loads(pickle.dumps(caught.value)).silent
+    assert pickle.loads(pickle.dumps(caught.value)).silent == (url,)
+
+
+def test_all_engines_that_do_not_answer_are_named_at_once(engines, deaf, also_deaf):
+    """Also where the first error is another one: each that is told later would cost a whole time limit."""
+    silent = (address(deaf), address(also_deaf))
+    engines[0].refuse["/pause_generation"] = "not now"
+    for urls in (silent, (engines[0].url, *silent)):
+        with pytest.raises(WeightSyncError) as caught:
+            TensorWeightChannel(urls, timeout=0.5).begin(4)
+        assert (caught.value.url, caught.value.silent) == (urls[0], silent)
 
 
 def test_only_reading_all_weights_may_take_longer_than_another_request(monkeypatch):
@@ -196,7 +217,7 @@ def test_an_engine_that_is_gone_is_named(engines):
     ):
         with pytest.raises(WeightSyncError) as caught:
             channel.begin(4)
-        assert (caught.value.url, caught.value.silent) == (gone, False)
+        assert (caught.value.url, caught.value.silent) == (gone, ())
 
 
 def test_an_engine_that_says_another_version_is_not_believed(channel, engines):

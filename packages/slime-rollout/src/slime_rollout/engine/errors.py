@@ -1,5 +1,7 @@
 """What can go wrong with engines and the router."""
 
+from collections.abc import Collection
+
 from slime_core.errors import SlimeError
 
 
@@ -28,10 +30,11 @@ class WeightSyncError(EngineError):
 
     Attributes:
         url: The engine, or the receiver beside it, that the error is about; ``None`` if it is about none.
-        silent: Whether it gave no answer in time, and no other engine is the cause.
+        silent: Addresses of all that gave no answer in time, where no other engine is the cause. ``url`` may be among
+            them.
     """
 
-    def __init__(self, message: str, *, url: str | None = None, silent: bool = False) -> None:
+    def __init__(self, message: str, *, url: str | None = None, silent: Collection[str] = ()) -> None:
         super().__init__(message)
         self.url = url
-        self.silent = silent
+        self.silent = tuple(silent)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -172,11 +172,11 @@ class ExternalFleet:
         """Every engine has confirmed ``version``."""
         self._updating = False
 
-    def fail_update(self, silent: str | None = None) -> bool:
+    def fail_update(self, silent: Collection[str] = ()) -> bool:
         """The update failed. It is not tried again, for no engine is replaced: always ``False``.
 
         Args:
-            silent: Address of an engine that did not answer; left as it is.
+            silent: Addresses of the engines that did not answer; left as they are.
 
         Raises:
             EngineDiedError: As :meth:`check`.

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -251,11 +251,11 @@ class EngineFleet:
         if self._monitor is not None:
             self._monitor.confirm_update(version)
 
-    def fail_update(self, silent: str | None = None) -> bool:
+    def fail_update(self, silent: Collection[str] = ()) -> bool:
         """Say that the update failed; its engines get no more requests before another one.
 
         Args:
-            silent: Address of an engine that did not answer a request of the update; it is replaced.
+            silent: Addresses of the engines that did not answer a request of the update; they are replaced.
 
         Returns:
             Whether that is because an engine died or hangs, which is now being replaced: then another update may do.

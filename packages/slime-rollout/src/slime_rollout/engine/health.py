@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -159,14 +159,14 @@ class FleetMonitor:
                 if slot.now in updated and slot.now.up and not slot.now.in_router:
                     self._note(slot, Event.WEIGHTS, f"version {version}")
 
-    def fail_update(self, silent: str | None = None) -> bool:
+    def fail_update(self, silent: Collection[str] = ()) -> bool:
         """Note that the update failed, and look at every engine at once.
 
         No engine of that update gets requests until another one is confirmed.
 
         Args:
-            silent: Address of an engine that did not answer a request of the update. It counts as one that hangs,
-                whatever it answers to other questions.
+            silent: Addresses of the engines that did not answer a request of the update. They count as engines that
+                hang, whatever they answer to other questions.
 
         Returns:
             Whether an engine was found dead or silent since :meth:`begin_update`: another update may then succeed.
@@ -177,7 +177,7 @@ class FleetMonitor:
         with self._lock:
             for occupant in self._updating or ():
                 occupant.weights = INCOMPLETE
-                occupant.silent = occupant.process.url == silent
+                occupant.silent = occupant.process.url in silent
             self._updating = None
             self._registry.look_again()
             since = self._ask_all_since = time.monotonic()

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -130,7 +130,7 @@ class ModelFleets:
         """As :meth:`EngineFleet.confirm_update` of the trained model."""
         self._trained.confirm_update(version)
 
-    def fail_update(self, silent: str | None = None) -> bool:
+    def fail_update(self, silent: Collection[str] = ()) -> bool:
         """As :meth:`EngineFleet.fail_update` of the trained model."""
         return self._trained.fail_update(silent)
 

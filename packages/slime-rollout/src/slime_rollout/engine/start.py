@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,8 +52,8 @@ class Engines(Protocol):
     def confirm_update(self, version: int) -> None:
         """Every engine of :meth:`begin_update` has confirmed ``version``."""
 
-    def fail_update(self, silent: str | None = None) -> bool:
-        """The update failed, perhaps as one did not answer; whether an engine that is being replaced is to blame."""
+    def fail_update(self, silent: Collection[str] = ()) -> bool:
+        """The update failed, perhaps as some did not answer; whether an engine that is being replaced is to blame."""
 
     def stop(self) -> None:
         """End what was started, and leave what others run. Does nothing the second time."""

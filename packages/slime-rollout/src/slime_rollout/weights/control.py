@@ -37,11 +37,21 @@ class Engines:
     load_timeout: float = REQUEST_TIMEOUT_SECONDS
 
     def on_all(self, action: Callable[[str], Result]) -> list[Result]:
-        """Do something on all engines at once; wait for all, then raise the first error, and log the others."""
+        """Do something on all engines at once, and wait for all.
+
+        Raises:
+            Exception: The first error; the others are logged. A `WeightSyncError` names all engines that were silent,
+                which can then be replaced together.
+        """
         with concurrent.futures.ThreadPoolExecutor(max(1, len(self.urls))) as pool:
             futures = [pool.submit(action, url) for url in self.urls]
-        for error in [error for future in futures if (error := future.exception()) is not None][1:]:
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors[1:]:
             logger.error("%s", error)
+        if errors and isinstance(errors[0], WeightSyncError):
+            errors[0].silent = tuple(
+                url for error in errors if isinstance(error, WeightSyncError) for url in error.silent
+            )
         return [future.result() for future in futures]
 
     def post(self, url: str, path: str, payload: dict[str, Any], *, is_long: bool = False) -> Any:
@@ -61,7 +71,7 @@ class Engines:
             answer = call("POST", url + path, payload, timeout=timeout)
         except HttpError as error:
             text = f"weight version {self.version}: {error}"
-            raise WeightSyncError(text, url=url, silent=error.timed_out) from error
+            raise WeightSyncError(text, url=url, silent=(url,) if error.timed_out else ()) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise WeightSyncError(f"weight version {self.version}: {url}{path}: {answer.get('message')}", url=url)
         return answer
@@ -163,7 +173,8 @@ def engine_weight_version(url: str) -> str:
     try:
         return str(call("GET", f"{url}/model_info", attempts=3)["weight_version"])
     except HttpError as error:
-        raise WeightSyncError(f"cannot ask for the weight version: {error}", url=url) from error
+        silent = (url,) if error.timed_out else ()
+        raise WeightSyncError(f"cannot ask for the weight version: {error}", url=url, silent=silent) from error
     except (KeyError, TypeError) as error:
         raise WeightSyncError(
             f"{url}/model_info names no weight version; give the address of an engine", url=url

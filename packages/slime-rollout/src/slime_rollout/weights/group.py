@@ -142,7 +142,7 @@ def while_engines(update: Engines, ask: Callable[[str], Any], act: Callable[[], 
     # An engine's own words say more than a connection that broke; the first that refused caused what came after it.
     for error in sorted(failed, key=lambda each: "Connection closed" in str(each)):
         if isinstance(error, WeightSyncError):
-            error.silent = False  # all engines wait for one another: who keeps them waiting cannot be told
+            error.silent = ()  # all engines wait for one another: who keeps them waiting cannot be told
         raise error
     if ours.error is not None:
         raise WeightSyncError(f"weight version {update.version}: the engines cannot be reached: {ours.error}")
