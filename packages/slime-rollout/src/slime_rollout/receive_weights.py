@@ -8,12 +8,16 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.weight_sync import PAUSE_MODES, REQUEST_TIMEOUT_SECONDS
+
+if TYPE_CHECKING:
+    from slime_rollout.weights.local import LocalVersion
 
 SUMMARY = "keep a checkpoint on this machine up to date with the deltas that a trainer publishes"
 DESCRIPTION = """\
@@ -55,7 +59,7 @@ def add_receive_weights(commands: _Commands) -> None:
         dest="directory",
         required=True,
         metavar="DIR",
-        help="of this machine, for up to two copies of the model",
+        help="of this machine, for up to two copies of the model, or three while an engine of --url is late",
     )
     parser.add_argument("--hf-checkpoint", required=True, metavar="DIR", help="what the run began with")
     parser.add_argument(
@@ -184,13 +188,20 @@ def _follow(given: dict[str, Any], source: Path, directory: Path) -> None:
     )
     while True:
         with patience:
-            local = follower.step()
+            local = follower.step(wait_for_all=given["once"])
             if local is not None:
-                engines = f", and in {', '.join(given['url'])}" if given["url"] else ""
-                print(f"weight version {local.version} is in {local.path}{engines}", flush=True)
+                print(_news(local, given["url"], follower.late), flush=True)
             if given["once"]:
                 if checkpoint.current.version is None:
                     raise ConfigError(f"{source} holds no deltas; a run with --update-weight-mode delta publishes them")
                 return
         # Not the same damage every second: each attempt may read the whole model.
         time.sleep(min(POLL_SECONDS * 2 ** min(patience.failures, 10), LONGEST_PAUSE_SECONDS))
+
+
+def _news(local: LocalVersion, urls: Sequence[str], late: Sequence[str]) -> str:
+    """Which engines have a version, and which are not waited for."""
+    loaded = [url for url in urls if url.rstrip("/") not in late]
+    engines = f", and in {', '.join(loaded)}" if loaded else ""
+    others = f"; not waiting for {', '.join(late)}" if late else ""
+    return f"weight version {local.version} is in {local.path}{engines}{others}"

@@ -62,7 +62,10 @@ def hf_checkpoint(tmp_path):
 
 
 class ScriptedEngine(http.server.ThreadingHTTPServer):
-    """Says yes to everything, but ``refuse[path]`` is answered with 400; keeps what it was asked."""
+    """Says yes to everything, but ``refuse[path]`` is answered with 400, and ``hold[path]`` once that event is set.
+
+    Keeps what it was asked.
+    """
 
     daemon_threads = True
 
@@ -70,6 +73,7 @@ class ScriptedEngine(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.version, self.asked, self.refuse, self.answers = "0", [], {}, {}
+        self.hold = {}
 
     def paths(self):
         return [path for path, _ in self.asked]
@@ -82,6 +86,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, body))
+        if self.path in self.server.hold:
+            self.server.hold[self.path].wait(60)
         if self.path in self.server.refuse:
             self.reply(400, {"success": False, "message": self.server.refuse[self.path]})
             return

@@ -4,6 +4,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -12,7 +14,7 @@ from slime_core.integrity import tensor_checksum
 from slime_rollout.cli import main
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import call
-from slime_rollout.weights import DeltaWeightChannel, Follower, LocalCheckpoint
+from slime_rollout.weights import DeltaWeightChannel, Follower, LocalCheckpoint, follow
 from slime_rollout.weights.checkpoint import CheckpointReader
 from slime_rollout.weights.control import Engines
 from slime_rollout.weights.follow import Patience
@@ -175,6 +177,126 @@ def test_an_engine_that_refuses_is_named_and_the_next_step_repairs_it(publish, f
     assert [engine.version for engine in engines] == ["1", "1"] and len(loads(engines[1])) == 1
 
 
+@pytest.fixture
+def hang(engines, monkeypatch):
+    """Engines that load nothing until the event of theirs is set; nobody waits for them for long."""
+    monkeypatch.setattr(follow, "LATE_SECONDS", 0.3)
+    events = [threading.Event() for _ in engines]
+
+    def hang(*numbers):
+        for number in numbers:
+            engines[number].hold["/update_weights_from_disk"] = events[number]
+        return events
+
+    yield hang
+    for event in events:
+        event.set()
+
+
+def test_an_engine_that_hangs_keeps_no_other_from_the_new_version(publish, follower, engines, hang, tmp_path):
+    publish()
+    (event, _) = hang(0)
+    assert follower.step().version == 1 and follower.late == (engines[0].url,)
+    for version in (2, 3):
+        publish()
+        assert follower.step().version == version and follower.late == (engines[0].url,)
+        assert [engine.version for engine in engines] == ["incomplete", str(version)]
+        # It may yet read the copy that it was told of.
+        assert {path.name for path in (tmp_path / "local").iterdir()} == {"weight_v000001", f"weight_v00000{version}"}
+    event.set()
+    assert follower.step(wait_for_all=True).version == 3 and follower.late == ()
+    assert [engine.version for engine in engines] == ["3", "3"]
+    assert loads(engines[0]) == ["weight_v000001", "weight_v000003"]
+    assert follower.step() is None
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["weight_v000003"]
+
+
+def test_engines_that_hang_with_different_versions_do_not_fill_the_disk(
+    publish, source, hf_checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(follow, "LATE_SECONDS", 0.1)
+    hang = {}
+    monkeypatch.setattr(Follower, "_update", lambda self, url, local: url not in hang or hang[url].wait(60))
+    checkpoint = LocalCheckpoint(tmp_path / "local", hf_checkpoint, source)
+    follower = Follower(checkpoint, source, ("a", "b", "c"))
+    try:
+        for late in ("a", "b"):
+            hang[late] = threading.Event()
+            publish()
+            follower.step()
+        for _ in (3, 4):
+            publish()
+            follower.step()
+            copies = sorted(path.name for path in (tmp_path / "local").iterdir())
+            assert copies == ["weight_v000001", "weight_v000002", "weight_v000003"]
+        hang["a"].set()
+        deadline = time.monotonic() + 60
+        while checkpoint.current.version != 4:
+            assert time.monotonic() < deadline
+            follower.step()
+        assert follower.late == ("b",)
+    finally:
+        for event in hang.values():
+            event.set()
+
+
+def test_an_engine_that_failed_is_told_until_it_has_a_version(publish, follower, engines, hang):
+    publish()
+    engines[0].refuse["/update_weights_from_disk"] = "no room"
+    with pytest.raises(WeightSyncError, match="no room"):
+        follower.step()
+    hang(0)
+    publish()
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match="no room"):
+            follower.step()
+        assert follower.late == (engines[0].url,) and engines[1].version == "2"
+    del engines[0].refuse["/update_weights_from_disk"]
+    hang()[0].set()
+    assert follower.step(wait_for_all=True).version == 2
+    assert [engine.version for engine in engines] == ["2", "2"]
+
+
+def test_with_once_the_command_waits_for_all(publish, words, engines, hang, tmp_path, monkeypatch, capsys):
+    publish()
+    event = hang(0)[0]
+    monkeypatch.setattr(follow, "LATE_SECONDS", 0.0)
+
+    def go_on():
+        deadline = time.monotonic() + 60
+        while engines[1].version != "1" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        event.set()
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    assert main(["receive-weights", *words, "--once", "--url", engines[0].url, "--url", engines[1].url]) == 0
+    other.join()
+    path = tmp_path / "local" / "weight_v000001"
+    assert capsys.readouterr().out == f"weight version 1 is in {path}, and in {engines[0].url}, {engines[1].url}\n"
+    assert [engine.version for engine in engines] == ["1", "1"]
+
+
+def test_the_command_says_who_is_late(publish, words, engines, hang, tmp_path):
+    publish()
+    event = hang(0)[0]
+    urls = [word for engine in engines for word in ("--url", engine.url)]
+    command = [sys.executable, "-m", "slime_rollout", "receive-weights", *words, *urls]
+    program = "import sys; from slime_rollout.weights import follow; follow.LATE_SECONDS = 0.3; "
+    program += "from slime_rollout.cli import main; sys.exit(main(sys.argv[1:]))"
+    following = subprocess.Popen([sys.executable, "-c", program, *command[3:]], stdout=subprocess.PIPE, text=True)
+    try:
+        path = tmp_path / "local" / "weight_v000001"
+        line = f"weight version 1 is in {path}, and in {engines[1].url}; not waiting for {engines[0].url}\n"
+        assert following.stdout.readline() == line
+        event.set()
+        assert following.stdout.readline() == f"weight version 1 is in {path}, and in {urls[1]}, {urls[3]}\n"
+    finally:
+        following.kill()
+        following.wait()
+        following.stdout.close()
+
+
 def test_the_same_number_with_other_weights_is_loaded(publish, follower, engines, source, hf_checkpoint, first, step):
     publish()
     publish()
@@ -193,12 +315,12 @@ def test_a_version_that_goes_when_the_next_one_comes_is_no_error(publish, follow
     publish()
     pulled, pull = [], LocalCheckpoint.pull
 
-    def gone(checkpoint, version):
+    def gone(checkpoint, version, **more):
         pulled.append(version)
         if version == 1:
             publish()
             raise DamagedError("version 1 is gone")
-        return pull(checkpoint, version)
+        return pull(checkpoint, version, **more)
 
     monkeypatch.setattr(LocalCheckpoint, "pull", gone)
     assert follower.step().version == 2 and pulled == [1, 2]

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,11 @@ from slime_rollout.weights.local import LocalCheckpoint, LocalVersion
 from slime_rollout.weights.publication import newest_version
 
 logger = logging.getLogger(__name__)
+
+# How long the others wait for an engine that is slower than they are.
+LATE_SECONDS = 10.0
+# Of the model, before one more is written.
+MOST_COPIES = 2
 
 
 @dataclasses.dataclass
@@ -50,6 +56,9 @@ class LoadChannel(EngineChannel):
 class Follower:
     """Brings a checkpoint, and the engines that are to have it, to the version that was published last.
 
+    Engines are served beside each other: one that hangs keeps no other from a newer version. The copy that it may still
+    be reading stays until then, so that there may be three.
+
     Args:
         checkpoint: Of this machine.
         source: Where versions are published.
@@ -71,30 +80,74 @@ class Follower:
         self._urls = tuple(url.rstrip("/") for url in engine_urls)
         self._pause_mode, self._timeout = pause_mode, timeout
         self._loaded: dict[str, LocalVersion] = {}
+        self._pool = ThreadPoolExecutor(max(1, len(self._urls)), thread_name_prefix="engine-follows")
+        self._under_way: dict[str, tuple[LocalVersion, Future[bool]]] = {}
+        self._failed: dict[str, BaseException] = {}
 
-    def step(self) -> LocalVersion | None:
+    @property
+    def late(self) -> tuple[str, ...]:
+        """Addresses of the engines that the last :meth:`step` did not wait for; the next one looks at them again."""
+        return tuple(self._under_way)
+
+    def step(self, *, wait_for_all: bool = False) -> LocalVersion | None:
         """Do what there is to do.
+
+        Args:
+            wait_for_all: Wait for all engines, and not only for a while once one of them is done.
 
         Returns:
             The version, if anything was done; ``None`` if there was nothing to do.
 
         Raises:
             SlimeError: A version is damaged, is missing, or was made from another base; or an engine refused it or is
-                gone, which does not keep it from the others. Another call tries again.
+                gone, which does not keep it from the others. Another call tries again, and an engine's error is raised
+                until it has a version.
         """
+        was_updated = wait_for_all and self._finished(wait_for_all=True)  # what was begun with an older version
         before = self._checkpoint.current
         local = self._pulled()
         if local.version is None:
             return None
-        updates = Engines(self._urls, local.version).on_all(lambda url: self._update(url, local))
-        return local if any(updates) or local != before else None
+        for url in self._urls:
+            if url not in self._under_way:
+                self._under_way[url] = (local, self._pool.submit(self._update, url, local))
+        was_updated |= self._finished(wait_for_all=wait_for_all)
+        for url in self._urls:
+            if url in self._failed:
+                raise self._failed[url].with_traceback(None)  # it is raised many times
+        return local if was_updated or local != before else None
+
+    def _finished(self, *, wait_for_all: bool) -> bool:
+        """Wait for engines, and note what became of those that are done; returns whether one was updated."""
+        futures = [future for _, future in self._under_way.values()]
+        if wait_for_all:
+            wait(futures)
+        else:
+            wait(futures, return_when=FIRST_COMPLETED)
+            wait(futures, timeout=LATE_SECONDS)
+        was_updated = False
+        for url, (_, future) in list(self._under_way.items()):
+            if not future.done():
+                continue
+            del self._under_way[url]
+            if (error := future.exception()) is None:
+                self._failed.pop(url, None)
+                was_updated |= future.result()
+            else:
+                if self._failed and url not in self._failed:
+                    logger.error("%s", error)  # only one of them is raised
+                self._failed[url] = error
+        return was_updated
 
     def _pulled(self) -> LocalVersion:
         if not self._source.is_dir():
             raise DamagedError(f"{self._source} is gone; have this machine see it again")
+        held = {local.path for local, _ in self._under_way.values()}
+        if len(held | {self._checkpoint.current.path}) > MOST_COPIES:
+            return self._checkpoint.current  # engines hang with different versions: first one of them must end
         while (version := newest_version(self._source)) is not None:
             try:
-                return self._checkpoint.pull(version)
+                return self._checkpoint.pull(version, keep=held)
             except IntegrityError:
                 if newest_version(self._source) == version:
                     raise  # and not only a version that went when the next one came

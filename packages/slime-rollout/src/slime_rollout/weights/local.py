@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,7 +52,8 @@ class LocalCheckpoint:
     A copy that another process made here is gone on with, if it was made from the same first checkpoint.
 
     Args:
-        directory: Of this machine, for the copies, each as large as the model; two at a time for a short while.
+        directory: Of this machine, for the copies, each as large as the model; two at a time for a short while, and
+            those that :meth:`pull` is to keep.
         hf_checkpoint: What everything began with: the same as at the sender.
         source: Where versions are published.
     """
@@ -64,11 +65,15 @@ class LocalCheckpoint:
         self.current = self._found()
         self._remove_others()
 
-    def pull(self, version: int) -> LocalVersion:
+    def pull(self, version: int, *, keep: Collection[Path] = ()) -> LocalVersion:
         """Bring the checkpoint to a published version, by all deltas that are missing, in their order.
 
         Where this has a version that the published one does not go back to, or one that was altered since, it begins
         anew with the first checkpoint.
+
+        Args:
+            version: Its number.
+            keep: Older copies that are not removed yet.
 
         Raises:
             WrongBaseError: A delta was made from another version than there is.
@@ -84,7 +89,7 @@ class LocalCheckpoint:
             logger.warning("%s cannot be gone on with: %s; beginning anew from %s", start.path, error, self._first.path)
             steps, start = self._steps(version, self._first)
             local = self._made(start, steps)
-        self._keep_only(local)
+        self._keep_only(local, keep)
         return local
 
     def _found(self) -> LocalVersion:
@@ -186,13 +191,13 @@ class LocalCheckpoint:
             writer.add(bucket)
         return {name: writer.checksums[name] for name in reader.names - changed - start.checksums.keys()}
 
-    def _keep_only(self, local: LocalVersion) -> None:
+    def _keep_only(self, local: LocalVersion, keep: Collection[Path]) -> None:
         self.current = local
-        self._remove_others()
+        self._remove_others(keep)
         logger.info("weight version %s is in %s", local.version, local.path)
 
-    def _remove_others(self) -> None:
-        kept = {self.current.path.resolve(), self._first.path.resolve()}
+    def _remove_others(self, keep: Collection[Path] = ()) -> None:
+        kept = {path.resolve() for path in (self.current.path, self._first.path, *keep)}
         for path in written_versions(self._directory):
             if path.resolve() not in kept:
                 shutil.rmtree(path, ignore_errors=True)
