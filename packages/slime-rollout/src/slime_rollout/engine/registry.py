@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime_rollout.engine.errors import EngineError
 from slime_rollout.engine.events import Event
 from slime_rollout.engine.router_api import OFFER_SECONDS
 from slime_rollout.engine.server import SGLangEngine
@@ -19,6 +20,8 @@ TRY_SECONDS = 0.5
 LOOK_SECONDS = 5.0
 # The router tries an engine that hangs for twice as long as one that refuses connections.
 OFFER_AGAIN_SECONDS = 2.0 * OFFER_SECONDS
+# A proxy before the router may answer for it while it is started again; the router itself will not think better of it.
+REFUSED_SECONDS = 30.0
 
 Wanted = Mapping[str, Occupant[SGLangEngine]]
 """By address, the engines that are to get requests."""
@@ -39,6 +42,8 @@ class Registry:
         self._engines, self._router, self._note = list(engines), router, note
         self._next_look = self._next_try = 0.0
         self._offered: dict[str, float] = {}  # when the router was asked to use an engine that it does not know yet
+        self._refused_since: float | None = None
+        self._told = ""
 
     def look_again(self) -> None:
         """Look at the next opportunity, for what is wanted has changed. Called from any thread, under the lock."""
@@ -68,7 +73,11 @@ class Registry:
                 logger.warning("the router may still send requests to %s: %s", url, error)
 
     def register(self, wanted: Wanted) -> None:
-        """Take out all other engines, have the router use those that it does not know, and note who gets requests."""
+        """Take out all other engines, have the router use those that it does not know, and note who gets requests.
+
+        Raises:
+            EngineError: The router has refused that for :data:`REFUSED_SECONDS`, with an answer that will not change.
+        """
         router = self._router.process
         try:
             known = router.workers()
@@ -76,14 +85,31 @@ class Registry:
                 router.remove_worker(url)
             self._offer({url: occupant for url, occupant in wanted.items() if url not in known})
         except HttpError as error:
-            logger.warning("the router's engines cannot be looked at: %s", error)
+            self._failed(error)
             self._next_look = 0.0
             return
+        self._refused_since, self._told = None, ""
         for slot in self._engines:
             was, slot.now.in_router = slot.now.in_router, slot.now.in_router and slot.url in wanted
             if not was and slot.url in wanted and known.get(slot.url, ("", False))[1]:
                 slot.now.in_router = True
                 self._note(slot, Event.REGISTERED, f"with weights {slot.now.weights}")
+
+    def _failed(self, error: HttpError) -> None:
+        """Another look may do, unless the router says no; each reason is logged once while it lasts."""
+        now = time.monotonic()
+        if error.may_pass:
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = now
+        elif now - self._refused_since > REFUSED_SECONDS:
+            raise EngineError(
+                f"the router {self._router.url} refuses to be told this run's engines: {error}; see that it is an "
+                "sglang-router that takes orders from this machine"
+            ) from error
+        if str(error) != self._told:
+            self._told = str(error)
+            logger.warning("the router's engines cannot be looked at: %s", error)
 
     def _offer(self, missing: Mapping[str, Occupant[SGLangEngine]]) -> None:
         """Ask the router to use engines, each only once while it may be trying: one of them may hang unnoticed."""

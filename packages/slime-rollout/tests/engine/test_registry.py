@@ -1,0 +1,79 @@
+"""What the monitor does where the router will not be told which engines there are."""
+
+import logging
+import types
+
+import pytest
+
+from slime_rollout.engine import registry
+from slime_rollout.engine.errors import EngineError
+from slime_rollout.engine.registry import Registry
+from slime_rollout.http import HttpError
+
+pytestmark = pytest.mark.timeout(60)
+URL = "http://engine"
+
+
+class Router:
+    """Answers an offer with a status; 200 is none that it refuses."""
+
+    url = "http://router"
+
+    def __init__(self):
+        self.status, self.reason = 200, "no"
+
+    def workers(self):
+        return {}
+
+    def offer_worker(self, url, role):
+        if self.status != 200:
+            raise HttpError("POST", f"{self.url}/workers", self.status, self.reason)
+
+
+@pytest.fixture
+def router():
+    return Router()
+
+
+@pytest.fixture
+def register(router, monkeypatch):
+    """Tell the router of one engine, at a time in seconds."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    engine = types.SimpleNamespace(process=types.SimpleNamespace(spec=types.SimpleNamespace(router_role=None)))
+    place = types.SimpleNamespace(url=router.url, process=router)
+    told = Registry([], place, lambda *event: None)
+
+    def register(seconds):
+        now[0] = seconds
+        told.register({URL: engine})
+
+    return register
+
+
+def test_a_router_that_refuses_lastingly_ends_the_run_with_its_own_words(router, register, caplog):
+    router.status, router.reason = 400, "no model is named"
+    with caplog.at_level(logging.WARNING):
+        for seconds in (0.0, 1.0, registry.REFUSED_SECONDS):
+            register(seconds)
+    assert caplog.text.count("no model is named") == 1
+    with pytest.raises(EngineError, match=r"the router http://router refuses .*HTTP 400: no model is named; see that"):
+        register(registry.REFUSED_SECONDS + 1.0)
+
+
+@pytest.mark.parametrize("between", [200, 503])
+def test_one_that_refuses_for_a_moment_is_told_again(router, register, between):
+    for start in (0.0, 100.0, 200.0):
+        for router.status in (400, between):
+            register(start)
+
+
+def test_one_that_is_away_is_told_for_as_long_as_it_takes(router, register, caplog):
+    with caplog.at_level(logging.WARNING):
+        for seconds in range(0, 1000, 10):
+            router.status = 503
+            register(float(seconds))
+    assert len(caplog.records) == 1
+    router.reason = "starting"
+    register(1000.0)
+    assert len(caplog.records) == 2
