@@ -46,6 +46,25 @@ def test_what_was_registered_before_stays(router, worker):
     wait_until(lambda: theirs.workers().keys() == {engine.url})
 
 
+def test_an_engine_that_is_listed_only_after_it_was_taken_out_is_taken_out_again(monkeypatch):
+    listed, deleted = [], []
+
+    def call(method, url, *_, **more):
+        if method == "DELETE":
+            deleted.append(url)
+        return {"workers": listed}
+
+    monkeypatch.setattr("slime_rollout.engine.router_api.call", call)
+    given = GivenRouter("http://router")
+    given.offer_worker("http://engine")
+    given.remove_worker("http://engine")
+    assert deleted == []
+    listed.append({"url": "http://engine", "id": "a", "is_healthy": True})
+    assert given.workers().keys() == {"http://engine"}  # so that it is taken out where it is not wanted
+    given.stop()
+    assert deleted == ["http://router/workers/a"]
+
+
 def test_requests_would_go_to_other_engines(router, worker):
     theirs, other = router(), worker("other")
     theirs.add_workers([other.url])

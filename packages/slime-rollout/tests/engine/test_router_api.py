@@ -65,6 +65,21 @@ def test_an_engine_that_it_uses_already_is_not_offered_again(worker):
     assert stand_in.requests == [("/workers", {"url": "http://127.0.0.1:2"})]
 
 
+def test_one_that_has_gone_before_it_is_taken_out_is_fine(monkeypatch):
+    statuses = [404, 400]
+
+    def call(method, url, *_, **more):
+        if method == "DELETE":
+            raise HttpError(method, url, statuses.pop(0), "no such worker")
+        return {"workers": [{"url": "http://engine", "id": "a", "is_healthy": True}]}
+
+    monkeypatch.setattr("slime_rollout.engine.router_api.call", call)
+    someone = Someone("http://router")
+    someone.remove_worker("http://engine")
+    with pytest.raises(HttpError, match="HTTP 400"):
+        someone.remove_worker("http://engine")
+
+
 def test_questions_are_repeated_as_often_as_the_class_says(monkeypatch):
     asked = []
 

@@ -74,14 +74,12 @@ class GivenRouter(RouterApi):
         return self.answers(timeout)
 
     def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
-        """Ask it to use an engine, and remember that: :meth:`RouterApi.offer_worker`."""
+        """Ask it to use an engine, and remember that: :meth:`RouterApi.offer_worker`.
+
+        Also one that is taken out stays this run's: the router lists it only when it has tried it, perhaps after that.
+        """
         self._added.add(url)
         super().offer_worker(url, role, attempts=attempts)
-
-    def remove_worker(self, url: str) -> None:
-        """Have it send an engine nothing more: :meth:`RouterApi.remove_worker`."""
-        super().remove_worker(url)
-        self._added.discard(url)
 
     def process_ids(self) -> list[int]:
         """None of this run."""

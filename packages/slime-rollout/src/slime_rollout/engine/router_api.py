@@ -14,6 +14,7 @@ POLL_SECONDS = 0.1
 CONTROL_TIMEOUT_SECONDS = 5.0
 WORKER_TIMEOUT_SECONDS = 60.0
 OFFER_SECONDS = 30
+NOT_FOUND = 404
 # At a start nothing else is held up by asking again.
 START_ATTEMPTS = 3
 
@@ -133,8 +134,13 @@ class RouterApi(abc.ABC):
         Raises:
             HttpError: It does not answer in time.
         """
-        if url in (workers := self.workers()):
+        if url not in (workers := self.workers()):
+            return
+        try:
             call("DELETE", f"{self.url}/workers/{workers[url][0]}", timeout=CONTROL_TIMEOUT_SECONDS)
+        except HttpError as error:
+            if error.status != NOT_FOUND:  # it has gone since the router was asked
+                raise
 
     def _workers(self, attempts: int) -> Workers:
         answer = call("GET", f"{self.url}/workers", timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
