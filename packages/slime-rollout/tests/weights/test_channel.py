@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import socket
+import threading
 
 import pytest
 import torch
@@ -141,9 +142,25 @@ def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on_soon(engin
     with pytest.raises(WeightSyncError, match=r"time limit of 0\.5 s") as caught:
         channel.begin(4)
     assert (caught.value.url, caught.value.silent) == (url, (url,))
-    assert times_asked(deaf) == 2  # the second time to have it go on; then nothing more
+    assert times_asked(deaf) == 3  # then to close the update, and once more to have it go on; then nothing more
     assert engines[0].paths()[-1] == "/continue_generation"
     assert pickle.loads(pickle.dumps(caught.value)).silent == (url,)
+
+
+def test_one_that_is_slow_to_close_a_failed_update_goes_on_yet(channel, engines):
+    """Left paused it would count as one that hangs, or wait for the next update."""
+    channel.timeout = 0.5
+    closed = engines[0].hold["/end_weight_update"] = threading.Event()
+    engines[1].refuse["/update_weights_from_tensor"] = "no room"
+    try:
+        channel.begin(4)
+        with pytest.raises(WeightSyncError, match="no room") as caught:
+            channel.send([("w", torch.ones(3))])
+    finally:
+        closed.set()
+    assert caught.value.silent == ()
+    for engine in engines:
+        assert engine.paths()[-1] == "/continue_generation" and engine.version == "incomplete"
 
 
 def test_all_engines_that_do_not_answer_are_named_at_once(engines, deaf, also_deaf):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from slime_rollout.weight_version import INCOMPLETE
 logger = logging.getLogger(__name__)
 
 GIVE_UP_SECONDS = 10.0
+# An engine that is slow rather than gone takes the request, though nobody waits for its answer.
+LAST_WORD_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
@@ -152,16 +155,19 @@ class Engines:
         self.on_all(self._give_up)
 
     def _give_up(self, url: str) -> None:
+        limit = min(GIVE_UP_SECONDS, self.timeout)
         for path, payload in (
             ("/end_weight_update", {}),
             ("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False}),
-            ("/continue_generation", {}),
         ):
             try:
-                call("POST", url + path, payload, timeout=min(GIVE_UP_SECONDS, self.timeout))
+                call("POST", url + path, payload, timeout=limit)
             except HttpError as error:
                 if error.timed_out:  # it would not answer the next one either, and everybody waits
-                    return
+                    limit = min(LAST_WORD_SECONDS, self.timeout)
+                    break
+        with contextlib.suppress(HttpError):
+            call("POST", f"{url}/continue_generation", {}, timeout=limit)
 
 
 def engine_weight_version(url: str) -> str:
