@@ -221,11 +221,21 @@ def test_a_function_that_never_scores_ends_the_run(file, group):
                 return number, str(error)
 
     number, message = asyncio.run(asyncio.wait_for(rounds(), 60))
-    assert number == 63  # calls count, not samples
+    calls = 64 if group else 32  # of 2 samples; groups are scored at the same time, batches one after the other
+    assert number == calls - 1
     assert (
-        f"--custom-rm-path {file}:broken has failed 64 times in a row and has never given a reward; at last: "
+        f"--custom-rm-path {file}:broken has failed {calls} times in a row and has never given a reward; at last: "
         in message
     )
+
+
+def test_a_function_that_never_scores_batches_ends_the_run_within_eight_of_them(file):
+    reward = make(f"{file}:broken")
+    answers = score(reward, 64 * 7)
+    assert answers == [0.0] * (64 * 7)
+    errors = score(reward, 64)
+    assert all(isinstance(error, RewardError) for error in errors)
+    assert "has failed 8 times in a row" in str(errors[0])
 
 
 def test_one_that_is_cancelled_in_a_batch_takes_no_other_with_it():

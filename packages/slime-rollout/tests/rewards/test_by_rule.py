@@ -8,7 +8,9 @@ from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.check import check_row
 from slime_rollout.data.rows import RawRow
-from slime_rollout.rewards import RemoteReward, RowRuleReward, RuleRewards, Scorers, by_rule
+from slime_rollout.errors import RewardError
+from slime_rollout.http import HttpError
+from slime_rollout.rewards import RemoteReward, RowRuleReward, RuleRewards, Scorers, by_rule, tolerant
 
 GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
 
@@ -125,3 +127,31 @@ def test_a_boxed_answer_is_all_that_a_service_sees(monkeypatch, response, sent):
     assert score(reward, sample(response)) == [1.0]
     assert score(RemoteReward("http://a", timeout=1.0), sample(response)) == [1.0]
     assert [body["response"] for body in asked] == [sent, response]
+
+
+def test_a_service_may_fail_for_half_an_hour_and_then_ends_the_run_once_256_samples_failed(monkeypatch):
+    now, works = [50.0], [False]
+
+    async def ask(service, payload):
+        if works[0]:
+            return 1.0
+        raise HttpError("POST", "http://a", 503, "it starts")
+
+    monkeypatch.setattr("slime_rollout.service.Service.ask", ask)
+    monkeypatch.setattr(tolerant.time, "monotonic", lambda: now[0])
+    reward = RowRuleReward(config(rm_type="remote_rm", rm_url="http://a"), RuleRewards())
+    assert score(reward, *[sample("1")] * 2000) == [0.0] * 2000
+    now[0] += 1799.0
+    assert score(reward, *[sample("1")] * 2000) == [0.0] * 2000
+    works[0] = True
+    assert score(reward, sample("1")) == [1.0]
+    works[0] = False
+    now[0] += 86400.0
+    assert score(reward, *[sample("1")] * 200) == [0.0] * 200
+    now[0] += 86400.0
+    assert score(reward, *[sample("1")] * 55) == [0.0] * 55
+    with pytest.raises(RewardError) as caught:
+        score(reward, sample("1"))
+    assert str(caught.value).startswith(
+        "the service of --rm-url http://a has failed 256 times in a row, for 1440 min; at last: POST http://a: HTTP 503"
+    )

@@ -5,7 +5,8 @@ import pytest
 from slime_core.types import Sample
 from slime_rollout.errors import RewardError, VerifierError
 from slime_rollout.rewards import Tolerance, Tolerant, TolerantGroup
-from slime_rollout.rewards.tolerant import NoTolerance
+from slime_rollout.rewards import tolerant as tolerant_module
+from slime_rollout.rewards.tolerant import NoTolerance, Patience
 
 FAILED = VerifierError("own raised ValueError")
 
@@ -44,7 +45,7 @@ def test_what_is_told_stays():
 
 
 def test_failures_in_a_row_end_the_run_and_one_reward_starts_the_count_again():
-    tolerance = Tolerance(drop=False, name="own", most_in_a_row=3)
+    tolerance = Tolerance(drop=False, name="own", patience=Patience(calls=3))
     for _ in range(2):
         settle(tolerance, FAILED, FAILED)
     assert settle(tolerance, FAILED, 1.0) == [0.0, 1.0]
@@ -58,6 +59,41 @@ def test_failures_in_a_row_end_the_run_and_one_reward_starts_the_count_again():
         settle(tolerance, FAILED)
     settle(tolerance, 1.0)
     settle(tolerance, FAILED)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time as it is set."""
+    now = [100.0]
+    monkeypatch.setattr(tolerant_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_all_of_a_patience_must_be_at_its_end(clock):
+    tolerance = Tolerance(drop=False, name="own", patience=Patience(calls=3, samples=8, seconds=60.0))
+    for _ in range(4):  # 8 samples in 4 calls, at once
+        settle(tolerance, FAILED, FAILED)
+    clock[0] += 59.0
+    settle(tolerance, FAILED)
+    clock[0] += 1.0
+    with pytest.raises(RewardError, match=r"own has failed 6 times in a row, for 1 min and has never given a reward"):
+        settle(tolerance, FAILED)
+    settle(tolerance, 1.0)
+    clock[0] += 90.0
+    settle(tolerance, *[FAILED] * 8)  # time, calls and samples begin anew
+    clock[0] += 60.0
+    settle(tolerance, FAILED)
+    with pytest.raises(RewardError, match="own has failed 3 times in a row, for 1 min; at last"):
+        settle(tolerance, FAILED)
+
+
+def test_few_samples_do_not_end_a_run_however_long_it_takes(clock):
+    tolerance = Tolerance(drop=False, name="own", patience=Patience(samples=8, seconds=60.0))
+    for _ in range(7):
+        settle(tolerance, FAILED)
+        clock[0] += 600.0
+    with pytest.raises(RewardError):
+        settle(tolerance, FAILED)
 
 
 def test_without_a_limit_there_is_none():

@@ -13,7 +13,7 @@ from slime_rollout.config import REMOTE_RULES, RolloutConfig
 from slime_rollout.rewards.pool import VerifierPool
 from slime_rollout.rewards.registry import BOXED, Rule, find_rule, rule_of_row
 from slime_rollout.rewards.remote import RemoteReward
-from slime_rollout.rewards.tolerant import Tolerance, Tolerant
+from slime_rollout.rewards.tolerant import WITH_A_SERVICE, Tolerance, Tolerant
 
 
 class RuleReward:
@@ -94,7 +94,8 @@ class RowRuleReward:
         Raises:
             DataError: There is no rule of that name; or the sample lacks the label, or the run the service, that the
                 rule needs.
-            RewardError: The rule's processes cannot be started, or the service refused the request.
+            RewardError: The rule's processes cannot be started, the service refused the request, or it has scored
+                nothing for half an hour.
         """
         try:
             rule = rule_of_row(sample.metadata, self._rule)
@@ -111,7 +112,8 @@ def _make(name: str, config: RolloutConfig, names: Iterable[str]) -> Reward:
     drop, timeout = config.rm_on_failure == "drop", config.timeout_of_rule(name)
     if name in REMOTE_RULES:
         remote = RemoteReward(config.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED))
-        return Tolerant(remote, Tolerance(names=names, drop=drop))
+        service = f"the service of --rm-url {config.rm_url}"
+        return Tolerant(remote, Tolerance(names=names, drop=drop, name=service, patience=WITH_A_SERVICE))
     rule = find_rule(name)
     if rule.instant:
         return RuleReward(rule)

@@ -11,7 +11,15 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.rewards.batched import BatchedFunction, BatchedReward, load_batched
 from slime_rollout.rewards.by_rule import RowRuleReward, RuleRewards
 from slime_rollout.rewards.custom import FLAG, CustomReward
-from slime_rollout.rewards.tolerant import MOST_IN_A_ROW, NoTolerance, Tolerance, Tolerant, TolerantGroup
+from slime_rollout.rewards.tolerant import (
+    WITH_A_FUNCTION,
+    WITH_BATCHES,
+    NoTolerance,
+    Patience,
+    Tolerance,
+    Tolerant,
+    TolerantGroup,
+)
 
 
 class ZeroReward:
@@ -44,11 +52,11 @@ def make_reward(
             as a class the arguments of ``--custom-rm-kwargs``.
     """
     if config.custom_rm_path is not None:
-        tolerance = _tolerance(config, names, strict)
         batched = _batched(config, hook_args)
         if batched is not None:
-            return BatchedReward(TolerantGroup(batched, tolerance))
-        return Tolerant(CustomReward(config.custom_rm_path, hook_args, timeout=config.reward_timeout), tolerance)
+            return BatchedReward(TolerantGroup(batched, _tolerance(config, names, strict, WITH_BATCHES)))
+        single = CustomReward(config.custom_rm_path, hook_args, timeout=config.reward_timeout)
+        return Tolerant(single, _tolerance(config, names, strict, WITH_A_FUNCTION))
     if config.rule is None:
         return ZeroReward()
     return RowRuleReward(config, rules or RuleRewards(), _names(config, names))
@@ -71,7 +79,7 @@ def make_group_reward(
     if not config.group_rm:
         return None
     batched = _batched(config, hook_args)
-    return TolerantGroup(batched, _tolerance(config, names, strict)) if batched else None
+    return TolerantGroup(batched, _tolerance(config, names, strict, WITH_A_FUNCTION)) if batched else None
 
 
 def _batched(config: RolloutConfig, hook_args: HookArgs) -> BatchedFunction | None:
@@ -83,14 +91,14 @@ def _batched(config: RolloutConfig, hook_args: HookArgs) -> BatchedFunction | No
     return BatchedFunction(config.custom_rm_path or "", function, timeout=config.reward_timeout)
 
 
-def _tolerance(config: RolloutConfig, names: Iterable[str] | None, strict: bool) -> Tolerance:
+def _tolerance(config: RolloutConfig, names: Iterable[str] | None, strict: bool, patience: Patience) -> Tolerance:
     if strict:
         return NoTolerance()
     return Tolerance(
         drop=config.rm_on_failure == "drop",
         names=_names(config, names),
         name=f"{FLAG} {config.custom_rm_path}",
-        most_in_a_row=MOST_IN_A_ROW,
+        patience=patience,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from slime_core.interfaces import Reward, RewardValue
@@ -13,8 +15,29 @@ logger = logging.getLogger(__name__)
 
 FAILURE_KEY = "reward_failure"
 """Entry of a sample's metadata that says why it could not be scored."""
-MOST_IN_A_ROW = 64
-"""Calls of an own function that may fail one after the other: twice those that run, and may fail, at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long nothing but failures is borne. The run ends with the failure that makes all of it true.
+
+    Attributes:
+        calls: So many calls failed one after the other.
+        samples: So many samples were not scored, one after the other.
+        seconds: The first of these calls failed so long ago.
+    """
+
+    calls: int = 1
+    samples: int = 1
+    seconds: float = 0.0
+
+
+WITH_A_FUNCTION = Patience(calls=64)
+"""Twice the calls of an own function that run, and may fail, at once."""
+WITH_BATCHES = Patience(calls=8, samples=64)
+"""Of a function that scores up to 64 samples in a call, one call runs at a time."""
+WITH_A_SERVICE = Patience(samples=256, seconds=1800.0)
+"""Others start a service again, which may take long; four times the samples that it is asked about at once."""
 
 Outcome = RewardValue | VerifierError
 """A sample's reward, or why it has none."""
@@ -28,7 +51,7 @@ class Tolerance:
         names: Names that rewards are taken to have until there is one.
         drop: Also mark such samples ``remove_sample``, so that none of their tokens is trained on.
         name: What scores, for messages.
-        most_in_a_row: The run ends when so many calls fail one after the other; ``None`` for never.
+        patience: When nothing but failures ends the run; ``None`` for never.
     """
 
     def __init__(
@@ -38,12 +61,13 @@ class Tolerance:
         drop: bool,
         names: Iterable[str] = (),
         name: str = "",
-        most_in_a_row: int | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._learns = wrong is None
         self._wrong: RewardValue = wrong if wrong is not None else dict.fromkeys(names, 0.0) or 0.0
-        self._drop, self._name, self._most_in_a_row = drop, name, most_in_a_row
-        self._in_a_row, self._has_scored = 0, False
+        self._drop, self._name, self._patience = drop, name, patience
+        self._failed_calls = self._failed_samples = 0
+        self._failed_since, self._has_scored = 0.0, False
 
     def settle(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[RewardValue]:
         """The rewards of the samples of one call; ``metadata["reward_failure"]`` of those without one has the reason.
@@ -53,9 +77,9 @@ class Tolerance:
         """
         errors = [outcome for outcome in outcomes if isinstance(outcome, VerifierError)]
         if len(errors) == len(outcomes):
-            self._count_failure(errors[-1])
+            self._count_failure(len(errors), errors[-1])
         else:
-            self._in_a_row, self._has_scored = 0, True
+            self._failed_calls, self._failed_samples, self._has_scored = 0, 0, True
         for outcome in outcomes:
             if self._learns and not isinstance(outcome, VerifierError):
                 self._wrong = dict.fromkeys(outcome, 0.0) if isinstance(outcome, dict) else 0.0
@@ -74,13 +98,22 @@ class Tolerance:
             sample.remove_sample = False  # it was scored before, and generated again since
         return outcome
 
-    def _count_failure(self, error: VerifierError) -> None:
-        self._in_a_row += 1
-        if self._most_in_a_row is not None and self._in_a_row >= self._most_in_a_row:
-            before = "" if self._has_scored else " and has never given a reward"
-            raise RewardError(
-                f"{self._name} has failed {self._in_a_row} times in a row{before}; at last: {error}"
-            ) from error
+    def _count_failure(self, samples: int, error: VerifierError) -> None:
+        now, patience = time.monotonic(), self._patience
+        if not self._failed_calls:
+            self._failed_since = now
+        self._failed_calls += 1
+        self._failed_samples += samples
+        for_seconds = now - self._failed_since
+        if patience is None or self._failed_calls < patience.calls:
+            return
+        if self._failed_samples < patience.samples or for_seconds < patience.seconds:
+            return
+        how_long = f", for {for_seconds / 60:.0f} min" if patience.seconds else ""
+        before = "" if self._has_scored else " and has never given a reward"
+        raise RewardError(
+            f"{self._name} has failed {self._failed_calls} times in a row{how_long}{before}; at last: {error}"
+        ) from error
 
 
 class NoTolerance(Tolerance):
