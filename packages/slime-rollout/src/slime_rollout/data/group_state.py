@@ -51,7 +51,8 @@ def copied_value(value: Any) -> Any:
     if kind in _ATOMS:
         return value
     if kind is dict:
-        return {key: item if type(item) in _ATOMS else copied_value(item) for key, item in value.items()}
+        # A copy first, which nothing interrupts: a hook that was left behind may be adding to it.
+        return {key: item if type(item) in _ATOMS else copied_value(item) for key, item in value.copy().items()}
     if kind is list:
         return [item if type(item) in _ATOMS else copied_value(item) for item in value]
     return copy.deepcopy(value)

@@ -18,6 +18,7 @@ from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError, VerifierError
 from slime_rollout.rewards.calls import FunctionCalls
 from slime_rollout.rewards.custom import FLAG, USUAL_NAMES, checked_reward
+from slime_rollout.rewards.lent import lent
 from slime_rollout.rewards.tolerant import Outcome, name_samples
 
 _BATCH = 64  # samples
@@ -126,7 +127,8 @@ class BatchedFunction:
             RewardError: The object that scores cannot be made; or too many calls go on without end.
         """
         try:
-            values = await self._calls(name_samples(group), group)
+            with lent(group) as given:
+                values = await self._calls(name_samples(group), given)
         except VerifierError as error:
             if isinstance(self._function, _Model) and self._function.is_being_made:
                 raise RewardError(

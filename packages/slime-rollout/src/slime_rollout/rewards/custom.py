@@ -11,6 +11,7 @@ from slime_core.types import Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import VerifierError
 from slime_rollout.rewards.calls import FunctionCalls
+from slime_rollout.rewards.lent import lent
 from slime_rollout.rewards.tolerant import name_samples
 
 FLAG = "--custom-rm-path"
@@ -42,7 +43,8 @@ class CustomReward:
             VerifierError: It raised, took too long, or returned no number.
             RewardError: Too many calls of it go on without end.
         """
-        value = await self._calls(name_samples([sample]), self._args, sample)
+        with lent([sample]) as (given,):
+            value = await self._calls(name_samples([sample]), self._args, given)
         return checked_reward(value, self._path, sample)
 
 
