@@ -148,7 +148,7 @@ def test_generation_goes_on_while_a_filter_thinks(manager, tmp_path, engine, rep
         "    assert answered.wait(20)\n    running.pop()\n    return True\n"
     )
     given_ = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep")
-    own = given_._filter._function.__globals__
+    own = given_._filter._keep._function.__globals__
 
     async def answer(number, body):
         if index_of(body) >= 3:

@@ -8,15 +8,13 @@ import dataclasses
 import logging
 import time
 
-from slime_core.interfaces import GroupFilter
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Fate, copied_group
 from slime_rollout.errors import GenerationError
-from slime_rollout.filters import FLAG
+from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.single_turn import clear_response
-from slime_rollout.hooks.limits import await_within
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.rewards import tolerant
 from slime_rollout.source_calls import SourceCalls
@@ -91,7 +89,7 @@ class Collector:
         config: RolloutConfig,
         calls: SourceCalls,
         pipeline: GroupPipeline,
-        keep: GroupFilter | None,
+        keep: FilterCalls | None,
         context: GenerationContext,
         on_progress: Progress | None = None,
     ) -> None:
@@ -263,11 +261,9 @@ class Collector:
             return samples, Drop(EMPTY)
         return samples, Keep() if self._keep is None else await self._judge(self._keep, samples)
 
-    async def _judge(self, keep: GroupFilter, group: Group) -> Verdict:
-        what = f"{FLAG} {self._config.dynamic_sampling_filter_path} for group {group[0].group_index}"
-        async with self._judging:  # one at a time: a filter may keep counts
-            verdict: Verdict = await await_within(self._config.hook_timeout, what, keep, group)
-        return verdict
+    async def _judge(self, keep: FilterCalls, group: Group) -> Verdict:
+        async with self._judging:  # the time limit begins with the turn
+            return await keep(group)
 
     def _done(self, task: asyncio.Task[tuple[Group, Verdict | None]]) -> None:
         work = self._running.pop(task, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
+import threading
 from typing import Any
 
 from slime_core.errors import ConfigError, DataError
@@ -13,6 +14,7 @@ from slime_core.types import Drop, Group, Keep, Verdict
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.generate import by_trajectory
+from slime_rollout.hooks.limits import await_within
 
 FLAG = "--dynamic-sampling-filter-path"
 REJECTED = "rejected"
@@ -75,6 +77,43 @@ class OwnFilter:
         if isinstance(verdict, bool) or type(verdict).__name__ == "bool":  # NumPy's and torch's, too
             return Keep() if verdict else Drop(REJECTED)
         raise DataError(f"{where} returned {verdict!r}; return Keep(), Drop('reason'), True or False")
+
+
+class FilterCalls:
+    """Calls a filter off the event loop, within ``--hook-timeout`` and never twice at once: it may keep counts.
+
+    A call that nobody waits for any more, such as that of a group which a complete rollout did not need, cannot be
+    stopped: the next one, also of another event loop, waits for its end within its own time limit.
+
+    Args:
+        keep: The filter.
+        config: How long it may take, and what it is called.
+    """
+
+    def __init__(self, keep: GroupFilter, config: RolloutConfig) -> None:
+        self._keep, self._limit = keep, config.hook_timeout
+        self._name = f"{FLAG} {config.dynamic_sampling_filter_path}"
+        self._turn = threading.Lock()
+
+    async def __call__(self, group: Group) -> Verdict:
+        """The filter's verdict.
+
+        Raises:
+            HookTimeoutError: It took too long.
+            DataError: As `OwnFilter`.
+        """
+        is_left = threading.Event()
+
+        def judge() -> Verdict | None:
+            with self._turn:
+                return None if is_left.is_set() else self._keep(group)
+
+        what = f"{self._name} for group {group[0].group_index}"
+        try:
+            verdict: Verdict = await await_within(self._limit, what, judge)
+        finally:
+            is_left.set()
+        return verdict
 
 
 def make_filter(config: RolloutConfig, hook_args: HookArgs) -> GroupFilter | None:

@@ -19,7 +19,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.continuous import ContinuousCollector
 from slime_rollout.data import PromptEncoder, RolloutDataSource, load_source, load_tokenizer
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
-from slime_rollout.filters import make_filter
+from slime_rollout.filters import FilterCalls, make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate
 from slime_rollout.generate.context import with_router
 from slime_rollout.generate.retry import RETRY_DELAYS
@@ -116,7 +116,8 @@ class RolloutManager:
             teacher=teacher or make_teacher(config),
             reward_key=config.reward_key,
         )
-        self._filter = make_filter(config, self._hook_args)
+        keep = make_filter(config, self._hook_args)
+        self._filter = None if keep is None else FilterCalls(keep, config)
         self._thread: ContinuousCollector | None = None
         self._last_time: float | None = None
         data = data or RolloutData.load(config, self._hook_args)

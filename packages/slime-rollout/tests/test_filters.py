@@ -1,0 +1,79 @@
+"""Calls of a filter: one at a time, whoever waits for them."""
+
+import asyncio
+import threading
+
+import pytest
+
+from slime_core.types import Keep, Sample
+from slime_rollout.config import RolloutConfig
+from slime_rollout.errors import HookTimeoutError
+from slime_rollout.filters import FilterCalls
+
+GROUPS = [[Sample(index=number, group_index=number, prompt="a")] for number in range(4)]
+
+
+class Filter:
+    """Waits in its first call until `over`; notes what it is asked about, and how many calls ran at once."""
+
+    def __init__(self):
+        self.over, self.began, self.ended = (threading.Event() for _ in range(3))
+        self.asked, self.running, self.most = [], 0, 0
+
+    def __call__(self, group):
+        self.asked.append(group[0].group_index)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.began.set()
+        if len(self.asked) == 1:
+            self.over.wait(30)
+        self.running -= 1
+        return Keep()
+
+
+@pytest.fixture
+def keep():
+    made = Filter()
+    yield made
+    made.over.set()
+
+
+def make(keep, seconds):
+    config = RolloutConfig(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, hook_timeout=seconds)
+    return FilterCalls(keep, config)
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def leave(call, began):
+    """Begin a call, and wait for it no more once it runs."""
+    task = asyncio.create_task(call)
+    assert await asyncio.to_thread(began.wait, 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_the_next_rollouts_call_waits_for_one_that_was_left(keep):
+    calls = make(keep, 30.0)
+    run(leave(calls(GROUPS[0]), keep.began))
+
+    async def next_rollout():
+        asyncio.get_running_loop().call_later(0.1, keep.over.set)
+        return await calls(GROUPS[1])
+
+    assert run(next_rollout()) == Keep()
+    assert (keep.asked, keep.most) == ([0, 1], 1)
+
+
+def test_one_that_hangs_is_told_again_and_nothing_is_asked_for_those_that_left(keep):
+    calls = make(keep, 0.2)
+    for group in GROUPS[:3]:
+        with pytest.raises(HookTimeoutError, match=rf"for group {group[0].group_index} was not done after 0\.2 s"):
+            run(calls(group))
+    keep.over.set()
+    calls._limit = 30.0
+    assert run(calls(GROUPS[3])) == Keep()
+    assert (keep.asked, keep.most) == ([0, 3], 1)
