@@ -9,6 +9,7 @@ import logging
 import time
 
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
+from slime_rollout import failures
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Fate, copied_group
 from slime_rollout.errors import GenerationError
@@ -16,15 +17,12 @@ from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.single_turn import clear_response
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
-from slime_rollout.rewards import tolerant
 from slime_rollout.source_calls import SourceCalls
-from slime_rollout.teacher import log_probs
 
 logger = logging.getLogger(__name__)
 
 EMPTY = "empty"
 """What a group is counted under of which generation left nothing to train on."""
-_FAILURE_KEYS = {tolerant.FAILURE_KEY, log_probs.FAILURE_KEY}
 # Between two rounds of aborting: a request that waited for its turn comes after the first.
 _ABORT_AGAIN_SECONDS = 0.5
 # What finishes a trajectory after its request was aborted, such as a tool, may take so long; then it is left.
@@ -362,9 +360,8 @@ def _prompts_of(group: Group) -> Group:
     prompts = [parts[0] for parts in by_trajectory(group).values()]
     for sample in prompts:
         clear_response(sample)
-        for key in _FAILURE_KEYS & sample.metadata.keys():
-            del sample.metadata[key]
-            sample.remove_sample = False
+        for key in failures.KEYS:
+            failures.withdraw(sample, key)
     return prompts
 
 

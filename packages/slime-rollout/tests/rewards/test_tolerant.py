@@ -107,6 +107,9 @@ def test_a_sample_that_is_scored_later_is_trained_on_again():
     assert (one.remove_sample, one.metadata) == (True, {"reward_failure": "own raised ValueError"})
     tolerance.settle([one], [1.0])
     assert (one.remove_sample, one.metadata) == (False, {})
+    of_the_teacher = sample(remove_sample=True, metadata={"reward_failure": "a", "teacher_failure": "b"})
+    tolerance.settle([of_the_teacher], [1.0])
+    assert (of_the_teacher.remove_sample, of_the_teacher.metadata) == (True, {"teacher_failure": "b"})
     left_out = sample(remove_sample=True)
     tolerance.settle([left_out], [1.0])
     assert left_out.remove_sample

@@ -184,6 +184,19 @@ def test_with_drop_a_sample_without_log_probs_is_left_out_and_told(engine, answe
     assert (good.remove_sample, good.metadata, len(good.teacher_log_probs)) == (False, {}, 1)
 
 
+def test_a_sample_that_came_back_and_gets_its_log_probs_is_trained_on(engine, answers, expected):
+    """The reason it was left out for is gone; one of the reward's is its own."""
+    engine.answer = answers()
+    once = make_sample(remove_sample=True, metadata={"teacher_failure": "HTTP 503", "row": 1})
+    both = make_sample(remove_sample=True, metadata={"teacher_failure": "HTTP 503", "reward_failure": "it hung"})
+    mine = make_sample(remove_sample=True)
+    assert ask(engine.url, once, both, mine, drop=True) == [None] * 3
+    assert once.teacher_log_probs == both.teacher_log_probs == expected(once.tokens, 3)
+    assert (once.remove_sample, once.metadata) == (False, {"row": 1})
+    assert (both.remove_sample, both.metadata) == (True, {"reward_failure": "it hung"})
+    assert mine.remove_sample
+
+
 def test_with_drop_too_a_teacher_that_never_answers_ends_the_run(engine, answers):
     engine.answer = lambda number, body: 400
     assert [type(error) for error in ask(engine.url, *map(numbered, range(70)), drop=True)].count(TeacherError) == 7

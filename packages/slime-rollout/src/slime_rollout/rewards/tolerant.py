@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from slime_core.interfaces import Reward, RewardValue
 from slime_core.types import Group, Sample
+from slime_rollout import failures
 from slime_rollout.errors import RewardError, VerifierError
 
 logger = logging.getLogger(__name__)
 
-FAILURE_KEY = "reward_failure"
+FAILURE_KEY = failures.REWARD
 """Entry of a sample's metadata that says why it could not be scored."""
 
 
@@ -94,8 +95,7 @@ class Tolerance:
             sample.metadata[FAILURE_KEY] = str(outcome)
             sample.remove_sample = sample.remove_sample or self._drop
             return dict(self._wrong) if isinstance(self._wrong, dict) else self._wrong
-        if sample.metadata.pop(FAILURE_KEY, None) is not None and self._drop:
-            sample.remove_sample = False  # it was scored before, and generated again since
+        failures.withdraw(sample, FAILURE_KEY, drop=self._drop)
         return outcome
 
     def _count_failure(self, samples: int, error: VerifierError) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
+from slime_rollout import failures
 from slime_rollout.errors import TeacherError
 from slime_rollout.http import HttpError
 from slime_rollout.service import ATTEMPTS, REQUESTS, Service
 
 logger = logging.getLogger(__name__)
 
-FAILURE_KEY = "teacher_failure"
+FAILURE_KEY = failures.TEACHER
 """Entry of a sample's metadata that says why the teacher gave no log-probs."""
 SHOWN_CHARACTERS = 300
 LARGEST = 1e300  # of what is a number; a comparison that NaN fails too
@@ -78,6 +79,7 @@ class TeacherLogProbs:
             logger.warning("sample %d is not trained on: %s", sample.index, error)
         else:
             self._failed_in_a_row = 0
+            failures.withdraw(sample, FAILURE_KEY)
 
     async def _score(self, sample: Sample) -> list[float]:
         if not sample.response_length:
