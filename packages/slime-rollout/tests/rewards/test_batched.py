@@ -269,7 +269,7 @@ def test_one_that_is_cancelled_while_it_waits_is_not_scored():
         while not asked:
             await asyncio.sleep(0)
         waiting = [asyncio.create_task(reward(sample)) for sample in samples(3)[1:]]
-        while len(reward._queues[asyncio.get_running_loop()].waiting) < 2:
+        while len(reward._queues.here().waiting) < 2:
             await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait(waiting[:1])

@@ -15,13 +15,13 @@ import inspect
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.types import Group, Sample, Status
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
+from slime_rollout.event_loop import PerLoop
 from slime_rollout.generate.context import GenerateGroup, GenerationContext
 from slime_rollout.generate.hook_call import HookCall, running
 from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted, by_trajectory
@@ -66,8 +66,7 @@ class CustomGenerate:
         self.takes_group, self._takes_evaluation = _form(self._function, self._where)
         self._continues = bool(getattr(self._function, CONTINUES, False))
         self._timeout = timeout
-        self._calls = calls
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._slots = PerLoop(lambda: asyncio.Semaphore(calls))
 
     def __call__(self, group: Group, context: GenerationContext) -> list[Awaitable[list[Sample]]]:
         """One piece of work for each sample, or one for the group."""
@@ -83,8 +82,7 @@ class CustomGenerate:
         return [part for sample in group for part in made.get(sample.trajectory, [sample])]
 
     async def _generate(self, samples: list[Sample], context: GenerationContext) -> list[Sample]:
-        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._calls))
-        async with slots:
+        async with self._slots.here():
             if context.stop.is_set():
                 return samples
             for sample in samples:

@@ -8,7 +8,6 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
@@ -16,6 +15,7 @@ from slime_core.interfaces import GroupReward, RewardValue
 from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.event_loop import PerLoop
 from slime_rollout.rewards.calls import FunctionCalls
 from slime_rollout.rewards.custom import FLAG, USUAL_NAMES, checked_reward
 from slime_rollout.rewards.lent import lent
@@ -159,7 +159,7 @@ class BatchedReward:
 
     def __init__(self, score: GroupReward) -> None:
         self._score = score
-        self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
+        self._queues = PerLoop(_Queue)
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The sample's reward.
@@ -167,7 +167,7 @@ class BatchedReward:
         Raises:
             RewardError: What the call of its batch raised.
         """
-        queue = self._queues.setdefault(asyncio.get_running_loop(), _Queue())
+        queue = self._queues.here()
         answer: asyncio.Future[RewardValue] = asyncio.get_running_loop().create_future()
         queue.waiting.append((sample, answer))
         try:

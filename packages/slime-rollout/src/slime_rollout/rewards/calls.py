@@ -9,10 +9,10 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from slime_rollout.daemon_thread import Outcome, start_call
 from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.event_loop import PerLoop
 from slime_rollout.loop_thread import LoopThread
 
 AT_ONCE = 32  # calls: enough for functions that wait, few enough that those that compute end within their limit
@@ -36,7 +36,7 @@ class FunctionCalls:
 
     def __init__(self, name: str, function: Callable[..., Any], *, timeout: float) -> None:
         self._name, self._function, self._timeout = name, function, timeout
-        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._turns = PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
         self._lock = threading.Lock()
         self._running: dict[object, tuple[LoopThread | None, float]] = {}
         self._loop: LoopThread | None = None
@@ -54,8 +54,7 @@ class FunctionCalls:
             VerifierError: It raised or took too long.
             RewardError: Too many calls before it go on without end.
         """
-        turns = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE))
-        async with turns:
+        async with self._turns.here():
             self._refuse_if_stuck()
             try:
                 async with asyncio.timeout(self._timeout):
