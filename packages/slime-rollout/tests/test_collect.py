@@ -238,24 +238,6 @@ def test_what_is_older_than_allowed_is_generated_anew(manager, held, engine):
     assert batch.metrics["staleness/max"] == 0
 
 
-def test_finished_surplus_that_became_old_is_generated_anew(manager, engine, reply):
-    version = {"now": "0"}
-    engine.answer = lambda number, body: reply(text="1", version=version["now"])
-    given_ = manager(over_sampling_batch_size=2, max_weight_staleness=1)
-    (group,) = given_.source.get_samples(1)
-    for sample in group:
-        sample.append_response([9], text="1", log_probs=[-0.5], weight_version=0)
-        sample.status, sample.reward = Status.COMPLETED, 1.0
-    group[0].metadata["reward_failure"], group[0].remove_sample = "it hung", True  # of a response that is no more
-    given_.source.add_samples([group])
-    version["now"] = "2"
-    batch = given_.generate(2)
-    ours = [sample for sample in batch.samples if sample.group_index == 0]
-    assert [sample.weight_versions for sample in ours] == [[2, 2]] * 3
-    assert not any(sample.remove_sample or "reward_failure" in sample.metadata for sample in ours)
-    assert batch.metrics["stale_samples"] == 3
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_partial_rollouts_go_on_where_they_were_cut_off(manager, engine, reply, masked):
     """The engine gives back what it has when a request is aborted, as SGLang does."""

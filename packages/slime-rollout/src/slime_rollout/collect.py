@@ -15,7 +15,7 @@ from slime_rollout.data import Fate, copied_group
 from slime_rollout.errors import GenerationError
 from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import GenerationContext, by_trajectory, number_parts
-from slime_rollout.generate.single_turn import clear_response
+from slime_rollout.generate.returned import begin_anew, forget_rows_prompts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.source_calls import SourceCalls
 
@@ -136,6 +136,7 @@ class Collector:
         self._rollout_id = rollout_id + 1
         number_parts(groups, self._source.fresh_index)
         self._source.ledger.settle(groups, Fate.TRAINED)
+        forget_rows_prompts(groups)
         if self._config.async_buffer_size is not None:
             self._look_ahead()
         return Collected(groups, dict(counts), seconds)
@@ -359,7 +360,7 @@ def _prompts_of(group: Group) -> Group:
     """The group before it was generated: one sample of each trajectory, without a response and what came of that."""
     prompts = [parts[0] for parts in by_trajectory(group).values()]
     for sample in prompts:
-        clear_response(sample)
+        begin_anew(sample)
         for key in failures.KEYS:
             failures.withdraw(sample, key)
     return prompts

@@ -157,8 +157,22 @@ def test_a_prompt_that_a_function_changed_is_the_rows_own_again(generate, custom
         assert generate(custom(source), [sample]) == [[sample]]
         assert (sample.status, sample.tokens, sample.response) == (Status.ABORTED, prompt, "")
     source += "custom_generate.continues_aborted = True"
-    generate(custom(source, name="continues.py"), [sample])
+    made = custom(source, name="continues.py")
+    for tokens in ([9, *prompt, 7], [9, 9, *prompt, 7, 7]):  # the second time it goes on, and could have looked
+        generate(made, [sample])
+        assert sample.tokens == tokens
+        assert sample.metadata["rows_prompt"] == {"prompt": sample.prompt, "tokens": prompt}
+    sample.status = Status.FAILED
+    generate(made, [sample])
     assert sample.tokens == [9, *prompt, 7]
+
+
+def test_the_rows_prompt_is_kept_only_where_it_is_needed(generate, custom, chat):
+    plain = custom(ONE + "sample.response = 'a'")
+    other = custom(ONE + "sample.tokens = [9, *sample.tokens]\n    sample.append_response([7])", name="other.py")
+    assert not any("rows_prompt" in sample.metadata for (sample,) in generate(plain, chat(2)))
+    assert not any("rows_prompt" in sample.metadata for (sample,) in generate(other, chat(2), stream="eval/a"))
+    assert all("rows_prompt" in sample.metadata for (sample,) in generate(other, chat(2)))
 
 
 @pytest.mark.parametrize("form", ["sample", "samples"])

@@ -24,8 +24,8 @@ from slime_rollout.errors import GenerationError
 from slime_rollout.event_loop import PerLoop
 from slime_rollout.generate.context import GenerateGroup, GenerationContext
 from slime_rollout.generate.hook_call import HookCall, running
-from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted, by_trajectory
-from slime_rollout.generate.single_turn import FINISHED, clear_response, single_turn
+from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted, begin_anew, by_trajectory
+from slime_rollout.generate.single_turn import FINISHED, single_turn
 
 FLAG = "--custom-generate-function-path"
 USUAL_NAMES = ("custom_generate", "generate")
@@ -100,9 +100,10 @@ class CustomGenerate:
                 raise
 
     def _prepare(self, sample: Sample) -> None:
-        if not (self._continues and sample.status is Status.ABORTED):
-            clear_response(sample)
-        sample.metadata.pop(TOKENIZED_KEY, None)
+        if self._continues and sample.status is Status.ABORTED:
+            sample.metadata.pop(TOKENIZED_KEY, None)
+        else:
+            begin_anew(sample)
 
     async def _limited(self, call: HookCall) -> Any:
         names = f"sample {call.samples[0].index}" if len(call.samples) == 1 else f"{len(call.samples)} samples"

@@ -16,6 +16,9 @@ from slime_rollout.generate.single_turn import clear_response
 TOKENIZED_KEY = "tokenized_by_slime"
 """Entry of a sample's metadata: true where a function set its response as text alone. No engine's log-probs and weight
 versions are known then, and the tokens may be others than the model's own."""
+ROWS_PROMPT_KEY = "rows_prompt"
+"""Entry of a sample's metadata until it is trained on: prompt and tokens as its row has them, where a function gave the
+first sample of its trajectory others. What is generated anew begins with them."""
 
 
 class Accepted:
@@ -30,6 +33,7 @@ class Accepted:
     def __init__(self, where: str, call: HookCall, *, keeps_aborted: bool = False) -> None:
         self._where, self._call, self._keeps_aborted = where, call, keeps_aborted
         self._prompts = [sample.prompt_tokens for sample in call.samples]
+        self._rows = [sample.metadata.get(ROWS_PROMPT_KEY) for sample in call.samples]
         self._handed = [sample.prompt for sample in call.samples]
         self._trajectories = [sample.trajectory for sample in call.samples]
         self._numbers = [(sample.index, sample.group_index, sample.trajectory_id) for sample in call.samples]
@@ -61,7 +65,10 @@ class Accepted:
                 if part is self._call.samples[place] or part.prompt is self._handed[place]:
                     part.prompt = copy.deepcopy(self._call.prompts[place])
                 self._complete(part, place)
-            result += own if len(own) == 1 and not self._begins_anew(own[0], place) else self._split(own, place)
+            whole = own if len(own) == 1 and not self._begins_anew(own[0], place) else self._split(own, place)
+            if not self._call.context.evaluation:
+                self._keep_rows_prompt(whole[0], place)
+            result += whole
         return result
 
     def restore(self) -> None:
@@ -147,6 +154,13 @@ class Accepted:
             part.index, part.trajectory_id = self._numbers[place][0], self._trajectories[place]
         return own
 
+    def _keep_rows_prompt(self, first: Sample, place: int) -> None:
+        rows = self._rows[place] or {"prompt": self._call.prompts[place], "tokens": self._prompts[place]}
+        if (first.prompt, first.prompt_tokens) == (rows["prompt"], rows["tokens"]):
+            first.metadata.pop(ROWS_PROMPT_KEY, None)
+        else:
+            first.metadata[ROWS_PROMPT_KEY] = copy.deepcopy(rows)
+
     def _reset(self, sample: Sample, place: int) -> None:
         sample.index, sample.group_index, sample.trajectory_id = self._numbers[place]
         sample.prompt, sample.tokens = copy.deepcopy(self._call.prompts[place]), list(self._prompts[place])
@@ -156,6 +170,21 @@ class Accepted:
     def _names(self) -> str:
         first, last = self._numbers[0][0], self._numbers[-1][0]
         return f"sample {first}" if first == last else f"samples {first} to {last}"
+
+
+def begin_anew(sample: Sample) -> None:
+    """Make the first sample of a trajectory its row's prompt again, whatever a function made of that."""
+    clear_response(sample)
+    sample.metadata.pop(TOKENIZED_KEY, None)
+    if (rows := sample.metadata.pop(ROWS_PROMPT_KEY, None)) is not None:
+        sample.prompt, sample.tokens = rows["prompt"], list(rows["tokens"])
+
+
+def forget_rows_prompts(groups: Iterable[Group]) -> None:
+    """What is trained on is not generated anew."""
+    for group in groups:
+        for sample in group:
+            sample.metadata.pop(ROWS_PROMPT_KEY, None)
 
 
 def by_trajectory(group: Iterable[Sample]) -> dict[int, list[Sample]]:

@@ -1,0 +1,68 @@
+"""Samples that came back finished and are older than allowed: generated anew, from their row's prompt."""
+
+import json
+
+import pytest
+
+from slime_core.types import Status
+
+
+def test_finished_surplus_that_became_old_is_generated_anew(manager, engine, reply):
+    version = {"now": "0"}
+    engine.answer = lambda number, body: reply(text="1", version=version["now"])
+    given_ = manager(over_sampling_batch_size=2, max_weight_staleness=1)
+    (group,) = given_.source.get_samples(1)
+    for sample in group:
+        sample.append_response([9], text="1", log_probs=[-0.5], weight_version=0)
+        sample.status, sample.reward = Status.COMPLETED, 1.0
+    group[0].metadata["reward_failure"], group[0].remove_sample = "it hung", True  # of a response that is no more
+    given_.source.add_samples([group])
+    version["now"] = "2"
+    batch = given_.generate(2)
+    ours = [sample for sample in batch.samples if sample.group_index == 0]
+    assert [sample.weight_versions for sample in ours] == [[2, 2]] * 3
+    assert not any(sample.remove_sample or "reward_failure" in sample.metadata for sample in ours)
+    assert batch.metrics["stale_samples"] == 3
+
+
+OTHER_PROMPT = """
+import copy
+version, seen = [0], []
+
+async def custom_generate(args, sample, sampling_params):
+    seen.append((sample.index, sample.prompt, list(sample.tokens)))
+    first = copy.deepcopy(sample)
+    first.prompt, first.tokens = "you are a robot; " + sample.prompt, [9, *sample.tokens]
+    parts = [first, copy.deepcopy(first)]
+    for part in parts:
+        part.append_response([7], text="1", log_probs=[-1.0], weight_version=version[0])
+        part.status = "completed"
+    return parts
+"""
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_is_generated_anew_begins_with_the_rows_prompt_not_with_a_functions(manager, tmp_path, restart):
+    """Or whatever the function puts before it would be there twice."""
+    (tmp_path / "own.py").write_text(OTHER_PROMPT)
+    changes = {
+        "over_sampling_batch_size": 3,
+        "max_weight_staleness": 0,
+        "custom_generate_function_path": f"{tmp_path}/own.py",
+    }
+    given_ = manager(**changes)
+    batch = given_.generate(0)
+    (surplus,) = given_.source._buffered()
+    assert [sample.status for sample in surplus] == [Status.COMPLETED] * 6
+    if restart:
+        given_ = manager(**changes)
+        given_.load_state_dict(json.loads(json.dumps(batch.source_state)))
+    own = given_._pipeline._generate._function.__globals__
+    own["version"][0] = 1
+    samples = [sample for sample in given_.generate(1).samples if sample.group_index == surplus[0].group_index]
+    row = "say a number: 2"
+    tokens = given_._tokenizer(row)["input_ids"]
+    assert {(prompt, *given) for index, prompt, given in own["seen"] if index in {6, 7, 8}} == {(row, *tokens)}
+    assert [(sample.prompt, sample.tokens) for sample in samples] == [(f"you are a robot; {row}", [9, *tokens, 7])] * 6
+    assert {version for sample in samples for version in sample.weight_versions} == {1}
+    assert not any("rows_prompt" in sample.metadata for sample in [*batch.samples, *samples])
