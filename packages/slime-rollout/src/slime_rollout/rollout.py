@@ -21,6 +21,7 @@ from slime_rollout.data import PromptEncoder, RolloutDataSource, load_source, lo
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import FilterCalls, make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate
+from slime_rollout.generate.blocked import BlockWatch
 from slime_rollout.generate.context import with_router
 from slime_rollout.generate.retry import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
@@ -109,8 +110,10 @@ class RolloutManager:
         self._hook_args = with_router(hook_args or HookArgs.from_configs(config), router_url)
         scorers = Scorers(config, self._hook_args)
         scorer = scorers.of(config)
+        generate = make_generate(config)
+        self._blocked = BlockWatch(generate)
         self._pipeline = GroupPipeline(
-            make_generate(config),
+            generate,
             scorer.reward,
             scorer.group_reward,
             teacher=teacher or make_teacher(config),
@@ -245,7 +248,8 @@ class RolloutManager:
                 tokenizer=self._tokenizer,
                 args=self._hook_args,
             )
-            yield Collector(self._config, self._calls, self._pipeline, self._filter, context, self._on_progress)
+            with self._blocked.here():
+                yield Collector(self._config, self._calls, self._pipeline, self._filter, context, self._on_progress)
 
     async def _collect_once(self, rollout_id: int) -> tuple[Collected, str | None, dict[str, Any]]:
         async with self._open_collector() as collector:

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable
+from types import FrameType
 from typing import Any
 
 from slime_core.errors import ConfigError, SlimeError
@@ -67,6 +68,22 @@ class CustomGenerate:
         self._continues = bool(getattr(self._function, CONTINUES, False))
         self._timeout = timeout
         self._slots = PerLoop(lambda: asyncio.Semaphore(calls))
+
+    @property
+    def name(self) -> str:
+        """The flag and the path, for messages."""
+        return self._where
+
+    @property
+    def file(self) -> str | None:
+        """The file that the function is written in, as its code names it."""
+        function = inspect.unwrap(self._function)
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        return None if code is None else str(code.co_filename)
+
+    def is_call(self, frame: FrameType) -> bool:
+        """Whether a frame of a thread's stack is that of a call of the function, which is then further in."""
+        return frame.f_code is CustomGenerate._limited.__code__
 
     def __call__(self, group: Group, context: GenerationContext) -> list[Awaitable[list[Sample]]]:
         """One piece of work for each sample, or one for the group."""
