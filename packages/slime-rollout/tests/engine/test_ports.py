@@ -4,7 +4,7 @@ import pytest
 
 from slime_rollout.engine import ports
 from slime_rollout.engine.errors import PortInUseError
-from slime_rollout.engine.ports import check_port_free, free_port
+from slime_rollout.engine.ports import bound, check_port_free, free_port
 
 
 @pytest.fixture
@@ -27,6 +27,15 @@ def test_a_port_is_free_again_at_once(listening):
     with socket.create_connection(("127.0.0.1", listening)):
         pass
     check_port_free(free_port())
+
+
+def test_a_port_that_is_looked_at_is_not_taken():
+    """Another thread's look, or what a process that was forked amid one has of it until it executes its program."""
+    port = free_port()
+    with bound("127.0.0.1", port):
+        check_port_free(port)
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(PortInUseError):
+            check_port_free(port)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def check_port_free(port: int, host: str = "127.0.0.1", *, flag: str | None = No
     """
     given = f"{flag} {port}" if flag else f"port {port}"
     try:
-        with _listening(host, port):
+        with bound(host, port):
             pass
     except OSError as error:
         raise PortInUseError(
@@ -62,12 +62,19 @@ def free_port(host: str = "127.0.0.1", *, without: frozenset[int] | set[int] = f
 
 
 @contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[None]:
+def bound(host: str, port: int) -> Iterator[None]:
+    """Hold a port as far as shows whether a server could listen there.
+
+    The socket does not listen itself: a process that another thread starts meanwhile has it, too, until it executes its
+    program, and to others the port would look taken that long. Sockets that are only bound do not exclude each other.
+
+    Raises:
+        OSError: Somebody listens there, or the address is not this machine's.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((host, port))
-        server.listen()
         yield
 
 

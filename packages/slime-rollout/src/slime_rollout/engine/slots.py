@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineError
+from slime_rollout.engine.errors import EngineError, PortInUseError
 from slime_rollout.engine.given_router import GivenRouter
 from slime_rollout.engine.probes import Probe
 from slime_rollout.engine.process import ServingProcess
@@ -99,10 +99,16 @@ class Slot(abc.ABC, Generic[P]):
         """Start a process and have it fill the place.
 
         Raises:
-            PortInUseError: The port is taken. Nothing was started.
+            PortInUseError: The port that was asked for is taken, or so were all that were tried. Nothing was started.
             SupervisionError: The log file cannot be written.
         """
-        self._now = Occupant(self._start())
+        for attempt in range(PORT_ATTEMPTS + 1):
+            try:
+                self._now = Occupant(self._start())
+                return
+            except PortInUseError:
+                if not self._may_move or attempt == PORT_ATTEMPTS:
+                    raise
 
     def request_stop(self) -> None:
         """Ask its process to end, without waiting."""

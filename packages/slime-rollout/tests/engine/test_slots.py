@@ -1,0 +1,55 @@
+"""What fills a place of a fleet. Replacing it is in `test_health.py`."""
+
+import socket
+
+import pytest
+
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.errors import PortInUseError
+from slime_rollout.engine.ports import free_port
+from slime_rollout.engine.server import EngineSpec
+from slime_rollout.engine.slots import LOOPBACK, PORT_ATTEMPTS, EngineSlot
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def spec(port):
+    return EngineSpec(model_path="hf", device="cpu", port=port)
+
+
+@pytest.fixture
+def slot(quick_python, tmp_path):
+    made = []
+
+    def with_ports(ports):
+        each, config = iter(ports), EngineConfig(sglang_python=quick_python)
+        made.append(
+            EngineSlot(0, config, spec, log_path=tmp_path / "engine.log", free_port=lambda host: next(each)),
+        )
+        return made[-1]
+
+    yield with_ports
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server((LOOPBACK, 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_port_that_somebody_takes_before_the_start_is_given_up_for_another(slot, taken):
+    free = free_port()
+    engine = slot([taken, taken, free])
+    engine.start()
+    engine.process.wait_until_ready(30)
+    assert engine.process.url == f"http://{LOOPBACK}:{free}"
+
+
+def test_where_every_port_is_taken_nothing_is_started(slot, taken):
+    ports = iter([taken] * 100)
+    engine = slot(ports)
+    with pytest.raises(PortInUseError, match=f"port {taken} cannot be used"):
+        engine.start()
+    assert len(list(ports)) == 100 - (PORT_ATTEMPTS + 1)
