@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_convert import cli as convert
+from slime_convert.cli import build_parser as convert_parser
 from slime_launch.flags.command import parse_train
 from slime_launch.flags.tables import train_groups
 from slime_launch.validate import check_settings
@@ -40,7 +40,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 TRAIN = {spec.name for group in train_groups() for spec in group.flags}
-KNOWN = TRAIN.union(_options(convert._parser()), _options(rollout._parser()), *OTHERS.values())
+KNOWN = TRAIN.union(_options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
 
 

@@ -2,6 +2,7 @@
 
     scripts/bench                         all of them
     scripts/bench quickstart_vs_trl       one
+    scripts/bench --full NAME             the largest runs, too
     scripts/bench --list                  what there is
 
 Figures and facts about the machine go to outputs/bench/NAME.json. `ratio` is this run over the committed one in
@@ -15,6 +16,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -41,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run [all]")
     parser.add_argument("--list", action="store_true", help="say what there is")
-    parser.add_argument("--quick", action="store_true", help="the smallest run that measures something")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="the smallest run that measures something")
+    sizes.add_argument("--full", action="store_true", help="the largest runs, too, of benchmarks that have such")
     parser.add_argument("--save-baseline", action="store_true", help="keep these figures as the ones to compare with")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -57,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return run_under_supervisor([sys.executable, __file__, "--inside", *argv], grace=STOP_SECONDS)
     sys.path.append(str(BENCHMARKS))
     for name in args.names or known:
-        result = run(name, quick=args.quick)
+        result = run(name, quick=args.quick, full=args.full)
         path = write(name, result, OUTPUTS)
         print(f"\n{name}\n{table(result['records'], baseline(name))}\n{path}", flush=True)
         if args.save_baseline:
@@ -65,8 +69,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(name: str, *, quick: bool) -> dict[str, Any]:
+def run(name: str, *, quick: bool, full: bool = False) -> dict[str, Any]:
     """Run one benchmark.
+
+    Args:
+        name: Of its file.
+        quick: The smallest run that measures something.
+        full: The largest runs, too.
 
     Returns:
         `machine`: facts; `quick`; `records`: a list of `case`, `metric`, `value`, `unit`, `more_is_better`, `goal`.
@@ -76,7 +85,9 @@ def run(name: str, *, quick: bool) -> dict[str, Any]:
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    records = importlib.import_module(name).main(out, quick=quick)
+    main = importlib.import_module(name).main
+    further = {"full": full} if "full" in inspect.signature(main).parameters else {}
+    records = main(out, quick=quick, **further)
     return {"machine": machine(), "quick": quick, "records": [dataclasses.asdict(record) for record in records]}
 
 

@@ -1,5 +1,5 @@
 """Hugging Face directory → Megatron `torch_dist` (`--hf-checkpoint --save`)."""
 
-from slime_convert.known_names import run_script
+from slime_convert.cli import run_script
 
 run_script("hf-to-torch-dist")

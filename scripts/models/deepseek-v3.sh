@@ -7,11 +7,8 @@ MODEL_ARGS=(
     --num-attention-heads 128
     --vocab-size 129280
     --max-position-embeddings 163840
-    --use-rotary-position-embeddings
     --rotary-base 10000
-    --normalization RMSNorm
     --norm-epsilon 1e-06
-    --disable-bias-linear
     --qk-layernorm
     --untie-embeddings-and-output-weights
     --num-experts 256
@@ -37,4 +34,7 @@ MODEL_ARGS=(
     --original-max-position-embeddings 4096
     --mscale 1
     --mscale-all-dim 1
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

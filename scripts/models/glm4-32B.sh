@@ -5,19 +5,19 @@ MODEL_ARGS=(
     --hidden-size 6144
     --ffn-hidden-size 23040
     --num-attention-heads 48
-    --group-query-attention
     --num-query-groups 2
     --kv-channels 128
     --vocab-size 151552
     --max-position-embeddings 32768
-    --use-rotary-position-embeddings
     --rotary-base 10000
     --rotary-percent 0.5
     --rotary-interleaved
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --post-self-attn-layernorm
     --post-mlp-layernorm
     --untie-embeddings-and-output-weights
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -5,20 +5,20 @@ MODEL_ARGS=(
     --hidden-size 4096
     --ffn-hidden-size 13696
     --num-attention-heads 32
-    --group-query-attention
     --num-query-groups 2
     --kv-channels 128
     --vocab-size 151552
     --max-position-embeddings 32768
-    --use-rotary-position-embeddings
     --rotary-base 10000
     --rotary-percent 0.5
     --rotary-interleaved
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --add-qkv-bias
     --post-self-attn-layernorm
     --post-mlp-layernorm
     --untie-embeddings-and-output-weights
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

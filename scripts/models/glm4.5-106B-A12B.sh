@@ -5,17 +5,13 @@ MODEL_ARGS=(
     --hidden-size 4096
     --ffn-hidden-size 10944
     --num-attention-heads 96
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --vocab-size 151552
     --max-position-embeddings 131072
-    --use-rotary-position-embeddings
     --rotary-base 1000000
     --rotary-percent 0.5
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --add-qkv-bias
     --untie-embeddings-and-output-weights
     --num-experts 128
@@ -29,4 +25,8 @@ MODEL_ARGS=(
     --moe-shared-expert-intermediate-size 1408
     --moe-layer-freq "([0]*1+[1]*45)"
     --mtp-num-layers 1
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

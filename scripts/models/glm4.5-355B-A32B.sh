@@ -5,17 +5,13 @@ MODEL_ARGS=(
     --hidden-size 5120
     --ffn-hidden-size 12288
     --num-attention-heads 96
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --vocab-size 151552
     --max-position-embeddings 131072
-    --use-rotary-position-embeddings
     --rotary-base 1000000
     --rotary-percent 0.5
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --add-qkv-bias
     --qk-layernorm
     --untie-embeddings-and-output-weights
@@ -31,4 +27,8 @@ MODEL_ARGS=(
     --moe-shared-expert-intermediate-size 1536
     --moe-layer-freq "([0]*3+[1]*89)"
     --mtp-num-layers 1
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -7,11 +7,8 @@ MODEL_ARGS=(
     --num-attention-heads 20
     --vocab-size 154880
     --max-position-embeddings 202752
-    --use-rotary-position-embeddings
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --qk-layernorm
     --untie-embeddings-and-output-weights
     --num-experts 64
@@ -33,4 +30,7 @@ MODEL_ARGS=(
     --qk-pos-emb-head-dim 64
     --v-head-dim 256
     --rope-type rope
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

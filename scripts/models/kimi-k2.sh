@@ -7,11 +7,8 @@ MODEL_ARGS=(
     --num-attention-heads 64
     --vocab-size 163840
     --max-position-embeddings 131072
-    --use-rotary-position-embeddings
     --rotary-base 50000
-    --normalization RMSNorm
     --norm-epsilon 1e-06
-    --disable-bias-linear
     --qk-layernorm
     --untie-embeddings-and-output-weights
     --num-experts 384
@@ -37,4 +34,7 @@ MODEL_ARGS=(
     --beta-fast 1
     --mscale 1
     --mscale-all-dim 1
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -5,15 +5,15 @@ MODEL_ARGS=(
     --hidden-size 8192
     --ffn-hidden-size 28672
     --num-attention-heads 64
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --vocab-size 128256
     --max-position-embeddings 8192
-    --use-rotary-position-embeddings
     --rotary-base 500000
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --untie-embeddings-and-output-weights
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -5,16 +5,16 @@ MODEL_ARGS=(
     --hidden-size 3072
     --ffn-hidden-size 8192
     --num-attention-heads 24
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --vocab-size 128256
     --max-position-embeddings 131072
-    --use-rotary-position-embeddings
     --rotary-base 500000
     --use-rope-scaling
     --rope-scaling-factor 32
-    --normalization RMSNorm
     --norm-epsilon 1e-05
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
     --disable-bias-linear
 )

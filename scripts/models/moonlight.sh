@@ -7,11 +7,8 @@ MODEL_ARGS=(
     --num-attention-heads 16
     --vocab-size 163840
     --max-position-embeddings 8192
-    --use-rotary-position-embeddings
     --rotary-base 50000
-    --normalization RMSNorm
     --norm-epsilon 1e-05
-    --disable-bias-linear
     --qk-layernorm
     --untie-embeddings-and-output-weights
     --num-experts 64
@@ -31,4 +28,7 @@ MODEL_ARGS=(
     --qk-pos-emb-head-dim 64
     --v-head-dim 128
     --rope-type rope
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

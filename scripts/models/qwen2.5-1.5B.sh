@@ -5,15 +5,15 @@ MODEL_ARGS=(
     --hidden-size 1536
     --ffn-hidden-size 8960
     --num-attention-heads 12
-    --group-query-attention
     --num-query-groups 2
     --kv-channels 128
     --vocab-size 151936
     --max-position-embeddings 32768
-    --use-rotary-position-embeddings
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-06
-    --disable-bias-linear
     --add-qkv-bias
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -5,16 +5,16 @@ MODEL_ARGS=(
     --hidden-size 5120
     --ffn-hidden-size 27648
     --num-attention-heads 40
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --vocab-size 152064
     --max-position-embeddings 32768
-    --use-rotary-position-embeddings
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-06
-    --disable-bias-linear
     --add-qkv-bias
     --untie-embeddings-and-output-weights
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

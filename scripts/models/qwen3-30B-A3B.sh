@@ -5,20 +5,20 @@ MODEL_ARGS=(
     --hidden-size 2048
     --ffn-hidden-size 6144
     --num-attention-heads 32
-    --group-query-attention
     --num-query-groups 4
     --kv-channels 128
     --vocab-size 151936
     --max-position-embeddings 40960
-    --use-rotary-position-embeddings
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-06
-    --disable-bias-linear
     --qk-layernorm
     --untie-embeddings-and-output-weights
     --num-experts 128
     --moe-ffn-hidden-size 768
     --moe-router-topk 8
     --moe-router-score-function softmax
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -5,15 +5,15 @@ MODEL_ARGS=(
     --hidden-size 2560
     --ffn-hidden-size 9728
     --num-attention-heads 32
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --vocab-size 151936
     --max-position-embeddings 40960
-    --use-rotary-position-embeddings
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-06
-    --disable-bias-linear
     --qk-layernorm
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
+    --disable-bias-linear
 )

@@ -5,14 +5,14 @@ MODEL_ARGS=(
     --hidden-size 576
     --ffn-hidden-size 1536
     --num-attention-heads 9
-    --group-query-attention
     --num-query-groups 3
     --kv-channels 64
     --vocab-size 49152
     --max-position-embeddings 8192
-    --use-rotary-position-embeddings
     --rotary-base 100000
-    --normalization RMSNorm
     --norm-epsilon 1e-05
+    --group-query-attention
+    --use-rotary-position-embeddings
+    --normalization RMSNorm
     --disable-bias-linear
 )

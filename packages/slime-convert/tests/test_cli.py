@@ -1,22 +1,23 @@
+"""The command line as a user types it: exit codes, one line about each mistake, and what a stop leaves."""
+
 import multiprocessing
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
-import slime_convert.gguf
+import slime_convert
 from slime_convert import ModelShape
 from slime_convert.cli import main
 from slime_convert.convert import hf_to_torch_dist
-from slime_convert.hf import HfReader
-from slime_convert.torch_dist import TorchDistReader
+from tiny_models import tree, without_progress, write_gguf
 
 COMMAND = Path(sys.executable).with_name("slime-convert")
 
@@ -28,9 +29,10 @@ def run(*words, **kwargs):
 def test_there_and_back_as_a_user_types_it(one_origin, tmp_path):
     flags = ModelShape.from_hf_config(one_origin).to_megatron_flags()
     there = run("hf-to-torch-dist", "--hf-checkpoint", one_origin, "--save", tmp_path / "td", *flags)
-    assert (there.returncode, there.stdout, there.stderr) == (0, "", "")
+    assert (there.returncode, without_progress(there.stderr)) == (0, "")
+    assert re.fullmatch(r"wrote 27 weights, \d+\.\d KiB, in \d+\.\d s, .*/s: .*/td\n", there.stdout)
     words = ["--input-dir", tmp_path / "td", "--output-dir", tmp_path / "hf", "--origin-hf-dir", one_origin]
-    back = run("torch-dist-to-hf", *words)
+    back = run("torch-dist-to-hf", *words, "--quiet")
     assert (back.returncode, back.stdout, back.stderr) == (0, "", "")
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
@@ -42,15 +44,42 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_refused_command_changes_nothing(one_origin, one_converted, tmp_path, capsys):
+    """Not even directories above the output are made."""
+    words = [
+        ["hf-to-torch-dist", "--hf-checkpoint", one_origin, "--num-layers", 9, "--save"],
+        ["hf-to-torch-dist", "--hf-checkpoint", tmp_path / "none", "--save"],
+        ["hf-to-fp8", "--hf-checkpoint", one_converted, "--save"],
+        ["megatron-to-hf", "--load", one_converted, "--origin-hf-dir", one_converted, "--output-dir"],
+        ["megatron-to-hf", "--load", one_origin, "--origin-hf-dir", one_origin, "--output-dir"],
+        ["gguf-to-hf", "--gguf", one_origin, "--save"],
+    ]
+    for command in words:
+        assert main([*map(str, command), str(tmp_path / "some" / "where" / "out")]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", [".", "below/it", "release/it"])
+def test_an_output_inside_the_input_is_refused(one_origin, tmp_path, capsys, place):
+    hf_to_torch_dist(one_origin, tmp_path / "td")
+    before = tree(tmp_path)
+    words = ["--load", str(tmp_path / "td" / "release"), "--origin-hf-dir", str(one_origin)]
+    for output in (tmp_path / "td" / "release" / place, tmp_path / "td"):
+        assert main(["megatron-to-hf", *words, "--force", "--output-dir", str(output)]) == 2
+        assert re.search(r"output \S+ (is or holds|lies in) the input", capsys.readouterr().err)
+        assert tree(tmp_path) == before
+
+
 FORK = multiprocessing.get_context("fork")  # a fresh process would import torch for seconds
 
 
-def wait_at_the_first_weight(words, ready):
-    def wait(*_, **__):
+def wait_at_the_first_byte(words, ready):
+    def wait(*_):
         ready.set()
         time.sleep(60)
 
-    HfReader.load = TorchDistReader.load = slime_convert.gguf._load = wait
+    os.pwrite = wait
     sys.exit(main(words))
 
 
@@ -58,7 +87,7 @@ def wait_at_the_first_weight(words, ready):
 def under_way(words):
     """A process that has made its output directory and is about to fill it."""
     ready = FORK.Event()
-    process = FORK.Process(target=wait_at_the_first_weight, args=([str(word) for word in words], ready))
+    process = FORK.Process(target=wait_at_the_first_byte, args=([str(word) for word in words], ready))
     process.start()
     try:
         assert ready.wait(30)
@@ -69,19 +98,16 @@ def under_way(words):
 
 
 @pytest.fixture(scope="module")
-def commands(one_origin, tmp_path_factory):
+def commands(one_origin, one_converted, tmp_path_factory):
     """The words of each command but its output, and the flag that names the output."""
-    inputs = tmp_path_factory.mktemp("inputs")
-    hf_to_torch_dist(one_origin, inputs / "td")
-    (inputs / "a.gguf").touch()
+    small = tmp_path_factory.mktemp("small") / "a.gguf"
+    write_gguf(one_origin, small)
+    origin = ["--origin-hf-dir", one_origin]
     return {
-        "gguf-to-hf": (["gguf-to-hf", "--gguf", inputs / "a.gguf"], "--save"),
-        "hf-to-torch-dist": (["hf-to-torch-dist", "--hf-checkpoint", one_origin], "--save"),
-        "torch-dist-to-hf": (
-            ["torch-dist-to-hf", "--input-dir", inputs / "td", "--origin-hf-dir", one_origin],
-            "--output-dir",
-        ),
-        "megatron-to-hf": (["megatron-to-hf", "--load", inputs / "td", "--hf-checkpoint", one_origin], "--output-dir"),
+        "gguf-to-hf": (["--gguf", small], "--save"),
+        "hf-to-torch-dist": (["--hf-checkpoint", one_origin], "--save"),
+        "torch-dist-to-hf": (["--input-dir", one_converted, *origin], "--output-dir"),
+        "megatron-to-hf": (["--load", one_converted, *origin], "--output-dir"),
     }
 
 
@@ -94,9 +120,11 @@ def commands(one_origin, tmp_path_factory):
         ("megatron-to-hf", signal.SIGTERM),
     ],
 )
-def test_a_stop_leaves_what_the_next_run_continues(commands, tmp_path, capfd, name, stop):
+def test_a_stop_leaves_what_the_next_run_continues(commands, one_origin, tmp_path, capfd, monkeypatch, name, stop):
+    config = AutoConfig.from_pretrained(one_origin)
+    monkeypatch.setattr("slime_convert.gguf._load_settings", lambda file: (config, None))  # the file has no tokenizer
     words, output = commands[name]
-    with under_way([*words, output, tmp_path / "out"]) as process:
+    with under_way([name, *words, output, tmp_path / "out"]) as process:
         assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
         os.kill(process.pid, stop)
         process.join(30)
@@ -107,77 +135,82 @@ def test_a_stop_leaves_what_the_next_run_continues(commands, tmp_path, capfd, na
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
 
 
-def test_a_second_interrupt_does_not_keep_the_earlier_output_from_coming_back(tmp_path, monkeypatch):
+def test_a_second_interrupt_does_not_keep_the_earlier_output_from_coming_back(one_origin, tmp_path, monkeypatch):
+    words = ["hf-to-torch-dist", "--hf-checkpoint", str(one_origin), "--save", str(tmp_path / "td")]
+    assert main(words) == 0
+    before = tree(tmp_path)
     rename, renamed = Path.rename, []
 
     def interrupted(self, target):
         renamed.append(self.name)
         if self.name == "output":
             signal.raise_signal(signal.SIGTERM)
-        elif self.name == ".hf.old":
+        elif self.name == "earlier":
             signal.raise_signal(signal.SIGINT)
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", interrupted)
-    monkeypatch.setattr("slime_convert.gguf._load", lambda *_: (None, SimpleNamespace(save_pretrained=lambda _: None)))
-    monkeypatch.setattr("slime_convert.gguf._weights", lambda *_: {})
-    monkeypatch.setattr("slime_convert.gguf._save_settings", lambda *_: None)
-    (tmp_path / "a.gguf").touch()
-    (tmp_path / "out" / "hf").mkdir(parents=True)
-    (tmp_path / "out" / "hf" / "config.json").write_text("old")
-    assert main(["gguf-to-hf", "--gguf", str(tmp_path), "--save", str(tmp_path / "out" / "hf"), "--force"]) == 130
-    assert renamed == ["record", "hf", "output", ".hf.old"]
-    assert (tmp_path / "out" / "hf" / "config.json").read_text() == "old"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        assert main([*words, "--force"]) == 130
+    assert renamed[-3:] == ["td", "output", "earlier"]
+    after = {name: entry for name, entry in tree(tmp_path).items() if not name.startswith(".td.partial")}
+    assert after == before
     with pytest.raises(KeyboardInterrupt):  # the caller's own handling is back
         signal.raise_signal(signal.SIGINT)
+    assert main([*words, "--force"]) == 0 and [path.name for path in tmp_path.iterdir()] == ["td"]
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["hf-to-torch-dist", "--save", "out", "--hf-checkpoint"],
-        ["torch-dist-to-hf", "--input-dir", "in", "--output-dir", "out", "--origin-hf-dir"],
+        ["torch-dist-to-hf", "--input-dir", "CONVERTED", "--output-dir", "out", "--origin-hf-dir"],
         ["megatron-to-hf", "--load", "in", "--output-dir", "out", "--origin-hf-dir"],
     ],
     ids=lambda words: words[0],
 )
-def test_the_likely_mistakes_are_told_before_torch_is_imported(one_origin, words):
+def test_the_likely_mistakes_are_told_before_torch_is_imported(one_origin, one_converted, words):
     code = (
         "import sys; from slime_convert.cli import main; code = main(sys.argv[1:]); print(code, 'torch' in sys.modules)"
     )
-    words = [*words, one_origin, "--num-layers", "9"]
+    words = [*(one_converted if word == "CONVERTED" else word for word in words), one_origin, "--num-layers", "9"]
     result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
     assert result.stdout == "2 False\n" and "--num-layers 9" in result.stderr
+
+
+TO_TORCH_DIST = ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y"]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ([], "required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "unknown command 'fly'; see slime-convert --help"),
+        (["hf-to-torch"], "unknown command 'hf-to-torch'; did you mean hf-to-torch-dist?"),
         (["hf-to-torch-dist", "--save", "x"], "required: --hf-checkpoint"),
-        (
-            ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--num-layer", "2"],
-            "unrecognized arguments: --num-layer 2; did you mean --num-layers?",
-        ),
-        (["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--zzzz=1"], "arguments: --zzzz=1; see"),
-        (
-            ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--num-layers", "two"],
-            "invalid int value: 'two'",
-        ),
-        (
-            ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y", "--make-vocab-size-divisible-by", "0"],
-            "'0' must be a whole number of 1 or more",
-        ),
+        # The flag that is misspelt, not that it is missing.
+        (["hf-to-torch-dist", "--hf-checkpiont", "x"], "unknown flag --hf-checkpiont; did you mean --hf-checkpoint?"),
+        ([*TO_TORCH_DIST, "--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
+        ([*TO_TORCH_DIST, "--zzzz=1"], "unknown flag --zzzz; see"),
+        ([*TO_TORCH_DIST, "--zzzz=1", "--qqqq"], "unknown flags --zzzz --qqqq; see"),
+        ([*TO_TORCH_DIST, "--tp", "2"], "unknown flag --tp (no parallel layout has to be given: checkpoints are read"),
+        ([*TO_TORCH_DIST, "--num-layers", "two"], "invalid int value: 'two'"),
+        ([*TO_TORCH_DIST, "--make-vocab-size-divisible-by", "0"], "'0' must be a whole number of 1 or more"),
+        ([*TO_TORCH_DIST, "stray"], "unrecognized arguments: stray; see"),
+        (["hf-to-torch-dist", "--hf-checkpoint", "", "--save", "y"], "'' must be the name of a file or directory"),
         (["torch-dist-to-hf", "--max-shard-gib", "many"], "'many' must be a whole number of 1 or more"),
+        (["inspect"], "required: PATH"),
+        (["verify", "x"], "required: PATH"),
+        (["verify", "x", "y", "--tolerance", "much"], "invalid float value: 'much'"),
+        (["inspect", "x", "--jsn"], "unknown flag --jsn; did you mean --json?"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(capsys, words, told):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
-    line = capsys.readouterr().err
-    assert told in line and line.count("\n") == 1
+    told_, line = capsys.readouterr()
+    assert told in line and line.count("\n") == 1 and not told_
 
 
 def test_a_mistake_without_a_stderr_to_tell_it_is_exit_code_2(tmp_path, monkeypatch):
@@ -193,21 +226,32 @@ def test_contradicting_flags_are_told_together(one_origin, tmp_path, capsys):
 
 
 def test_existing_output_needs_force(one_origin, tmp_path, capsys):
-    converted = tmp_path / "converted"
-    hf_to_torch_dist(one_origin, converted)
-    words = ["hf-to-torch-dist", "--hf-checkpoint", str(one_origin), "--save", str(converted)]
+    words = ["hf-to-torch-dist", "--hf-checkpoint", str(one_origin), "--save", str(tmp_path / "td")]
+    assert main(words) == 0
+    before = tree(tmp_path)
     assert main(words) == 2
-    assert "--force" in capsys.readouterr().err
-    shutil.rmtree(converted / "release")
+    assert "replace it with --force" in capsys.readouterr().err and tree(tmp_path) == before
     assert main([*words, "--force"]) == 0
-    assert (converted / "release" / ".metadata").is_file()
+    assert tree(tmp_path) == before
 
 
-def test_a_mistake_of_ours_is_no_difference(monkeypatch, capsys):
-    def broken(path):
+def test_force_replaces_only_what_slime_convert_wrote(one_origin, tmp_path, capsys):
+    words = ["hf-to-torch-dist", "--hf-checkpoint", str(one_origin), "--save", str(tmp_path / "td"), "--force"]
+    assert main(words) == 0
+    (tmp_path / "td" / "notes.txt").write_text("years of work")
+    before = tree(tmp_path)
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert "is not as slime-convert wrote it (it holds notes.txt), so --force does not replace it" in line
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(("function", "words"), [("inspect_checkpoint", ["inspect"]), ("verify", ["verify", "x"])])
+def test_a_mistake_of_ours_is_no_difference(monkeypatch, capsys, function, words):
+    def broken(*_, **__):
         raise RuntimeError("what nobody thought of")
 
-    monkeypatch.setattr("slime_convert.inspection.inspect_checkpoint", broken)
-    assert main(["inspect", "x"]) == 2
+    monkeypatch.setattr(slime_convert, function, broken)
+    assert main([*words, "x"]) == 2
     *trace, line = capsys.readouterr().err.splitlines()
     assert trace[-1] == "RuntimeError: what nobody thought of" and "report it with the lines above" in line

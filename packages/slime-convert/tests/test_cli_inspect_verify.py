@@ -12,16 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_convert.cli import main
-from slime_convert.convert import hf_to_torch_dist
+from tiny_models import without_progress
 
 COMMAND = Path(sys.executable).with_name("slime-convert")
 
 
-@pytest.fixture(scope="module")
-def td(one_origin, tmp_path_factory):
-    path = tmp_path_factory.mktemp("td") / "td"
-    hf_to_torch_dist(one_origin, path)
-    return path
+@pytest.fixture
+def td(one_converted):
+    return one_converted
 
 
 @pytest.fixture
@@ -41,7 +39,7 @@ def test_exit_codes(one_origin, td, changed, tmp_path):
     path, name = changed
     words = [COMMAND, "verify", one_origin, path]
     result = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (1, "")
+    assert (result.returncode, without_progress(result.stderr)) == (1, "")
     assert name in result.stdout and result.stdout.splitlines()[-1].startswith("different: 35 equal, 1 values (")
     assert main(["verify", str(td), str(one_origin)]) == 0
     assert main(["verify", str(td), str(tmp_path / "none")]) == 2
@@ -100,9 +98,9 @@ def test_verify_tells_the_likely_mistakes_before_torch_is_imported(one_origin, t
         ("metadata", "the checkpoint is damaged, use another"),
         ("distcp cut off", "is cut off"),
         ("distcp gone", "are missing, such as"),
-        ("common", "the checkpoint is damaged, use another"),
-        ("format", "use a complete torch_dist checkpoint"),
-        ("nothing", "is no checkpoint of a known format"),
+        ("common", "it must be a whole file of torch.save in its zip format, use another checkpoint"),
+        ("format", "metadata.json is missing or names no format; use a complete"),
+        ("nothing", "is not a checkpoint of a known format"),
     ],
 )
 def test_damage_is_one_line_that_says_what_to_do(one_origin, td, tmp_path, capsys, command, damage, told):
@@ -127,13 +125,6 @@ def test_damage_is_one_line_that_says_what_to_do(one_origin, td, tmp_path, capsy
     assert main(words) == 2
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1 and line.startswith("slime-convert: ")
-
-
-def test_wrong_words_are_told_in_one_line(capsys):
-    for words in (["inspect"], ["verify", "x"], ["verify", "x", "y", "--tolerance", "much"], ["inspect", "x", "--jsn"]):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def with_stdout(stdout, *words, **env):
@@ -192,9 +183,9 @@ def test_names_of_weights_command_no_terminal(tmp_path, capsys):
     ("words", "told"),
     [
         (["inspect", "x" * 5000], "(File name too long); correct this"),
-        (["hf-to-fp8", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is no valid JSON (maximum recursion"),
-        (["hf-to-torch-dist", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is no valid JSON (maximum rec"),
-        (["verify", "HERE", "HERE"], "config.json is no valid JSON (maximum recursion"),
+        (["hf-to-fp8", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is not valid JSON (maximum recursion"),
+        (["hf-to-torch-dist", "--hf-checkpoint", "HERE", "--save", "y"], "config.json is not valid JSON (maximum rec"),
+        (["verify", "HERE", "HERE"], "config.json is not valid JSON (maximum recursion"),
     ],
 )
 def test_what_the_system_and_the_parsers_refuse_is_one_line(tmp_path, capsys, words, told):
@@ -203,10 +194,3 @@ def test_what_the_system_and_the_parsers_refuse_is_one_line(tmp_path, capsys, wo
     assert main([word.replace("HERE", str(tmp_path)) for word in words]) == 2
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1
-
-
-def test_a_mistake_of_ours_is_no_difference(one_origin, monkeypatch, capsys):
-    monkeypatch.setattr("slime_convert.verify.verify", lambda *_, **__: 1 / 0)
-    assert main(["verify", str(one_origin), str(one_origin)]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "ZeroDivisionError: division by zero" in lines and lines[-1].endswith("report it with the lines above")

@@ -8,13 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-import slime_convert.gguf
-from slime_convert import ModelShape
+from slime_convert import ModelShape, verify
 from slime_convert.cli import main
 from slime_convert.errors import CheckpointError, GgufError, OutputError, UnsupportedModelError
 from slime_convert.gguf import gguf_to_hf
 from slime_convert.inspection import inspect_checkpoint
-from slime_convert.verify import verify
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 NAMES = {
@@ -129,7 +127,7 @@ def for_llama_cpp(name, tensor, config):
 
 
 def test_weights_config_tokenizer_and_template_arrive(model, gguf_file, tmp_path):
-    gguf_to_hf(gguf_file.parents[1], tmp_path / "hf")
+    gguf_to_hf(gguf_file.parent, tmp_path / "hf")
     written = load_file(tmp_path / "hf" / "model.safetensors")
     theirs = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     assert written.keys() == theirs.keys()
@@ -157,7 +155,7 @@ def test_no_or_several_files_are_refused(tmp_path):
         CheckpointError, match=r"there is no .*/none; give a checkpoint: gguf \(a \.gguf file, or a dir"
     ):
         convert(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of a known format; give one of these: gguf"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint of a known format; give one of these: gguf"):
         convert(tmp_path)
     (tmp_path / "a.gguf").touch()
     (tmp_path / "b.gguf").touch()
@@ -171,7 +169,7 @@ def test_a_file_that_would_be_read_in_part_is_refused(model, tmp_path):
     for number, (tensors, words) in enumerate(
         [
             ({name: tensor for name, tensor in whole.items() if name != norm}, rf"it lacks {norm}"),
-            (whole | {"rope_freqs.weight": torch.ones(4)}, r"it has rope_freqs\.weight, which would be lost"),
+            (whole | {"rope_freqs.weight": torch.ones(4)}, r"it has a scaled rotary embedding, which would be lost"),
             (whole | {"blk.0.attn_q.bias": torch.ones(32)}, r"it has blk\.0\.attn_q\.bias, which would be lost"),
         ]
     ):
@@ -183,14 +181,14 @@ def test_a_file_that_would_be_read_in_part_is_refused(model, tmp_path):
     write_gguf(scaled, model.config, whole, **{f"{model.config.model_type}_rope_scaling_type": "linear"})
     with pytest.raises(GgufError, match=r"it has \w+\.rope\.scaling\.type 'linear', which would be lost"):
         gguf_to_hf(scaled, tmp_path / "out" / "hf")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_family_is_refused(model, tmp_path):
     write_gguf(tmp_path / "a.gguf", model.config, tensors_of(model), architecture="qwen2")
     with pytest.raises(UnsupportedModelError, match=r"holds a qwen2 model; GGUF files are read of llama, qwen3;"):
         gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_sizes_that_transformers_does_not_read_are_refused(tmp_path):
@@ -199,7 +197,7 @@ def test_sizes_that_transformers_does_not_read_are_refused(tmp_path):
     write_gguf(tmp_path / "a.gguf", narrow.config, tensors_of(narrow))
     with pytest.raises(GgufError, match=r"weights of other sizes .*q_proj\.weight.*\[64, 32\].*\[512, 32\]"):
         gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_cut_off_file_is_refused(gguf_file, tmp_path):
@@ -207,9 +205,11 @@ def test_a_cut_off_file_is_refused(gguf_file, tmp_path):
     data = gguf_file.read_bytes()
     for length in range(5, len(data) - 1, len(data) // 12):
         (tmp_path / "a.gguf").write_bytes(data[:length])
-        with pytest.raises(GgufError, match=r"cannot read .*a\.gguf.*complete"):
+        with pytest.raises(
+            GgufError, match=r"a\.gguf.*(give a GGUF file that is complete|is cut off: it has \d+ of \d+ bytes)"
+        ):
             gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_told_and_what_is_written_stays(gguf_file, tmp_path, full_disk):
@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_told(gguf_file, tm
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(slime_convert.gguf, "_save_tokenizer", interrupt)
+        patch.setattr("slime_convert.gguf._save_settings", interrupt)
         with pytest.raises(KeyboardInterrupt):
             gguf_to_hf(gguf_file, tmp_path / "hf")
     with (
@@ -264,7 +264,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(GgufError, match=r"cannot read .*a\.gguf"):
         gguf_to_hf(tmp_path, tmp_path / "out" / "hf")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(1e5, "float16"), (math.nan, "float32"), (math.inf, "bfloat16")])

@@ -1,20 +1,186 @@
+"""The examples of the README and of ``docs/new-family.md`` work, and what they list is all that there is."""
+
+import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import readme_matrix
+import slime_convert
+from slime_convert import errors, fp8_to_bf16, hf_to_fp8, hf_to_torch_dist, int4_to_bf16, torch_dist_to_hf, verify
+from slime_convert.check.tiny import build, quiet, tiny_config
+from slime_convert.cli import main
+from slime_convert.commands import COMMANDS
+from slime_convert.families import FAMILIES
+from slime_convert.formats.hf import HfWeights
+from slime_convert.quantize import Int4Format
+from slime_convert.quantize.convert import projections
+from slime_convert.quantize.numbers import quantize_int4
+from test_generated_damage import write_adapter
+from tiny_models import add_prediction_module, assert_same_weights, change_config, make_model, tree, weights_of
+
+README = readme_matrix.README
+PAGE = next((root / "docs/new-family.md" for root in README.parents if (root / "docs/new-family.md").is_file()), None)
+QUANTIZABLE = [name for name in FAMILIES if readme_matrix.is_quantizable(name)]
+PACKAGE = Path(slime_convert.__file__).parent
 
 
-def test_python_examples_run(one_origin, tmp_path, monkeypatch):
-    shutil.copytree(one_origin, tmp_path / "hf")
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A directory with what the README's commands read: tiny models. Not to be changed."""
+    root = tmp_path_factory.mktemp("inputs")
+    origin = make_model("qwen3-untied", root / "Qwen3-4B", hidden_size=64, intermediate_size=96, head_dim=16)
+    add_prediction_module(make_model("deepseek", root / "DeepSeek-V3"))
+    write_adapter(origin, root / "my-adapter")
+    for name in ("runs/qwen3", "megatron"):
+        hf_to_torch_dist(origin, root / name)
+    return root
+
+
+def test_commands_work(inputs, tmp_path, monkeypatch, capsys):
+    from test_gguf import SIZES, AutoModelForCausalLM, LlamaConfig, tensors_of, write_gguf
+
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    write_gguf(tmp_path / "model.gguf", model.config, tensors_of(model))
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [line for block in blocks(README, "bash") for line in block.splitlines()]
+    named = set()
+    for line in lines:
+        program, *words = shlex.split(line, comments=True)
+        assert program == "slime-convert" and main(words) == 0, line
+        named.add(words[0])
+    assert named == {command.name for command in COMMANDS} - {"list-models"}
+    assert "wrote 36 weights, " in capsys.readouterr().out
+
+
+def test_python_examples_work(inputs, tmp_path, monkeypatch):
+    shutil.copytree(inputs / "Qwen3-4B", tmp_path / "Qwen3-4B")
+    monkeypatch.chdir(tmp_path)
     namespace = {}
-    for block in blocks:
+    for block in blocks(README, "python"):
         exec(compile(block, str(README), "exec"), namespace)
-    assert len(blocks) == 3 and (tmp_path / "back" / "model.safetensors").is_file()
-    assert [name.split(".")[-2] for name, _ in (namespace[k] for k in ("query", "key", "value"))] == [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-    ]
+    assert (tmp_path / "out" / "back" / "model.safetensors").is_file()
+    assert [namespace[part][0].split(".")[-2] for part in ("query", "key", "value")] == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_the_table_of_families_is_up_to_date():
+    text = README.read_text(encoding="utf-8")
+    assert text == readme_matrix.with_table(text), f"write it with `{readme_matrix.COMMAND}`"
+
+
+def test_every_command_and_every_error_is_named():
+    text = README.read_text(encoding="utf-8")
+    names = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    names |= {command.name for command in COMMANDS}
+    assert not [name for name in names if f"`{name}`" not in text]
+
+
+def int4(origin, path):
+    """A model in packed INT4, in groups of two columns, which divide any tiny size."""
+    model, form = HfWeights(origin), Int4Format(2)
+    chosen = set(projections({name: info.shape for name, info in model.tensors.items()}))
+    packed = {}
+    for name, tensor in weights_of(origin).items():
+        if name not in chosen:
+            packed[name] = tensor
+            continue
+        words, scale = quantize_int4(tensor, 2, name=name)
+        packed |= {
+            f"{name}_packed": words,
+            f"{name}_scale": scale,
+            f"{name}_shape": tensor.new_tensor(tensor.shape).long(),
+        }
+    path.mkdir()
+    save_file(packed, path / "model.safetensors")
+    shutil.copy(origin / "config.json", path)
+    change_config(path, quantization_config=form.to_config([]))
+    return path
+
+
+@pytest.mark.parametrize("family", QUANTIZABLE)
+def test_the_families_of_which_fp8_and_int4_are_read(family, tmp_path):
+    """Their checkpoints are those of the models that were expanded before."""
+    with quiet():
+        build(tiny_config(readme_matrix.configs_of(family)[0]), tmp_path / "float32").save_bfloat16(tmp_path / "hf")
+    hf_to_fp8(tmp_path / "hf", tmp_path / "fp8")
+    int4(tmp_path / "hf", tmp_path / "int4")
+    for kind, expand in (("fp8", fp8_to_bf16), ("int4", int4_to_bf16)):
+        expand(tmp_path / kind, tmp_path / f"{kind}_bf16")
+        for name in (kind, f"{kind}_bf16"):
+            hf_to_torch_dist(tmp_path / name, tmp_path / f"{name}_td")
+        ours, theirs = (tree(tmp_path / f"{name}_td") for name in (kind, f"{kind}_bf16"))
+        assert ours == theirs and ours
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if readme_matrix.has_experts_in_one_tensor(name)])
+def test_the_families_of_which_mxfp4_is_read(family, tmp_path):
+    """The way back has what transformers makes of the blocks."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    with quiet():
+        build(tiny_config(readme_matrix.configs_of(family)[0]) | sizes, tmp_path / "float32").save_bfloat16(
+            tmp_path / "hf"
+        )
+    stored, expanded = weights_of(tmp_path / "hf"), {}
+    for name in [name for name, tensor in stored.items() if tensor.dim() == 3]:
+        experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, blocks.shape[:-1], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expanded[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    change_config(tmp_path / "hf", quantization_config={"quant_method": "mxfp4"})
+    hf_to_torch_dist(tmp_path / "hf", tmp_path / "td")
+    torch_dist_to_hf(tmp_path / "td", tmp_path / "back", tmp_path / "hf")
+    others = {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    assert expanded
+    assert_same_weights(tmp_path / "back", others | expanded)
+    assert verify(tmp_path / "hf", tmp_path / "td").equal
+
+
+@pytest.mark.skipif(PAGE is None, reason="outside the workspace the page is not there")
+def test_a_new_family_is_a_file_and_a_row(tmp_path):
+    """As the page has it, in a copy of the package in which the two families of its examples are not there."""
+    shutil.copytree(PACKAGE, tmp_path / "slime_convert", ignore=shutil.ignore_patterns("__pycache__"))
+    families = tmp_path / "slime_convert" / "families"
+    registry = (families / "__init__.py").read_text().replace("families import ", "families import mistral, qwen3, ")
+    for name, row, code in zip(
+        ("qwen3", "mistral"), ("qwen.QWEN3", "llama.MISTRAL"), blocks(PAGE, "python"), strict=True
+    ):
+        (families / f"{name}.py").write_text(code)
+        registry = registry.replace(f" {row},", f" {name}.{name.upper()},")
+    (families / "__init__.py").write_text(registry)
+    program = """
+import json, sys
+from slime_convert.check import check_models
+from slime_convert.families import FAMILIES, mistral, qwen3
+assert FAMILIES["qwen3"] is qwen3.QWEN3 and FAMILIES["mistral"] is mistral.MISTRAL
+for result in check_models(json.loads(sys.argv[1])):
+    print(json.dumps(result.to_json()))
+"""
+    configs = [*readme_matrix.configs_of("qwen3"), *readme_matrix.configs_of("mistral")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(configs)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    outcomes = [{row["outcome"] for row in result["rows"]} for result in results]
+    assert outcomes == [{"passed"}] * len(configs), results

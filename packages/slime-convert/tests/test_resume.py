@@ -1,38 +1,36 @@
 """Conversions that are killed, by SIGKILL at an exact byte or step, and run again."""
 
-import json
 import os
-import re
+import select
 import shutil
 import signal
-import time
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime_convert import ModelShape, output
-from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
+from slime_convert.convert import hf_to_torch_dist, megatron_to_hf, torch_dist_to_hf
 from slime_convert.errors import OutputError, UnfinishedError
+from slime_convert.files import output
+from slime_convert.files.output import new_directory
+from slime_convert.files.partial import Conversion
 from slime_convert.formats import detect
-from slime_convert.hf import HfReader
-from slime_convert.legacy import LegacyReader
-from slime_convert.mapping import WeightMap
-from slime_convert.megatron_to_hf import megatron_to_hf
+from slime_convert.formats.hf import HfWeights
 from slime_convert.quantize.convert import fp8_to_bf16, hf_to_fp8, hf_to_int4
-from slime_convert.torch_dist import TorchDistReader
+from tiny_models import make_model, tree
 
 SHARD = 12_000  # bytes: several files of several weights
-READERS = (HfReader, TorchDistReader, LegacyReader)
 
 
 def files_of(root):
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    """Bytes of each file below a directory, the list of files included."""
+    return {name: content for name, (_, content) in tree(root).items() if content is not None}
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory, make_model):
+def sources(tmp_path_factory):
     """A model with sizes that can be quantized, in every format that is read. Not to be changed."""
     root = tmp_path_factory.mktemp("sources")
     hf = make_model("qwen3-tied", root / "hf", hidden_size=32, intermediate_size=64, num_attention_heads=4)
@@ -46,20 +44,20 @@ class Case:
     """One conversion.
 
     Attributes:
-        name: The command.
         convert: Called with the output and ``force`` and ``on_progress``.
         whole: The output of a run that was left alone.
-        order: Names of the weights in the order in which that run loaded them.
-        num_bytes: Bytes of tensors that it wrote.
-        outputs: Names of the written tensors that a loaded weight gives.
+        writes: What that run wrote to files with tensors: file, place and bytes of each call.
+        begun: How many of those calls created the files, before the first weight.
     """
 
-    name: str
     convert: Any
     whole: Path
-    order: list[str]
-    num_bytes: int
-    outputs: Any
+    writes: list[tuple[str, int, bytes]]
+    begun: int
+
+    @property
+    def num_bytes(self):
+        return sum(len(data) for _, _, data in self.writes)
 
 
 def conversions(sources):
@@ -74,68 +72,43 @@ def conversions(sources):
     }
 
 
-LOADS = {"hf-to-torch-dist": [(WeightMap, "from_hf")]}
-"""What a conversion calls with the name of a weight to load it, where that is not the method of a reader."""
+def writes_of(run):
+    """What is written to files with tensors while ``run`` is called with a function for the progress.
 
+    Returns:
+        The writes, how many of them came before the first call about progress, and the bytes that this call said.
+    """
+    seen, first, pwrite = [], [], os.pwrite
 
-def loads(name, run):
-    """Names of the weights that are loaded while ``run`` is."""
-    seen = []
+    def watched(descriptor, data, offset):
+        seen.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, offset, bytes(data)))
+        return pwrite(descriptor, data, offset)
+
     with pytest.MonkeyPatch.context() as patch:
-        for owner, method in LOADS.get(name, [(reader, "load") for reader in READERS]):
-            load = getattr(owner, method)
-            patch.setattr(
-                owner, method, lambda self, name, *more, load=load: seen.append(name) or load(self, name, *more)
-            )
-        run()
-    return seen
+        patch.setattr(os, "pwrite", watched)
+        run(lambda done, total: first or first.append((len(seen), done)))
+    return seen, *first[0]
 
 
 @pytest.fixture(scope="module")
-def case(request, sources, tmp_path_factory, bytes_written):
+def case(request, sources, tmp_path_factory):
     """The conversion that a test names."""
-    name = request.param
-    convert = conversions(sources)[name]
-    whole, found = tmp_path_factory.mktemp(name) / "out", []
-    order = loads(name, lambda: found.append(bytes_written(lambda: convert(whole))))
-    if name.endswith("-to-hf"):
-        outputs = WeightMap(ModelShape.from_hf_config(sources["hf"])).hf_parts
-    else:
-        written = {tensor for path in whole.glob("*.safetensors") for tensor in header_of(path)[0]}
-
-        def outputs(weight):
-            ends = ("", "_scale_inv", "_packed", "_scale", "_shape")
-            return {weight.removesuffix("_scale_inv") + end for end in ends} & written
-
-    return Case(name, convert, whole, order, found[0], outputs)
-
-
-def header_of(path):
-    """The tensors in a safetensors file in their order, and the names of the finished ones."""
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    checksums = re.findall(".{8}", header.pop("__metadata__")["crc32"])
-    return list(header), [name for name, text in zip(header, checksums, strict=True) if text.strip()]
-
-
-def left_to_load(case, partial):
-    """The weights that an unfinished output still needs, told from what is on the disk."""
-    if (partial / "output" / "release").is_dir():
-        records = [json.loads(path.read_text()) for path in (partial / "state").glob("*.json")]
-        return case.order[sum(len(record["places"]) for record in records) :]
-    finished = {name for path in (partial / "output").glob("*.safetensors") for name in header_of(path)[1]}
-    return [name for name in dict.fromkeys(case.order) if not finished.issuperset(case.outputs(name))]
+    convert = conversions(sources)[request.param]
+    whole = tmp_path_factory.mktemp(request.param) / "out"
+    writes, begun, done = writes_of(lambda on_progress: convert(whole, on_progress=on_progress))
+    assert done == 0 and len({file for file, _, _ in writes}) > 1
+    return Case(convert, whole, writes, begun)
 
 
 def assert_refused(partial):
     """Whoever reads an unfinished output is told so."""
     for path in (partial, partial / "output"):
-        for read in (detect, TorchDistReader, HfReader):
+        for read in (detect, HfWeights):
             with pytest.raises(UnfinishedError, match="is unfinished"):
                 read(path)
 
 
-QUICK = {"hf-to-torch-dist": range(1, 20), "torch-dist-to-hf": range(1, 20)}
+QUICK = {"hf-to-torch-dist": range(1, 20, 2), "torch-dist-to-hf": range(1, 20, 3)}
 PLACES = [
     pytest.param(name, k, marks=() if k in QUICK.get(name, (7, 16)) else pytest.mark.full)
     for name in ("hf-to-torch-dist", "torch-dist-to-hf", "megatron-to-hf", "hf-to-fp8", "fp8-to-bf16", "hf-to-int4")
@@ -146,18 +119,23 @@ PLACES = [
 @pytest.mark.parametrize(("case", "k"), PLACES, indirect=["case"])
 def test_killed_at_any_twentieth_it_continues(case, k, tmp_path, killed_at):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    killed_at(lambda: case.convert(out), case.num_bytes * k // 20)
+    limit = case.num_bytes * k // 20
+    killed_at(lambda: case.convert(out), limit)
     assert not out.exists()
     assert_refused(partial)
-    left = left_to_load(case, partial)
-    calls = []
-    assert loads(case.name, lambda: case.convert(out, on_progress=lambda *call: calls.append(call))) == left
-    assert (k < 8 or len(left) < len(case.order)) and (k < 8 or calls[0][0] > 0)
+    writes, begun, done = writes_of(lambda on_progress: case.convert(out, on_progress=on_progress))
+    # The call within which the process was killed: a weight is one call, and its checksum one or two more.
+    last = sum(end < limit for end in accumulate(len(data) for _, _, data in case.writes))
+    if last < case.begun:
+        assert done == 0 and writes[begun:] == case.writes[case.begun :]
+    else:
+        # What was finished is not written again: all but the weight in which the kill fell.
+        first = len(case.writes) - len(writes)
+        assert begun == 0 and last - 2 <= first <= last + 1 and writes == case.writes[first:]
+        assert done > 0 or first <= case.begun
+    assert k < 16 or done > 0
     assert files_of(out) == files_of(case.whole)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-FINAL = ["hf-to-torch-dist", pytest.param("torch-dist-to-hf", marks=pytest.mark.full)]
 
 
 def kill_in_the_final_renaming(convert, step, patch):
@@ -173,10 +151,10 @@ def kill_in_the_final_renaming(convert, step, patch):
 
         return run
 
-    def watched(*args):
+    def watched(*args, **kwargs):
         for name in ("rename", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        put_in_place(*args)
+        put_in_place(*args, **kwargs)
         if step is not None:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -185,27 +163,33 @@ def kill_in_the_final_renaming(convert, step, patch):
     return seen
 
 
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("case", FINAL, indirect=True)
-def test_killed_during_the_final_renaming(case, force, tmp_path, monkeypatch, in_child):
-    earlier = {"config.json": b"earlier", "latest_checkpointed_iteration.txt": b"earlier"}
+def earlier_output(out):
+    with new_directory(out, Conversion("test", ()), force=False) as unfinished:
+        for name in ("config.json", "release/common.pt"):
+            unfinished.write(name, b"earlier")
 
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "case", ["hf-to-torch-dist", pytest.param("torch-dist-to-hf", marks=pytest.mark.full)], indirect=True
+)
+def test_killed_during_the_final_renaming(case, force, tmp_path, monkeypatch, in_child):
     def begin(place):
         place.mkdir()
         if force:
-            (place / "out").mkdir()
-            for name, text in earlier.items():
-                (place / "out" / name).write_bytes(text)
+            earlier_output(place / "out")
         return place / "out"
 
+    earlier = files_of(begin(tmp_path / "earlier")) if force else None
     with monkeypatch.context() as patch:
         first = begin(tmp_path / "first")
         steps = kill_in_the_final_renaming(lambda: case.convert(first, force=force), None, patch)
-    # The earlier output goes aside first, and the lock and its directory, which mark what is unfinished, go last.
-    assert steps[: 1 + force] == ["rename"] * (1 + force) and steps[-2:] == ["unlink", "rmdir"] and len(steps) >= 5
+    # The earlier output goes aside first, and what marks the output as unfinished goes last.
+    assert steps[: 1 + force] == ["rename"] * (1 + force) and steps[-1] == "rmdir" and len(steps) >= 5
     new = files_of(case.whole)
     for step in range(len(steps) + 1):
         out = begin(tmp_path / str(step))
+        aside = out.parent / ".out.partial" / "earlier"
         with monkeypatch.context() as patch:
             ended = in_child(
                 lambda out=out, step=step, patch=patch: kill_in_the_final_renaming(
@@ -214,35 +198,48 @@ def test_killed_during_the_final_renaming(case, force, tmp_path, monkeypatch, in
             )
         assert ended == -signal.SIGKILL
         found = files_of(out) if out.exists() else None
-        aside = out.parent / ".out.old"
-        assert found in ([None, earlier, new] if force else [None, new])
+        assert found in (None, earlier, new)
         assert not force or found is not None or files_of(aside) == earlier
+        # A process that is killed while it removes its own directory leaves that, with nothing converted in it.
+        for going in out.parent.glob(".slime-convert-*"):
+            assert {path.name for path in going.iterdir()} <= {"conversion.json", "files", "lock"}
+            shutil.rmtree(going)
         if found == new and not force:
             with pytest.raises(OutputError, match="exists already"):
                 case.convert(out)
         else:
-            loaded = loads(case.name, lambda out=out: case.convert(out, force=force))
-            assert loaded == [] or found == new
+            writes, _, _ = writes_of(
+                lambda on_progress, out=out: case.convert(out, force=force, on_progress=on_progress)
+            )
+            assert writes == [] or found == new
         assert files_of(out) == new and [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("case", ["hf-to-torch-dist"], indirect=True)
 def test_killed_from_outside(case, tmp_path):
-    """When the files have reached a third of their size."""
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    """When a third of the bytes is written."""
+    out = tmp_path / "out"
+    reading, writing = os.pipe()
+
+    def tell(done, total):
+        if done > total / 3:
+            os.write(writing, b"x")
+            signal.pause()
+
     child = os.fork()
     if not child:
-        case.convert(out, on_progress=lambda *_: time.sleep(0.05))
+        case.convert(out, on_progress=tell)
         os._exit(0)
-    deadline = time.monotonic() + 60
-    while sum(path.stat().st_size for path in partial.rglob("*.distcp")) < case.num_bytes / 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert not out.exists()
-    case.convert(out)
-    assert files_of(out) == files_of(case.whole)
+    try:
+        assert select.select([reading], [], [], 60)[0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(reading)
+        os.close(writing)
+    assert ended == -signal.SIGKILL and not out.exists()
+    _, _, done = writes_of(lambda on_progress: case.convert(out, on_progress=on_progress))
+    assert done > 0 and files_of(out) == files_of(case.whole)
 
 
 @pytest.mark.parametrize("case", ["hf-to-torch-dist", "torch-dist-to-hf"], indirect=True)

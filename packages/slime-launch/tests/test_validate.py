@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_convert.published import PUBLISHED
-from slime_convert.quantize.formats import Fp8Format
+from slime_convert.quantize import Fp8Format
 from slime_core.errors import ConfigError
 from slime_launch.flags.command import parse_train
 from slime_launch.startup import limit_threads

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs
@@ -146,6 +147,37 @@ def test_a_model_with_experts_is_refused():
     )
     with pytest.raises(ConfigError, match=r"family qwen3_moe and has 4 experts in a layer.*give .* a dense model"):
         MegatronConfig().check_fits(shape)
+
+
+def test_a_model_with_parts_that_the_trainer_lacks_is_refused():
+    shape = ModelShape(
+        family="gemma3_text",
+        num_layers=1,
+        hidden_size=12,
+        ffn_hidden_size=12,
+        num_attention_heads=2,
+        num_query_groups=2,
+        kv_channels=2,
+        vocab_size=10,
+        max_position_embeddings=8,
+        swiglu=False,
+        gelu_tanh=True,
+        window_size=4,
+        layernorm_zero_centered_gamma=True,
+    )
+    others = "swiglu False, gelu_tanh True, layernorm_zero_centered_gamma True, window_size 4"
+    with pytest.raises(ConfigError, match=f"family gemma3_text and has {others}, which cannot be trained yet"):
+        MegatronConfig().check_fits(shape)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_models_can_be_trained_or_are_refused_by_name(name):
+    shape = PUBLISHED[name].shape
+    if shape.family in ("llama", "qwen2", "qwen3", "glm", "glm4"):
+        MegatronConfig().check_fits(shape)
+    else:
+        with pytest.raises(ConfigError, match=f"family {shape.family} and has "):
+            MegatronConfig().check_fits(shape)
 
 
 def test_the_flag_table_needs_no_torch():

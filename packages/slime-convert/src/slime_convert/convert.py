@@ -1,260 +1,270 @@
-"""Whole conversions between Hugging Face directories and ``torch_dist`` checkpoints, without GPU or Megatron."""
+"""Whole conversions between Hugging Face directories and Megatron checkpoints, without GPU, Megatron or torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, Unpack
 
 from slime_convert.errors import CheckpointError, ShapeMismatchError, WeightError
-from slime_convert.hf import HfReader, copy_model_files
-from slime_convert.mapping import WeightMap, WeightTranslation
-from slime_convert.mapping.families import TABLES
-from slime_convert.output import new_directory
-from slime_convert.progress import OnProgress, no_progress
-from slime_convert.quantize.reader import open_weights
+from slime_convert.families import FAMILIES
+from slime_convert.files.output import new_directory
+from slime_convert.files.partial import Conversion, refuse_unfinished
+from slime_convert.files.reading import are_equal
+from slime_convert.files.tensors import LazyTensor, TensorInfo, narrow
+from slime_convert.files.writing import NewTensor, in_hand, write_files
+from slime_convert.formats import LEGACY, TORCH_DIST, detect, hf
+from slime_convert.formats.checkpoint import VOCABULARY_WEIGHTS, Weights
+from slime_convert.formats.safetensors import INDEX
+from slime_convert.formats.torch_dist_names import RELEASE, TRACKER
+from slime_convert.formats.torch_dist_writer import MegatronTensor, new_release
+from slime_convert.lora import merged
+from slime_convert.mapping import WeightMap, check_weight_count, hf_copies
+from slime_convert.progress import Converted, OnProgress, no_progress
 from slime_convert.shape import ModelShape, check_flags
-from slime_convert.shard_file import TensorSpec
-from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
-from slime_convert.torch_dist import TorchDistReader, WeightSource, write_release
-from slime_convert.torch_dist.layout import TRACKER, Place, places
-from slime_convert.unfinished import Conversion, refuse_unfinished
 
-
-class MegatronReader(Protocol):
-    """The weights of a Megatron checkpoint of any format, by whole-model names of megatron-core's local layers."""
-
-    directory: Path
-
-    @property
-    def weight_keys(self) -> set[str]:
-        """Keys of the model's tensors, as they stand on disk."""
-
-    def args(self) -> Mapping[str, Any]:
-        """The arguments that the checkpoint records; empty if it records none."""
-
-    def find(self, name: str) -> Place:
-        """Where a weight lies; a :class:`CheckpointError` if there is none."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of one weight."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The element type of one weight."""
-
-    def load(self, name: str) -> Tensor:
-        """One whole weight."""
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_MOST_MODULES = 8
 
 
 def hf_to_torch_dist(
     hf_checkpoint: str | Path,
     save: str | Path,
     *,
+    adapter: str | Path | None = None,
     flags: Mapping[str, Any] | None = None,
-    bridge: str | None = None,
     make_vocab_size_divisible_by: int = 128,
     part_bytes: int | None = None,
     force: bool = False,
     on_progress: OnProgress = no_progress,
-) -> None:
+) -> Converted:
     """Convert a Hugging Face model into a ``torch_dist`` checkpoint that Megatron loads at any parallelism.
 
-    Weights that are quantized (block-scaled FP8 or packed INT4) become ``bfloat16``.
+    Quantized weights (block-scaled FP8, packed INT4, MXFP4) become ``bfloat16``.
 
     Args:
         hf_checkpoint: Directory with ``config.json`` and ``*.safetensors``.
         save: Directory to create.
-        flags: Shape flags to be checked against the config, by ``dest``.
-        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
+        adapter: A LoRA adapter of PEFT to be merged in.
+        flags: Shape flags to be checked against the config, by ``dest``. ``mtp_num_layers`` 0 leaves prediction modules
+            out.
         make_vocab_size_divisible_by: The embedding is padded with zero rows to a multiple of this.
-        part_bytes: Largest ``.distcp`` file, in bytes; see :func:`slime_convert.torch_dist.write_release`.
-        force: Replace an earlier checkpoint at ``save``.
-        on_progress: Called with what an earlier run left, then after each weight.
+        part_bytes: Largest ``.distcp`` file, in bytes of tensors; see
+            :func:`slime_convert.formats.torch_dist_writer.new_release`.
+        force: Replace an earlier output at ``save``.
+        on_progress: Called with what an earlier run left, then as bytes are written.
 
     Raises:
         ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
-    origin = Path(hf_checkpoint)
-    weight_map = checked_weights(origin, flags, bridge, make_vocab_size_divisible_by)
-    with open_weights(origin) as reader:
-        _refuse_unknown(reader, weight_map)
-        _refuse_missing_modules(reader, weight_map)
-        _refuse_other_copies(reader, weight_map)
-        sources = [_source(name, weight_map, reader) for name in weight_map.megatron_names()]
-        options = {
-            "names": type(weight_map).__name__,
-            "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
-            "part_bytes": part_bytes,
-        }
-        conversion = Conversion("hf-to-torch-dist", (origin,), options)
-        with new_directory(save, conversion, force=force, marker=TRACKER) as unfinished:
-            args = dict(weight_map.megatron_args()) | {
-                "padded_vocab_size": weight_map.padded_vocab_size,
-                "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
-                "params_dtype": str(sources[0].dtype).removeprefix("torch."),
-            }
-            write_release(
-                unfinished.output,
-                sources,
-                args,
-                on_progress,
-                stack_layers=weight_map.equal_layers,
-                part_bytes=part_bytes,
-                state=unfinished.state,
-            )
+    begun, origin = time.monotonic(), Path(hf_checkpoint)
+    shape = _checked_shape(origin, flags)
+    if not 0 < make_vocab_size_divisible_by <= 2**20:
+        raise ShapeMismatchError(f"make_vocab_size_divisible_by {make_vocab_size_divisible_by} must be 1 to {2**20}")
+    model = hf.open_model(origin)
+    tensors = {name: model.tensor(name) for name in model.tensors}
+    if adapter is not None:
+        tensors = merged(tensors, Path(adapter))
+    check_weight_count(shape, tensors, origin)
+    shape, notes = _without_missing_modules(shape, tensors, origin)
+    if adapter is None and (origin / hf.ADAPTER_CONFIG).exists():
+        notes.append(f"the LoRA adapter in {origin} is not merged in; --adapter {origin} does that")
+    weight_map = WeightMap(shape, shape.padded_vocab_size(1, make_vocab_size_divisible_by))
+    modules = _modules_of(shape, flags)
+    if left_out := modules & tensors.keys():
+        notes.append(f"{len(left_out)} weights of prediction modules, such as {min(left_out)}, are left out")
+    if unknown := unknown_weights(tensors, weight_map) - modules:
+        raise WeightError(
+            f"{origin} has {len(unknown)} weights that a {shape.family} model does not have, such as {min(unknown)}; "
+            "convert a model whose config.json describes all its weights"
+        )
+    _refuse_other_copies(tensors, weight_map, origin)
+    load = partial(_load, tensors, origin)
+    weights = [_megatron_tensor(name, weight_map, load) for name in weight_map.megatron_names()]
+    args = shape.to_megatron_args() | {
+        "padded_vocab_size": weight_map.padded_vocab_size,
+        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
+        "params_dtype": weights[0].tensor.info.dtype,
+    }
+    options = {"part_bytes": part_bytes, "args": args}
+    inputs = (origin,) if adapter is None else (origin, Path(adapter))
+    conversion = Conversion("hf-to-torch-dist", inputs, options, begun)
+    with new_directory(save, conversion, force=force) as output:
+        directory = output.output / RELEASE
+        release = new_release(directory, weights, args, stack_layers=shape.equal_layers, part_bytes=part_bytes)
+        output.create(*(f"{RELEASE}/{file.path.name}" for file in release.tensors))
+        write_files(release.tensors, on_progress)
+        for name, data in release.others.items():
+            output.write(f"{RELEASE}/{name}", data)
+        output.write(TRACKER, RELEASE.encode())
+    written = sum(weight.tensor.info.nbytes for weight in weights)
+    return Converted(Path(save), len(weights), written, time.monotonic() - begun, notes=tuple(notes))
 
 
 def torch_dist_to_hf(
-    input_dir: str | Path,
+    input_dir: str | Path, output_dir: str | Path, origin_hf_dir: str | Path, **options: Any
+) -> Converted:
+    """:func:`megatron_to_hf` of a ``torch_dist`` checkpoint; of another format it is refused."""
+    detect(input_dir, (TORCH_DIST,))
+    return megatron_to_hf(input_dir, output_dir, origin_hf_dir, **options)
+
+
+def megatron_to_hf(
+    load: str | Path,
     output_dir: str | Path,
     origin_hf_dir: str | Path,
     *,
     flags: Mapping[str, Any] | None = None,
-    bridge: str | None = None,
     add_missing_from_origin_hf: bool = False,
-    force: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: OnProgress = no_progress,
-) -> list[str]:
-    """Convert a ``torch_dist`` checkpoint, converted or written by a trainer, into a Hugging Face directory.
+    **output: Unpack[hf.OutputOptions],
+) -> Converted:
+    """Convert a Megatron checkpoint, converted or written by a trainer, into a Hugging Face directory.
 
     Args:
-        input_dir: The checkpoint, or one iteration of it. Optimizer state is skipped.
+        load: The checkpoint (``torch_dist`` or legacy ``torch``), or one iteration of it. Optimizer state is skipped.
         output_dir: Directory to create.
         origin_hf_dir: The Hugging Face model that training began with: gives config, tokenizer and chat template. If it
             is quantized, the written config is that of an unquantized model.
         flags: Shape flags to be checked against the config, by ``dest``.
-        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
         add_missing_from_origin_hf: Copy weights that the checkpoint lacks from ``origin_hf_dir``; quantized ones become
             ``bfloat16``.
-        force: Replace an earlier model at ``output_dir``.
-        max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called with what an earlier run left, then after each weight.
-
-    Returns:
-        Hugging Face names of the weights that were copied from ``origin_hf_dir``.
+        output: ``force``, ``max_shard_bytes``, ``on_progress``; see :class:`slime_convert.OutputOptions`.
 
     Raises:
         ConvertError: An input or output is not as it must be; nothing is changed at ``output_dir`` then.
     """
-    weight_map = checked_weights(origin_hf_dir, flags, bridge)
-    return write_hf(
-        TorchDistReader(input_dir),
-        weight_map,
-        output_dir,
-        origin=Path(origin_hf_dir),
-        add_missing=add_missing_from_origin_hf,
-        force=force,
-        max_shard_bytes=max_shard_bytes,
-        on_progress=on_progress,
+    begun, origin = time.monotonic(), Path(origin_hf_dir)
+    shape = _checked_shape(origin, flags)
+    form, iteration = detect(load, (LEGACY, TORCH_DIST))
+    checkpoint = form.open(iteration)
+    original = hf.open_model(origin) if add_missing_from_origin_hf else _stored_model(origin)
+    check_weight_count(shape, checkpoint.tensors, checkpoint.directory)
+    held = [*checkpoint.tensors, *(original.tensors if original else ())]
+    shape, notes = _without_missing_modules(shape, held, checkpoint.directory)
+    check_args(shape.to_megatron_args(), checkpoint.arguments, checkpoint.directory)
+    weight_map = WeightMap(shape)
+    found = checkpoint.named(weight_map)
+    _refuse_unused(checkpoint, found, weight_map)
+    names = list(weight_map.megatron_names())
+    lacking = [name for name in names if name not in found]
+    if lacking and (not add_missing_from_origin_hf or lacking == names):
+        raise CheckpointError(
+            f"{checkpoint.directory} has no weight {lacking[0]} ({len(lacking)} such weights); use the checkpoint and "
+            "the config of one model, or copy such weights with --add-missing-from-origin-hf"
+        )
+    for name, info in found.items():
+        checked_type(name, info, checkpoint.directory)
+    written = _from_checkpoint(weight_map, checkpoint, found, original)
+    copied = _from_original(weight_map, original, written) if add_missing_from_origin_hf and original else []
+    options = {"add_missing": add_missing_from_origin_hf}
+    conversion = Conversion("megatron-to-hf", (checkpoint.directory, origin), options, begun)
+    dtype = next(iter(found.values())).dtype
+    others = partial(hf.copy_model_files, origin=origin, dtype=dtype, with_adapter=False)
+    converted = hf.write_model([*copied, *written.values()], output_dir, conversion, others, **output)
+    if (origin / hf.ADAPTER_CONFIG).exists():
+        notes.append(f"the LoRA adapter in {origin} was trained on other weights; it is left out")
+    copies = tuple(tensor.info.name for tensor in copied)
+    return replace(converted, copied=copies, notes=(*notes, *checkpoint.notes))
+
+
+def checked_type(name: str, tensor: TensorInfo | LazyTensor, where: Path) -> None:
+    """Refuse a weight whose type is not one of plain floating-point numbers (:class:`WeightError`)."""
+    if tensor.dtype not in _FLOATS:
+        raise WeightError(
+            f"{name} of {where} has type {tensor.dtype}; allowed: {', '.join(_FLOATS)}; convert an unquantized model"
+        )
+
+
+def _checked_shape(directory: Path, flags: Mapping[str, Any] | None) -> ModelShape:
+    """The shape that a directory's config describes; likely mistakes are reported before anything else is read."""
+    refuse_unfinished(directory)
+    shape = ModelShape.from_hf_config(directory)
+    given = dict(flags or {})
+    if given.get("mtp_num_layers") == 0:
+        shape, given["mtp_num_layers"] = replace(shape, mtp_num_layers=0), None
+    check_flags(shape, given)
+    return shape
+
+
+def _stored_model(directory: Path) -> hf.HfWeights | None:
+    """The weights next to a config, if there are any: only their names are read."""
+    has_weights = any(directory.glob("*.safetensors")) or (directory / INDEX).exists()
+    return hf.HfWeights(directory) if has_weights else None
+
+
+def _modules_of(shape: ModelShape, flags: Mapping[str, Any] | None) -> set[str]:
+    """Names of the prediction modules' weights that a model may have although they are to be left out."""
+    if (flags or {}).get("mtp_num_layers") != 0 or not FAMILIES[shape.family].mtp:
+        return set()
+    with_modules = WeightMap(replace(shape, mtp_num_layers=_MOST_MODULES))
+    return {*with_modules.module_names(), *hf_copies(with_modules.shape)}
+
+
+def _without_missing_modules(shape: ModelShape, names: Collection[str], where: Path) -> tuple[ModelShape, list[str]]:
+    """The shape, without prediction modules if their weights are missing (transformers saves none), and a note."""
+    modules = set(WeightMap(shape).module_names()) if shape.mtp_num_layers else set()
+    if not modules or any(name in modules or name.startswith("mtp.") for name in names):
+        return shape, []
+    note = f"{where} lacks the model's prediction modules ({shape.mtp_num_layers}); the output is without them too"
+    return replace(shape, mtp_num_layers=0), [note]
+
+
+def _load(tensors: Mapping[str, LazyTensor], where: Path, name: str) -> LazyTensor:
+    if name not in tensors:
+        raise WeightError(f"{where} has no weight {name}, which its config.json asks for; fetch the model again")
+    checked_type(name, tensors[name], where)
+    return tensors[name]
+
+
+def _megatron_tensor(name: str, weight_map: WeightMap, load: Callable[[str], LazyTensor]) -> MegatronTensor:
+    parts = weight_map.of_one_type(name)
+    dtypes = {load(part).dtype for part in parts}
+    if len(dtypes) != 1:
+        what = f"{' and '.join(parts)} have types {', '.join(sorted(dtypes))}"
+        raise WeightError(f"{what}, for which Megatron has one type; save the model with one type")
+    tensor = weight_map.from_hf(name, load)
+    return MegatronTensor(
+        in_hand(name, tensor),
+        stored_as=tuple(weight_map.stored_as(name)),
+        expert=weight_map.expert(name),
+        sections=tuple(weight_map.stored_sections(name).items()),
     )
 
 
-def checked_weights(
-    hf_directory: str | Path,
-    flags: Mapping[str, Any] | None,
-    bridge: str | None = None,
-    make_vocab_size_divisible_by: int = 1,
-) -> WeightTranslation:
-    """The weights of the model that a Hugging Face directory describes.
-
-    Args:
-        hf_directory: Holds ``config.json``.
-        flags: Shape flags to be checked against it, by ``dest``.
-        bridge: ``mbridge`` to take names and layouts from it instead of this package's tables.
-        make_vocab_size_divisible_by: The embedding is padded to a multiple of this.
-
-    Raises:
-        BridgeError: The bridge is unknown or not installed.
-        HfConfigError: There is no readable ``config.json``.
-        UnsupportedModelError: The model is not supported.
-        ShapeMismatchError: Shape flags contradict its config.
-    """
-    refuse_unfinished(hf_directory)
-    if bridge is not None:
-        from slime_convert.bridge import bridged_weights
-
-        return bridged_weights(
-            bridge, hf_directory, flags=flags, make_vocab_size_divisible_by=make_vocab_size_divisible_by
-        )
-    shape = ModelShape.from_hf_config(Path(hf_directory))
-    check_flags(shape, flags or {})
-    return WeightMap(shape, shape.padded_vocab_size(1, make_vocab_size_divisible_by))
+def unknown_weights(tensors: Iterable[str], weight_map: WeightMap) -> set[str]:
+    """Names of a Hugging Face model's weights that no rule carries."""
+    known = {*weight_map.hf_names(), *hf_copies(weight_map.shape), _LM_HEAD}
+    return {name for name in tensors if name not in known and not name.endswith(hf.FREQUENCIES)}
 
 
-def write_hf(
-    reader: MegatronReader,
-    weight_map: WeightTranslation,
-    output_dir: str | Path,
-    *,
-    origin: Path,
-    add_missing: bool,
-    force: bool,
-    max_shard_bytes: int,
-    on_progress: OnProgress,
-) -> list[str]:
-    """Write a Megatron checkpoint's weights as a Hugging Face directory.
-
-    Args:
-        reader: The checkpoint.
-        weight_map: The model that it must hold.
-        output_dir: Directory to create.
-        origin: The Hugging Face model that training began with.
-        add_missing: Copy weights that the checkpoint lacks from ``origin``.
-        force: Replace an earlier model at ``output_dir``.
-        max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called with what an earlier run left, then after each weight of the checkpoint.
-
-    Returns:
-        Names of the weights that were copied from ``origin``.
-    """
-    check_args(weight_map.megatron_args(), reader.args(), reader.directory)
-    names = list(weight_map.megatron_names())
-    if add_missing:
-        names = _present(reader, names)
-    _refuse_unused(reader, weight_map, names)
-    dtype = reader.dtype(names[0])
-    steps = [_hf_step(name, weight_map, reader) for name in names]
-    copied: list[str] = []
-    with ExitStack() as stack:
-        if add_missing:
-            original = stack.enter_context(open_weights(origin))
-            copied = _not_in_checkpoint(original, weight_map, names)
-            steps = [_copy_step(name, original) for name in copied] + steps
-        options = {
-            "names": type(weight_map).__name__,
-            "add_missing": add_missing,
-            "max_shard_bytes": max_shard_bytes,
-        }
-        conversion = Conversion("megatron-to-hf", (reader.directory, origin), options)
-        unfinished = stack.enter_context(new_directory(output_dir, conversion, force=force, marker="config.json"))
-        write_shards(unfinished.output, steps, max_shard_bytes, on_progress)
-        copy_model_files(origin, unfinished.output, dtype)
-    return copied
+def _refuse_other_copies(tensors: Mapping[str, LazyTensor], weight_map: WeightMap, where: Path) -> None:
+    """Refuse copies that differ: an output layer in addition to tied embeddings, or in a prediction module."""
+    tied = not weight_map.shape.untie_embeddings_and_output_weights
+    for copy, original in (hf_copies(weight_map.shape) | ({_LM_HEAD: _EMBEDDING} if tied else {})).items():
+        if {copy, original} <= tensors.keys() and not are_equal(tensors[copy], tensors[original]):
+            why = "Megatron's prediction modules share it; convert a model in which the two are equal"
+            if copy == _LM_HEAD:
+                why = "tie_word_embeddings of its config is true; set it to false to keep both, or remove one"
+            raise WeightError(f"{copy} of {where} differs from {original}, but {why}")
 
 
 def check_args(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path) -> None:
-    """Compare the arguments that a checkpoint records with a model's; arguments that are not recorded pass.
+    """Refuse a checkpoint whose recorded arguments contradict a model's, with all contradictions in one message.
 
-    Args:
-        expected: The model's, as :meth:`slime_convert.ModelShape.to_megatron_args` gives them.
-        args: As recorded.
-        where: The checkpoint, for the message.
-
-    Raises:
-        ShapeMismatchError: One message with every contradiction.
+    Arguments that are not recorded pass. The model's are those of :meth:`slime_convert.ModelShape.to_megatron_args`.
     """
-    # Megatron ignores the group count without grouped-query attention, and pads or shortens these two at will.
+    # Megatron pads or shortens these two at will.
     loose = {"max_position_embeddings", "vocab_size"}
-    # Kimi-K2's makers tell users to call it deepseek_v3 where kimi_k2 is not known: its weights are the same.
-    table = TABLES.get(str(expected.get("hf_model_type")))
-    if table is not None and TABLES.get(str(args.get("hf_model_type"))) is table:
+    # Kimi-K2's makers advise calling it deepseek_v3 where kimi_k2 is not known: its weights are the same.
+    family, recorded = (FAMILIES.get(str(side.get("hf_model_type"))) for side in (expected, args))
+    if family and recorded and family.layer is recorded.layer:
         loose.add("hf_model_type")
+    # Megatron does not read these, or they change nothing.
     if not expected["use_rope_scaling"]:
         loose.add("rope_scaling_factor")
     if expected.get("multi_latent_attention"):
@@ -268,12 +278,14 @@ def check_args(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path
         loose.add("moe_layer_freq")
     if not expected["group_query_attention"]:
         loose |= {"group_query_attention", "num_query_groups"}
+    if args.get("mtp_num_layers") == 0:  # the modules' weights are missed, or copied, by name
+        loose.add("mtp_num_layers")
     wrong = [
-        f"{name} {args[name]} (config: {value})"
+        f"{name} {str(args[name])[:200]} (config: {value})"
         for name, value in expected.items()
         if name not in loose and args.get(name) is not None and not _same(args[name], value)
     ]
-    _refuse_other_meaning(args, where)
+    _refuse_other_meaning(expected, args, where)
     if wrong:
         raise ShapeMismatchError(
             f"{where} was written by another model than the given Hugging Face config describes: {'; '.join(wrong)}; "
@@ -281,14 +293,19 @@ def check_args(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path
         )
 
 
-def _refuse_other_meaning(args: Mapping[str, Any], where: Path) -> None:
+def _refuse_other_meaning(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path) -> None:
     """Refuse a checkpoint whose weights have the usual shapes, but stand for something else.
 
-    Raises:
-        ShapeMismatchError: It has norms less one, or may have the rows of gate and up projections in blocks: Megatron
-            wrote such rows as the training had them, and later in the usual order, and records no difference.
+    It has norms less one, or may have the rows of gate and up projections in blocks: Megatron wrote such rows as the
+    training had them, and later in the usual order, and records no difference. Or its indexer's rows are in the order
+    of megatron-core 0.19.
     """
-    for name in ("apply_layernorm_1p", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+    names = ["moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"]
+    if not expected.get("layernorm_zero_centered_gamma"):
+        names += ["apply_layernorm_1p", "layernorm_zero_centered_gamma"]
+    if expected.get("experimental_attention_variant") == "dsa":
+        names += ["dsa_indexer_topk_freq"]
+    for name in names:
         if args.get(name):
             raise ShapeMismatchError(
                 f"{where} was written with {name} {args[name]}, which gives weights another meaning; allowed: none; "
@@ -297,123 +314,60 @@ def _refuse_other_meaning(args: Mapping[str, Any], where: Path) -> None:
 
 
 def _same(given: Any, expected: Any) -> bool:
-    if isinstance(expected, float) and isinstance(given, int | float):
+    if isinstance(expected, float) and isinstance(given, int | float) and abs(given) < 2**1000:
         return math.isclose(given, expected, rel_tol=1e-6)
     return bool(given == expected)
 
 
-def _source(name: str, weight_map: WeightTranslation, reader: HfReader) -> WeightSource:
-    dtypes = {reader.dtype(part) for part in weight_map.hf_parts(name)}
-    if len(dtypes) != 1:
-        raise WeightError(
-            f"{' and '.join(weight_map.hf_parts(name))} have types {sorted(map(str, dtypes))} but make up one "
-            "Megatron weight; save the model with one type"
-        )
-
-    def load() -> Tensor:
-        return weight_map.from_hf(name, reader.load)
-
-    return WeightSource(
-        name,
-        weight_map.megatron_shape(name),
-        dtypes.pop(),
-        load,
-        stored_as=tuple(weight_map.stored_as(name)),
-        expert=weight_map.expert(name),
-    )
-
-
-def _refuse_unknown(reader: HfReader, weight_map: WeightTranslation) -> None:
-    """Refuse weights that no rule carries: dropping them silently would change the model."""
-    unknown = _unknown(reader, weight_map)
-    if unknown:
-        raise WeightError(
-            f"{reader.directory} has {len(unknown)} weights that a {weight_map.family} model does not have, "
-            f"such as {min(unknown)}; convert a model whose config.json describes all its weights"
-        )
-
-
-def _refuse_missing_modules(reader: HfReader, weight_map: WeightTranslation) -> None:
-    """Tell it where a config has prediction modules and the files have none, as in what transformers saves."""
-    args = weight_map.megatron_args()
-    modules, first = args.get("mtp_num_layers"), f"model.layers.{args['num_layers']}."
-    listed = any(name.startswith(first) for name in weight_map.hf_names())
-    if modules and listed and not any(name.startswith(first) for name in reader.names):
-        raise WeightError(
-            f"{reader.directory} has no prediction module ({first}*), but num_nextn_predict_layers of its config is "
-            f"{modules}; set it to 0 to convert the model without, or fetch the model's original weights"
-        )
-
-
-def _refuse_other_copies(reader: HfReader, weight_map: WeightTranslation) -> None:
-    """Refuse a prediction module with an embedding or an output layer of its own: Megatron's shares the model's."""
-    for copy, original in weight_map.hf_copies().items():
-        if copy in reader.names and not torch.equal(reader.load(copy), reader.load(original)):
-            raise WeightError(
-                f"{copy} of {reader.directory} differs from {original}, but Megatron's prediction modules share it; "
-                "convert a model in which the two are equal"
-            )
-
-
-def _unknown(reader: HfReader, weight_map: WeightTranslation) -> set[str]:
-    """Weights of a Hugging Face model that no rule carries."""
-    return {
-        name
-        for name in reader.names - set(weight_map.hf_names())
-        # A tied model may store its output layer a second time; old Llama files store the rotary frequencies.
-        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")
-    }
-
-
-def _present(reader: MegatronReader, names: Iterable[str]) -> list[str]:
-    """Those of the Megatron weights that a checkpoint has."""
-    present = []
-    for name in names:
-        with suppress(CheckpointError):
-            reader.find(name)
-            present.append(name)
-    if not present:
-        raise CheckpointError(
-            f"{reader.directory} has no weight of the model that the given Hugging Face config describes; "
-            "give the Hugging Face directory that training began with"
-        )
-    return present
-
-
-def _not_in_checkpoint(origin: HfReader, weight_map: WeightTranslation, present: Iterable[str]) -> list[str]:
-    """Weights of the original model that come from no Megatron weight of a checkpoint, in the model's order."""
-    carried = {part for name in present for part in weight_map.hf_parts(name)}
-    # A prediction module's embedding is the model's, and comes with that.
-    carried |= {copy for copy, original in weight_map.hf_copies().items() if original in carried}
-    missing = [name for name in weight_map.hf_names() if name not in carried] + sorted(_unknown(origin, weight_map))
-    for name in missing:
-        origin.dtype(name)  # refuses what is absent there, and what is quantized though its config does not say so
-    return missing
-
-
-def _refuse_unused(reader: MegatronReader, weight_map: WeightTranslation, names: Iterable[str]) -> None:
+def _refuse_unused(checkpoint: Weights, found: Mapping[str, TensorInfo], weight_map: WeightMap) -> None:
     """Refuse a checkpoint with weights that the config does not describe."""
-    names = list(names)
-    used = {key for name in names for key in reader.find(name).keys}
-    used |= {key for name in names for place in places(name) for key in place.keys}  # a norm may be stored twice
-    unused = reader.weight_keys - used - {"output_layer.weight"}
+    output, embedding = VOCABULARY_WEIGHTS
+    unused = found.keys() - set(weight_map.megatron_names())
+    if not weight_map.shape.untie_embeddings_and_output_weights and {output, embedding} <= found.keys():
+        unused -= {output}
+        rows = weight_map.shape.vocab_size
+        both = [checkpoint.tensor(name) for name in (output, embedding)]
+        if not are_equal(*(narrow(one, 0, 0, min(rows, one.shape[0])) if one.shape else one for one in both)):
+            raise CheckpointError(
+                f"{output} of {checkpoint.directory} differs from {embedding}, but tie_word_embeddings of the config "
+                "is true; give a config in which it is false to keep both"
+            )
     if unused:
         raise CheckpointError(
-            f"{reader.directory} has {len(unused)} weights that the given Hugging Face config does not describe, "
+            f"{checkpoint.directory} has {len(unused)} weights that the given Hugging Face config does not describe, "
             f"such as {min(unused)}; give the Hugging Face directory that training began with"
         )
 
 
-def _hf_step(name: str, weight_map: WeightTranslation, reader: MegatronReader) -> Step:
-    """The Hugging Face weights inside one Megatron weight."""
-    # A tensor without elements is cut as the weight will be.
-    outline = torch.empty(reader.shape(name), dtype=reader.dtype(name), device="meta")
-    parts = weight_map.to_hf(name, outline)
-    return Step(
-        tuple(TensorSpec(part, tensor.dtype, tuple(tensor.shape)) for part, tensor in parts),
-        lambda: [tensor for _, tensor in weight_map.to_hf(name, reader.load(name))],
-    )
+def _from_checkpoint(
+    weight_map: WeightMap, checkpoint: Weights, found: Mapping[str, TensorInfo], original: hf.HfWeights | None
+) -> dict[str, NewTensor]:
+    """The Hugging Face weights inside a checkpoint's, by name, with copies that the original model does not lack."""
+
+    # The parts of a weight are written one after another.
+    @lru_cache(maxsize=4)
+    def load(name: str) -> LazyTensor:
+        return checkpoint.tensor(name)
+
+    def outline(name: str) -> LazyTensor:
+        return LazyTensor.zeros(found[name].dtype, found[name].shape)
+
+    sources = {name: name for name in weight_map.hf_names() if found.keys() >= {*weight_map.megatron_parts(name)}}
+    for copy, source in hf_copies(weight_map.shape).items():
+        if source in sources and (original is None or copy in original.tensors):
+            sources[copy] = source
+    return {
+        name: NewTensor(
+            weight_map.huggingface(source, outline).info(name), partial(weight_map.huggingface, source, load)
+        )
+        for name, source in sources.items()
+    }
 
 
-def _copy_step(name: str, origin: HfReader) -> Step:
-    return Step((origin.spec(name),), lambda: [origin.load(name)])
+def _from_original(weight_map: WeightMap, original: hf.HfWeights, written: Iterable[str]) -> list[NewTensor]:
+    """Weights of the original model that come from no weight of a checkpoint, in the model's order."""
+    carried = {*written, *hf_copies(weight_map.shape)}
+    names = [name for name in weight_map.hf_names() if name not in carried]
+    names += sorted(unknown_weights(original.tensors, weight_map))
+    tensors = {name: original.tensor(name) for name in original.tensors}
+    return [in_hand(name, _load(tensors, original.directory, name)) for name in names]

@@ -22,7 +22,7 @@ class WeightError(ConvertError):
 
 
 class CheckpointError(ConvertError):
-    """There is no readable checkpoint, or one of another format than is needed."""
+    """No checkpoint can be read, or it is of another format than is needed."""
 
 
 class GgufError(ConvertError):
@@ -33,8 +33,12 @@ class OutputError(ConvertError):
     """The output directory already exists or cannot be written."""
 
 
-class BridgeError(ConvertError):
-    """A bridge is unknown, or the packages that it needs are not installed."""
+class AdapterError(ConvertError):
+    """A LoRA adapter cannot be read, is of a kind that is not merged, or is for another model."""
+
+
+class CheckError(ConvertError):
+    """A model cannot be checked: what the check needs is not installed, or no tiny model can be made of the config."""
 
 
 class UnfinishedError(ConvertError):
@@ -46,4 +50,4 @@ class QuantizationError(ConvertError):
 
 
 class ToleranceError(ConvertError):
-    """The tolerance of a comparison is negative or no number."""
+    """The tolerance of a comparison is negative or not a number."""

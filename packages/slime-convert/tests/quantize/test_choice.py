@@ -3,7 +3,7 @@
 import pytest
 
 from slime_convert.errors import QuantizationError
-from slime_convert.quantize.choice import K2_IGNORE, default_ignore, is_ignored, left_alone, not_ignored, projections
+from slime_convert.quantize.convert import K2_IGNORE, default_ignore, is_ignored, left_alone, not_ignored, projections
 
 MLA = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -95,5 +95,5 @@ def test_what_cannot_be_chosen_is_told():
         projections({"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 8)})
     with pytest.raises(QuantizationError, match=r"--ignore re:\.\* leaves nothing to quantize"):
         not_ignored(["a.weight"], ["re:.*"])
-    with pytest.raises(QuantizationError, match=r"--ignore re:\( is no regular expression"):
+    with pytest.raises(QuantizationError, match=r"--ignore re:\( is not a regular expression"):
         not_ignored(["a.weight"], ["re:("])

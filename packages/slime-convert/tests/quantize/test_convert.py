@@ -5,15 +5,14 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from slime_convert.errors import OutputError, QuantizationError, WeightError
-from slime_convert.hf import HfReader
+from slime_convert.formats.hf import open_model
 from slime_convert.quantize.convert import fp8_to_bf16, hf_to_fp8, hf_to_int4, int4_to_bf16
-from slime_convert.quantize.fp8 import dequantize_fp8, quantize_fp8
-from slime_convert.quantize.int4 import dequantize_int4, pack_int4, quantize_int4
-from slime_convert.quantize.reader import open_weights
+from slime_convert.quantize.numbers import dequantize_fp8, dequantize_int4, pack_int4, quantize_fp8, quantize_int4
+from tiny_models import read, same_bits, weights_of, write_model
 
 SIZES = {
     "vocab_size": 101,
@@ -49,22 +48,8 @@ def origin(request, tmp_path_factory):
     return path
 
 
-def tensors_of(directory):
-    found = {}
-    for path in directory.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def same(one, other):
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and one[name].shape == other[name].shape and bits(one[name]).equal(bits(t))
-        for name, t in other.items()
-    )
+    return one.keys() == other.keys() and all(same_bits(one[name], tensor) for name, tensor in other.items())
 
 
 def config_of(directory):
@@ -77,7 +62,7 @@ def is_projection(name):
 
 def test_fp8(origin, tmp_path):
     hf_to_fp8(origin, tmp_path / "fp8")
-    before, after = tensors_of(origin), tensors_of(tmp_path / "fp8")
+    before, after = weights_of(origin), weights_of(tmp_path / "fp8")
     expected = dict(before)
     for name in filter(is_projection, before):
         expected[name], expected[f"{name}_scale_inv"] = quantize_fp8(before[name])
@@ -98,17 +83,16 @@ def test_fp8(origin, tmp_path):
 def test_fp8_there_and_back_and_there_again(origin, tmp_path):
     hf_to_fp8(origin, tmp_path / "fp8")
     fp8_to_bf16(tmp_path / "fp8", tmp_path / "bf16")
-    fp8, back = tensors_of(tmp_path / "fp8"), tensors_of(tmp_path / "bf16")
-    for name, tensor in tensors_of(origin).items():
+    fp8, back = weights_of(tmp_path / "fp8"), weights_of(tmp_path / "bf16")
+    for name, tensor in weights_of(origin).items():
         wanted = dequantize_fp8(fp8[name], fp8[f"{name}_scale_inv"]) if is_projection(name) else tensor
-        assert bits(back.pop(name)).equal(bits(wanted))
+        assert same_bits(back.pop(name), wanted)
     assert not back and config_of(tmp_path / "bf16") == config_of(origin)
     hf_to_fp8(tmp_path / "bf16", tmp_path / "again")
-    assert same(tensors_of(tmp_path / "again"), fp8)
+    assert same(weights_of(tmp_path / "again"), fp8)
     assert config_of(tmp_path / "again") == config_of(tmp_path / "fp8")
-    with open_weights(tmp_path / "fp8") as reader:
-        read = {name: reader.load(name) for name in reader.names}
-    assert same(read, tensors_of(tmp_path / "bf16"))
+    model = open_model(tmp_path / "fp8")
+    assert same({name: read(model, name) for name in model.tensors}, weights_of(tmp_path / "bf16"))
 
 
 def test_transformers_reads_fp8_as_it_is_expanded_here(origin, tmp_path):
@@ -127,7 +111,7 @@ def test_transformers_reads_fp8_as_it_is_expanded_here(origin, tmp_path):
 
 def test_int4(origin, tmp_path):
     hf_to_int4(origin, tmp_path / "int4")
-    before, after = tensors_of(origin), tensors_of(tmp_path / "int4")
+    before, after = weights_of(origin), weights_of(tmp_path / "int4")
     config = config_of(tmp_path / "int4")
     has_experts = config["model_type"] == "qwen3_moe"
     expected, quantized = dict(before), [name for name in before if is_projection(name)]
@@ -154,13 +138,13 @@ def test_int4_and_back(origin, tmp_path, group_size):
     ignore = ["lm_head", "re:.*down_proj"]  # those have 64 columns in an expert
     hf_to_int4(origin, tmp_path / "int4", group_size=group_size, ignore=ignore)
     int4_to_bf16(tmp_path / "int4", tmp_path / "bf16")
-    packed, back = tensors_of(tmp_path / "int4"), tensors_of(tmp_path / "bf16")
-    for name, tensor in tensors_of(origin).items():
+    packed, back = weights_of(tmp_path / "int4"), weights_of(tmp_path / "bf16")
+    for name, tensor in weights_of(origin).items():
         wanted = tensor
         if is_projection(name) and "down_proj" not in name:
             parts = packed[f"{name}_packed"], packed[f"{name}_scale"]
             wanted = dequantize_int4(*parts, tensor.shape[1], group_size)
-        assert bits(back.pop(name)).equal(bits(wanted))
+        assert same_bits(back.pop(name), wanted)
     assert not back and config_of(tmp_path / "bf16") == config_of(origin)
 
 
@@ -203,7 +187,7 @@ def test_kimi_k2s_int4(tmp_path):
             for row, line in enumerate(numbers.tolist())
         ]
     )
-    assert same(tensors_of(tmp_path / "bf16"), others | {name: weight.bfloat16()})
+    assert same(weights_of(tmp_path / "bf16"), others | {name: weight.bfloat16()})
     assert config_of(tmp_path / "bf16") == config
 
 
@@ -219,11 +203,12 @@ def test_float32_and_float16_models(tmp_path):
         }
         save_file(tensors, path / "model.safetensors")
         (path / "config.json").write_text("{}")
-        hf_to_fp8(path, path / "fp8")
-        hf_to_int4(path, path / "int4")
-        fp8, int4 = tensors_of(path / "fp8"), tensors_of(path / "int4")
+        outputs = [tmp_path / f"{dtype}-{kind}" for kind in ("fp8", "int4")]
+        hf_to_fp8(path, outputs[0])
+        hf_to_int4(path, outputs[1])
+        fp8, int4 = map(weights_of, outputs)
         assert fp8["n"].dtype == int4["n"].dtype == int4["model.layers.0.mlp.up_proj.weight_scale"].dtype == dtype
-        assert config_of(path / "fp8")["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+        assert config_of(outputs[0])["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
 
 
 def test_files_index_and_progress(origin, tmp_path):
@@ -231,22 +216,22 @@ def test_files_index_and_progress(origin, tmp_path):
     hf_to_fp8(
         origin, tmp_path / "fp8", max_shard_bytes=60_000, on_progress=lambda done, total: seen.append((done, total))
     )
-    total = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "fp8").values())
+    total = sum(tensor.nbytes for tensor in weights_of(tmp_path / "fp8").values())
     assert [done for done, _ in seen] == sorted({done for done, _ in seen}) and {t for _, t in seen} == {total}
-    assert seen[-1] == (total, total) and len(seen) == 1 + len(tensors_of(origin))
+    assert seen[-1] == (total, total)
     index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "fp8").glob("*.safetensors"))
     assert len(files) > 3 and files[0].endswith(f"-of-{len(files):05d}.safetensors")
     for file in files:
         with safe_open(tmp_path / "fp8" / file, framework="pt") as opened:
             assert {name for name, where in index["weight_map"].items() if where == file} == set(opened.keys())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path / "fp8").values())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights_of(tmp_path / "fp8").values())
 
 
 @pytest.fixture
 def broken(origin, tmp_path):
     """The model with a NaN in the last of its projections."""
-    tensors = tensors_of(origin)
+    tensors = weights_of(origin)
     name = max(name for name in tensors if is_projection(name) and ".down_proj" in name)
     tensors[name][0, 0] = torch.nan
     (tmp_path / "broken").mkdir()
@@ -260,18 +245,18 @@ def test_a_nan_is_told_and_leaves_nothing(broken, tmp_path, convert):
     path, name = broken
     with pytest.raises(WeightError, match=f"{name} holds a NaN or an infinity"):
         convert(path, tmp_path / "out" / "model")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_force_replaces_an_earlier_output_and_a_failure_keeps_it(origin, broken, tmp_path):
     target = tmp_path / "target"
     hf_to_fp8(origin, target)
-    before = tensors_of(target)
+    before = weights_of(target)
     with pytest.raises(OutputError, match="exists already"):
         hf_to_fp8(origin, target)
     with pytest.raises(WeightError, match="NaN"):
         hf_to_fp8(broken[0], target, force=True)
-    assert same(tensors_of(target), before)
+    assert same(weights_of(target), before)
     hf_to_int4(origin, target, force=True)
     assert config_of(target)["quantization_config"]["quant_method"] == "compressed-tensors"
     with pytest.raises(OutputError, match="is or holds the input"):
@@ -291,13 +276,17 @@ def test_each_way_back_takes_its_own_format(origin, tmp_path):
     hf_to_fp8(origin, tmp_path / "fp8")
     hf_to_int4(origin, tmp_path / "int4")
     for convert, source, told in [
-        (fp8_to_bf16, tmp_path / "int4", "is quantized to int4, not fp8; use slime-convert int4-to-bf16"),
-        (int4_to_bf16, tmp_path / "fp8", "is quantized to fp8, not int4; use slime-convert fp8-to-bf16"),
+        (
+            fp8_to_bf16,
+            tmp_path / "int4",
+            r"is quantized otherwise \(compressed-tensors, .*; use slime-convert int4-to-bf16",
+        ),
+        (int4_to_bf16, tmp_path / "fp8", r"is quantized otherwise \(fp8, .*; use slime-convert fp8-to-bf16"),
         (fp8_to_bf16, origin, "has no quantization_config; give a quantized model"),
         (int4_to_bf16, origin, "has no quantization_config; give a quantized model"),
-        (hf_to_fp8, tmp_path / "fp8", "is quantized already; .* fp8-to-bf16 first"),
-        (hf_to_int4, tmp_path / "fp8", "is quantized already; .* fp8-to-bf16 first"),
-        (hf_to_fp8, tmp_path / "int4", "is quantized already; .* int4-to-bf16 first"),
+        (hf_to_fp8, tmp_path / "fp8", "is quantized already .* fp8-to-bf16 first"),
+        (hf_to_int4, tmp_path / "fp8", "is quantized already .* fp8-to-bf16 first"),
+        (hf_to_fp8, tmp_path / "int4", "is quantized already .* int4-to-bf16 first"),
     ]:
         with pytest.raises(QuantizationError, match=told):
             convert(source, tmp_path / "out")
@@ -305,18 +294,7 @@ def test_each_way_back_takes_its_own_format(origin, tmp_path):
 
 
 def test_a_type_that_cannot_be_quantized_is_told(tmp_path):
-    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(3, 32).double()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
+    origin = write_model(tmp_path / "hf", {"model.layers.0.mlp.up_proj.weight": torch.ones(3, 32).double()}, {})
     for convert in (hf_to_fp8, hf_to_int4):
-        with pytest.raises(WeightError, match=r"up_proj\.weight has type torch\.float64; allowed: torch\.bfloat16"):
-            convert(tmp_path, tmp_path / "out")
-
-
-def test_every_file_is_opened_once(origin, tmp_path, monkeypatch):
-    """The weights are read in the files' order."""
-    opened = []
-    monkeypatch.setattr(
-        HfReader, "_open", lambda self, path, open_=HfReader._open: opened.append(path) or open_(self, path)
-    )
-    hf_to_fp8(origin, tmp_path / "fp8")
-    assert {opened.count(path) for path in opened} == {1} and len(set(opened)) > 2
+        with pytest.raises(WeightError, match=r"up_proj\.weight has type float64; allowed: bfloat16, f"):
+            convert(origin, tmp_path / "out")

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from slime_convert.errors import HfConfigError, QuantizationError
-from slime_convert.quantize.formats import Fp8Format, Int4Format, read_format, without_quantization
+from slime_convert.quantize import Fp8Format, Int4Format, read_format, without_quantization
 
 # As DeepSeek-V3 and Kimi-K2-Thinking publish them.
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -117,7 +117,7 @@ def test_other_formats_are_refused(tmp_path, settings, told):
 def test_a_config_that_is_none_is_told(tmp_path):
     with pytest.raises(HfConfigError, match=r"cannot read .*config\.json .*; give a Hugging Face model directory"):
         read_format(tmp_path)
-    for text, told in [("{", "is no valid JSON"), ("[]", "holds a JSON list, not an object")]:
+    for text, told in [("{", "is not valid JSON"), ("[]", "holds a JSON list, not an object")]:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(HfConfigError, match=told):
             read_format(tmp_path)

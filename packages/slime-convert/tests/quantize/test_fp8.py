@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_convert.errors import WeightError
-from slime_convert.quantize.fp8 import SMALLEST_SCALE, blocks_of, dequantize_fp8, quantize_fp8
+from slime_convert.quantize.numbers import SMALLEST_SCALE, blocks_of, dequantize_fp8, quantize_fp8
 
 
 def e4m3(code):

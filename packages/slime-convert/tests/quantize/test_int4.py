@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_convert.errors import WeightError
-from slime_convert.quantize.int4 import dequantize_int4, pack_int4, quantize_int4, unpack_int4
+from slime_convert.quantize.numbers import dequantize_int4, pack_int4, quantize_int4, unpack_int4
 
 
 def pack_by_hand(lines):
@@ -76,7 +76,7 @@ def test_strips_of_rows_make_no_difference(monkeypatch):
     weight = torch.randn(7, 64)
     packed, scale = quantize_int4(weight, 32)
     whole = dequantize_int4(packed, scale, 64, 32)
-    monkeypatch.setattr("slime_convert.quantize.int4._STRIP_ELEMENTS", 130)
+    monkeypatch.setattr("slime_convert.quantize.numbers._STRIP_ELEMENTS", 130)
     again = quantize_int4(weight, 32)
     assert torch.equal(again[0], packed) and torch.equal(again[1], scale)
     assert torch.equal(dequantize_int4(packed, scale, 64, 32), whole)

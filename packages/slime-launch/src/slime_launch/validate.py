@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_convert.quantize.formats import read_format
+from slime_convert.quantize import read_format
 from slime_convert.shape import ModelShape, check_flags
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes

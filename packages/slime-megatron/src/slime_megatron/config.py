@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
@@ -264,13 +264,25 @@ class MegatronConfig:
         """Check that the model can be trained and divides over the tensor-parallel ranks. Can be asked before a run.
 
         Raises:
-            ConfigError: It has experts, or a size does not divide; the message says which, and which numbers of
-                ranks would do.
+            ConfigError: It has experts or other parts that :mod:`slime_megatron.model` lacks, or a size does not
+                divide; the message says which, and which numbers of ranks would do.
         """
         if shape.num_experts is not None:
             raise ConfigError(
                 f"the model is of the family {shape.family} and has {shape.num_experts} experts in a layer, which "
                 "cannot be trained yet; give --hf-checkpoint a dense model (slime-convert converts both kinds)"
+            )
+        others = [
+            f"{field.name} {getattr(shape, field.name)}"
+            for field in fields(shape)
+            if field.default is not MISSING
+            and field.name not in _TRAINED
+            and getattr(shape, field.name) != field.default
+        ]
+        if others:
+            raise ConfigError(
+                f"the model is of the family {shape.family} and has {', '.join(others)}, which cannot be trained yet; "
+                "give --hf-checkpoint a model without (slime-convert converts both kinds)"
             )
         sizes = {
             "num_attention_heads": shape.num_attention_heads,
@@ -285,6 +297,15 @@ class MegatronConfig:
                     f"--tensor-model-parallel-size {self.tensor_model_parallel_size} does not divide the model's "
                     f"{name} {size}; allowed: {', '.join(fitting)}"
                 )
+
+
+# What a shape may say and the model here does; all else must be as it is by default.
+_TRAINED = {
+    *("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor"),
+    *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings"),
+    *("norm_epsilon", "add_qkv_bias", "qk_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    "untie_embeddings_and_output_weights",
+}
 
 
 def _flag(name: str) -> str:

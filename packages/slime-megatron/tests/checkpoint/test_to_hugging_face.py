@@ -9,9 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slime_convert.convert import torch_dist_to_hf
-from slime_convert.inspection import inspect_checkpoint
-from slime_convert.verify import verify
+from slime_convert import inspect_checkpoint, torch_dist_to_hf, verify
 
 MODELS = ("qwen3", "llama-tied")
 SPLIT = {
@@ -72,7 +70,7 @@ def to_hf(tmp_path):
 
     def convert(checkpoint, model):
         output = tmp_path / checkpoint.name
-        assert torch_dist_to_hf(checkpoint, output, model.hf_directory) == []
+        assert torch_dist_to_hf(checkpoint, output, model.hf_directory).copied == ()
         return load_file(output / "model.safetensors")
 
     return convert

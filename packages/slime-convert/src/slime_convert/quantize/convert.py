@@ -1,69 +1,57 @@
 """Whole conversions of Hugging Face directories to FP8 and INT4, and back to bfloat16, on a CPU.
 
-Weights are read and written one by one, so that a model of any size passes through the memory of its largest weight.
+Weights are read and written one by one: the largest of them must fit into memory, not the model.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-from torch import Tensor
-
+from slime_convert import quantize
 from slime_convert.errors import QuantizationError, WeightError
-from slime_convert.hf import HfReader, copy_model_files
-from slime_convert.output import new_directory
-from slime_convert.progress import OnProgress, no_progress
-from slime_convert.quantize.choice import default_ignore, is_ignored, left_alone, not_ignored, projections
-from slime_convert.quantize.formats import (
-    Fp8Format,
-    Int4Format,
-    read_config,
-    read_format,
-)
-from slime_convert.quantize.fp8 import BLOCK, blocks_of, quantize_fp8
-from slime_convert.quantize.int4 import GROUP_SIZES, quantize_int4
-from slime_convert.quantize.reader import Fp8Reader, Int4Reader, open_unquantized
-from slime_convert.shard_file import TensorSpec
-from slime_convert.shards import DEFAULT_SHARD_BYTES, Step, write_shards
-from slime_convert.unfinished import Conversion
+from slime_convert.files.partial import Conversion, refuse_unfinished
+from slime_convert.files.reading import TensorReader, bytes_of
+from slime_convert.files.tensors import LazyTensor, TensorInfo, split, tensor_info
+from slime_convert.files.writing import NewTensor, in_hand
+from slime_convert.formats.hf import HfWeights, OutputOptions, copy_model_files, write_model
+from slime_convert.progress import Converted
+from slime_convert.quantize import Fp8Format, Int4Format, Mxfp4Format, read_format
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GROUP_SIZES = (32, 128)
+_EXPANDING = {Fp8Format: "fp8-to-bf16", Int4Format: "int4-to-bf16", Mxfp4Format: "hf-to-torch-dist"}
+_QUANTIZED = (quantize.SCALE_INV, f".weight{quantize.PACKED}", quantize.BLOCKS)
+_FLOATS = ("bfloat16", "float16", "float32")
 
 
-def hf_to_fp8(
-    hf_checkpoint: str | Path,
-    save: str | Path,
-    *,
-    force: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: OnProgress = no_progress,
-) -> None:
+def hf_to_fp8(hf_checkpoint: str | Path, save: str | Path, **output: Unpack[OutputOptions]) -> Converted:
     """Quantize a model's projections to E4M3 with a float32 ``weight_scale_inv`` per block of 128 by 128.
 
     Args:
         hf_checkpoint: Directory with ``config.json`` and unquantized ``*.safetensors``.
         save: Directory to create.
-        force: Replace an earlier model at ``save``.
-        max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called with what an earlier run left, then after each weight.
+        output: ``force``, ``max_shard_bytes``, ``on_progress``; see :class:`slime_convert.OutputOptions`.
+
+    Returns:
+        What was written.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
+        ConvertError: The model cannot be quantized, or the output not be written; ``save`` is unchanged then.
     """
-    with open_unquantized(hf_checkpoint) as reader:
-        specs = {name: reader.spec(name) for name in reader.names_in_order}
-        shapes = {name: spec.shape for name, spec in specs.items()}
-        chosen = set(projections(shapes))
-        steps = [
-            _fp8_step(reader, spec) if name in chosen else _copy_step(reader, spec) for name, spec in specs.items()
-        ]
-        config = Fp8Format(BLOCK).to_config(left_alone(shapes, chosen))
-        dtype = specs[min(chosen)].dtype
-        _write(reader, steps, save, dtype, config, force, max_shard_bytes, on_progress)
+    conversion = Conversion("hf-to-fp8", (Path(hf_checkpoint),))
+    model = _open_unquantized(hf_checkpoint)
+    shapes = {name: info.shape for name, info in model.tensors.items()}
+    chosen = set(projections(shapes))
+    config = Fp8Format((128, 128)).to_config(left_alone(shapes, chosen))
+    return _quantize(model, chosen, _fp8, save, conversion, config, **output)
 
 
 def hf_to_int4(
@@ -72,165 +60,201 @@ def hf_to_int4(
     *,
     group_size: int = 32,
     ignore: Sequence[str] | None = None,
-    force: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: OnProgress = no_progress,
-) -> None:
+    **output: Unpack[OutputOptions],
+) -> Converted:
     """Quantize a model's projections to packed INT4, rounding to nearest; no calibration.
 
     Args:
-        hf_checkpoint: Directory with ``config.json`` and unquantized ``*.safetensors``.
+        hf_checkpoint: As for :func:`hf_to_fp8`, and so ``save``, ``output``, the result and the errors.
         save: Directory to create.
         group_size: Columns that share a scale: 32 or 128.
         ignore: Modules to leave as they are: names, or ``re:`` and a pattern. By default all but the routed experts
             if the model has any, as in Kimi-K2, else the output layer.
-        force: Replace an earlier model at ``save``.
-        max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called with what an earlier run left, then after each weight.
+        output: How it is written.
+    """
+    if group_size not in _GROUP_SIZES:
+        raise QuantizationError(f"group size {group_size} is not supported; allowed: 32, 128")
+    conversion = Conversion("hf-to-int4", (Path(hf_checkpoint),))
+    model = _open_unquantized(hf_checkpoint)
+    shapes = {name: info.shape for name, info in model.tensors.items()}
+    names = projections(shapes)
+    rules = default_ignore(names) if ignore is None else tuple(ignore)
+    chosen = set(not_ignored(names, rules))
+    others = [module for module in left_alone(shapes, chosen) if not any(is_ignored(module, rule) for rule in rules)]
+    config = Int4Format(group_size).to_config([*rules, *others])
+    return _quantize(model, chosen, partial(_int4, group_size=group_size), save, conversion, config, **output)
+
+
+def fp8_to_bf16(hf_checkpoint: str | Path, save: str | Path, **output: Unpack[OutputOptions]) -> Converted:
+    """Expand block-scaled FP8 weights, such as DeepSeek-V3's, to bfloat16. Otherwise as :func:`hf_to_fp8`."""
+    return _expand(Path(hf_checkpoint), save, Fp8Format, **output)
+
+
+def int4_to_bf16(hf_checkpoint: str | Path, save: str | Path, **output: Unpack[OutputOptions]) -> Converted:
+    """Expand packed INT4 weights, such as Kimi-K2's, to bfloat16. Otherwise as :func:`hf_to_fp8`."""
+    return _expand(Path(hf_checkpoint), save, Int4Format, **output)
+
+
+def _expand(origin: Path, save: str | Path, wanted: type, **output: Unpack[OutputOptions]) -> Converted:
+    conversion = Conversion("expand", (origin,))
+    form = read_format(origin)
+    if form is None:
+        raise QuantizationError(f"{origin / 'config.json'} has no quantization_config; give a quantized model")
+    if not isinstance(form, wanted):
+        raise QuantizationError(f"{origin} is quantized otherwise ({form}); use slime-convert {_EXPANDING[type(form)]}")
+    model = HfWeights(origin).expanded()
+    others = partial(copy_model_files, origin=origin, dtype="bfloat16")
+    return write_model([_kept(model, info) for info in model.tensors.values()], save, conversion, others, **output)
+
+
+def _open_unquantized(directory: str | Path) -> HfWeights:
+    """The weights of a model that is to be quantized; one that is already is refused."""
+    origin = Path(directory)
+    refuse_unfinished(origin)
+    if (form := read_format(origin)) is not None:
+        command = _EXPANDING[type(form)]
+        raise QuantizationError(f"{origin} is quantized already ({form}); use slime-convert {command} first")
+    model = HfWeights(origin)
+    for name, info in model.tensors.items():
+        if info.dtype.startswith("float8") or name.endswith(_QUANTIZED):
+            raise QuantizationError(
+                f"{origin} has {name} of type {info.dtype}: it is quantized already, though its config.json has no "
+                "quantization_config; give an unquantized model"
+            )
+    return model
+
+
+def _quantize(
+    model: HfWeights,
+    chosen: set[str],
+    make: Callable[[HfWeights, TensorInfo], list[NewTensor]],
+    save: str | Path,
+    conversion: Conversion,
+    quantization: Mapping[str, Any],
+    **output: Unpack[OutputOptions],
+) -> Converted:
+    tensors: list[NewTensor] = []
+    for name, info in model.tensors.items():
+        if name in chosen and info.dtype not in _FLOATS:
+            allowed = ", ".join(_FLOATS)
+            raise WeightError(f"{name} has type {info.dtype}; allowed: {allowed}; save the model as bfloat16")
+        tensors += make(model, info) if name in chosen else [_kept(model, info)]
+    changes = {"quantization_config": quantization}
+    dtype = model.tensors[min(chosen)].dtype
+    others = partial(copy_model_files, origin=model.directory, dtype=dtype, changes=changes)
+    return write_model(tensors, save, replace(conversion, options=changes), others, **output)
+
+
+def _kept(model: HfWeights, info: TensorInfo) -> NewTensor:
+    return NewTensor(info, lambda: model.tensor(info.name))
+
+
+def _fp8(model: HfWeights, info: TensorInfo) -> list[NewTensor]:
+    rows, columns = info.shape
+    weight = tensor_info(info.name, "float8_e4m3fn", info.shape)
+    scales = tensor_info(info.name + quantize.SCALE_INV, "float32", (-(-rows // 128), -(-columns // 128)))
+    return _together([weight, scales], model.tensor(info.name), partial(quantize.run, "quantize_fp8", name=info.name))
+
+
+def _int4(model: HfWeights, info: TensorInfo, group_size: int) -> list[NewTensor]:
+    name, (rows, columns) = info.name, info.shape
+    quantize.need_whole_groups(name, columns, group_size)
+    packed = tensor_info(name + quantize.PACKED, "int32", (rows, columns // 8))
+    scales = tensor_info(name + quantize.SCALE, info.dtype, (rows, columns // group_size))
+    shape = LazyTensor.made("int64", (2,), lambda: memoryview(struct.pack("<2q", rows, columns)))
+    compute = partial(quantize.run, "quantize_int4", group_size=group_size, name=name)
+    return [*_together([packed, scales], model.tensor(name), compute), in_hand(name + quantize.SHAPE, shape)]
+
+
+def _together(
+    infos: Sequence[TensorInfo], weight: LazyTensor, compute: Callable[[Tensor], Iterable[Tensor]]
+) -> list[NewTensor]:
+    """Tensors that are computed from one weight together."""
+
+    def make() -> memoryview:
+        with TensorReader() as reader:
+            tensors = compute(reader.load(weight))
+            reader.finish()
+        return memoryview(b"".join(map(bytes_of, tensors)))
+
+    sizes = [info.nbytes for info in infos]
+    parts = split(LazyTensor.made("uint8", (sum(sizes),), make), sizes)
+    made = [LazyTensor(info.dtype, info.shape, part.pieces) for info, part in zip(infos, parts, strict=True)]
+    return [in_hand(info.name, tensor) for info, tensor in zip(infos, made, strict=True)]
+
+
+# Norms, embeddings, output layers, routers and gates, biases, convolutions and state-space parameters keep their type.
+# So do an MTP layer's `eh_proj` and the sparse indexer's `weights_proj`, as in DeepSeek's own checkpoints.
+_PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"),  # attention
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # multi-head latent attention
+    *("wq_b", "wk"),  # sparse attention's indexer
+    *("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj"),  # linear attention
+    *("gate_proj", "up_proj", "down_proj", "gate_up_proj"),  # MLP and experts
+    *("w1", "w2", "w3"),  # experts of Mixtral and MiniMax
+)
+_PROJECTION = re.compile(rf"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:{'|'.join(_PROJECTIONS)})\.weight")
+_OTHER_TOWERS = re.compile(r"(?:^|[._])(?:vision|visual|audio|mm|multi_modal)(?:[._]|$)")
+_FUSED_EXPERTS = re.compile(r".*\.experts\.(?:gate_up_proj|down_proj)")
+_ROUTED_EXPERT = re.compile(r".*\.experts\.\d+\.")
+
+K2_IGNORE = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts?.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
+"""What Kimi-K2's INT4 checkpoints leave as it is: all but the routed experts (Qwen's name for shared ones included)."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Those of a whole model's weights, by name."""
+
+
+def projections(shapes: Shapes) -> list[str]:
+    """The weights of a model that may be quantized: the projections of its decoder layers.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
+        QuantizationError: There are none, or the experts of a layer are one tensor.
     """
-    if group_size not in GROUP_SIZES:
+    if fused := next(filter(_FUSED_EXPERTS.fullmatch, shapes), None):
         raise QuantizationError(
-            f"group size {group_size} is not supported; allowed: {', '.join(map(str, GROUP_SIZES))}"
+            f"{fused} holds all experts of a layer in one tensor, which neither format has a place for; "
+            "give a model that stores a weight for each expert"
         )
-    with open_unquantized(hf_checkpoint) as reader:
-        specs = {name: reader.spec(name) for name in reader.names_in_order}
-        shapes = {name: spec.shape for name, spec in specs.items()}
-        names = projections(shapes)
-        rules = default_ignore(names) if ignore is None else tuple(ignore)
-        chosen = set(not_ignored(names, rules))
-        steps = [
-            _int4_step(reader, spec, group_size) if name in chosen else _copy_step(reader, spec)
-            for name, spec in specs.items()
-        ]
-        others = [
-            module for module in left_alone(shapes, chosen) if not any(is_ignored(module, rule) for rule in rules)
-        ]
-        config = Int4Format(group_size).to_config([*rules, *others])
-        dtype = specs[min(chosen)].dtype
-        _write(reader, steps, save, dtype, config, force, max_shard_bytes, on_progress)
+    found = [
+        name
+        for name, shape in shapes.items()
+        if len(shape) == 2 and _PROJECTION.fullmatch(name) and not _OTHER_TOWERS.search(name)
+    ]
+    if not found:
+        raise QuantizationError("the model has no projections in decoder layers, so there is nothing to quantize")
+    return found
 
 
-def fp8_to_bf16(
-    hf_checkpoint: str | Path,
-    save: str | Path,
-    *,
-    force: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: OnProgress = no_progress,
-) -> None:
-    """Expand block-scaled FP8 weights, such as DeepSeek-V3's, to bfloat16; the others stay as they are.
+def left_alone(shapes: Shapes, quantized: Iterable[str]) -> list[str]:
+    """Modules with a matrix that stays as it is, for the config; readers would take them for quantized otherwise."""
+    kept = {name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")} - set(quantized)
+    # An output layer that is tied to the embedding has no weight of its own, but is a module.
+    return sorted({name.removesuffix(".weight") for name in kept} | {"lm_head"})
 
-    Args:
-        hf_checkpoint: Directory with ``config.json`` and ``*.safetensors``.
-        save: Directory to create.
-        force: Replace an earlier model at ``save``.
-        max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called with what an earlier run left, then after each weight.
+
+def default_ignore(names: Iterable[str]) -> tuple[str, ...]:
+    """The default rules: everything except the routed experts, or the output layer if there are no experts."""
+    return K2_IGNORE if any(_ROUTED_EXPERT.match(name) for name in names) else ("lm_head",)
+
+
+def not_ignored(names: Sequence[str], rules: Sequence[str]) -> list[str]:
+    """The weights that no rule of compressed-tensors' ``ignore`` list names.
 
     Raises:
-        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
+        QuantizationError: A pattern is not a regular expression, or nothing is left.
     """
-    format_ = read_format(Path(hf_checkpoint))
-    if not isinstance(format_, Fp8Format):
-        raise _other_format(Path(hf_checkpoint), format_, "fp8")
-    with Fp8Reader(hf_checkpoint, format_) as reader:
-        _expand(reader, save, force, max_shard_bytes, on_progress)
+    found = [name for name in names if not any(is_ignored(name.removesuffix(".weight"), rule) for rule in rules)]
+    if not found:
+        raise QuantizationError(f"--ignore {' '.join(rules)} leaves nothing to quantize; give fewer rules")
+    return found
 
 
-def int4_to_bf16(
-    hf_checkpoint: str | Path,
-    save: str | Path,
-    *,
-    force: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: OnProgress = no_progress,
-) -> None:
-    """Expand packed INT4 weights, such as Kimi-K2's, to bfloat16; the others stay as they are.
-
-    Args:
-        hf_checkpoint: Directory with ``config.json`` and ``*.safetensors``.
-        save: Directory to create.
-        force: Replace an earlier model at ``save``.
-        max_shard_bytes: Largest safetensors file, in bytes.
-        on_progress: Called with what an earlier run left, then after each weight.
-
-    Raises:
-        ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
-    """
-    format_ = read_format(Path(hf_checkpoint))
-    if not isinstance(format_, Int4Format):
-        raise _other_format(Path(hf_checkpoint), format_, "int4")
-    with Int4Reader(hf_checkpoint, format_) as reader:
-        _expand(reader, save, force, max_shard_bytes, on_progress)
-
-
-def _other_format(directory: Path, format_: Fp8Format | Int4Format | None, wanted: str) -> QuantizationError:
-    if format_ is None:
-        return QuantizationError(f"{directory / 'config.json'} has no quantization_config; give a quantized model")
-    other = "int4" if wanted == "fp8" else "fp8"
-    return QuantizationError(f"{directory} is quantized to {other}, not {wanted}; use slime-convert {other}-to-bf16")
-
-
-def _expand(reader: HfReader, save: str | Path, force: bool, max_shard_bytes: int, on_progress: OnProgress) -> None:
-    steps = [_copy_step(reader, reader.spec(name)) for name in reader.names_in_order]
-    _write(reader, steps, save, torch.bfloat16, None, force, max_shard_bytes, on_progress)
-
-
-def _copy_step(reader: HfReader, spec: TensorSpec) -> Step:
-    return Step((spec,), lambda: (reader.load(spec.name),))
-
-
-def _fp8_step(reader: HfReader, spec: TensorSpec) -> Step:
-    _refuse_type(spec)
-    scale = TensorSpec(f"{spec.name}_scale_inv", torch.float32, blocks_of(spec.shape[0], spec.shape[1]))
-    weight = TensorSpec(spec.name, torch.float8_e4m3fn, spec.shape)
-    return Step((weight, scale), lambda: quantize_fp8(reader.load(spec.name), name=spec.name))
-
-
-def _int4_step(reader: HfReader, spec: TensorSpec, group_size: int) -> Step:
-    _refuse_type(spec)
-    rows, columns = spec.shape
-    if columns % group_size:
-        raise WeightError(
-            f"{spec.name} has {columns} columns, which groups of {group_size} do not divide; "
-            "choose another group size, or leave the weight as it is with --ignore"
-        )
-
-    def make() -> tuple[Tensor, ...]:
-        return (*quantize_int4(reader.load(spec.name), group_size, name=spec.name), torch.tensor(spec.shape))
-
-    packed = TensorSpec(f"{spec.name}_packed", torch.int32, (rows, columns // 8))
-    scale = TensorSpec(f"{spec.name}_scale", spec.dtype, (rows, columns // group_size))
-    return Step((packed, scale, TensorSpec(f"{spec.name}_shape", torch.int64, (2,))), make)
-
-
-def _refuse_type(spec: TensorSpec) -> None:
-    if spec.dtype not in _FLOATS:
-        raise WeightError(
-            f"{spec.name} has type {spec.dtype}; allowed: {', '.join(map(str, _FLOATS))}; save the model as bfloat16"
-        )
-
-
-def _write(
-    reader: HfReader,
-    steps: Sequence[Step],
-    save: str | Path,
-    dtype: torch.dtype,
-    quantization: dict[str, Any] | None,
-    force: bool,
-    max_shard_bytes: int,
-    on_progress: OnProgress,
-) -> None:
-    origin = reader.directory
-    # What is quantized, and how, stands in the config.
-    conversion = Conversion("quantize", (origin,), {"config": quantization, "max_shard_bytes": max_shard_bytes})
-    with new_directory(save, conversion, force=force, marker="config.json") as unfinished:
-        directory = unfinished.output
-        write_shards(directory, steps, max_shard_bytes, on_progress)
-        copy_model_files(origin, directory, dtype)
-        if quantization is not None:
-            config = read_config(directory) | {"quantization_config": quantization}
-            (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def is_ignored(module: str, rule: str) -> bool:
+    """Whether a rule names a module: by its name, or by ``re:`` and a pattern that matches from the beginning."""
+    if not rule.startswith("re:"):
+        return module == rule
+    try:
+        return re.match(rule.removeprefix("re:"), module) is not None
+    except re.error as error:
+        raise QuantizationError(f"--ignore {rule} is not a regular expression ({error}); use re:.*PART.*") from error

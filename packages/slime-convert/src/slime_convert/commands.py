@@ -1,0 +1,286 @@
+"""The commands of ``slime-convert``: their flags, and what they run. A conversion has the name of its function."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import slime_convert
+from slime_convert.progress import command_progress, say
+from slime_convert.shape import SHAPE_FLAGS
+
+_CHECKPOINT = "Hugging Face directory, torch_dist or legacy torch checkpoint, or GGUF file"
+_ADAPTER = "LoRA adapter of PEFT (adapter_config.json, adapter_model.safetensors)"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag or a positional argument, as :meth:`argparse.ArgumentParser.add_argument` takes it."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: ``run`` takes its parsed flags and returns the exit code.
+
+    ``help`` is one line, and ``epilog`` what else ``--help`` says; ``flags`` begin with those that matter most. With
+    ``takes_shape``, Megatron's shape flags may be given too.
+    """
+
+    name: str
+    help: str
+    example: str
+    flags: Sequence[Flag]
+    run: Callable[[argparse.Namespace], int]
+    takes_shape: bool = False
+    epilog: str = ""
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, or argparse's error."""
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return int(text)
+
+
+def named(text: str) -> str:
+    """The name of a file or directory, which may not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' must be the name of a file or directory")
+    return text
+
+
+def _flag(*names: str, **options: Any) -> Flag:
+    return Flag(names, options)
+
+
+def _path(*names: str, help: str, metavar: str = "DIR", **options: Any) -> Flag:
+    """A flag or argument that names a file or directory; a flag is required unless it says otherwise."""
+    required = {"required": True} if names[0].startswith("-") else {}
+    return Flag(names, {**required, "metavar": metavar, "type": named, "help": help, **options})
+
+
+def _number(name: str, default: int, help_: str) -> Flag:
+    return _flag(name, type=positive, default=default, metavar="N", help=f"{help_} (default: {default})")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    """Run the function that has the command's name, with the flags that have its parameters' names."""
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "command", "quiet")}
+    if "num_layers" in given:
+        given["flags"] = {flag.dest: given.pop(flag.dest) for flag in SHAPE_FLAGS}
+        given.pop("ckpt_format", None)
+    if "max_shard_gib" in given:
+        given["max_shard_bytes"] = given.pop("max_shard_gib") * 2**30
+    function = getattr(slime_convert, args.command.replace("-", "_"))
+    converted = function(**given, on_progress=command_progress(quiet=args.quiet))
+    if not args.quiet:
+        for note in converted.notes:
+            say(f"slime-convert: note: {note}")
+        for name in converted.copied:
+            print(f"copied from {args.origin_hf_dir}: {name}")
+        print(converted.to_text())
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    gc.disable()  # headers become many objects, and none is thrown away
+    try:
+        _print(slime_convert.inspect_checkpoint(args.checkpoint), as_json=args.json)
+    finally:
+        gc.enable()
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    options = {"origin_hf_dir": args.origin_hf_dir, "tolerance": args.tolerance}
+    found = slime_convert.verify(args.left, args.right, **options, on_progress=command_progress(quiet=args.quiet))
+    if args.json or not (args.quiet and found.equal):
+        _print(found, as_json=args.json)
+    return 0 if found.equal else 1
+
+
+def _check_model(args: argparse.Namespace) -> int:
+    found = slime_convert.check_model(args.model, megatron=args.megatron)
+    _print(found, as_json=args.json)
+    return 0 if found.passed else 1
+
+
+def _print(found: Any, *, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print(found.to_text())
+
+
+def _list_models(args: argparse.Namespace) -> int:
+    from slime_convert.published import model_table
+
+    print(model_table())
+    return 0
+
+
+def _megatron_flags(args: argparse.Namespace) -> int:
+    from slime_convert.published import flags_text
+
+    print(flags_text(args.model))
+    return 0
+
+
+_FORCE = _flag("-f", "--force", action="store_true", help="replace an earlier output of slime-convert")
+_QUIET = _flag("-q", "--quiet", action="store_true", help="say nothing but errors")
+_JSON = _flag("--json", action="store_true", help="print JSON instead of a table")
+_SAVE = _path("--save", help="directory to create")
+_HF = _path("--hf-checkpoint", help="Hugging Face directory")
+_SHARDS = _number("--max-shard-gib", 5, "largest safetensors file in GiB")
+_ADD_MISSING = _flag(
+    *("-a", "--add-missing-from-origin-hf"),
+    action="store_true",
+    help="copy weights that the checkpoint lacks from that model (quantized: as bfloat16), and print their names",
+)
+_TO_HF = (_path("--output-dir", help="directory to create"), _FORCE, _ADD_MISSING, _SHARDS, _QUIET)
+
+
+def _origin(*names: str) -> Flag:
+    return _path(*names, dest="origin_hf_dir", help="model that training began with (config, tokenizer)")
+
+
+def _quantizing(name: str, help_: str, *further: Flag) -> Command:
+    before, _, after = name.partition("-to-")
+    example = f"{name} --hf-checkpoint {before}/ --save {after}/"
+    return Command(name, help_, example, (_HF, _SAVE, _FORCE, *further, _SHARDS, _QUIET), _convert)
+
+
+COMMANDS = (
+    Command(
+        "hf-to-torch-dist",
+        "Hugging Face directory → Megatron torch_dist",
+        "hf-to-torch-dist --hf-checkpoint Qwen3-4B --save Qwen3-4B_torch_dist",
+        (
+            _path("--hf-checkpoint", help="Hugging Face directory; FP8, INT4 and MXFP4 weights become bfloat16"),
+            *(_SAVE, _FORCE),
+            _path("--adapter", required=False, help=f"{_ADAPTER} to be merged in"),
+            _number("--make-vocab-size-divisible-by", 128, "pad the embedding to a multiple of N rows"),
+            _QUIET,
+        ),
+        _convert,
+        takes_shape=True,
+    ),
+    Command(
+        "torch-dist-to-hf",
+        "Megatron torch_dist → Hugging Face directory",
+        "torch-dist-to-hf --input-dir runs/qwen3 --output-dir Qwen3-4B-RL --origin-hf-dir Qwen3-4B",
+        (_path("--input-dir", help="checkpoint, or one iteration of it"), _origin("--origin-hf-dir"), *_TO_HF),
+        _convert,
+        takes_shape=True,
+    ),
+    Command(
+        "megatron-to-hf",
+        "Megatron checkpoint, torch_dist or legacy torch → Hugging Face directory",
+        "megatron-to-hf --load megatron/ --output-dir Qwen3-4B-RL --origin-hf-dir Qwen3-4B",
+        (
+            _path("--load", help="checkpoint, or one iteration of it"),
+            _origin("--origin-hf-dir", "--hf-checkpoint"),
+            *_TO_HF,
+            _flag("--ckpt-format", choices=("torch", "torch_dist"), help="accepted but not needed: it is detected"),
+        ),
+        _convert,
+        takes_shape=True,
+    ),
+    Command(
+        "gguf-to-hf",
+        "GGUF file → Hugging Face directory (needs the gguf extra)",
+        "gguf-to-hf --gguf model.gguf --save hf/",
+        (
+            _path("--gguf", metavar="PATH", help="GGUF file, or directory with exactly one"),
+            *(_SAVE, _FORCE),
+            _flag(
+                "--dtype",
+                choices=("float32", "bfloat16", "float16"),
+                default="float32",
+                help="type of the written weights (default: float32, which is exact)",
+            ),
+            *(_SHARDS, _QUIET),
+        ),
+        _convert,
+    ),
+    _quantizing("hf-to-fp8", "quantize a Hugging Face directory to FP8, E4M3 in blocks of 128 by 128"),
+    _quantizing("fp8-to-bf16", "expand a block-scaled FP8 directory, such as DeepSeek-V3's, to bfloat16"),
+    _quantizing(
+        "hf-to-int4",
+        "quantize a Hugging Face directory to packed INT4",
+        _flag("--group-size", type=int, choices=(32, 128), default=32, help="columns that share a scale (default: 32)"),
+        _flag(
+            "--ignore",
+            nargs="+",
+            metavar="RULE",
+            help="modules to leave as they are: names, or re:PATTERN (default: all but the routed experts if there are "
+            "any, else lm_head)",
+        ),
+    ),
+    _quantizing("int4-to-bf16", "expand a packed INT4 directory, such as Kimi-K2's, to bfloat16"),
+    Command(
+        "merge-lora",
+        "Hugging Face directory and a LoRA adapter → Hugging Face directory",
+        "merge-lora --hf-checkpoint Qwen3-4B --adapter my-adapter/ --save Qwen3-4B-merged",
+        (
+            _path("--hf-checkpoint", help="model that the adapter was trained on"),
+            _path("--adapter", help=_ADAPTER),
+            *(_SAVE, _FORCE, _SHARDS, _QUIET),
+        ),
+        _convert,
+    ),
+    Command(
+        "inspect",
+        "say what a checkpoint holds (its headers are read, not its weights)",
+        "inspect Qwen3-4B_torch_dist",
+        (_path("checkpoint", metavar="PATH", help=_CHECKPOINT), _JSON),
+        _inspect,
+    ),
+    Command(
+        "verify",
+        "compare two checkpoints, of any two formats, weight by weight",
+        "verify Qwen3-4B Qwen3-4B_torch_dist",
+        (
+            *(_path(side, metavar="PATH", help=_CHECKPOINT) for side in ("left", "right")),
+            _flag(
+                "--tolerance",
+                type=float,
+                metavar="X",
+                help="accept absolute differences up to X, whatever the types (default: bits and types must be equal)",
+            ),
+            _path("--origin-hf-dir", required=False, help="config.json of both, if neither checkpoint gives the shape"),
+            *(_JSON, _QUIET),
+        ),
+        _verify,
+        epilog="Quantized weights are expanded, unless both checkpoints are quantized in the same way. "
+        "Exit code: 0 if they are equal, 1 if they differ, 2 if they cannot be compared.",
+    ),
+    Command(
+        "check-model",
+        "prove that models like this one convert: a tiny random one, there and back, in transformers and Megatron",
+        "check-model Qwen3-4B",
+        (
+            _path("model", help="Hugging Face directory; its config.json is enough"),
+            _flag("--no-megatron", dest="megatron", action="store_false", help="leave out the run in Megatron-core"),
+            _JSON,
+        ),
+        _check_model,
+        epilog="Needs the check extra: pip install 'slime-convert[check]'. Exit code: 0 if no proof failed, else 1.",
+    ),
+    Command(
+        "megatron-flags",
+        "print the flags that give Megatron a model's shape",
+        "megatron-flags Qwen3-4B",
+        (_path("model", metavar="MODEL", help="Hugging Face directory, or a name that list-models prints"),),
+        _megatron_flags,
+    ),
+    Command("list-models", "published models whose shape flags megatron-flags prints", "list-models", (), _list_models),
+)

@@ -1,0 +1,657 @@
+"""Outputs appear whole or not at all, and nothing that somebody else made is removed, replaced or written into."""
+
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slime_convert.cli import main
+from slime_convert.errors import OutputError, UnfinishedError, WeightError
+from slime_convert.files import output
+from slime_convert.files.output import MANIFEST, new_directory
+from slime_convert.files.partial import Conversion, Partial, refuse_unfinished
+from slime_convert.formats import detect
+from slime_convert.formats.hf import open_model
+from tiny_models import tree
+
+
+def conversion(*inputs, **options):
+    return Conversion("test", inputs, options)
+
+
+def write(target, text, *, force=False, names=("model",)):
+    with new_directory(target, conversion(), force=force) as partial:
+        for name in names:
+            partial.write(name, text.encode())
+
+
+def names_in(directory):
+    return {path.name for path in directory.iterdir()} - {MANIFEST}
+
+
+def test_an_empty_directory_may_exist(tmp_path):
+    (tmp_path / "out").mkdir()
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "model").read_text() == "new"
+
+
+def test_missing_parents_are_created(tmp_path):
+    write(tmp_path / "a" / "b", "new")
+    assert (tmp_path / "a" / "b" / "model").read_text() == "new"
+
+
+def test_the_list_of_files_says_what_wrote_them(tmp_path):
+    write(tmp_path / "out", "new", names=("model", "below/more"))
+    listed = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    assert listed["command"] == "test" and listed["files"] == {"below/more": 3, "model": 3}
+    assert listed["slime-convert"] == importlib.metadata.version("slime-convert")
+
+
+def test_force_replaces_an_earlier_output(tmp_path):
+    write(tmp_path / "out", "old", names=("model", "below/stale"))
+    write(tmp_path / "out", "new", force=True)
+    assert names_in(tmp_path / "out") == {"model"} and names_in(tmp_path) == {"out"}
+
+
+class TestForce:
+    """D1: ``--force`` deleted directories that were not earlier outputs."""
+
+    @pytest.mark.parametrize("name", ["photos", ".hidden", "below/more", "model/x", "model.bak"])
+    def test_a_directory_with_anything_else_is_not_replaced(self, tmp_path, name):
+        write(tmp_path / "out", "old", names=("below/model",))
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+        before = tree(tmp_path)
+        with pytest.raises(OutputError, match=r"is not as slime-convert wrote it \(it holds .*does not replace it"):
+            write(tmp_path / "out", "new", force=True)
+        assert tree(tmp_path) == before
+
+    def test_a_file_that_was_changed_is_not_replaced(self, tmp_path):
+        write(tmp_path / "out", "old")
+        (tmp_path / "out" / "model").write_text("edited")
+        before = tree(tmp_path)
+        with pytest.raises(OutputError, match="it holds model"):
+            write(tmp_path / "out", "new", force=True)
+        assert tree(tmp_path) == before
+
+    def test_a_link_in_the_place_of_a_file_is_not_followed(self, tmp_path):
+        write(tmp_path / "out", "old")
+        (tmp_path / "mine").write_text("old")
+        (tmp_path / "out" / "model").unlink()
+        (tmp_path / "out" / "model").symlink_to(tmp_path / "mine")
+        before = tree(tmp_path)
+        with pytest.raises(OutputError, match="it holds model"):
+            write(tmp_path / "out", "new", force=True)
+        assert tree(tmp_path) == before
+
+    @pytest.mark.parametrize("manifest", ["", "[]", '{"files": {"photo": 4}}', '{"slime-convert": "1", "files": 3}'])
+    def test_a_list_that_is_not_ours_counts_for_nothing(self, tmp_path, manifest):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "photo").write_text("mine")
+        (tmp_path / "out" / MANIFEST).write_text(manifest)
+        before = tree(tmp_path)
+        with pytest.raises(OutputError, match="it holds photo"):
+            write(tmp_path / "out", "new", force=True)
+        assert tree(tmp_path) == before
+
+    @pytest.mark.timeout(20)
+    def test_a_pipe_by_the_lists_name(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        os.mkfifo(tmp_path / "out" / MANIFEST)
+        (tmp_path / "out" / "photo").touch()
+        with pytest.raises(OutputError, match="is not as slime-convert wrote it"):
+            write(tmp_path / "out", "new", force=True)
+
+    def test_a_checkpoint_that_version_0_1_wrote_has_no_list(self, tmp_path):
+        release = tmp_path / "out" / "release"
+        release.mkdir(parents=True)
+        for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
+            (release / name).write_text("old")
+        (tmp_path / "out" / "latest_checkpointed_iteration.txt").write_text("release")
+        (release / "notes.txt").write_text("mine")
+        with pytest.raises(OutputError, match=r"it holds release/notes\.txt"):
+            write(tmp_path / "out", "new", force=True)
+        (release / "notes.txt").unlink()
+        write(tmp_path / "out", "new", force=True)
+        assert names_in(tmp_path / "out") == {"model"}
+
+    def test_a_trainers_iterations_beside_a_release_stay(self, tmp_path):
+        write(tmp_path / "out", "old", names=("release/common.pt",))
+        (tmp_path / "out" / "iter_0000010").mkdir()
+        (tmp_path / "out" / "iter_0000010" / "weights").write_text("days of work")
+        before = tree(tmp_path)
+        with pytest.raises(OutputError, match=r"it holds iter_0000010/weights"):
+            write(tmp_path / "out", "new", force=True)
+        assert tree(tmp_path) == before
+
+    def test_what_is_put_there_during_the_conversion_stays(self, tmp_path):
+        write(tmp_path / "out", "old")
+        with (
+            pytest.raises(OutputError, match="it holds photo"),
+            new_directory(tmp_path / "out", conversion(), force=True) as partial,
+        ):
+            partial.write("model", b"new")
+            (tmp_path / "out" / "photo").write_text("mine")
+        assert (tmp_path / "out" / "photo").read_text() == "mine"
+        assert (tmp_path / "out" / "model").read_text() == "old"
+
+
+class TestPartial:
+    """Directories named ``.NAME.partial`` and ``.NAME.old`` were removed, whoever had made them."""
+
+    @pytest.mark.parametrize("name", [".out.partial", ".out.old"])
+    @pytest.mark.parametrize("kind", ["directory", "file", "link", "record"])
+    @pytest.mark.parametrize("force", [False, True])
+    def test_a_strangers_is_neither_used_nor_removed(self, tmp_path, name, kind, force):
+        mine = tmp_path / "mine"
+        mine.mkdir()
+        (mine / "photo").write_text("mine")
+        if kind == "link":
+            (tmp_path / name).symlink_to(mine)
+        elif kind == "file":
+            (tmp_path / name).write_text("mine")
+        else:
+            shutil.copytree(mine, tmp_path / name)
+        if kind == "record":
+            (tmp_path / name / "conversion.json").write_text("{}")
+        before = tree(tmp_path)
+        if name == ".out.partial":
+            with pytest.raises(
+                OutputError, match=r"\.out\.partial was not made by this version of slime-convert; move"
+            ):
+                write(tmp_path / "out", "new", force=force)
+            assert tree(tmp_path) == before
+        else:
+            write(tmp_path / "out", "new", force=force)
+            after = tree(tmp_path)
+            assert before.items() <= after.items() and (tmp_path / "out" / "model").read_text() == "new"
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("name", ["photo", "config.json"])
+    @pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+    def test_what_a_stranger_puts_into_ours_stays(self, tmp_path, name, kind):
+        with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out", conversion(), force=False) as partial:
+            partial.write("model", b"half")
+            raise KeyboardInterrupt
+        photo, mine = tmp_path / ".out.partial" / "output" / name, tmp_path / "mine"
+        mine.write_text("mine")
+        if kind == "link":
+            photo.symlink_to(mine)
+        elif kind == "pipe":
+            os.mkfifo(photo)
+        else:
+            photo.write_text("mine")
+        before = tree(tmp_path)
+        for what in (conversion(), conversion(other=True)):
+            with (
+                pytest.raises(OutputError, match=rf"output/{name} was not made by slime-convert; move it elsewhere"),
+                new_directory(tmp_path / "out", what, force=False) as partial,
+            ):
+                partial.write("photo", b"new")
+            assert tree(tmp_path) == before
+        photo.unlink()
+        write(tmp_path / "out", "new")
+
+    @pytest.mark.parametrize("kind", ["link", "file"])
+    def test_what_a_stranger_puts_into_ours_during_the_conversion_stays(self, tmp_path, kind):
+        """Whether it has the name of a file that is created later, or another."""
+        for number, name in enumerate(("photo", "model")):
+            place, mine = tmp_path / str(number), tmp_path / "mine"
+            mine.write_text("mine")
+            with (
+                pytest.raises(OutputError, match=rf"output/{name} was not made by slime-convert"),
+                new_directory(place / "out", conversion(), force=False) as partial,
+            ):
+                if kind == "link":
+                    (partial.output / name).symlink_to(mine)
+                else:
+                    (partial.output / name).write_text("mine")
+                partial.write("model", b"new")
+            assert mine.read_text() == (place / ".out.partial" / "output" / name).read_text() == "mine"
+
+
+NO_ROOM = OSError(28, "No space left on device")
+
+
+def write_half(target, error, what=None, *, force=False):
+    """Begin, and stop with an error."""
+    with new_directory(target, what or conversion(), force=force) as partial:
+        partial.write("half", b"")
+        raise error
+
+
+def test_a_refused_conversion_leaves_nothing(tmp_path):
+    """Its parents included."""
+    (tmp_path / "file").touch()
+    before = tree(tmp_path)
+    with pytest.raises(WeightError):
+        write_half(tmp_path / "a" / "b" / "out", WeightError("a weight is missing"))
+    for target in (tmp_path / "file" / "out", tmp_path / "a" / ("n" * 300), tmp_path / "a" / "\0" / "b"):
+        with pytest.raises(OutputError, match="cannot write"):
+            write(target, "new")
+    assert tree(tmp_path) == before
+
+
+def test_a_file_in_the_place_of_an_output(tmp_path):
+    (tmp_path / "photo").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(OutputError, match="is a file; choose a directory that does not exist yet"):
+            write(tmp_path / "photo", "new", force=force)
+    assert (tmp_path / "photo").read_text() == "mine"
+
+
+def test_an_output_in_its_input_is_refused(tmp_path):
+    """It would be an input of the next run, and be removed with it."""
+    (tmp_path / "model").mkdir()
+    for place in (tmp_path / "model", tmp_path / "model" / "a" / "b", tmp_path):
+        with (
+            pytest.raises(OutputError, match="the input"),
+            new_directory(place, conversion(tmp_path / "model"), force=True),
+        ):
+            pass
+    (tmp_path / "link").symlink_to("model")
+    with (
+        pytest.raises(OutputError, match="lies in the input"),
+        new_directory(tmp_path / "link" / "out", conversion(tmp_path / "model"), force=False),
+    ):
+        pass
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_outputs_are_as_readable_as_any_new_file(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write(tmp_path / "out", "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "out" / "model").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("error", [NO_ROOM, KeyboardInterrupt()])
+def test_what_is_interrupted_is_kept_and_said(tmp_path, error):
+    write(tmp_path / "out", "old")
+    with pytest.raises((OutputError, KeyboardInterrupt)) as caught:
+        write_half(tmp_path / "out", error, force=True)
+    message = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert f"run the same command again to continue, or delete {tmp_path / '.out.partial'}" in message
+    assert (tmp_path / "out" / "model").read_text() == "old"
+    assert names_in(tmp_path) == {"out", ".out.partial"}
+    with new_directory(tmp_path / "out", conversion(), force=True) as partial:
+        assert names_in(partial.output) == {"half"}
+        partial.write("model", b"new")
+    assert names_in(tmp_path / "out") == {"half", "model"} and names_in(tmp_path) == {"out"}
+
+
+def test_after_a_wrong_input_nothing_is_kept(tmp_path):
+    write(tmp_path / "out", "old")
+    before = tree(tmp_path)
+    with pytest.raises(WeightError):
+        write_half(tmp_path / "out", WeightError("a weight is missing"), force=True)
+    assert tree(tmp_path) == before
+
+
+def changed_input(directory):
+    (directory / "weights").write_bytes(b"longer")
+
+
+def touched_input(directory):
+    os.utime(directory / "weights", ns=(1, 1))
+
+
+def further_input(directory):
+    (directory / "more").touch()
+
+
+@pytest.mark.parametrize("change", [changed_input, touched_input, further_input, None])
+def test_another_conversion_begins_from_the_start_and_says_so(tmp_path, caplog, change):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "weights").write_bytes(b"short")
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM, conversion(source, shards=1))
+    if change:
+        change(source)
+    now = conversion(source, shards=1 if change else 2)
+    with new_directory(tmp_path / "out", now, force=False) as partial:
+        assert not any(partial.output.iterdir())
+        partial.write("model", b"new")
+    (message,) = caplog.messages  # a warning, which goes to stderr unless the program says otherwise
+    assert "another conversion" in message and "begins from the start" in message
+
+
+def test_the_same_conversion_says_nothing(tmp_path, caplog):
+    for _ in range(2):
+        with pytest.raises(OutputError):
+            write_half(tmp_path / "out", NO_ROOM)
+    assert caplog.messages == []
+
+
+def test_hidden_directories_are_not_inputs(tmp_path):
+    (tmp_path / "source" / ".git").mkdir(parents=True)
+    (tmp_path / "source" / ".metadata").touch()
+    assert [Path(name).name for name in conversion(tmp_path / "source").record()["inputs"]] == [".metadata"]
+    before = conversion(tmp_path / "source").record()
+    (tmp_path / "source" / ".git" / "index").touch()
+    assert conversion(tmp_path / "source").record() == before
+
+
+def test_two_processes_do_not_write_one_output(tmp_path):
+    with new_directory(tmp_path / "out", conversion(), force=False) as partial:
+        with pytest.raises(OutputError, match=r"another process is writing .*/out; wait until it has ended"):
+            write(tmp_path / "out", "second")
+        write(tmp_path / "other", "second")
+        partial.write("model", b"first")
+    assert (tmp_path / "out" / "model").read_text() == "first"
+
+
+def test_a_lock_that_is_removed_while_it_is_waited_for_is_made_again(tmp_path, monkeypatch):
+    """The process that had it ended between our opening and our locking."""
+    flock, place = fcntl.flock, tmp_path / ".out.partial"
+    seen = []
+
+    def slow(descriptor, how):
+        if not seen:
+            seen.append(True)
+            shutil.rmtree(place)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with new_directory(tmp_path / "out", conversion(), force=False) as partial:
+        assert (place / "lock").is_file()
+        monkeypatch.undo()
+        with pytest.raises(OutputError, match="another process is writing"):
+            write(tmp_path / "out", "second")
+        partial.write("model", b"first")
+
+
+def test_the_one_that_ends_leaves_the_next_ones_directory_alone(tmp_path, monkeypatch):
+    """The next process begins when the output is in its place, before the first gives its lock back."""
+    close, following = Partial.close, []
+
+    def slow(partial):
+        monkeypatch.undo()
+        following.append(Partial(tmp_path / "out", conversion().record()))
+        close(partial)
+
+    monkeypatch.setattr(Partial, "close", slow)
+    write(tmp_path / "out", "new")
+    with pytest.raises(OutputError, match=r"exists already|another process is writing"):
+        write(tmp_path / "out", "third")
+    assert following[0].output.is_dir()
+    following[0].close()
+
+
+def test_a_file_system_without_locks_is_written(tmp_path, monkeypatch, caplog):
+    def none(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    (message,) = caplog.messages
+    assert "cannot be locked" in message and f"run no second conversion into {tmp_path / 'out'}" in message
+
+
+def test_an_interrupt_between_the_two_renamings_gives_the_old_output_back(tmp_path, monkeypatch):
+    write(tmp_path / "out", "old")
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if self.name == "output":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "model").read_text() == "old"
+    assert names_in(tmp_path) == {"out", ".out.partial"}
+    monkeypatch.undo()
+    write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "model").read_text() == "new" and names_in(tmp_path) == {"out"}
+
+
+@pytest.mark.parametrize("step", ["_flush", "_remove_earlier", "remove"])
+def test_an_interrupt_after_the_renaming_says_that_the_output_is_complete(tmp_path, monkeypatch, step):
+    def interrupted(*_):
+        patch.undo()
+        raise KeyboardInterrupt
+
+    write(tmp_path / "out", "old")
+    with monkeypatch.context() as patch:
+        if step == "remove":
+            patch.setattr(Partial, step, interrupted)
+        else:
+            call, partial = getattr(output, step), tmp_path / ".out.partial"
+            last = (tmp_path, partial / "earlier")
+            patch.setattr(
+                output,
+                step,
+                lambda path: interrupted() if path in last and not (partial / "output").exists() else call(path),
+            )
+        with pytest.raises(KeyboardInterrupt) as caught:
+            write(tmp_path / "out", "new", force=True)
+    more = "" if step == "remove" else f"; delete {tmp_path / '.out.partial'}"
+    assert caught.value.__notes__ == [f"{tmp_path / 'out'} is complete{more}"]
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    with pytest.raises(OutputError, match="exists already"):
+        write(tmp_path / "out", "again")
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    write(tmp_path / "out", "newer", force=True)
+    assert names_in(tmp_path) == {"out"}
+
+
+def test_what_cannot_be_removed_is_said(tmp_path, monkeypatch, caplog):
+    unlink = Path.unlink
+
+    def stuck(path, **kwargs):
+        if "earlier" in path.parts:
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, **kwargs)
+
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(Path, "unlink", stuck)
+    write(tmp_path / "out", "new", force=True)
+    monkeypatch.undo()
+    assert (tmp_path / "out" / "model").read_text() == "new"
+    assert any("was replaced, but cannot be removed" in message for message in caplog.messages)
+    assert (tmp_path / ".out.partial" / "earlier" / "model").read_text() == "old"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_in_the_meantime_is_not_replaced(tmp_path, force):
+    with pytest.raises(OutputError), new_directory(tmp_path / "out", conversion(), force=force) as partial:
+        partial.write("model", b"new")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "photos").touch()
+    assert names_in(tmp_path / "out") == {"photos"} and names_in(tmp_path) == {"out", ".out.partial"}
+
+
+READERS = {
+    "inspect": lambda path: main(["inspect", str(path)]),
+    "verify": lambda path: main(["verify", str(path), str(path)]),
+    "hf-to-torch-dist": lambda path: main(["hf-to-torch-dist", "--hf-checkpoint", str(path), "--save", "x"]),
+    "hf-to-fp8": lambda path: main(["hf-to-fp8", "--hf-checkpoint", str(path), "--save", "x"]),
+    "merge-lora": lambda path: main(
+        ["merge-lora", "--hf-checkpoint", str(path), "--adapter", str(path), "--save", "x"]
+    ),
+    "detect": detect,
+    "open_model": open_model,
+}
+
+
+@pytest.mark.parametrize("reader", sorted(READERS))
+@pytest.mark.parametrize("within", [".", "output", "output/release"])
+def test_every_reader_refuses_an_unfinished_output_by_name(tmp_path, capsys, reader, within):
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM)
+    path = tmp_path / ".out.partial" / within
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text("{}")
+    try:
+        assert READERS[reader](path) == 2
+        message = capsys.readouterr().err
+    except UnfinishedError as error:
+        message = str(error)
+    assert "is unfinished: a conversion into " in message and str(tmp_path / "out") in message
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    write(tmp_path / "out", "old")
+    write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "model").read_text() == "new"
+
+
+def test_places_that_cannot_be_renamed_over_are_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="is the working directory; choose a directory inside it"):
+        write(".", "new")
+    with pytest.raises(OutputError, match="output /proc is a mount point; choose a directory inside it"):
+        write("/proc", "new", force=True)
+
+
+@pytest.mark.parametrize("place", ["n" * 300, "n" * 250, "loop/out", "\0"])
+def test_names_that_a_file_cannot_have(tmp_path, place):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OutputError, match="choose a shorter name" if place[0] == "n" else "choose a directory"):
+        write(tmp_path / place, "new")
+    assert names_in(tmp_path) == {"loop"}
+
+
+@pytest.mark.parametrize("name", ["n" * 246, "ü" * 123, "out/", "a/../out", ".out", "out.partial", "\udcff", "out\n"])
+def test_unusual_names_are_written(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    write(f"{tmp_path}/{name}", "old")
+    with pytest.raises(OutputError):
+        write_half(f"{tmp_path}/{name}", NO_ROOM, force=True)
+    write(f"{tmp_path}/{name}", "new", force=True)
+    assert Path(f"{tmp_path}/{name}/model").read_text() == "new" and len(names_in(tmp_path)) == 2
+
+
+def test_a_private_directory_stays_private(tmp_path):
+    (tmp_path / "out").mkdir(mode=0o700)
+    write(tmp_path / "out", "old")
+    write(tmp_path / "out", "new", force=True)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_directories_need_not_be_flushed_where_that_is_not_possible(tmp_path, monkeypatch, code):
+    fsync = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    if code == errno.EINVAL:
+        write(tmp_path / "out", "new")
+        assert names_in(tmp_path) == {"out"}
+    else:
+        with pytest.raises(OutputError, match=r"Input/output error.*again to continue"):
+            write(tmp_path / "out", "new")
+        assert names_in(tmp_path) == {".out.partial"}
+
+
+def test_a_source_tree_that_is_not_installed_converts(tmp_path, monkeypatch):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    write(tmp_path / "out", "new")
+    write(tmp_path / "out", "newer", force=True)
+    assert (tmp_path / "out" / "model").read_text() == "newer"
+
+
+def test_another_version_begins_from_the_start(tmp_path, monkeypatch):
+    with pytest.raises(OutputError):
+        write_half(tmp_path / "out", NO_ROOM)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0")
+    write(tmp_path / "out", "new")
+    assert names_in(tmp_path / "out") == {"model"}
+
+
+def test_everything_is_on_the_disk_before_the_renaming_and_the_renaming_after_it(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+
+    def flushed(descriptor):
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(source, target):
+        done.append(f"{Path(source).name} renamed")
+        rename(source, target)
+
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    write(tmp_path / "out", "new", force=True)
+    put = done.index("out renamed")
+    assert {*done[put - 3 : put]} == {"model", MANIFEST, "output"} and done[put - 1] == "output"
+    assert done[put:] == ["out renamed", "output renamed", tmp_path.name, ".out.partial renamed"]
+
+
+NAMES = st.sampled_from(
+    ["a", "b/c", "model", "release/x", ".hidden", "output", "lock", "files", "conversion.json", MANIFEST]
+)
+PLACES = ("", "out/", ".out.partial/", ".out.partial/output/", ".out.old/", "above/")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    strangers=st.lists(
+        st.tuples(st.sampled_from(PLACES), NAMES, st.sampled_from(["file", "link", "pipe"])), max_size=6
+    ),
+    earlier=st.sampled_from([None, "whole", "interrupted", "another"]),
+    force=st.booleans(),
+    fails=st.sampled_from([None, WeightError("wrong"), NO_ROOM, KeyboardInterrupt()]),
+)
+def test_strangers_files_are_all_there_afterwards(tmp_path_factory, strangers, earlier, force, fails):
+    """Beside, above and inside the output and its unfinished form, whatever happens."""
+    root = tmp_path_factory.mktemp("place")
+    out = root / "above" / "out"
+    if earlier == "whole":
+        write(out, "old", names=("model", "below/more"))
+    elif earlier:
+        with pytest.raises(KeyboardInterrupt):
+            write_half(out, KeyboardInterrupt(), conversion(**({"other": 1} if earlier == "another" else {})))
+    (root / "target").write_text("mine")
+    ours = set(tree(root)) - {"target"}
+    for place, name, kind in strangers:
+        path = (root / "above" / place / name) if place != "above/" else root / "above" / name
+        if os.path.lexists(path) or any(parent.exists() and not parent.is_dir() for parent in path.parents):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "file":
+            path.write_text("mine")
+        elif kind == "link":
+            path.symlink_to(root / "target")
+        else:
+            os.mkfifo(path)
+    theirs = {name: state for name, state in tree(root).items() if name not in ours}
+    try:
+        with new_directory(out, conversion(), force=force) as partial:
+            partial.write("model", b"new")
+            if fails:
+                raise fails
+    except (OutputError, WeightError, KeyboardInterrupt):
+        pass
+    after = tree(root)
+    assert {name: after.get(name) for name in theirs} == theirs
+
+
+def test_a_directory_that_only_looks_unfinished_can_be_read(tmp_path):
+    (tmp_path / ".x.partial").mkdir()
+    refuse_unfinished(tmp_path / ".x.partial")

@@ -1,0 +1,44 @@
+from slime_convert.cli import main
+from slime_convert.published import PUBLISHED
+
+# Several releases share a shape, and so a file in scripts/models; each must be found by its name.
+RELEASES = [
+    *(f"Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "32B")),
+    *(f"Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")),
+    *("GLM-4-9B-0414", "GLM-Z1-9B-0414", "GLM-4-32B-0414", "GLM-Z1-32B-0414"),
+    *("GLM-4.5-Air", "GLM-4.5", "GLM-4.6", "GLM-4.7", "GLM-4.7-Flash"),
+    *("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1", "Moonlight-16B-A3B", "Kimi-K2-Base", "Kimi-K2-Instruct"),
+    *("Meta-Llama-3-8B", "Meta-Llama-3-70B", "Llama-3.1-8B", "Llama-3.2-3B"),
+]
+
+
+def test_the_table_has_a_line_per_published_shape(capsys):
+    assert main(["list-models"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["name", "family", "layers", "hidden"]
+    assert [line.split()[0] for line in lines] == list(PUBLISHED)
+    line = lines[list(PUBLISHED).index("glm4-9B")]
+    cells = [
+        "glm4-9B",
+        "glm4",
+        "40",
+        "4096",
+        "13696",
+        "32",
+        "2",
+        "-",
+        "151552",
+        "10000",
+        "GLM-4-9B-0414,",
+        "GLM-Z1-9B-0414",
+    ]
+    assert line.split() == cells
+    assert "8/128" in lines[list(PUBLISHED).index("qwen3-30B-A3B")].split()
+    # Columns stand under their headers' ends.
+    assert line.index("4096") + 4 == header.index("hidden") + len("hidden")
+
+
+def test_each_release_is_named_once(capsys):
+    assert main(["list-models"]) == 0
+    named = capsys.readouterr().out.replace(",", "").split()
+    assert {name: named.count(name) for name in RELEASES} == dict.fromkeys(RELEASES, 1)
