@@ -27,13 +27,15 @@ class Run:
     Attributes:
         seconds: Wall-clock time.
         cpu: Seconds of one core, in the kernel too.
-        peak: Largest resident size less that after importing, in bytes.
+        imported: Resident size after importing, in bytes.
+        peak: Largest resident size less that, in bytes.
         anonymous: The same of anonymous memory alone, which the system cannot take back.
         mapped: The same of mapped file pages alone, which it can.
     """
 
     seconds: float
     cpu: float
+    imported: int
     peak: int
     anonymous: int
     mapped: int
@@ -68,7 +70,8 @@ def measure(script: str, *words: str | Path, log: Path) -> Run:
             if answer := process.stdout.readline():
                 done = json.loads(answer)
                 parts = (most[field] - before[field] for field in ("RssAnon", "RssFile"))
-                return Run(done["seconds"], done["cpu"], done["peak"] - before["VmRSS"], *parts)
+                imported = before["VmRSS"]
+                return Run(done["seconds"], done["cpu"], imported, done["peak"] - imported, *parts)
     finally:
         process.kill()
         process.wait()
@@ -175,12 +178,13 @@ def write_model(directory: Path, widths: Widths, layers: int, *, sparse: bool) -
     files = {f"model-{number:05d}.safetensors": widths.layer(number) for number in range(layers)}
     files["model-ends.safetensors"] = widths.ends()
     for name, weights in files.items():
-        _write_file(directory / name, weights, sparse=sparse)
+        write_file(directory / name, weights, sparse=sparse)
     (directory / "config.json").write_text(json.dumps(widths.config(layers)), encoding="utf-8")
     return sum(map(nbytes, files.values()))
 
 
-def _write_file(path: Path, weights: dict[str, list[int]], *, sparse: bool) -> None:
+def write_file(path: Path, weights: dict[str, list[int]], *, sparse: bool) -> None:
+    """A safetensors file in bfloat16, as of :func:`write_model`."""
     header: dict[str, dict[str, object]] = {}
     end = 0
     for name, shape in weights.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from _conversions import serve
 
-from slime_convert.convert import hf_to_torch_dist, torch_dist_to_hf
+from slime_convert import hf_to_torch_dist, torch_dist_to_hf
 
 
 def there_and_back(hf: str, torch_dist: str, back: str) -> None:

@@ -4,7 +4,8 @@ A benchmark is a file `benchmarks/NAME.py` with a docstring, whose first line sa
 
     def main(out: Path, *, quick: bool) -> list[Record]
 
-`out` is an empty directory for whatever it writes; `quick` asks for the smallest run that still measures something.
+`out` is an empty directory for whatever it writes; `quick` asks for the smallest run that still measures something. One
+that has larger runs than are made by default takes `full: bool = False` as well, which asks for them.
 """
 
 from __future__ import annotations

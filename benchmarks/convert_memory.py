@@ -1,10 +1,10 @@
-"""Peak memory of a 20 GB model's conversion to torch_dist and back, beyond what importing torch takes.
+"""Peak memory of a 20 GB model's conversion to torch_dist and back.
 
 The model has Llama-70B's widths and fewer layers; with less room on the disk it has fewer still. Its files are holes,
 and holes are punched into the checkpoint that comes of them, so that 20 GB of room suffice for both ways; what is
-written is written in full. `peak` is the largest resident size less that after importing; `anonymous` and `mapped` are
-its parts: mapped pages of the input are resident too, but the system takes them back when it needs them. The goal is a
-peak of at most 2 GB above the largest single tensor, which is the embedding.
+written is written in full. `peak` is the largest resident size of the whole process, with the interpreter and all that
+it imports; `anonymous` and `mapped` are how far its parts grew after importing (pages of mapped files are taken back by
+the system when it needs them). The goal is a peak of at most 0.5 GB above the largest weight, which is the embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from _conversions import Run, Widths, layers_in, measure, nbytes, write_model
 from _records import Record
 
 GB = 1e9
-GOAL = 2.0
+GOAL = 0.5
 LLAMA_70B = Widths(hidden=8192, ffn=28672, heads=64, groups=8, vocab=128_256)
 LLAMA_1B = Widths(hidden=2048, ffn=8192, heads=16, groups=4, vocab=128_256)
 SPARE_BYTES = 4 * GB
@@ -50,9 +50,10 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
 def records(case: str, run: Run, largest: int) -> list[Record]:
     """The figures of one way."""
+    peak = run.imported + run.peak
     return [
-        Record(case, "peak", run.peak / GB, "GB", more_is_better=False),
+        Record(case, "peak", peak / GB, "GB", more_is_better=False),
         Record(case, "anonymous", run.anonymous / GB, "GB", more_is_better=False),
         Record(case, "mapped", run.mapped / GB, "GB", more_is_better=False),
-        Record(case, "peak above largest", (run.peak - largest) / GB, "GB", more_is_better=False, goal=GOAL),
+        Record(case, "peak above largest", (peak - largest) / GB, "GB", more_is_better=False, goal=GOAL),
     ]

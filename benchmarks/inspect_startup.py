@@ -1,7 +1,8 @@
-"""What `slime-convert inspect` takes from start to end: seconds of a fresh process, the least of several.
+"""What short `slime-convert` commands take from start to end: seconds of a fresh process, the least of several.
 
-The goal is less than 1 s. Headers of sparse files stand for real checkpoints: nothing but headers is read. Importing
-torch, which `inspect` does without, is measured beside it.
+`--help`, `--version`, and `inspect` of Hugging Face directories and of torch_dist checkpoints. The goal is less than
+0.5 s, and of torch_dist, whose metadata are a pickle that is read with care, 1 s. Headers of sparse files stand for
+real checkpoints: nothing but headers is read. A command that imports torch fails here; importing it is measured beside.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+from _conversions import write_file
 from _records import Record
 
-from slime_convert.torch_dist import WeightSource, write_release
+from slime_convert.files.tensors import LazyTensor
+from slime_convert.files.writing import in_hand, write_files
+from slime_convert.formats.torch_dist_writer import MegatronTensor, new_release
 
-GOAL = 1.0
+GOAL = 0.5
+TORCH_DIST_GOAL = 1.0
 LAYERS = 61
 EXPERTS = 256
 HIDDEN = 7168
@@ -34,37 +38,44 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         quick: Two processes per case instead of five.
     """
     repeats = 2 if quick else 5
-    small, large = out / "small", out / "large"
+    small, large, few, many = (out / name for name in ("small", "large", "few keys", "many keys"))
     write_hf(small, layers=2, experts=0)
     write_hf(large, layers=LAYERS, experts=EXPERTS)
-    write_torch_dist(out / "few keys", 4)
-    write_torch_dist(out / "many keys", KEYS)
-    cases: dict[str, Path] = {
-        "Hugging Face, 4 weights": small,
-        f"Hugging Face, {2 * LAYERS + LAYERS * EXPERTS * 3:,} weights": large,
-        "torch_dist, 4 keys": out / "few keys",
-        f"torch_dist, {KEYS:,} keys": out / "many keys",
+    write_torch_dist(few, 4)
+    write_torch_dist(many, KEYS)
+    (out / "no torch").mkdir()
+    (out / "no torch" / "torch.py").write_text("raise RuntimeError('torch is imported')\n", encoding="utf-8")
+    without_torch = os.environ | {"PYTHONPATH": str(out / "no torch")}
+    program = str(Path(sys.executable).with_name("slime-convert"))
+    cases = {
+        "--help": ["--help"],
+        "--version": ["--version"],
+        "inspect, Hugging Face, 4 weights": ["inspect", str(small)],
+        f"inspect, Hugging Face, {2 * LAYERS + LAYERS * EXPERTS * 3:,} weights": ["inspect", str(large)],
+        "inspect, torch_dist, 4 keys": ["inspect", str(few)],
+        f"inspect, torch_dist, {KEYS:,} keys": ["inspect", str(many)],
     }
-    inspect = [sys.executable, "-c", "import sys; from slime_convert.cli import main; sys.exit(main())", "inspect"]
     records = [
-        Record(case, "inspect", least_seconds([*inspect, str(path)], repeats), "s", False, GOAL)
-        for case, path in cases.items()
+        Record(
+            *(case, "time", least_seconds([program, *words], without_torch, repeats), "s"),
+            more_is_better=False,
+            goal=TORCH_DIST_GOAL if "torch_dist" in case else GOAL,
+        )
+        for case, words in cases.items()
     ]
-    return [
-        *records,
-        Record("import torch", "import", least_seconds([sys.executable, "-c", "import torch"], repeats), "s"),
-    ]
+    torch = least_seconds([sys.executable, "-c", "import torch"], dict(os.environ), repeats)
+    return [*records, Record("import torch", "time", torch, "s")]
 
 
-def least_seconds(command: list[str], repeats: int) -> float:
+def least_seconds(command: list[str], environment: dict[str, str], repeats: int) -> float:
     """Wall-clock time of a process, the least of several."""
-    return min(seconds(command) for _ in range(repeats))
+    return min(seconds(command, environment) for _ in range(repeats))
 
 
-def seconds(command: list[str]) -> float:
+def seconds(command: list[str], environment: dict[str, str]) -> float:
     """Wall-clock time of a process."""
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     return time.perf_counter() - start
 
 
@@ -83,27 +94,19 @@ def write_hf(directory: Path, *, layers: int, experts: int) -> None:
         for expert in range(experts):
             weights |= {f"{prefix}.mlp.experts.{expert}.{name}.weight": shape for name, shape in shapes.items()}
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
-        write_sparse(directory / file, weights)
+        write_file(directory / file, weights, sparse=True)
         index |= dict.fromkeys(weights, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     (directory / "config.json").write_text('{"model_type": "deepseek_v3"}', encoding="utf-8")
 
 
-def write_sparse(path: Path, weights: dict[str, list[int]]) -> None:
-    """A safetensors file whose tensors take no room on the disk."""
-    header: dict[str, dict[str, object]] = {}
-    end = 0
-    for name, shape in weights.items():
-        start, end = end, end + 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end)
-
-
 def write_torch_dist(directory: Path, keys: int) -> None:
     """A checkpoint with that many tensors, each of them small and under a key of its own."""
     directory.mkdir()
-    tensor = torch.zeros(8, 8, dtype=torch.bfloat16)
-    sources = [WeightSource(f"experts.{index}.weight", (8, 8), tensor.dtype, lambda: tensor) for index in range(keys)]
-    write_release(directory, sources, {"num_layers": LAYERS})
+    names = [f"experts.{number}.weight" for number in range(keys)]
+    zeros = LazyTensor.zeros("bfloat16", (8, 8))
+    weights = [MegatronTensor(in_hand(name, zeros), stored_as=(name,)) for name in names]
+    release = new_release(directory, weights, {"num_layers": LAYERS}, stack_layers=False)
+    write_files(release.tensors)
+    for name, data in release.others.items():
+        (directory / name).write_bytes(data)
