@@ -1,5 +1,6 @@
 """Tiny models and checkpoints, each made once; processes that die and disks that are full."""
 
+import gc
 import json
 import os
 import resource
@@ -112,6 +113,7 @@ def _in_child(run):
     """Run a function in a forked process, which has torch imported already; how the process ended."""
     child = os.fork()
     if not child:
+        gc.disable()  # it would touch, and so copy, all the memory that the two processes share
         try:
             run()
         except BaseException:

@@ -191,7 +191,7 @@ def test_one_weights_parts_may_be_quantized_in_part(deepseek, tmp_path):
 
 def test_parts_of_two_types_are_told(deepseek, tmp_path):
     mixed = with_gate_as(deepseek, tmp_path / "mixed", torch.randn)
-    told = r"experts\.5\.gate_proj\.weight and .*up_proj\.weight have types bfloat16, float32, for which Megatron"
+    told = r"experts\.5\.gate_proj\.weight and .*up_proj\.weight have types bfloat16, float32, but Megatron"
     with pytest.raises(WeightError, match=told):
         hf_to_torch_dist(mixed, tmp_path / "td")
     assert not (tmp_path / "td").exists()

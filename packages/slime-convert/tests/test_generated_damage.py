@@ -4,6 +4,7 @@ Each command runs in a process that may use little memory and time, whatever the
 every file that was there before is there afterwards.
 """
 
+import gc
 import json
 import os
 import resource
@@ -155,6 +156,7 @@ def in_child(call, log):
     """Call a function in a process with little memory; what it raises is an error here."""
     child = os.fork()
     if not child:
+        gc.disable()  # it would touch, and so copy, all the memory that the two processes share
         code = 1
         try:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -321,6 +321,9 @@ def test_kinds_whose_factors_mean_something_else(one_origin, tmp_path, settings,
         ({"alpha_pattern": {"q_proj(": 2}}, "alpha_pattern of .* holds no patterns"),
         ({"alpha_pattern": {"([a-z0-9._]+)+!": 2}}, "alpha_pattern .* is too complicated; allowed: at most three"),
         ({"alpha_pattern": {".*.*.*.*x": 2}}, "alpha_pattern .* is too complicated"),
+        ({"alpha_pattern": {".?" * 40: 2}}, "alpha_pattern .* is too complicated"),
+        ({"alpha_pattern": {"(.|.)" * 30: 2}}, "alpha_pattern .* is too complicated"),
+        ({"alpha_pattern": {"a{99999999999999999999}": 2}}, "alpha_pattern .* holds no patterns"),
     ],
 )
 def test_settings_that_are_not_what_they_must_be(one_origin, adapter, changes, words):

@@ -226,7 +226,7 @@ def _megatron_tensor(name: str, weight_map: WeightMap, load: Callable[[str], Laz
     dtypes = {load(part).dtype for part in parts}
     if len(dtypes) != 1:
         what = f"{' and '.join(parts)} have types {', '.join(sorted(dtypes))}"
-        raise WeightError(f"{what}, for which Megatron has one type; save the model with one type")
+        raise WeightError(f"{what}, but Megatron keeps one type for them; save the model with one type")
     tensor = weight_map.from_hf(name, load)
     return MegatronTensor(
         in_hand(name, tensor),
@@ -342,7 +342,7 @@ def _refuse_unused(checkpoint: Weights, found: Mapping[str, TensorInfo], weight_
 def _from_checkpoint(
     weight_map: WeightMap, checkpoint: Weights, found: Mapping[str, TensorInfo], original: hf.HfWeights | None
 ) -> dict[str, NewTensor]:
-    """The Hugging Face weights inside a checkpoint's, by name, with copies that the original model does not lack."""
+    """The Hugging Face weights inside a checkpoint's, by name, with the copies that an original model has."""
 
     # The parts of a weight are written one after another.
     @lru_cache(maxsize=4)

@@ -123,7 +123,7 @@ class Contents:
 
 
 def inspect_checkpoint(path: str | Path) -> Contents:
-    """What a checkpoint of any format, or one iteration of it, holds, from its headers; the tensors are not read.
+    """What a checkpoint of any format holds, or one iteration of it. Its headers are read, not its tensors.
 
     Raises:
         ConvertError: It is not a checkpoint, or a file of it is missing, cut off or damaged.

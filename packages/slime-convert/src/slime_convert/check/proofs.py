@@ -20,7 +20,7 @@ from slime_convert.check import CheckResult, Row
 from slime_convert.check.tiny import TOKENS_BS, TinyModel, build, quiet
 from slime_convert.compare import verify
 from slime_convert.convert import hf_to_torch_dist, megatron_to_hf
-from slime_convert.errors import CheckError, ConvertError
+from slime_convert.errors import ConvertError
 from slime_convert.families import FAMILIES
 from slime_convert.shape import ModelShape
 
@@ -137,6 +137,8 @@ def _run_in_megatron(models: Sequence[TinyModel], directory: Path, *, wanted: bo
 def _why_not_run(model: TinyModel) -> str:
     if not _converted(model.directory).exists():
         return _NO_CHECKPOINT
+    if not expected_logits(model).abs().max() > 1:
+        return "transformers' logits are below 1 or not numbers, and would prove nothing"
     lacks = what_core_lacks(model.map.shape)
     return f"megatron-core {importlib.metadata.version('megatron-core')} lacks {lacks}" if lacks else ""
 
@@ -157,8 +159,6 @@ def expected_logits(model: TinyModel) -> torch.Tensor:
 def _job(model: TinyModel) -> dict[str, Any]:
     expected = model.directory.with_suffix(".logits")
     logits = expected_logits(model).contiguous()
-    if not logits.abs().max() > 1:
-        raise CheckError(f"logits of {_name(model)} are below 1 or not numbers, and prove nothing; report this config")
     save_file({"tokens": TOKENS_BS, "logits": logits}, expected)
     return {
         "origin": str(model.directory),

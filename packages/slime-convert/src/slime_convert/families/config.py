@@ -229,7 +229,7 @@ def _flat(given: Any, config: HfConfig) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise HfConfigError(f"the rotary settings are {given!r} in {config.where}; they must be an object; {_ADVICE}")
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise config.refuse(f"rotary settings that differ between {', '.join(map(str, given))}", "one for all layers")
+        raise config.refuse(f"a rotary setting that differs between {', '.join(map(str, given))}", "one for all layers")
     settings = {key: value for key, value in given.items() if value is not None}
     kind = settings.pop("type", None)
     if kind is not None and settings.setdefault("rope_type", kind) != kind:

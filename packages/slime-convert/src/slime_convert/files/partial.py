@@ -1,8 +1,8 @@
 """The directory of a running or interrupted conversion: ``.NAME.partial`` next to the output ``NAME``.
 
 It holds ``conversion.json`` (what is converted), ``files`` (names of all files created in the output), ``output/``
-(what will be renamed to ``NAME``) and ``lock`` (held by the process that writes). It appears whole, by renaming: a
-directory of that name without such a record is not ours: it is neither used nor removed. Only listed files are removed.
+(what will be renamed to ``NAME``) and ``lock`` (held by the process that writes). It appears whole, by renaming. A
+directory of that name without such a record is not ours, neither used nor removed. Only listed files are removed.
 """
 
 from __future__ import annotations

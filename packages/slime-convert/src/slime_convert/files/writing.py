@@ -46,7 +46,7 @@ def in_hand(name: str, tensor: LazyTensor) -> NewTensor:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor and its place in a file; ``seal`` gives what is written around it at last, from its CRC-32."""
+    """A tensor and its place in a file; ``seal`` makes, from its CRC-32, what is written around it last."""
 
     tensor: NewTensor
     offset: int

@@ -195,7 +195,7 @@ def _tensor(cursor: _Cursor) -> GgufTensor:
         raise ValueError(f"{name} has {num_axes} axes and type {number}")
     kind, block, nbytes = KINDS[number]
     if shape and shape[-1] % block:
-        raise ValueError(f"{name} has rows of {shape[-1]} elements, which blocks of {block} do not divide")
+        raise ValueError(f"{name} has rows of {shape[-1]} elements, not a multiple of its blocks' {block}")
     return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * nbytes)
 
 

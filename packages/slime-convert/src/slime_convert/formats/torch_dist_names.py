@@ -59,7 +59,7 @@ class Place:
 
 
 def places(name: str) -> list[Place]:
-    """Where a weight of megatron-core's ``GPTModel`` with local layers may lie; the first is for equal layers."""
+    """Where a weight of megatron-core's ``GPTModel`` of local layers may lie; first where equal layers are stacked."""
     if match := _LAYER.match(name):
         stack, layer, weight = match["stack"], int(match["layer"]), match["weight"]
         return _places_in_layer(stack, layer, weight) + _places_in_layer(f"{stack}{layer}.", None, weight)
@@ -115,7 +115,7 @@ def other_names(key: str) -> list[str]:
 
 
 def layers_under(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names, as for :func:`places`, and shapes of the layers in a tensor on disk; if it is not stacked, its own."""
+    """Names, as :func:`places` takes them, and shapes of the layers stacked in a tensor on disk, or of it alone."""
     match = _STACK.match(key)
     if match is None or 0 in shape or not shape:
         yield key, shape

@@ -93,7 +93,7 @@ def read_format(directory: Path) -> QuantizedFormat | None:
 
 
 def format_of(config: Mapping[str, Any], where: str) -> QuantizedFormat | None:
-    """How a model with this ``config.json`` is quantized, as :func:`read_format`; ``where`` it is, for messages."""
+    """How a model with this ``config.json`` is quantized; ``where`` names the config in messages."""
     settings = settings_of(config)
     if settings is None:
         return None
