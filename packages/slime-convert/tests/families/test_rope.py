@@ -44,7 +44,7 @@ def test_rotary_scaling_of_another_kind_is_refused(key, spelling, kind):
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             UnsupportedModelError,
-            ["differ between full_attention, sliding_attention", "one for all layers"],
+            ["differs between full_attention, sliding_attention", "one for all layers"],
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LLAMA3_SCALING},
