@@ -1,5 +1,6 @@
 """The command line as a user types it: exit codes, one line about each mistake, and what a stop leaves."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -203,6 +205,10 @@ TO_TORCH_DIST = ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y"]
         (["verify", "x"], "required: PATH"),
         (["verify", "x", "y", "--tolerance", "much"], "invalid float value: 'much'"),
         (["inspect", "x", "--jsn"], "unknown flag --jsn; did you mean --json?"),
+        # argparse takes it for the end of the flags, and leaves no value.
+        (["hf-to-torch-dist", "--hf-checkpoint", "x", "--save=--"], "argument --save: '--' is no value; give another"),
+        (["hf-to-int4", "--hf-checkpoint", "x", "--save", "y", "--ignore=--"], "argument --ignore: '--' is no value"),
+        (["verify", "x", "--", "--"], "argument PATH: '--' is no value"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(capsys, words, told):
@@ -216,6 +222,152 @@ def test_wrong_words_are_told_in_one_line(capsys, words, told):
 def test_a_mistake_without_a_stderr_to_tell_it_is_exit_code_2(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["verify", str(tmp_path), str(tmp_path)]) == 2
+
+
+@contextmanager
+def no_room():
+    with Path("/dev/full").open("w") as full:
+        yield full
+
+
+@contextmanager
+def no_reader():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        yield pipe
+
+
+@pytest.mark.parametrize("unwritable", [no_room, no_reader])
+@pytest.mark.parametrize("words", [["verify", "/none", "/none"], ["verify"], ["fly"]])
+def test_a_mistake_that_stderr_does_not_take_is_exit_code_2(unwritable, words):
+    """With 1 the shell would be told that two checkpoints differ, with 120 that something else went wrong."""
+    with unwritable() as stderr:
+        assert subprocess.run([COMMAND, *words], stderr=stderr, timeout=60, check=False).returncode == 2
+
+
+@pytest.mark.parametrize("unwritable", [no_room, no_reader])
+def test_a_conversion_whose_notes_stderr_does_not_take_ends_well(monkeypatch, capsys, unwritable):
+    def convert(*, on_progress, **_):
+        on_progress(1, 10)  # a line, as an earlier run left something
+        return slime_convert.Converted(Path("/x"), 1, 12, 0.0, notes=("more of it",))
+
+    monkeypatch.setattr(slime_convert, "hf_to_fp8", convert)
+    with unwritable() as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(["hf-to-fp8", "--hf-checkpoint", "x", "--save", "y"]) == 0
+    assert capsys.readouterr().out == "wrote 1 weight, 12 bytes, in 0.0 s: /x\n"
+
+
+@pytest.mark.parametrize("unwritable", [no_room, no_reader])
+def test_a_mistake_of_ours_that_stderr_does_not_take_is_exit_code_2(monkeypatch, unwritable):
+    monkeypatch.setattr(slime_convert, "inspect_checkpoint", lambda _: 1 // 0)
+    with unwritable() as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(["inspect", "x"]) == 2
+
+
+def test_a_conversion_that_stdout_does_not_take_is_said_to_be_complete(one_origin, tmp_path):
+    words = ["hf-to-torch-dist", "--hf-checkpoint", one_origin, "--save", tmp_path / "td"]
+    with no_room() as full:
+        result = subprocess.run([COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 2 and without_progress(result.stderr) == (
+        "slime-convert: cannot write the output (No space left on device); "
+        f"the conversion is complete: {tmp_path / 'td'}\n"
+    )
+    assert main(["verify", str(one_origin), str(tmp_path / "td")]) == 0
+
+
+def test_main_runs_in_a_thread(one_origin, capsys):
+    """In which no signals can be handled."""
+    with ThreadPoolExecutor(1) as beside:
+        assert beside.submit(main, ["inspect", str(one_origin)]).result() == 0
+    assert "parameters" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_modules_are_imported_leaves_no_traceback():
+    """The signal comes with the first import of the package's own modules."""
+    code = (
+        "import signal, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'slime_convert.commands': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "import slime_convert.cli\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_importing_the_command_line_leaves_signals_alone():
+    code = "import signal, slime_convert.cli; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_what_is_printed_commands_no_terminal(monkeypatch, capsys):
+    """Nor does it look like another line."""
+    forged = "a\nwrote 9 weights\x1b[2J"
+    converted = slime_convert.Converted(Path(f"/x{forged}"), 1, 12, 0.0, copied=(forged,))
+    monkeypatch.setattr(slime_convert, "torch_dist_to_hf", lambda **_: converted)
+    words = ["--input-dir", "in", "--output-dir", "out", "--origin-hf-dir", f"o{forged}"]
+    assert main(["torch-dist-to-hf", *words]) == 0
+    shown = r"a\nwrote 9 weights\x1b[2J"
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"copied from o{shown}: {shown}" and second == f"wrote 1 weight, 12 bytes, in 0.0 s: /x{shown}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "."],
+        ["verify", ".", "/"],
+        ["megatron-flags", "."],
+        ["hf-to-torch-dist", "--save", "/none/x", "--hf-checkpoint", "."],
+    ],
+)
+def test_a_working_directory_that_is_gone_is_told(tmp_path, words):
+    (tmp_path / "gone").mkdir()
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    result = subprocess.run(
+        ["sh", "-c", script, "sh", tmp_path / "gone", COMMAND, *words], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "output" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["inspect", "x"], ["verify", "x", "y"], ["gguf-to-hf", "--save", "y", "--gguf", "x"]]
+)
+def test_what_could_not_be_read_is_told(monkeypatch, capsys, words):
+    def unreadable(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    for name in ("inspect_checkpoint", "verify", "gguf_to_hf"):
+        monkeypatch.setattr(slime_convert, name, unreadable)
+    assert main(words) == 2
+    paths = "x or y" if words[0] == "verify" else "x"
+    told = f"cannot use {paths} (Input/output error); correct this and run the command again\n"
+    assert capsys.readouterr().err == f"slime-convert: {told}"
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_inspect_leaves_the_callers_garbage_collection(one_origin, capsys, collects):
+    assert gc.isenabled()
+    try:
+        if not collects:
+            gc.disable()
+        assert main(["inspect", str(one_origin)]) == 0
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+
+
+def test_a_model_directory_may_have_the_name_of_a_json_file(one_origin, tmp_path, capsys):
+    (tmp_path / "m.json").symlink_to(one_origin, target_is_directory=True)
+    assert main(["megatron-flags", str(tmp_path / "m.json")]) == 0
+    there = capsys.readouterr().out
+    assert main(["megatron-flags", str(one_origin / "config.json")]) == 0
+    assert capsys.readouterr().out == there
 
 
 def test_contradicting_flags_are_told_together(one_origin, tmp_path, capsys):

@@ -50,6 +50,23 @@ def test_round_trip_is_bit_equal(origin, converted, tmp_path):
         assert verify(left, right).equal
 
 
+@pytest.mark.parametrize("text", ["", "{", '{"model_type": "qwen3"}', None])
+def test_the_config_that_was_read_is_written(one_origin, one_converted, tmp_path, text):
+    """Though another program writes, or removes, it meanwhile."""
+    origin = shutil.copytree(one_origin, tmp_path / "origin")
+    changed = []
+
+    def change(*_):
+        path = origin / "config.json"
+        path.unlink(missing_ok=True) if text is None else path.write_text(text)
+        changed.append(path)
+
+    torch_dist_to_hf(one_converted, tmp_path / "back", origin, on_progress=change)
+    for path in (tmp_path / "back", one_origin):
+        assert json.loads((path / "config.json").read_text())["hidden_size"] == 24 and changed
+    assert verify(one_converted, tmp_path / "back").equal
+
+
 def test_copies_can_be_written_over_by_the_next_run(origin_of, tmp_path):
     """Though the originals are read-only, as in some caches."""
     directory = origin_of("llama-tied")
@@ -190,7 +207,7 @@ def test_an_incomplete_model_is_refused(one_origin, tmp_path):
 def test_flags_are_checked(one_origin, tmp_path):
     with pytest.raises(ShapeMismatchError, match="--num-layers 7"):
         hf_to_torch_dist(one_origin, tmp_path / "td", flags={"num_layers": 7, "hidden_size": 24})
-    with pytest.raises(ShapeMismatchError, match="make_vocab_size_divisible_by 0 must be 1 to"):
+    with pytest.raises(ShapeMismatchError, match="make_vocab_size_divisible_by 0 must be a whole number from 1 to"):
         hf_to_torch_dist(one_origin, tmp_path / "td", make_vocab_size_divisible_by=0)
     assert not any(tmp_path.iterdir())
 
@@ -392,6 +409,45 @@ def test_layers_and_experts_that_lie_one_by_one_are_read(made, with_prediction_m
     saved_one_by_one(tmp_path / "td", origin)
     torch_dist_to_hf(tmp_path / "td", tmp_path / "back", origin)
     assert_same_weights(tmp_path / "back", origin)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking", "told"),
+    [
+        ("gpt-oss", "mlp.experts.local_experts.3.linear_fc1.weight", "decoder.layers.0.mlp.experts.local_experts.3."),
+        ("qwen3-next", "self_attention.in_proj.weight", r"decoder\.layers\.0\.self_attention\.in_proj\.weight"),
+    ],
+)
+def test_a_weight_that_a_checkpoint_holds_in_part_is_not_copied(made, tmp_path, name, lacking, told):
+    """Trained experts would be lost among those of the origin, where all of a layer are one tensor."""
+    origin = made(name)
+    weight_map, weights = WeightMap(ModelShape.from_hf_config(origin)), weights_of(origin)
+    names = [name for name in weight_map.megatron_names() if not name.startswith("mtp.")]
+    model = {name: weight_map.from_hf(name, weights.__getitem__) for name in names}
+    place = tmp_path / "legacy" / "mp_rank_00"
+    place.mkdir(parents=True)
+    torch.save({"model": model}, place / "model_optim_rng.pt")
+    assert megatron_to_hf(place.parent, tmp_path / "hf", origin, add_missing_from_origin_hf=True).copied == ()
+    del model[f"decoder.layers.0.{lacking}"]
+    torch.save({"model": model}, place / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match=rf"holds model\.layers\.0\..* only in part: it lacks {told}"):
+        megatron_to_hf(place.parent, tmp_path / "part", origin, add_missing_from_origin_hf=True)
+    assert not (tmp_path / "part").exists()
+
+
+@pytest.mark.parametrize("number", [1.5, "128", True, 0])
+def test_a_number_of_another_kind_is_refused(one_origin, tmp_path, number):
+    with pytest.raises(ShapeMismatchError, match=f"divisible_by {number} must be a whole number from 1 to"):
+        hf_to_torch_dist(one_origin, tmp_path / "td", make_vocab_size_divisible_by=number)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_that_could_not_be_read_back_is_refused(one_origin, one_converted, tmp_path, monkeypatch):
+    monkeypatch.setattr("slime_convert.formats.hf._MAX_HEADER_BYTES", 1500)
+    with pytest.raises(WeightError, match=r"a header of \d+ bytes, .* allowed: 1500; write smaller files"):
+        torch_dist_to_hf(one_converted, tmp_path / "out" / "hf", one_origin)
+    assert not list(tmp_path.iterdir())
+    torch_dist_to_hf(one_converted, tmp_path / "hf", one_origin, max_shard_bytes=10_000)
 
 
 def test_frequencies_that_old_llama_files_store_follow_from_the_config(one_origin, tmp_path):

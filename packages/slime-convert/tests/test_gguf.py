@@ -1,5 +1,7 @@
 """A GGUF file is written here with gguf's own writer, in llama.cpp's conventions, from a transformers model."""
 
+import io
+import json
 import math
 
 import gguf
@@ -139,6 +141,25 @@ def test_weights_config_tokenizer_and_template_arrive(model, gguf_file, tmp_path
     ids = tokenizer("57 + 26 =", add_special_tokens=False)["input_ids"]
     assert len(ids) == 8 and tokenizer.decode(ids) == "57 + 26 ="
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template == TEMPLATE
+
+
+def test_files_next_to_it_are_not_read(gguf_file, tmp_path, monkeypatch):
+    """They could name code that transformers runs, once it has asked on the terminal."""
+    where, ran = tmp_path / "model", tmp_path / "ran"
+    where.mkdir()
+    (where / "t.gguf").write_bytes(gguf_file.read_bytes())
+    (where / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass T: pass\n")
+    code = {"auto_map": {"AutoTokenizer": ["evil.T", None]}, "tokenizer_class": "T", "chat_template": "another"}
+    (tmp_path / "elsewhere.json").write_text(json.dumps(code))
+    (where / "tokenizer_config.json").symlink_to(tmp_path / "elsewhere.json")
+    (where / "adapter_config.json").write_text("no JSON")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    monkeypatch.chdir(where)
+    for number, one in enumerate([gguf_file, "t.gguf"]):
+        gguf_to_hf(one, tmp_path / f"hf{number}")
+    assert not ran.exists()
+    written, theirs = ({path.name: path.read_bytes() for path in (tmp_path / hf).iterdir()} for hf in ("hf1", "hf0"))
+    assert written == theirs and TEMPLATE.encode() in written["chat_template.jinja"]
 
 
 def test_type_of_the_weights(gguf_file, tmp_path, capfd):

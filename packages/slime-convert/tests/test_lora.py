@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from slime_convert import hf_to_fp8, hf_to_torch_dist, merge_lora, torch_dist_to_hf, verify
 from slime_convert.cli import main
-from slime_convert.errors import AdapterError, ConvertError, HfConfigError, OutputError, UnfinishedError
+from slime_convert.errors import AdapterError, ConvertError, HfConfigError, OutputError, UnfinishedError, WeightError
 from slime_convert.formats import open_checkpoint
 from slime_convert.formats.hf import open_model
 from slime_convert.lora import merged
-from tiny_models import assert_same_weights, make_model, read, same_bits, tree, weights_of
+from tiny_models import assert_same_weights, change_config, make_model, read, same_bits, tree, weights_of, write_model
 
 # PEFT warns of settings that are meant here.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "RuntimeWarning")]
@@ -506,3 +506,21 @@ def test_every_error_is_ours(one_origin, adapter):
         path.write_bytes(data[:place] + bytes([data[place] ^ 2]) + data[place + 1 :])
         with suppress(ConvertError):
             merged(tensors, adapter)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_one_of_two_tied_matrices_is_refused(origin_of, tmp_path, target):
+    """Which of the two counts would depend on the program that reads the result."""
+    origin = origin_of("qwen3-untied")
+    adapter = make_adapter(origin, tmp_path / "adapter", target_modules=[target])
+    weights = weights_of(origin)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    tied = write_model(tmp_path / "tied", weights, origin / "config.json")
+    change_config(tied, tie_word_embeddings=True)
+    told = r"lm_head\.weight of .*tied with .*adapter merged in differs from model\.embed_tokens\.weight, but .* set it"
+    with pytest.raises(WeightError, match=told):
+        merge_lora(tied, adapter, tmp_path / "out" / "merged")
+    assert not (tmp_path / "out").exists()
+    change_config(tied, tie_word_embeddings=False)
+    merge_lora(tied, adapter, tmp_path / "merged")
+    hf_to_torch_dist(tmp_path / "merged", tmp_path / "td")

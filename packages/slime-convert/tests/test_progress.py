@@ -130,6 +130,30 @@ def test_a_log_says_what_an_earlier_run_left(lines):
     assert found[1] == " 87 %, 3.5 GiB of 4.0 GiB, 8.5 MiB/s, 60 s left"
 
 
+def test_what_came_before_the_first_bytes_does_not_count_for_the_rate(lines):
+    """Importing torch takes seconds."""
+    clock, found, progress = lines
+    clock[0] += 30
+    progress(0, 4 * GIB)
+    clock[0] += 1
+    progress(GIB, 4 * GIB)
+    assert found == []  # too soon to say
+    clock[0] += 1
+    progress(2 * GIB, 4 * GIB)
+    assert found == [" 50 %, 2.0 GiB of 4.0 GiB, 1.0 GiB/s, 2 s left"]
+
+
+def test_a_bar_goes_on_when_its_terminal_is_gone():
+    class Gone(Terminal):
+        def write(self, _):
+            raise OSError(5, "Input/output error")
+
+    bar = ProgressBar(file=Gone())
+    bar(0, 4)
+    bar(2, 4)
+    bar(4, 4)
+
+
 def test_a_file_gets_lines(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert isinstance(command_progress(quiet=False), ProgressLines)

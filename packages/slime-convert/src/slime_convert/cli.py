@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import io
-import os
-import re
 import signal
 import sys
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+import threading
 
-from slime_convert.commands import COMMANDS, Command
-from slime_convert.errors import ConvertError
-from slime_convert.files.partial import version
-from slime_convert.progress import say
-from slime_convert.shape import SHAPE_FLAGS
+_starts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+_starts = _starts and threading.current_thread() is threading.main_thread()
+try:
+    if _starts:  # an interrupt during the imports would be told by their traceback; main() takes over
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    import argparse
+    import difflib
+    import io
+    import os
+    import re
+    import traceback
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import contextmanager, suppress
+    from typing import Any, NoReturn
+
+    from slime_convert.commands import COMMANDS, Command
+    from slime_convert.errors import ConvertError
+    from slime_convert.files.partial import version
+    from slime_convert.progress import drop, flush_or_drop, say
+    from slime_convert.shape import SHAPE_FLAGS
+finally:
+    if _starts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _PROGRAM = "slime-convert"
 # Flags of training that people also give here.
@@ -49,22 +59,26 @@ def main(argv: Sequence[str] | None = None, *, skip_unknown: bool = False) -> in
         say(f"{_PROGRAM}: {error}")
         return 2
     except BrokenPipeError:
-        _drop_output()
+        drop(sys.stdout)
         return 141  # as a shell has it for a program that SIGPIPE ended
     except OSError as error:
         if error.filename is None:
-            _drop_output()
+            drop(sys.stdout)
         where = "write the output" if error.filename is None else f"use {error.filename}"
-        say(f"{_PROGRAM}: cannot {where} ({error.strerror or error}); correct this and run the command again")
+        advice = getattr(error, "__notes__", ["correct this and run the command again"])
+        say("; ".join([f"{_PROGRAM}: cannot {where} ({error.strerror or error})", *advice]))
         return 2
     except Exception:
         # Or the process would end with 1, which says that two checkpoints differ.
-        traceback.print_exc()
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
         say(f"{_PROGRAM}: this is a mistake of slime-convert; report it with the lines above")
         return 2
     except KeyboardInterrupt as error:
         say("; ".join([f"{_PROGRAM}: interrupted", *getattr(error, "__notes__", ())]))
         return 130
+    finally:
+        flush_or_drop(sys.stderr)  # other modules write warnings there
     return code
 
 
@@ -80,20 +94,14 @@ def run_script(command: str) -> NoReturn:
     sys.exit(main([command, *sys.argv[1:]], skip_unknown=True))
 
 
-def _drop_output() -> None:
-    """What stdout could not take would be tried again, and reported, when the process ends."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
 @contextmanager
 def _stopping_by_signal() -> Iterator[None]:
     """A conversion that is terminated, or whose terminal is closed, ends like an interrupted one."""
-    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    # A signal that the caller has switched off, as nohup does, stays off.
-    before = {stop: old for stop in stops if (old := signal.getsignal(stop)) is not signal.SIG_IGN}
+    # Python lets only the main thread handle signals.
+    in_main = threading.current_thread() is threading.main_thread()
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if in_main else []
+    # A signal that the caller has switched off, as nohup does, stays off; None is a handler that is not Python's.
+    before = {stop: old for stop in stops if (old := signal.getsignal(stop)) not in (signal.SIG_IGN, None)}
 
     def interrupt(signum: int, frame: Any) -> NoReturn:
         # An impatient second one must not cut the tidying up short.
@@ -202,6 +210,10 @@ class _Parser(_OneLineParser):
             why = " (no parallel layout has to be given: checkpoints are read and load at any)" if parallel else ""
             self.error(f"unknown flag{'s' * (len(unknown) > 1)} {' '.join(unknown)}{why}")
         parsed, left = super().parse_known_args(words, namespace)
+        for action in self._actions:
+            if getattr(parsed, action.dest, None) == []:  # argparse drops a "--" that is given as a value
+                name = "/".join(action.option_strings) or action.metavar
+                self.error(f"argument {name}: '--' is no value; give another")
         if left and not unknown:  # or they are values of unknown flags
             self.error(f"unrecognized arguments: {' '.join(left)}")
         if unknown:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import slime_convert
-from slime_convert.progress import command_progress, say
+from slime_convert.progress import command_progress, printable, say
 from slime_convert.shape import SHAPE_FLAGS
 
 _CHECKPOINT = "Hugging Face directory, torch_dist or legacy torch checkpoint, or GGUF file"
+_INPUTS = ("hf_checkpoint", "input_dir", "load", "gguf", "adapter", "origin_hf_dir")
 _ADAPTER = "LoRA adapter of PEFT (adapter_config.json, adapter_model.safetensors)"
 
 
@@ -78,35 +80,58 @@ def _convert(args: argparse.Namespace) -> int:
     if "max_shard_gib" in given:
         given["max_shard_bytes"] = given.pop("max_shard_gib") * 2**30
     function = getattr(slime_convert, args.command.replace("-", "_"))
-    converted = function(**given, on_progress=command_progress(quiet=args.quiet))
+    with _reading(*(given[name] for name in _INPUTS if given.get(name))):
+        converted = function(**given, on_progress=command_progress(quiet=args.quiet))
     if not args.quiet:
         for note in converted.notes:
             say(f"slime-convert: note: {note}")
-        for name in converted.copied:
-            print(f"copied from {args.origin_hf_dir}: {name}")
-        print(converted.to_text())
+        try:
+            for name in converted.copied:
+                print(printable(f"copied from {args.origin_hf_dir}: {name}"))
+            print(converted.to_text(), flush=True)
+        except OSError as error:
+            error.add_note(f"the conversion is complete: {converted.path}")
+            raise
     return 0
 
 
+@contextmanager
+def _reading(*paths: str) -> Iterator[None]:
+    """An error that names no file is about what is read, not about the output."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            gone = isinstance(error, FileNotFoundError)  # only the working directory is looked up without a name
+            error.filename = "the working directory" if gone else " or ".join(paths)
+        raise
+
+
 def _inspect(args: argparse.Namespace) -> int:
+    collecting = gc.isenabled()
     gc.disable()  # headers become many objects, and none is thrown away
     try:
-        _print(slime_convert.inspect_checkpoint(args.checkpoint), as_json=args.json)
+        with _reading(args.checkpoint):
+            found = slime_convert.inspect_checkpoint(args.checkpoint)
+        _print(found, as_json=args.json)
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     options = {"origin_hf_dir": args.origin_hf_dir, "tolerance": args.tolerance}
-    found = slime_convert.verify(args.left, args.right, **options, on_progress=command_progress(quiet=args.quiet))
+    with _reading(args.left, args.right):
+        found = slime_convert.verify(args.left, args.right, **options, on_progress=command_progress(quiet=args.quiet))
     if args.json or not (args.quiet and found.equal):
         _print(found, as_json=args.json)
     return 0 if found.equal else 1
 
 
 def _check_model(args: argparse.Namespace) -> int:
-    found = slime_convert.check_model(args.model, megatron=args.megatron)
+    with _reading(args.model):
+        found = slime_convert.check_model(args.model, megatron=args.megatron)
     _print(found, as_json=args.json)
     return 0 if found.passed else 1
 
@@ -130,7 +155,9 @@ def _list_models(args: argparse.Namespace) -> int:
 def _megatron_flags(args: argparse.Namespace) -> int:
     from slime_convert.published import flags_text
 
-    print(flags_text(args.model))
+    with _reading(args.model):
+        text = flags_text(args.model)
+    print(text)
     return 0
 
 

@@ -28,7 +28,6 @@ from slime_convert.progress import Converted, OnProgress, no_progress
 from slime_convert.shape import ModelShape, check_flags
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_MODULES = 8
 
 
@@ -63,9 +62,11 @@ def hf_to_torch_dist(
         ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     begun, origin = time.monotonic(), Path(hf_checkpoint)
-    shape = _checked_shape(origin, flags)
-    if not 0 < make_vocab_size_divisible_by <= 2**20:
-        raise ShapeMismatchError(f"make_vocab_size_divisible_by {make_vocab_size_divisible_by} must be 1 to {2**20}")
+    shape, _ = _checked_shape(origin, flags)
+    if type(make_vocab_size_divisible_by) is not int or not 0 < make_vocab_size_divisible_by <= 2**20:
+        raise ShapeMismatchError(
+            f"make_vocab_size_divisible_by {make_vocab_size_divisible_by} must be a whole number from 1 to {2**20}"
+        )
     model = hf.open_model(origin)
     tensors = {name: model.tensor(name) for name in model.tensors}
     if adapter is not None:
@@ -83,7 +84,7 @@ def hf_to_torch_dist(
             f"{origin} has {len(unknown)} weights that a {shape.family} model does not have, such as {min(unknown)}; "
             "convert a model whose config.json describes all its weights"
         )
-    _refuse_other_copies(tensors, weight_map, origin)
+    hf.refuse_other_copies(tensors, shape, origin)
     load = partial(_load, tensors, origin)
     weights = [_megatron_tensor(name, weight_map, load) for name in weight_map.megatron_names()]
     args = shape.to_megatron_args() | {
@@ -139,7 +140,7 @@ def megatron_to_hf(
         ConvertError: An input or output is not as it must be; nothing is changed at ``output_dir`` then.
     """
     begun, origin = time.monotonic(), Path(origin_hf_dir)
-    shape = _checked_shape(origin, flags)
+    shape, config = _checked_shape(origin, flags)
     form, iteration = detect(load, (LEGACY, TORCH_DIST))
     checkpoint = form.open(iteration)
     original = hf.open_model(origin) if add_missing_from_origin_hf else _stored_model(origin)
@@ -164,7 +165,7 @@ def megatron_to_hf(
     options = {"add_missing": add_missing_from_origin_hf}
     conversion = Conversion("megatron-to-hf", (checkpoint.directory, origin), options, begun)
     dtype = next(iter(found.values())).dtype
-    others = partial(hf.copy_model_files, origin=origin, dtype=dtype, with_adapter=False)
+    others = partial(hf.copy_model_files, origin=origin, config=config, dtype=dtype, with_adapter=False)
     converted = hf.write_model([*copied, *written.values()], output_dir, conversion, others, **output)
     if (origin / hf.ADAPTER_CONFIG).exists():
         notes.append(f"the LoRA adapter in {origin} was trained on other weights; it is left out")
@@ -180,15 +181,17 @@ def checked_type(name: str, tensor: TensorInfo | LazyTensor, where: Path) -> Non
         )
 
 
-def _checked_shape(directory: Path, flags: Mapping[str, Any] | None) -> ModelShape:
-    """The shape that a directory's config describes; likely mistakes are reported before anything else is read."""
+def _checked_shape(directory: Path, flags: Mapping[str, Any] | None) -> tuple[ModelShape, dict[str, Any]]:
+    """A directory's config, and the shape that it describes; likely mistakes are reported before all else is read."""
     refuse_unfinished(directory)
-    shape = ModelShape.from_hf_config(directory)
+    ModelShape.from_hf_config(directory)  # its errors name the file
+    config = hf.read_config(directory)
+    shape = ModelShape.from_hf_config(config)
     given = dict(flags or {})
     if given.get("mtp_num_layers") == 0:
         shape, given["mtp_num_layers"] = replace(shape, mtp_num_layers=0), None
     check_flags(shape, given)
-    return shape
+    return shape, config
 
 
 def _stored_model(directory: Path) -> hf.HfWeights | None:
@@ -238,19 +241,8 @@ def _megatron_tensor(name: str, weight_map: WeightMap, load: Callable[[str], Laz
 
 def unknown_weights(tensors: Iterable[str], weight_map: WeightMap) -> set[str]:
     """Names of a Hugging Face model's weights that no rule carries."""
-    known = {*weight_map.hf_names(), *hf_copies(weight_map.shape), _LM_HEAD}
+    known = {*weight_map.hf_names(), *hf_copies(weight_map.shape), hf.LM_HEAD}
     return {name for name in tensors if name not in known and not name.endswith(hf.FREQUENCIES)}
-
-
-def _refuse_other_copies(tensors: Mapping[str, LazyTensor], weight_map: WeightMap, where: Path) -> None:
-    """Refuse copies that differ: an output layer in addition to tied embeddings, or in a prediction module."""
-    tied = not weight_map.shape.untie_embeddings_and_output_weights
-    for copy, original in (hf_copies(weight_map.shape) | ({_LM_HEAD: _EMBEDDING} if tied else {})).items():
-        if {copy, original} <= tensors.keys() and not are_equal(tensors[copy], tensors[original]):
-            why = "Megatron's prediction modules share it; convert a model in which the two are equal"
-            if copy == _LM_HEAD:
-                why = "tie_word_embeddings of its config is true; set it to false to keep both, or remove one"
-            raise WeightError(f"{copy} of {where} differs from {original}, but {why}")
 
 
 def check_args(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path) -> None:
@@ -349,16 +341,23 @@ def _from_checkpoint(
     def load(name: str) -> LazyTensor:
         return checkpoint.tensor(name)
 
-    def outline(name: str) -> LazyTensor:
+    def outline(source: str, name: str) -> LazyTensor:
+        if name not in found:  # copied whole from the original model, what the checkpoint holds of it would be lost
+            lost = [part for part in weight_map.megatron_parts(source) if part not in found] or [name]
+            raise CheckpointError(
+                f"{checkpoint.directory} holds {source} only in part: it lacks {', '.join(lost[:3])} ({len(lost)} such "
+                "parts); use a complete checkpoint"
+            )
         return LazyTensor.zeros(found[name].dtype, found[name].shape)
 
-    sources = {name: name for name in weight_map.hf_names() if found.keys() >= {*weight_map.megatron_parts(name)}}
+    sources = {name: name for name in weight_map.hf_names() if found.keys() & {*weight_map.megatron_parts(name)}}
     for copy, source in hf_copies(weight_map.shape).items():
         if source in sources and (original is None or copy in original.tensors):
             sources[copy] = source
     return {
         name: NewTensor(
-            weight_map.huggingface(source, outline).info(name), partial(weight_map.huggingface, source, load)
+            weight_map.huggingface(source, partial(outline, source)).info(name),
+            partial(weight_map.huggingface, source, load),
         )
         for name, source in sources.items()
     }

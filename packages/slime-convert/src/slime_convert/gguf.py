@@ -118,10 +118,13 @@ def _load_settings(file: Path) -> tuple[Any, Any]:
     """Config and tokenizer, as transformers reads them."""
     from transformers import AutoConfig, AutoTokenizer
 
-    where = {"gguf_file": file.name}
+    # Alone in a directory: files next to it are not the model's, and could name code that transformers runs.
     try:
-        config = AutoConfig.from_pretrained(file.parent, **where)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+        with tempfile.TemporaryDirectory(prefix="slime-convert-") as place:
+            (Path(place) / "model.gguf").symlink_to(file.resolve())
+            where: dict[str, Any] = {"gguf_file": "model.gguf", "trust_remote_code": False}
+            config = AutoConfig.from_pretrained(place, **where)
+            tokenizer = AutoTokenizer.from_pretrained(place, **where)
     except Exception as error:  # the readers check little: damaged bytes can raise anything
         summary = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise GgufError(

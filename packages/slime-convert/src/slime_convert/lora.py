@@ -19,7 +19,14 @@ from slime_convert.files.partial import Conversion, refuse_unfinished
 from slime_convert.files.reading import computed
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
 from slime_convert.files.writing import in_hand
-from slime_convert.formats.hf import ADAPTER_CONFIG, OutputOptions, copy_model_files, open_model, write_model
+from slime_convert.formats.hf import (
+    ADAPTER_CONFIG,
+    OutputOptions,
+    copy_model_files,
+    open_model,
+    refuse_other_copies,
+    write_model,
+)
 from slime_convert.formats.safetensors import ADAPTER, read_header
 from slime_convert.progress import Converted
 
@@ -72,8 +79,9 @@ def merge_lora(
     conversion = Conversion("merge-lora", (origin, directory))
     model = open_model(origin)
     tensors = merged({name: model.tensor(name) for name in model.tensors}, directory)
+    refuse_other_copies(tensors, model.shape, f"{origin} with {directory} merged in", tied=model.tied)
     dtype = max(tensors.values(), key=lambda tensor: tensor.nbytes).dtype
-    others = partial(copy_model_files, origin=origin, dtype=dtype, with_adapter=False)
+    others = partial(copy_model_files, origin=origin, config=model.config, dtype=dtype, with_adapter=False)
     return write_model([in_hand(*item) for item in tensors.items()], save, conversion, others, **output)
 
 

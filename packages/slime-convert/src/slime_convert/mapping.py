@@ -14,6 +14,7 @@ from slime_convert.errors import WeightError
 from slime_convert.families import FAMILIES
 from slime_convert.families.family import EMBEDDING, OUTPUT, ROWS, WHOLE, Part, Rule, in_module
 from slime_convert.families.layouts import LESS_ONE, AnyTensor, concat, plus_one, split
+from slime_convert.files.reading import TensorReader, are_equal
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.shape import ModelShape
 
@@ -200,7 +201,7 @@ class WeightMap:
         if rule.split is WHOLE:
             # Local layers split the projections to the latents, which Transformer Engine's keep whole on every rank.
             is_whole = tuple(shards[0].shape[:1]) == self._lengths(rule.dims)[:1]
-            merged: AnyTensor = shards[0] if is_whole else concat(shards)
+            merged: AnyTensor = _alike(name, shards) if is_whole else concat(shards)
         elif not rule.sections:
             merged = concat(shards, rule.split)
         else:
@@ -260,6 +261,26 @@ class WeightMap:
         lengths = [weight.expert, 1, expected[0] - weight.expert - 1]
         of_expert: AnyTensor = split(tensor, lengths)[1].reshape(*expected[1:])
         return of_expert
+
+
+def _alike(name: str, copies: Sequence[Any]) -> Any:
+    """The weight of which each rank has a copy; a :class:`WeightError`, when it is read, if they differ."""
+    first = copies[0]
+
+    def checked() -> memoryview:
+        for rank, copy in enumerate(copies[1:], 1):
+            if not (are_equal(first, copy) if isinstance(first, LazyTensor) else first.equal(copy)):
+                what = f"must be the same on each tensor-parallel rank, but differs between ranks 0 and {rank}"
+                raise WeightError(f"{name} {what}; use a checkpoint whose ranks agree")
+        with TensorReader() as reader:
+            data = reader.read(first) if isinstance(first, LazyTensor) else memoryview(b"")
+            reader.finish()
+        return data
+
+    if isinstance(first, LazyTensor):
+        return LazyTensor.made(first.dtype, first.shape, checked)
+    checked()
+    return first
 
 
 def _check_shape(name: str, tensor: Any, expected: tuple[int, ...]) -> None:

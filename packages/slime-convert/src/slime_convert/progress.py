@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all: first with what an earlier run left, then as bytes are written."""
@@ -44,7 +46,8 @@ class Converted:
         """One line."""
         rate = f", {size_text(int(self.num_bytes / self.seconds))}/s" if self.seconds > 0 else ""
         weights = f"{self.num_weights:,} weight{'s' * (self.num_weights != 1)}"
-        return f"wrote {weights}, {size_text(self.num_bytes)}, in {self.seconds:.1f} s{rate}: {self.path}"
+        path = printable(str(self.path))
+        return f"wrote {weights}, {size_text(self.num_bytes)}, in {self.seconds:.1f} s{rate}: {path}"
 
 
 class ProgressBar:
@@ -62,15 +65,16 @@ class ProgressBar:
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """As :data:`OnProgress`."""
-        if self._bar is None:
-            from tqdm.auto import tqdm
+        with suppress(OSError):  # of a terminal that is gone; nobody looks, and the conversion goes on
+            if self._bar is None:
+                from tqdm.auto import tqdm
 
-            sizes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "dynamic_ncols": True}
-            self._bar = tqdm(total=total_bytes, initial=done_bytes, **sizes, **self._options)
-        self._bar.update(done_bytes - self._bar.n)
-        if done_bytes == total_bytes:
-            self._bar.leave = True
-            self._bar.close()
+                sizes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "dynamic_ncols": True}
+                self._bar = tqdm(total=total_bytes, initial=done_bytes, **sizes, **self._options)
+            self._bar.update(done_bytes - self._bar.n)
+            if done_bytes == total_bytes:
+                self._bar.leave = True
+                self._bar.close()
 
 
 @dataclass
@@ -88,6 +92,7 @@ class ProgressLines:
         now, percent = time.monotonic(), 100 * done_bytes // max(total_bytes, 1)
         if self._percent < 0:
             self._percent, self._first = percent, done_bytes
+            self._begun = self._said = now  # what came before, such as importing torch, says nothing of the rate
             if done_bytes and done_bytes < total_bytes:
                 self.write(f"continuing: {size_text(done_bytes)} of {size_text(total_bytes)} are there already")
             return
@@ -111,13 +116,32 @@ def command_progress(*, quiet: bool) -> OnProgress:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, if there is one."""
+    """Write a line to stderr, if there is one; where it takes none, only the line is lost."""
     if sys.stderr is None:
         return
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")  # where the progress may stand
-    sys.stderr.write(f"{printable(' '.join(line.split()))}\n")
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")  # where the progress may stand
+        sys.stderr.write(f"{printable(' '.join(line.split()))}\n")
+    flush_or_drop(sys.stderr)
+
+
+def flush_or_drop(stream: TextIO | None) -> None:
+    """Write what is left, if it is taken: it would be tried again when the process ends, and change its exit code."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        drop(stream)
+
+
+def drop(stream: TextIO | None) -> None:
+    """Send a stream of this process, and what is left of it, nowhere."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def printable(text: str) -> str:

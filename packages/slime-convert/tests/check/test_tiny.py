@@ -1,6 +1,7 @@
 import pytest
 
 from slime_convert.check import tiny
+from slime_convert.check.proofs import prove
 from slime_convert.check.tiny import MOST_LAYERS, tiny_config
 from slime_convert.errors import CheckError
 from slime_convert.shape import ModelShape
@@ -89,3 +90,36 @@ def test_sizes_that_break_the_family_s_rules_are_refused(monkeypatch):
     monkeypatch.setattr(tiny, "_expert_sizes", lambda shape: {"num_experts_per_tok": 3})
     with pytest.raises(CheckError, match="no tiny model can be made of the given config: num_experts_per_tok 3"):
         tiny.tiny_config(DEEPSEEK)
+
+
+NEXT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    "large", [{"linear_conv_kernel_dim": 10**9}, {"num_labels": 10**9}, {"id2label": {"5": "a"}, "_name": "b"}]
+)
+def test_what_would_take_any_room_is_cut_or_left_out(large):
+    few = tiny_config(NEXT | {"norm_topk_prob": True, "unknown": 1} | large)
+    assert few["norm_topk_prob"] and few["unknown"] == 1
+    assert {key: few[key] for key in large if key in few} in ({}, {"linear_conv_kernel_dim": 4})
+    assert tiny_config(NEXT | {"linear_conv_kernel_dim": 3})["linear_conv_kernel_dim"] == 3
+
+
+@pytest.mark.parametrize("room", [0, 1000, 20_000])
+def test_a_full_disk_is_told(tmp_path, full_disk, room):
+    (tmp_path / "work").mkdir()
+    with full_disk(room), pytest.raises(CheckError, match=r"cannot write .*work .*; make room, or set TMPDIR to"):
+        prove([tiny_config(GEMMA)], tmp_path / "work", megatron=False)

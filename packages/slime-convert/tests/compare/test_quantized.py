@@ -129,3 +129,13 @@ def test_inspect_knows_the_shape_and_the_older_key(quantized, tmp_path):
     (tmp_path / "older" / "config.json").write_text(json.dumps(config))
     assert inspect_checkpoint(tmp_path / "older").quantization == contents.quantization
     assert verify(tmp_path / "older", quantized / "origin").left.storage == EXPANDED["int4"]
+
+
+def test_what_a_config_says_commands_no_terminal(tmp_path):
+    """Nor does it look like a line of the outcome."""
+    quantization = {"quant_method": "gptq\x1b[2J\nequal: 9 equal", "bits": "\x1b[1m"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    text = verify(tmp_path, tmp_path).to_text()
+    assert "\x1b" not in text and r"gptq\x1b[2J\nequal" in text
+    assert len([line for line in text.splitlines() if line.startswith("equal")]) == 1

@@ -105,18 +105,20 @@ class TestForce:
         with pytest.raises(OutputError, match="is not as slime-convert wrote it"):
             write(tmp_path / "out", "new", force=True)
 
-    def test_a_checkpoint_that_version_0_1_wrote_has_no_list(self, tmp_path):
+    @pytest.mark.parametrize("manifest", [None, '{"slime-convert": "0.2", "files": 3}'])
+    def test_a_release_without_a_list_may_be_anybodys(self, tmp_path, manifest):
+        """Version 0.1 wrote none, and neither does torch.distributed.checkpoint, with the same names."""
         release = tmp_path / "out" / "release"
         release.mkdir(parents=True)
         for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
             (release / name).write_text("old")
         (tmp_path / "out" / "latest_checkpointed_iteration.txt").write_text("release")
-        (release / "notes.txt").write_text("mine")
-        with pytest.raises(OutputError, match=r"it holds release/notes\.txt"):
+        if manifest:
+            (tmp_path / "out" / MANIFEST).write_text(manifest)
+        before = tree(tmp_path)
+        with pytest.raises(OutputError, match="is not as slime-convert wrote it"):
             write(tmp_path / "out", "new", force=True)
-        (release / "notes.txt").unlink()
-        write(tmp_path / "out", "new", force=True)
-        assert names_in(tmp_path / "out") == {"model"}
+        assert tree(tmp_path) == before
 
     def test_a_trainers_iterations_beside_a_release_stay(self, tmp_path):
         write(tmp_path / "out", "old", names=("release/common.pt",))

@@ -298,3 +298,23 @@ def test_a_type_that_cannot_be_quantized_is_told(tmp_path):
     for convert in (hf_to_fp8, hf_to_int4):
         with pytest.raises(WeightError, match=r"up_proj\.weight has type float64; allowed: bfloat16, f"):
             convert(origin, tmp_path / "out")
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_shape", "weight_g"])
+def test_what_would_be_taken_for_a_part_of_a_packed_weight_is_refused(origin, tmp_path, part):
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    model = write_model(tmp_path / "model", weights_of(origin) | {name: torch.ones(2)}, origin / "config.json")
+    with pytest.raises(QuantizationError, match=rf"has {name}, which would be taken for a part of a packed weight"):
+        hf_to_int4(model, tmp_path / "out" / "int4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rules_and_sizes_from_python(origin, tmp_path):
+    rule = "re:.*self_attn.*"
+    hf_to_int4(origin, tmp_path / "one", ignore=rule)
+    hf_to_int4(origin, tmp_path / "list", ignore=[rule])
+    assert config_of(tmp_path / "one") == config_of(tmp_path / "list")
+    for wrong, told in (({"group_size": 32.0}, r"group size 32\.0 is not"), ({"ignore": [5]}, r"ignore \[5\] is not")):
+        with pytest.raises(QuantizationError, match=f"{told} supported; allowed: "):
+            hf_to_int4(origin, tmp_path / "out" / "int4", **wrong)
+    assert not (tmp_path / "out").exists()

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slime_convert.check import CheckResult, Row
 from slime_convert.check.tiny import TOKENS_BS, TinyModel, build, quiet
 from slime_convert.compare import verify
 from slime_convert.convert import hf_to_torch_dist, megatron_to_hf
-from slime_convert.errors import ConvertError
+from slime_convert.errors import CheckError, ConvertError
 from slime_convert.families import FAMILIES
 from slime_convert.shape import ModelShape
 
@@ -42,12 +43,17 @@ def prove(configs: Sequence[Mapping[str, Any]], directory: Path, *, megatron: bo
         megatron: Run them in megatron-core too.
 
     Raises:
-        CheckError: transformers cannot build a model.
+        CheckError: transformers cannot build a model, or the disk is full.
     """
-    with quiet():
-        models = [build(config, directory / f"{number}.float32") for number, config in enumerate(configs)]
-        rows = [_rows_of_transformers(model) for model in models]
-        outcomes = _run_in_megatron(models, directory, wanted=megatron)
+    try:
+        with quiet():
+            models = [build(config, directory / f"{number}.float32") for number, config in enumerate(configs)]
+            rows = [_rows_of_transformers(model) for model in models]
+            outcomes = _run_in_megatron(models, directory, wanted=megatron)
+    except (OSError, SafetensorError) as error:
+        raise CheckError(
+            f"cannot write {directory} ({error}); make room, or set TMPDIR to another directory"
+        ) from error
     return [
         CheckResult(_name(model), (*found, *_rows_of_megatron(outcome)))
         for model, found, outcome in zip(models, rows, outcomes, strict=True)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from slime_convert.errors import CheckError, ConvertError
@@ -29,7 +30,9 @@ MOST_LAYERS = 12
 _FEWEST_LAYERS = 3
 _PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
 _MODULES = ("num_nextn_predict_layers", "num_mtp_layers")
-_LEFT_OUT = ("quantization_config", "compression_config", "auto_map")
+# What every config in transformers has says nothing of a decoder; `num_labels` and others take any room and time.
+_GENERAL = {*dir(PreTrainedConfig), "transformers_weights", "attn_implementation", "experts_implementation"}
+_LEFT_OUT = {"quantization_config", "compression_config", "auto_map"} | _GENERAL - {"model_type", "rope_scaling"}
 
 TOKENS_BS = torch.randint(101, (2, 24), generator=torch.Generator().manual_seed(7))
 """The tokens whose logits are computed."""
@@ -89,7 +92,7 @@ def _resized(config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     """The config with small sizes and as many layers as before."""
     known = {**FAMILIES[shape.family].defaults, **config.values}
     sizes = _sizes(shape) | _expert_sizes(shape)
-    tiny = {key: value for key, value in config.values.items() if key not in _LEFT_OUT}
+    tiny = {key: value for key, value in config.values.items() if key not in _LEFT_OUT and key[:1] != "_"}
     tiny |= {key: size for key, size in sizes.items() if known.get(key)}
     # transformers takes ids of its classes' vocabularies where these are left out.
     tiny |= {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -122,6 +125,7 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
         "index_topk": 7,
         "index_n_heads": 3,
         "index_head_dim": 32,
+        "linear_conv_kernel_dim": min(shape.linear_conv_kernel_dim or 4, 4),
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 10,
         "linear_num_key_heads": key_heads,
@@ -224,13 +228,15 @@ def build(config: Mapping[str, Any], directory: Path) -> TinyModel:
     save({}, config, directory)
     try:
         model = _random_model(config_of(directory), generator)
+        model.save_pretrained(directory)
+    except (OSError, SafetensorError):  # a full disk
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())
         raise CheckError(
             f"transformers cannot build a tiny {config['model_type']} model ({reason}); use the model's original config"
         ) from error
     weight_map = WeightMap(ModelShape.from_hf_config(config))
-    model.save_pretrained(directory)
     weights = load_file(directory / WEIGHTS)  # under the names that files have: transformers has others in memory
     for name in weight_map.module_names():
         size = weight_map.hf_shape(name)

@@ -48,7 +48,7 @@ class Side:
 
     def to_text(self) -> str:
         """One line."""
-        return f"{self.format} {self.directory}" + (f" ({self.storage})" if self.storage else "")
+        return printable(f"{self.format} {self.directory}" + (f" ({self.storage})" if self.storage else ""))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class HfConfig:
         if isinstance(source, Mapping):
             return cls(source, "the given config")
         path = Path(source)
-        path = path if path.suffix == ".json" else path / "config.json"
+        path = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
         return cls(read_json(path.parent, path.name, HfConfigError, _MODEL_ADVICE), str(path))
 
     def updated(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> HfConfig:

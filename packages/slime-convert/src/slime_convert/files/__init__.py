@@ -23,6 +23,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _ADVICE = "use a complete copy of the checkpoint"
+_MAX_BYTES = 100_000_000  # of a file that is read as a whole: larger than any index, and what memory has room for
 
 
 def file_inside(directory: Path, name: str | Path, error: type[ConvertError], advice: str = _ADVICE) -> Path:
@@ -67,15 +68,25 @@ def open_file(path: Path, flags: int = 0) -> int:
     return descriptor
 
 
-def read_file(directory: Path, name: str | Path, error: type[ConvertError], advice: str = _ADVICE) -> bytes:
-    """The bytes of a file of a checkpoint; errors as of :func:`file_inside`."""
+def read_file(
+    directory: Path,
+    name: str | Path,
+    error: type[ConvertError],
+    advice: str = _ADVICE,
+    *,
+    most: int = _MAX_BYTES,
+) -> bytes:
+    """The bytes of a file of a checkpoint; errors as of :func:`file_inside`, and for more than ``most`` bytes."""
     path = file_inside(directory, name, error, advice)
     try:
         with os.fdopen(open_file(path), "rb") as file:
             # No more than its size: another program may be writing to it.
-            return file.read(os.fstat(file.fileno()).st_size)
-    except OSError as cause:
-        raise error(f"cannot read {path} ({cause.strerror or cause}); {advice}") from cause
+            if (size := os.fstat(file.fileno()).st_size) > most:  # a sparse file may have any size
+                raise error(f"{path} has {size} bytes; allowed: {most}; {advice}")
+            return file.read(size)
+    except (OSError, MemoryError) as cause:
+        why = getattr(cause, "strerror", None) or str(cause) or "not enough memory"
+        raise error(f"cannot read {path} ({why}); {advice}") from cause
 
 
 def read_json(directory: Path, name: str | Path, error: type[ConvertError], advice: str) -> dict[str, Any]:
@@ -83,7 +94,7 @@ def read_json(directory: Path, name: str | Path, error: type[ConvertError], advi
     path = directory / name
     try:
         value = json.loads(read_file(directory, name, error, advice))
-    except (ValueError, RecursionError) as cause:
+    except (ValueError, RecursionError, MemoryError) as cause:
         raise error(f"{path} is not valid JSON ({cause}); {advice}") from cause
     if not isinstance(value, dict):
         raise error(f"{path} holds a JSON {type(value).__name__}, not an object; {advice}")

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,15 +13,22 @@ from pathlib import Path
 
 from slime_convert.errors import OutputError
 from slime_convert.files import read_json
-from slime_convert.files.partial import PROGRAM, Conversion, Partial, partial_path, remove_empty, remove_files, version
+from slime_convert.files.partial import (
+    PROGRAM,
+    Conversion,
+    Partial,
+    entries,
+    identity,
+    leads_inside,
+    partial_path,
+    remove_empty,
+    remove_files,
+    strangers,
+    version,
+)
 
 MANIFEST = ".slime-convert.json"
 """A file in each output: what wrote it, and the names and sizes of its files, the only ones that --force replaces."""
-
-# What version 0.1 wrote into a ``torch_dist`` checkpoint, without a manifest.
-_OLD_NAMES = re.compile(
-    r"latest_checkpointed_iteration\.txt|release/(common\.pt|metadata\.json|\.metadata|[^/]*\.distcp)"
-)
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +70,11 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
         if partial.earlier.exists() and not partial.was_renamed:
             partial.earlier.rename(path)
         _remove_earlier(partial.earlier)
+        before = identity(path)
         _check_existing(path, force)
         partial.begin(record)
         yield partial
-        _put_in_place(partial, path, conversion.command, replace=force and not _is_free(path))
+        _put_in_place(partial, path, conversion.command, before, force=force)
     except OSError as error:
         more = f"; or make room, and {_again(partial)}" * _is_kept(partial)
         raise OutputError(_unwritable(path, error) + more) from error
@@ -132,16 +139,9 @@ def _is_free(path: Path) -> bool:
 
 def _own_files(path: Path) -> list[str]:
     """Names of an earlier output's files except the manifest; an error if there is anything else in it."""
-    files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
-    found = {str(file.relative_to(path)): file.lstat() for file in files}
-    listed = _manifest(path)
-    if listed is None:
-        listed = {name: state.st_size for name, state in found.items() if _OLD_NAMES.fullmatch(name)}
-    strange = [
-        name
-        for name, state in sorted(found.items())
-        if name != MANIFEST and not (stat.S_ISREG(state.st_mode) and listed.get(name) == state.st_size)
-    ]
+    found, listed = entries(path), _manifest(path)
+    strange = strangers(found, {*listed, MANIFEST})
+    strange += [name for name in sorted(listed.keys() & found.keys()) if listed[name] != found[name].st_size]
     if strange or (found and not listed):
         what = strange[0] if strange else "none of its files"
         more = f" and {len(strange) - 1} more" * (len(strange) > 1)
@@ -149,15 +149,17 @@ def _own_files(path: Path) -> list[str]:
             f"output {path} is not as slime-convert wrote it (it holds {what}{more}), so --force does not replace it; "
             "move or delete it yourself, or choose another directory"
         )
-    return [name for name in listed if name != MANIFEST]
+    return list(listed)
 
 
-def _manifest(path: Path) -> dict[str, int] | None:
-    """Sizes of an output's files by name, as recorded when it was written."""
+def _manifest(path: Path) -> dict[str, int]:
+    """Sizes of an output's files by name, as recorded when it was written; none if it is not such a record."""
     with suppress(OutputError, ValueError, KeyError, TypeError):
         listed = read_json(path, MANIFEST, OutputError, "")
-        return dict(listed["files"]) if PROGRAM in listed else None
-    return None
+        files = dict(listed["files"]) if PROGRAM in listed else {}
+        # It may have come with a download. Were one name to lead elsewhere, nothing that it says would count.
+        return files if all(map(leads_inside, files)) and MANIFEST not in files else {}
+    return {}
 
 
 def _make_parents(path: Path, made: list[Path]) -> None:
@@ -167,7 +169,8 @@ def _make_parents(path: Path, made: list[Path]) -> None:
         made.insert(0, parent)
 
 
-def _put_in_place(partial: Partial, path: Path, command: str, *, replace: bool) -> None:
+def _put_in_place(partial: Partial, path: Path, command: str, before: tuple[int, ...] | None, *, force: bool) -> None:
+    """Rename the output to its place, where only what was there ``before`` is replaced."""
     partial.refuse_others()
     names = sorted(str(file.relative_to(partial.output)) for file in partial.output.rglob("*") if file.is_file())
     sizes = {name: (partial.output / name).stat().st_size for name in names if name != MANIFEST}
@@ -178,16 +181,22 @@ def _put_in_place(partial: Partial, path: Path, command: str, *, replace: bool) 
         _flush(written)
     with suppress(OSError):  # the directory to be replaced does not exist, or its file system has no permissions
         partial.output.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
+    partial.refuse_others()
+    if identity(path) not in (before, None):
+        raise _replaced(partial, path)
+    replace = force and not _is_free(path)
     if replace:
         _own_files(path)
     try:
         if replace:
             path.rename(partial.earlier)
+            if identity(partial.earlier) != before:
+                raise _replaced(partial, path)
         # This replaces an empty directory too, and fails if something has appeared there since the check.
         partial.output.rename(path)
     except BaseException:
         # The earlier output comes back after an interrupt too.
-        if partial.earlier.exists() and not path.exists():
+        if os.path.lexists(partial.earlier) and not os.path.lexists(path):
             partial.earlier.rename(path)
         raise
     try:
@@ -197,6 +206,10 @@ def _put_in_place(partial: Partial, path: Path, command: str, *, replace: bool) 
     except KeyboardInterrupt as error:
         error.add_note(f"{path} is complete" + f"; delete {partial.path}" * partial.earlier.exists())
         raise
+
+
+def _replaced(partial: Partial, path: Path) -> OutputError:
+    return OutputError(f"output {path} was replaced during the conversion; move it elsewhere, and {_again(partial)}")
 
 
 def _remove_earlier(earlier: Path) -> None:

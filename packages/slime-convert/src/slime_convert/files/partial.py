@@ -2,7 +2,8 @@
 
 It holds ``conversion.json`` (what is converted), ``files`` (names of all files created in the output), ``output/``
 (what will be renamed to ``NAME``) and ``lock`` (held by the process that writes). It appears whole, by renaming. A
-directory of that name without such a record is not ours, neither used nor removed. Only listed files are removed.
+directory of that name without such a record, or with anything else in it, is not ours, neither used nor removed. Only
+listed files are removed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from slime_convert.files import open_file
 
 PROGRAM = "slime-convert"
 _RECORD, _FILES, _OUTPUT, _LOCK = "conversion.json", "files", "output", "lock"
+_EARLIER = "earlier"
+_SMALL = (_RECORD, _FILES, _LOCK, f"{_RECORD}.new", f"{_FILES}.new")
 _DEPTH = 2
 _log = logging.getLogger(__name__)
 
@@ -94,7 +97,8 @@ class Partial:
 
     def __init__(self, target: Path, record: Mapping[str, Any]) -> None:
         self.path = partial_path(target)
-        self.earlier = self.path / "earlier"  # an output that is being replaced
+        self.earlier = self.path / _EARLIER  # an output that is being replaced
+        self._made: tuple[int, ...] | None = None  # which directory the output is
         self._lock = self._acquire(target, record)
 
     @property
@@ -110,6 +114,7 @@ class Partial:
     def begin(self, record: Mapping[str, Any]) -> None:
         """Keep what an earlier run of the same conversion left; remove what another conversion left."""
         if not self.was_renamed:
+            self._made = identity(self.output)
             self.refuse_others()
             if _read_record(self.path) == dict(record):
                 return
@@ -117,37 +122,41 @@ class Partial:
                 what = "another conversion (other inputs, options or version) that was interrupted"
                 _log.warning("%s holds %s; it is removed, and this one begins from the start", self.path, what)
         self._remove_output()
-        (self.path / _FILES).write_text("")
+        _write_new(self.path / _FILES, "")
         _write_record(self.path, record)
         self.output.mkdir()
+        self._made = identity(self.output)
 
     def create(self, *names: str) -> list[Path]:
         """List files that are about to be created in the output, make their directories, and return their paths."""
+        self.refuse_others()
         known = set(self._created())
         for name in names:
             if name not in known and os.path.lexists(self.output / name):
                 raise _foreign(self.output / name)
-        with (self.path / _FILES).open("a", encoding="utf-8") as listed:
+        with os.fdopen(_open(self.path / _FILES, os.O_APPEND), "a", encoding="utf-8") as listed:
             # The line break goes first: a kill may have cut the last line off.
             listed.writelines("\n" + json.dumps(name) for name in names if name not in known)
         paths = [self.output / name for name in names]
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.lexists(path):
+                os.close(_open(path, os.O_CREAT | os.O_EXCL))
         return paths
 
     def refuse_others(self) -> None:
         """Refuse to go on if there is anything in the output that was not created by :meth:`create`."""
-        created = set(self._created())
-        for path in self.output.rglob("*"):
-            mode = path.lstat().st_mode
-            is_ours = stat.S_ISREG(mode) and str(path.relative_to(self.output)) in created
-            if not is_ours and not stat.S_ISDIR(mode):
-                raise _foreign(path)
+        if identity(self.output) != self._made:
+            raise _foreign(self.output)
+        found = entries(self.output)
+        for name in (*strangers(found, self._created()), *(name for name in found if not _is_own(found[name]))):
+            raise _foreign(self.output / name)
 
     def write(self, name: str, data: bytes) -> None:
         """Create a small file in the output."""
         (path,) = self.create(name)
-        path.write_bytes(data)
+        with os.fdopen(_open(path, os.O_TRUNC), "wb") as file:
+            file.write(data)
 
     def remove(self) -> None:
         """Remove the whole directory, or warn if that fails."""
@@ -155,12 +164,12 @@ class Partial:
             return
         try:
             self._remove_output()
-            remove_files(self.path, (), _FILES, _RECORD, _LOCK)  # nothing but these may be there
+            remove_files(self.path, (), *_SMALL)  # nothing but these may be there
             # Under another name first: a half of it would be in the way of the next run.
             going = Path(tempfile.mkdtemp(prefix=f".{PROGRAM}-", dir=self.path.parent))
             self.path.rename(going)
             _discard(going)
-        except OSError as error:
+        except (OSError, OutputError) as error:
             _log.warning("%s is no longer needed, but cannot be removed (%s); delete it", self.path, error)
 
     def close(self) -> None:
@@ -169,16 +178,13 @@ class Partial:
 
     def _remove_output(self) -> None:
         if not self.was_renamed:
+            self.refuse_others()
             remove_files(self.output, self._created())
             self.output.rmdir()
 
     def _created(self) -> list[str]:
         """Names of the files that were created in the output."""
-        names = []
-        for line in (self.path / _FILES).read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # cut off by a kill, before the file was created
-                names.append(str(json.loads(line)))
-        return names
+        return _listed(self.path)
 
     def _acquire(self, target: Path, record: Mapping[str, Any]) -> int:
         """The lock of the directory, which is made if it is missing."""
@@ -235,7 +241,7 @@ def _foreign(path: Path) -> OutputError:
 
 def _discard(directory: Path) -> None:
     """Remove a directory of ours that holds no converted file."""
-    for name in (_RECORD, f"{_RECORD}.new", _LOCK, _FILES):
+    for name in _SMALL:
         (directory / name).unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         (directory / _OUTPUT).rmdir()
@@ -258,18 +264,65 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _write_record(path: Path, record: Mapping[str, Any]) -> None:
-    begun = path / f"{_RECORD}.new"
-    with begun.open("w", encoding="utf-8") as file:
-        json.dump(record, file, indent=2)
+    _write_new(path / _RECORD, json.dumps(record, indent=2))
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file under another name, which must be new, and put it in the place of whatever is there."""
+    begun = path.with_name(f"{path.name}.new")
+    begun.unlink(missing_ok=True)
+    with os.fdopen(_open(begun, os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    begun.rename(path / _RECORD)
+    begun.rename(path)
+
+
+def _open(path: Path, flags: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
+
+
+def _listed(path: Path) -> list[str]:
+    """The names in the list of a directory of ours; a ValueError if one leads out of its output."""
+    names = []
+    with os.fdopen(open_file(path / _FILES, os.O_NOFOLLOW), encoding="utf-8") as file:
+        for line in file.read().splitlines():
+            with suppress(ValueError, RecursionError):  # cut off by a kill, before the file was created
+                names.append(json.loads(line))
+    if not all(map(leads_inside, names)):
+        raise ValueError("a name leads elsewhere")
+    return names
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Whether something is this user's, a directory or a regular file, and has no second name elsewhere."""
+    is_kind = stat.S_ISDIR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink == 1)
+    return is_kind and found.st_uid == os.geteuid()
+
+
+def _is_as_made(path: Path) -> bool:
+    """Whether a directory holds what :class:`Partial` makes, as it makes it, and nothing else."""
+    found = {entry.name: entry.lstat() for entry in path.iterdir()}
+    earlier = found.pop(_EARLIER, None)  # it may be another user's
+    try:
+        return (
+            _read_record(path) is not None
+            and found.keys() >= {_RECORD, _FILES, _LOCK}
+            and found.keys() <= {*_SMALL, _OUTPUT}
+            and all(
+                _is_own(state) and stat.S_ISDIR(state.st_mode) == (name == _OUTPUT) for name, state in found.items()
+            )
+            and (earlier is None or stat.S_ISDIR(earlier.st_mode))
+            and _listed(path) is not None
+        )
+    except (OSError, ValueError):
+        return False
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a place that is taken: by a link, a file, another user's directory, or one without our record."""
+    """Refuse a place that is taken: by a link, a file, another user's directory, or one that we did not make."""
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or _read_record(path) is None:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or not _is_as_made(path):
         path.lstat()  # an error if it was removed just now
         advice = "move it elsewhere, or choose another directory"
         raise OutputError(f"{path} was not made by this version of slime-convert; {advice}")
@@ -283,13 +336,51 @@ def _is_of(descriptor: int, directory: Path) -> bool:
         return False
 
 
+def entries(directory: Path) -> dict[str, os.stat_result]:
+    """Everything in a directory, by its name from there. Links are listed and not followed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(directory, onerror=fail)
+    paths = [Path(root, name) for root, directories, names in walk for name in (*directories, *names)]
+    return {str(path.relative_to(directory)): path.lstat() for path in sorted(paths)}
+
+
+def strangers(found: Mapping[str, os.stat_result], names: Iterable[str]) -> list[str]:
+    """Which entries are neither regular files of some names nor directories that these need."""
+    files = set(names)
+    parents = {str(parent) for name in files for parent in Path(name).parents}
+    known = {stat.S_IFREG: files, stat.S_IFDIR: parents}
+    strange = [name for name, state in found.items() if name not in known.get(stat.S_IFMT(state.st_mode), ())]
+    return sorted(strange, key=lambda name: stat.S_ISDIR(found[name].st_mode))  # what lies in a directory says more
+
+
+def leads_inside(name: object) -> bool:
+    """Whether a value is the name of a file in a directory, as :func:`entries` would give it."""
+    if not isinstance(name, str) or name != str(Path(name)) or name == ".":
+        return False
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def identity(path: Path) -> tuple[int, ...] | None:
+    """Tells whether something is still the same directory, file or link; ``None`` if there is nothing."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return stat.S_IFMT(found.st_mode), found.st_dev, found.st_ino
+
+
 def remove_files(directory: Path, names: Iterable[str], *kept: str) -> None:
     """Remove files of a directory, and empty directories in it; an OSError if then more than ``kept`` is left."""
-    parents = set()
-    for path in (directory / name for name in names):
-        path.unlink(missing_ok=True)
-        parents |= {parent for parent in path.parents if parent != directory and parent.is_relative_to(directory)}
-    remove_empty(sorted(parents, key=lambda parent: -len(parent.parts)))
+    # Only what is found there: a name could lead elsewhere, by itself or through a link.
+    listed, found = set(names), entries(directory)
+    for name in listed & found.keys():
+        if stat.S_ISREG(found[name].st_mode):
+            (directory / name).unlink(missing_ok=True)
+    parents = {str(parent) for name in listed for parent in Path(name).parents} & found.keys()
+    remove_empty(directory / name for name in sorted(parents, reverse=True))
     if others := {path.name for path in directory.iterdir()} - set(kept):
         raise OSError(errno.ENOTEMPTY, f"not empty, it holds {min(others)}")
 

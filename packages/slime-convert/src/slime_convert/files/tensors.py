@@ -24,6 +24,8 @@ ITEM_BYTES: Mapping[str, int] = {
 }
 """Bytes of one element, by torch's name of the type."""
 
+_MANY_PIECES, _TINY_BYTES = 2**22, 32
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -110,7 +112,9 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        # A file may have a type that torch has not.
+        item = ITEM_BYTES.get(self.dtype)
+        return sum(piece.nbytes for piece in self.pieces) if item is None else math.prod(self.shape) * item
 
     def info(self, name: str) -> TensorInfo:
         """Its description, under a name."""
@@ -155,6 +159,14 @@ def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(merged)
 
 
+def _bounded(blocks: int, parts: int, nbytes: int) -> range:
+    """Counts blocks: none without bytes, however long the other axes are. A ValueError if they are of a few bytes each
+    and so many that a list of their pieces would be far larger than the tensor."""
+    if blocks * parts > _MANY_PIECES and blocks * parts * _TINY_BYTES > nbytes > 0:
+        raise ValueError(f"{nbytes} bytes would be put together from {blocks * parts} pieces")
+    return range(blocks if nbytes else 0)
+
+
 def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
     """Tensors joined along an axis; a ValueError if they differ in type, or in a length of another axis."""
     first = parts[0]
@@ -162,9 +174,9 @@ def concat(parts: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
     kinds = {(part.dtype, part.shape[:axis], part.shape[axis + 1 :]) for part in parts}
     if len(kinds) != 1 or axis >= len(first.shape):
         raise ValueError(f"cannot join {', '.join(f'{part.dtype} {part.shape}' for part in parts)} along axis {axis}")
-    blocks = math.prod(before)
-    shares = [(Cursor(part.pieces), part.nbytes // blocks if blocks else 0) for part in parts]
-    pieces = (piece for _ in range(blocks) for cursor, nbytes in shares for piece in cursor.take(nbytes))
+    blocks = _bounded(math.prod(before), len(parts), sum(part.nbytes for part in parts))
+    shares = [(Cursor(part.pieces), part.nbytes // len(blocks) if blocks else 0) for part in parts]
+    pieces = (piece for _ in blocks for cursor, nbytes in shares for piece in cursor.take(nbytes))
     length = sum(part.shape[axis] for part in parts)
     return LazyTensor(first.dtype, (*before, length, *behind), _merged(pieces))
 
@@ -177,7 +189,7 @@ def split(whole: LazyTensor, lengths: Sequence[int], axis: int = 0) -> list[Lazy
     unit = math.prod(behind) * ITEM_BYTES[whole.dtype]
     cursor = Cursor(whole.pieces)
     parts: list[tuple[int, list[Piece]]] = [(length, []) for length in lengths]
-    for _ in range(math.prod(before)):
+    for _ in _bounded(math.prod(before), len(parts), whole.nbytes):
         for length, pieces in parts:
             pieces.extend(cursor.take(length * unit))
     return [LazyTensor(whole.dtype, (*before, length, *behind), _merged(pieces)) for length, pieces in parts]

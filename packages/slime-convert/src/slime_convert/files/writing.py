@@ -6,7 +6,9 @@ says of the tensor, its checksum included. So a file shows by itself which of it
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,11 +71,15 @@ class NewFile:
 
     def begin(self) -> set[str]:
         """Create the file, unless an earlier run did, and return the names of the tensors that it holds already."""
-        if self.path.is_file() and self.path.stat().st_size == self.nbytes:
-            with self.path.open("rb", buffering=0) as file:
-                if self._has_fixed(file.fileno()):
-                    return {placed.tensor.info.name for placed in self.tensors if _is_sealed(file.fileno(), placed)}
-        with self.path.open("wb", buffering=0) as file:
+        # Neither through a link nor into a file that has another name too: both would change what is not ours.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                raise FileExistsError(errno.EEXIST, "not a file of its own", str(self.path))
+            if found.st_size == self.nbytes and self._has_fixed(descriptor):
+                return {placed.tensor.info.name for placed in self.tensors if _is_sealed(descriptor, placed)}
+            file.truncate(0)
             for offset, data in self.fixed:
                 write_at(file.fileno(), memoryview(data), offset)
             file.truncate(self.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -45,7 +46,10 @@ def detect(path: str | Path, allowed: Collection[str] | None = None) -> Checkpoi
         GgufError: There are several GGUF files.
         UnfinishedError: A conversion is running there, or was interrupted.
     """
-    refuse_unfinished(path)
+    try:
+        refuse_unfinished(path)
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name with a zero byte
+        raise CheckpointError(f"cannot read {path} ({error}); give a checkpoint's path") from error
     place = Path(path)
     usable = [form for form in FORMATS if allowed is None or form.name in allowed]
     advice = "; ".join(f"{form.name} ({form.looks_like})" for form in usable)
@@ -80,6 +84,8 @@ def _iteration(path: Path) -> Path | None:
         must = f"it must be {RELEASE!r} or a number; give one iteration of the checkpoint"
         raise CheckpointError(f"{tracker} holds {tracked!r:.40}; {must}")
     iteration = path / (tracked if tracked == RELEASE else f"iter_{int(tracked):07d}")
+    if os.path.lexists(iteration) and not Path(os.path.realpath(iteration)).is_relative_to(os.path.realpath(path)):
+        raise CheckpointError(f"{iteration} leads outside of {path}; copy it there, or give the iteration itself")
     if not _is_iteration(iteration):
         what = f"{iteration.name}, but that has no mp_rank_* directory and no {METADATA}"
         raise CheckpointError(f"{tracker} names {what}; give another iteration of the checkpoint")

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ INSTEAD = "convert the model's Hugging Face release instead"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
+_MAX_TEXT_BYTES = 100_000_000  # of names and settings; lists, such as the vocabulary, are not read
 _ROWS_ELEMENTS = 2**22  # expanded at a time
 _STRING, _ARRAY = 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -107,6 +109,9 @@ def read_gguf(path: Path) -> GgufFile:
     except (OSError, ValueError, KeyError, struct.error, RecursionError, OverflowError) as error:
         raise GgufError(f"cannot read {path} ({error}); give a GGUF file that is complete") from error
     needed = max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
+    for one, other in pairwise(sorted((t for t in header.tensors if t.nbytes), key=lambda t: t.offset)):
+        if one.offset + one.nbytes > other.offset:  # else a small file could hold any number of weights
+            raise GgufError(f"{path} is damaged: {one.name} and {other.name} overlap; fetch it again")
     if size < needed:
         raise GgufError(f"{path} is cut off: it has {size} of {needed} bytes; fetch it again")
     parts = header.settings.get("split.count", 1)
@@ -121,7 +126,7 @@ class _Cursor:
     """Reads one value after another."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.place = data, 0
+        self._data, self.place, self._left = data, 0, _MAX_TEXT_BYTES
 
     def numbers(self, letters: str) -> tuple[Any, ...]:
         """Little-endian numbers, by the letters of :mod:`struct`."""
@@ -131,6 +136,9 @@ class _Cursor:
 
     def text(self) -> str:
         start = self._skip_text()
+        self._left -= self.place - start
+        if self._left < 0:
+            raise ValueError(f"its names and texts have more than {_MAX_TEXT_BYTES} bytes")
         return self._data[start : self.place].decode()
 
     def value(self, kind: int) -> Any:

@@ -14,10 +14,19 @@ from slime_convert.errors import ConvertError, HfConfigError, QuantizationError,
 from slime_convert.files import file_inside, read_json
 from slime_convert.files.output import new_directory
 from slime_convert.files.partial import Conversion, Partial, refuse_unfinished
+from slime_convert.files.reading import are_equal
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
 from slime_convert.files.writing import NewTensor, write_files
 from slime_convert.formats.checkpoint import Weights
-from slime_convert.formats.safetensors import ADAPTER, DEFAULT_SHARD_BYTES, INDEX, read_directory, shard_files
+from slime_convert.formats.safetensors import (
+    _MAX_HEADER_BYTES,
+    ADAPTER,
+    DEFAULT_SHARD_BYTES,
+    INDEX,
+    read_directory,
+    shard_files,
+)
+from slime_convert.mapping import hf_copies
 from slime_convert.progress import Converted, OnProgress, no_progress
 from slime_convert.quantize import QuantizedFormat, expand, format_of, settings_of, without_quantization
 from slime_convert.shape import ModelShape
@@ -26,6 +35,8 @@ _ADVICE = "give a Hugging Face model directory (config.json, *.safetensors, toke
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _TEMPLATES = "additional_chat_templates"
 ADAPTER_CONFIG = "adapter_config.json"
+
+LM_HEAD = "lm_head.weight"
 
 FREQUENCIES = ".rotary_emb.inv_freq"
 """How names of rotary frequencies end. Old Llama files store them; they follow from the config."""
@@ -94,6 +105,21 @@ def open_model(directory: str | Path) -> HfWeights:
     refuse_unfinished(path)
     read_config(path)  # the likely mistake first
     return HfWeights(path).expanded()
+
+
+def refuse_other_copies(
+    tensors: Mapping[str, LazyTensor], shape: ModelShape | None, where: Path | str, *, tied: bool | None = None
+) -> None:
+    """Refuse copies that differ: an output layer next to tied embeddings (``tied`` if no shape), or a module's."""
+    copies = {} if shape is None else hf_copies(shape)
+    if tied if shape is None else not shape.untie_embeddings_and_output_weights:
+        copies |= {LM_HEAD: "model.embed_tokens.weight"}
+    for copy, original in copies.items():
+        if {copy, original} <= tensors.keys() and not are_equal(tensors[copy], tensors[original]):
+            why = "Megatron's prediction modules share it; convert a model in which the two are equal"
+            if copy == LM_HEAD:
+                why = "tie_word_embeddings of its config is true; set it to false to keep both, or remove one"
+            raise WeightError(f"{copy} of {where} differs from {original}, but {why}")
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
@@ -177,6 +203,11 @@ def write_model(
     conversion = replace(conversion, options={**conversion.options, "max_shard_bytes": max_shard_bytes})
     with new_directory(target, conversion, force=force) as output:
         files, index = shard_files(output.output, tensors, max_shard_bytes)
+        if (largest := max(len(file.fixed[0].data) - 8 for file in files)) > _MAX_HEADER_BYTES:
+            raise WeightError(
+                f"{target} would have a file with a header of {largest} bytes, which no program reads; allowed: "
+                f"{_MAX_HEADER_BYTES}; write smaller files with --max-shard-gib, or give a model of fewer weights"
+            )
         output.create(*(file.path.name for file in files))
         write_files(files, on_progress)
         if index is not None:
@@ -187,13 +218,20 @@ def write_model(
 
 
 def copy_model_files(
-    output: Partial, *, origin: Path, dtype: str, changes: Mapping[str, Any] | None = None, with_adapter: bool = True
+    output: Partial,
+    *,
+    origin: Path,
+    config: Mapping[str, Any],
+    dtype: str,
+    changes: Mapping[str, Any] | None = None,
+    with_adapter: bool = True,
 ) -> None:
     """Copy a model's config, tokenizer, chat template and other files, except weights and hidden files.
 
     Args:
         output: Where the files go.
         origin: A Hugging Face directory.
+        config: Its ``config.json`` as the weights were read with it: by now there may be another.
         dtype: Element type of the weights, to be set in ``config.json``.
         changes: Further entries of ``config.json``; entries about quantization are removed unless given here.
         with_adapter: Copy a LoRA adapter that the directory holds, which is not part of the model's weights.
@@ -207,10 +245,13 @@ def copy_model_files(
     for name, copy in zip(copied, output.create(*copied), strict=True):
         with file_inside(origin, name, HfConfigError).open("rb") as file, copy.open("wb") as target:
             shutil.copyfileobj(file, target, 2**20)
-    config = read_config(origin)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     changed = without_quantization(config) | ({key: dtype} if key in config else {}) | dict(changes or {})
-    if changed != config:
+    try:
+        is_copied = read_config(output.output) == changed
+    except HfConfigError:  # removed, or half written
+        is_copied = False
+    if not is_copied:
         output.write("config.json", (json.dumps(changed, indent=2) + "\n").encode())
 
 

@@ -26,6 +26,7 @@ from slime_convert.mapping import WeightMap
 # A rank's file; older Megatron used the second with a distributed optimizer.
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _SHOWN = 8
+_SHARING = 2  # weights that may share a byte, as the embedding and the output layer of a tied model do
 _MAX_NAME = 10_000  # deeper state is left out: names would grow with the square of the file
 _DIRECTORY = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 
@@ -218,6 +219,9 @@ class _RankState:
         content = file.content()
         content = content if isinstance(content, dict) else {}
         found = {int(match[1] or 0): content[key] for key in content if (match := _MODEL_KEY.match(str(key)))}
+        if found and max(Counter(map(id, found.values())).values()) > _SHARING:
+            # Each is laid out anew, so a small file could ask for any amount of work.
+            raise CheckpointError(f"{file.path} holds one state dict under several keys; use another checkpoint")
         if not found:
             raise CheckpointError(f"{file.path} holds no model (no key 'model' or 'model0'); use Megatron's checkpoint")
         version = content.get("checkpoint_version", _CHECKPOINT_VERSION)
@@ -226,6 +230,10 @@ class _RankState:
             raise CheckpointError(f"{file.path} has checkpoint version {version}; {advice}")
         self.arguments = plain_arguments(content.get("args"))
         self.chunks = [_chunk(found[number], file) for number in sorted(found)]
+        needed = sum(tensor.nbytes for chunk in self.chunks for tensor in chunk.values())
+        if needed > _SHARING * (size := (directory / name).stat().st_size):
+            what = f"has {size} bytes, and its weights would have {needed}: too many of them are the same"
+            raise CheckpointError(f"{file.path} {what}; allowed: twice the file; use another checkpoint")
         self.optimizer = list(_optimizer_in(content, file, name.parent.name))
 
 

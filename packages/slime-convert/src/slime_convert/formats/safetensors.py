@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slime_convert.errors import HfConfigError
+from slime_convert.errors import HfConfigError, WeightError
 from slime_convert.files import file_inside, open_file, read_json, refuse_missing
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor, StoredBytes, TensorInfo
 from slime_convert.files.writing import NewFile, NewTensor, Placed, Segment
@@ -205,7 +205,14 @@ def shard_files(
 
     Returns:
         The files, and the text of their index if there are several.
+
+    Raises:
+        WeightError: The format, or torch, has no such type as one of the weights has.
     """
+    for info in (tensor.info for tensor in tensors):
+        if info.dtype not in _NAMES:
+            allowed = f"allowed: {', '.join(_NAMES)}; use a model without it"
+            raise WeightError(f"{info.name} has type {info.dtype}, which cannot be written; {allowed}")
     shards: list[list[NewTensor]] = [[]]
     room = max_shard_bytes
     for tensor in tensors:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from slime_convert.files.tensors import LazyTensor, TensorInfo, concat, narrow, 
 from slime_convert.formats.checkpoint import Weights, plain_arguments
 from slime_convert.formats.pickles import Name, Obj, loads
 from slime_convert.formats.torch_dist_names import COMMON, METADATA, Place, is_optimizer, layers_under, places
-from slime_convert.formats.torch_file import TorchFile, sizes
+from slime_convert.formats.torch_file import MAX_PICKLE_BYTES, TorchFile, sizes
 from slime_convert.mapping import WeightMap
 
 _Index = tuple[int, ...]
@@ -216,14 +216,18 @@ _Places = dict[tuple[str, _Index], _Location]
 def _read_metadata(directory: Path) -> tuple[dict[str, _Stored], _Places]:
     """Every tensor by its key on disk, and where each block lies, by key and the block's beginning."""
     path = directory / METADATA
-    data = read_file(directory, METADATA, CheckpointError)
+    data = read_file(directory, METADATA, CheckpointError, most=MAX_PICKLE_BYTES)
     try:
         state = _state(loads(data), "Metadata")
-        stored = {
-            str(key): _stored(str(key), _state(record, "TensorStorageMetadata"))
+        records = {
+            str(key): _state(record, "TensorStorageMetadata")
             for key, record in state["state_dict_metadata"].items()
             if isinstance(record, Obj) and record.name.endswith(" TensorStorageMetadata")
         }
+        lists = [id(record["chunks"]) for record in records.values() if record["chunks"]]
+        if len(set(lists)) < len(lists):  # each is laid out anew: a small file could ask for any amount of work
+            raise ValueError("several tensors have one list of parts")
+        stored = {key: _stored(key, record) for key, record in records.items()}
         places: _Places = {}
         for index, location in state["storage_data"].items():
             index, location = _state(index, "MetadataIndex"), _state(location, "_StorageInfo")
@@ -234,7 +238,7 @@ def _read_metadata(directory: Path) -> tuple[dict[str, _Stored], _Places]:
             if not isinstance(location["relative_path"], str):
                 raise ValueError("a file's name is not a text")
             places[str(index["fqn"]), offset] = _Location(location["relative_path"], first, length)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path} ({error}); the checkpoint is damaged, use another") from error
     held: Counter[str] = Counter()
     for (key, _), place in places.items():
@@ -282,13 +286,18 @@ def _numbers(value: Any) -> _Index:
     return numbers
 
 
-def _check_files(directory: Path, places: Iterable[_Location]) -> dict[str, int]:
+def _check_files(directory: Path, places: Collection[_Location]) -> dict[str, int]:
     """Sizes of the files that hold tensors."""
     needed: dict[str, int] = {}
     for file, offset, length in places:
         needed[file] = max(needed.get(file, 0), offset + length)
     refuse_missing(directory, needed, METADATA, CheckpointError)
-    found = {name: file_inside(directory, name, CheckpointError).stat().st_size for name in sorted(needed)}
+    real = {name: file_inside(directory, name, CheckpointError) for name in sorted(needed)}
+    found = {name: path.stat().st_size for name, path in real.items()}
+    ranges = sorted((real[file], offset, offset + length) for file, offset, length in places if length)
+    for (path, _, end), (other, begin, _) in pairwise(ranges):
+        if path == other and begin < end:  # else a small file could give any number of weights
+            raise CheckpointError(f"{directory / METADATA} names bytes of {path} twice; it is damaged, use another")
     for name, size in found.items():
         if size < needed[name]:
             what = f"is cut off: it has {size} of {needed[name]} bytes"

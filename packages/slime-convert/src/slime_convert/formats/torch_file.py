@@ -42,6 +42,8 @@ _PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_paramet
 _LOCAL_HEADER_BYTES = 30
 _ALIGNMENT = 64
 _LARGE = 2**32 - 1
+MAX_PICKLE_BYTES = 2**30
+"""Largest pickle that is read: of a description of tensors, not of the tensors."""
 
 
 class TorchFile:
@@ -161,6 +163,8 @@ class TorchFile:
         info = self._records.get(name)
         if info is None:
             return None
+        if info.file_size > MAX_PICKLE_BYTES:  # a sparse file may have any size
+            raise ValueError(f"{name} has {info.file_size} bytes; allowed: {MAX_PICKLE_BYTES}")
         data = os.pread(descriptor, info.file_size, self._places[name])
         if len(data) != info.file_size or (info.CRC and crc32(data) != info.CRC):
             raise ValueError(f"the checksum of {name} is wrong")
@@ -170,7 +174,15 @@ class TorchFile:
     def _read_errors(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, EOFError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
+        except (
+            OSError,
+            ValueError,
+            EOFError,
+            struct.error,
+            zipfile.BadZipFile,
+            NotImplementedError,
+            MemoryError,
+        ) as error:
             must = "it must be a whole file of torch.save in its zip format, use another checkpoint"
             raise CheckpointError(f"cannot read {self.path} ({error}); {must}") from error
 

@@ -177,8 +177,8 @@ def expand(stored: Mapping[str, LazyTensor], form: QuantizedFormat, directory: P
         held = {*quantized, *(name for name in stored if name.endswith(SCALE_INV))}
     else:
         quantized = [name.removesuffix(first) for name in stored if name.endswith(first)]
-        endings = (PACKED,) if isinstance(form, Int4Format) else (BLOCKS, SCALES)
-        held = {name for name in stored if name.endswith(endings) or (first == PACKED and ".weight_" in name)}
+        is_mxfp4 = isinstance(form, Mxfp4Format)
+        held = {name for name in stored if (name.endswith((BLOCKS, SCALES)) if is_mxfp4 else is_packed_part(name))}
     _refuse_incomplete(directory, {name + part for name in quantized for part in (first, *others)}, held)
     if first and (twice := set(quantized) & stored.keys()):
         raise WeightError(
@@ -200,6 +200,11 @@ def expand(stored: Mapping[str, LazyTensor], form: QuantizedFormat, directory: P
                 expanded[stored_name] = tensor
         reader.finish()
     return expanded
+
+
+def is_packed_part(name: str) -> bool:
+    """Whether a tensor of an INT4 checkpoint is a part of a packed weight, by its name."""
+    return name.endswith(PACKED) or ".weight_" in name
 
 
 def _refuse_incomplete(directory: Path, wanted: set[str], held: set[str]) -> None:

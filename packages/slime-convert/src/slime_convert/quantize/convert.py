@@ -72,10 +72,18 @@ def hf_to_int4(
             if the model has any, as in Kimi-K2, else the output layer.
         output: How it is written.
     """
-    if group_size not in _GROUP_SIZES:
+    if type(group_size) is not int or group_size not in _GROUP_SIZES:
         raise QuantizationError(f"group size {group_size} is not supported; allowed: 32, 128")
+    ignore = (ignore,) if isinstance(ignore, str) else ignore
+    if ignore is not None and not all(isinstance(rule, str) for rule in ignore):
+        raise QuantizationError(f"ignore {ignore!r} is not supported; allowed: names of modules, or re: and a pattern")
     conversion = Conversion("hf-to-int4", (Path(hf_checkpoint),))
     model = _open_unquantized(hf_checkpoint)
+    if parts := sorted(name for name in model.tensors if quantize.is_packed_part(name)):
+        raise QuantizationError(
+            f"{model.directory} has {parts[0]}, which would be taken for a part of a packed weight ({len(parts)} such "
+            "weights); give an unquantized model without them"
+        )
     shapes = {name: info.shape for name, info in model.tensors.items()}
     names = projections(shapes)
     rules = default_ignore(names) if ignore is None else tuple(ignore)
@@ -103,7 +111,7 @@ def _expand(origin: Path, save: str | Path, wanted: type, **output: Unpack[Outpu
     if not isinstance(form, wanted):
         raise QuantizationError(f"{origin} is quantized otherwise ({form}); use slime-convert {_EXPANDING[type(form)]}")
     model = HfWeights(origin).expanded()
-    others = partial(copy_model_files, origin=origin, dtype="bfloat16")
+    others = partial(copy_model_files, origin=origin, config=model.config, dtype="bfloat16")
     return write_model([_kept(model, info) for info in model.tensors.values()], save, conversion, others, **output)
 
 
@@ -141,7 +149,7 @@ def _quantize(
         tensors += make(model, info) if name in chosen else [_kept(model, info)]
     changes = {"quantization_config": quantization}
     dtype = model.tensors[min(chosen)].dtype
-    others = partial(copy_model_files, origin=model.directory, dtype=dtype, changes=changes)
+    others = partial(copy_model_files, origin=model.directory, config=model.config, dtype=dtype, changes=changes)
     return write_model(tensors, save, replace(conversion, options=changes), others, **output)
 
 
