@@ -167,7 +167,7 @@ def test_a_second_interrupt_does_not_keep_the_earlier_output_from_coming_back(on
     [
         ["hf-to-torch-dist", "--save", "out", "--hf-checkpoint"],
         ["torch-dist-to-hf", "--input-dir", "CONVERTED", "--output-dir", "out", "--origin-hf-dir"],
-        ["megatron-to-hf", "--load", "in", "--output-dir", "out", "--origin-hf-dir"],
+        ["megatron-to-hf", "--load", "CONVERTED", "--output-dir", "out", "--origin-hf-dir"],
     ],
     ids=lambda words: words[0],
 )
@@ -206,9 +206,9 @@ TO_TORCH_DIST = ["hf-to-torch-dist", "--hf-checkpoint", "x", "--save", "y"]
         (["verify", "x", "y", "--tolerance", "much"], "invalid float value: 'much'"),
         (["inspect", "x", "--jsn"], "unknown flag --jsn; did you mean --json?"),
         # argparse takes it for the end of the flags, and leaves no value.
-        (["hf-to-torch-dist", "--hf-checkpoint", "x", "--save=--"], "argument --save: '--' is no value; give another"),
-        (["hf-to-int4", "--hf-checkpoint", "x", "--save", "y", "--ignore=--"], "argument --ignore: '--' is no value"),
-        (["verify", "x", "--", "--"], "argument PATH: '--' is no value"),
+        (["hf-to-torch-dist", "--hf-checkpoint", "x", "--save=--"], "argument --save: '--' is not a value"),
+        (["hf-to-int4", "--hf-checkpoint", "x", "--save", "y", "--ignore=--"], "--ignore: '--' is not a value"),
+        (["verify", "x", "--", "--"], "argument PATH: '--' is not a value"),
     ],
 )
 def test_wrong_words_are_told_in_one_line(capsys, words, told):

@@ -213,7 +213,7 @@ class _Parser(_OneLineParser):
         for action in self._actions:
             if getattr(parsed, action.dest, None) == []:  # argparse drops a "--" that is given as a value
                 name = "/".join(action.option_strings) or action.metavar
-                self.error(f"argument {name}: '--' is no value; give another")
+                self.error(f"argument {name}: '--' is not a value; give another")
         if left and not unknown:  # or they are values of unknown flags
             self.error(f"unrecognized arguments: {' '.join(left)}")
         if unknown:

@@ -62,6 +62,8 @@ def hf_to_torch_dist(
         ConvertError: An input or output is not as it must be; nothing is changed at ``save`` then.
     """
     begun, origin = time.monotonic(), Path(hf_checkpoint)
+    inputs = (origin,) if adapter is None else (origin, Path(adapter))
+    conversion = Conversion("hf-to-torch-dist", inputs, begun=begun)
     shape, _ = _checked_shape(origin, flags)
     if type(make_vocab_size_divisible_by) is not int or not 0 < make_vocab_size_divisible_by <= 2**20:
         raise ShapeMismatchError(
@@ -92,9 +94,7 @@ def hf_to_torch_dist(
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
         "params_dtype": weights[0].tensor.info.dtype,
     }
-    options = {"part_bytes": part_bytes, "args": args}
-    inputs = (origin,) if adapter is None else (origin, Path(adapter))
-    conversion = Conversion("hf-to-torch-dist", inputs, options, begun)
+    conversion = replace(conversion, options={"part_bytes": part_bytes, "args": args})
     with new_directory(save, conversion, force=force) as output:
         directory = output.output / RELEASE
         release = new_release(directory, weights, args, stack_layers=shape.equal_layers, part_bytes=part_bytes)
@@ -140,8 +140,11 @@ def megatron_to_hf(
         ConvertError: An input or output is not as it must be; nothing is changed at ``output_dir`` then.
     """
     begun, origin = time.monotonic(), Path(origin_hf_dir)
+    options = {"add_missing": add_missing_from_origin_hf}
+    conversion = Conversion("megatron-to-hf", (origin,), options, begun)
     shape, config = _checked_shape(origin, flags)
     form, iteration = detect(load, (LEGACY, TORCH_DIST))
+    conversion = conversion.also(iteration)
     checkpoint = form.open(iteration)
     original = hf.open_model(origin) if add_missing_from_origin_hf else _stored_model(origin)
     check_weight_count(shape, checkpoint.tensors, checkpoint.directory)
@@ -162,8 +165,6 @@ def megatron_to_hf(
         checked_type(name, info, checkpoint.directory)
     written = _from_checkpoint(weight_map, checkpoint, found, original)
     copied = _from_original(weight_map, original, written) if add_missing_from_origin_hf and original else []
-    options = {"add_missing": add_missing_from_origin_hf}
-    conversion = Conversion("megatron-to-hf", (checkpoint.directory, origin), options, begun)
     dtype = next(iter(found.values())).dtype
     others = partial(hf.copy_model_files, origin=origin, config=config, dtype=dtype, with_adapter=False)
     converted = hf.write_model([*copied, *written.values()], output_dir, conversion, others, **output)

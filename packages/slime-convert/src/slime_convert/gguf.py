@@ -57,14 +57,14 @@ def gguf_to_hf(
         raise GgufError(f"dtype {dtype!r} is unknown; allowed: {', '.join(_DTYPES)}")
     file = detect(gguf, (GGUF,)).path
     need_extra("gguf", "transformers")
+    versions = {name: version(name) for name in ("transformers", "gguf")}
+    conversion = Conversion("gguf-to-hf", (file,), {"dtype": dtype, "versions": versions}, begun)
     weights = GgufWeights(file)
     _refuse_loss(weights)
     with _bars_on_terminals_only():
         config, tokenizer = _load_settings(file)
     weight_map = WeightMap(ModelShape.from_hf_config(config.to_dict()))
     tensors = [_new_tensor(weights, name, weight_map.hf_shape(name), dtype) for name in weight_map.hf_names()]
-    versions = {name: version(name) for name in ("transformers", "gguf")}
-    conversion = Conversion("gguf-to-hf", (file,), {"dtype": dtype, "versions": versions}, begun)
     return write_model(tensors, save, conversion, partial(_save_settings, config, tokenizer, dtype), **output)
 
 

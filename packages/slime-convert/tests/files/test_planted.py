@@ -1,13 +1,16 @@
 """Outputs and unfinished outputs that somebody else prepared, so that a conversion would remove or overwrite files."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from files.test_output import NO_ROOM, conversion, write, write_half
-from slime_convert.errors import OutputError
+from slime_convert.errors import CheckpointError, OutputError, WeightError
 from slime_convert.files.output import MANIFEST, new_directory
+from slime_convert.files.partial import Conversion
 from tiny_models import tree
 
 
@@ -182,3 +185,36 @@ def test_what_is_put_in_the_place_of_the_earlier_output_stays(tmp_path, change):
     after = tree(tmp_path)
     assert {name: state for name, state in after.items() if not name.startswith(".")} == before
     assert ".out.partial/output/model" in after and ".out.partial/earlier" not in after
+
+
+@pytest.mark.parametrize("change", [lambda file: file.write_bytes(b"other"), Path.unlink])
+def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, change):
+    source = tmp_path / "model"
+    source.write_bytes(b"weights")
+    with (
+        pytest.raises(CheckpointError, match="model was changed while it was read; run the command again"),
+        new_directory(tmp_path / "out", Conversion("test", (source,)), force=False) as partial,
+    ):
+        partial.write("weights", source.read_bytes())
+        change(source)
+    assert {path.name for path in tmp_path.iterdir()} <= {"model"}
+
+
+def test_an_input_whose_time_was_put_back_is_not_continued_with(tmp_path):
+    source = tmp_path / "model"
+    source.write_bytes(b"weights")
+    before = Conversion("test", (source,))
+    found = source.stat()
+    source.write_bytes(b"strange")
+    os.utime(source, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert Conversion("test", (source,)).record() != before.record()
+
+
+@pytest.mark.parametrize("error", [ValueError, WeightError])
+def test_what_an_earlier_run_wrote_outlives_an_error(tmp_path, error):
+    conversion = Conversion("test", ())
+    for failure in (KeyboardInterrupt, error):
+        with pytest.raises(failure), new_directory(tmp_path / "out", conversion, force=False) as partial:
+            partial.write(failure.__name__, b"done")
+            raise failure
+    assert (tmp_path / ".out.partial" / "output" / "KeyboardInterrupt").read_bytes() == b"done"

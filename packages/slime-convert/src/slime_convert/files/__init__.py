@@ -69,12 +69,7 @@ def open_file(path: Path, flags: int = 0) -> int:
 
 
 def read_file(
-    directory: Path,
-    name: str | Path,
-    error: type[ConvertError],
-    advice: str = _ADVICE,
-    *,
-    most: int = _MAX_BYTES,
+    directory: Path, name: str | Path, error: type[ConvertError], advice: str = _ADVICE, *, most: int = _MAX_BYTES
 ) -> bytes:
     """The bytes of a file of a checkpoint; errors as of :func:`file_inside`, and for more than ``most`` bytes."""
     path = file_inside(directory, name, error, advice)

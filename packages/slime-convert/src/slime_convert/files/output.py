@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from slime_convert.errors import OutputError
+from slime_convert.errors import CheckpointError, OutputError
 from slime_convert.files import read_json
 from slime_convert.files.partial import (
     PROGRAM,
@@ -38,7 +38,8 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
     """A directory to fill, which becomes ``target`` when the block ends without an error.
 
     What an earlier run of the same conversion wrote is kept. After an interrupt or a full disk the directory stays for
-    the next run; after any other error, such as a damaged input, everything is as it was before.
+    the next run; after any other error, such as a damaged input, everything is as it was before, and what an earlier
+    run left stays too.
 
     Args:
         target: The directory to create; it may exist if it is empty. A link is followed.
@@ -52,6 +53,7 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
         OutputError: ``target`` exists, is written by another process, or cannot be written.
     """
     made: list[Path] = []
+    kept = False
     try:
         path = Path(target).resolve()
         _check_place(path, conversion.inputs)
@@ -72,8 +74,9 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
         _remove_earlier(partial.earlier)
         before = identity(path)
         _check_existing(path, force)
-        partial.begin(record)
+        kept = partial.begin(record)
         yield partial
+        conversion.refuse_changes()
         _put_in_place(partial, path, conversion.command, before, force=force)
     except OSError as error:
         more = f"; or make room, and {_again(partial)}" * _is_kept(partial)
@@ -83,7 +86,8 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
             error.add_note(_again(partial))
         raise
     except BaseException as error:
-        if not isinstance(error, OutputError):
+        # The weights that are finished are right, unless an input was changed under them.
+        if not isinstance(error, OutputError) and not (kept and _is_unchanged(conversion)):
             partial.remove()
         raise
     finally:
@@ -97,6 +101,13 @@ def _is_kept(partial: Partial) -> bool:
     """Whether there is something that the next run can use."""
     with suppress(OSError):
         return partial.earlier.exists() or any(partial.output.iterdir())
+    return False
+
+
+def _is_unchanged(conversion: Conversion) -> bool:
+    with suppress(CheckpointError):
+        conversion.refuse_changes()
+        return True
     return False
 
 

@@ -17,13 +17,13 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slime_convert.errors import OutputError, UnfinishedError
+from slime_convert.errors import CheckpointError, OutputError, UnfinishedError
 from slime_convert.files import open_file
 
 PROGRAM = "slime-convert"
@@ -39,26 +39,40 @@ class Conversion:
     """What is converted: two that are equal write the same bytes.
 
     Attributes:
-        inputs: Files and directories that are read.
+        inputs: Files and directories that are read. Made before they are, so that a change meanwhile is noticed.
         options: Whatever else the bytes of the output depend on, as plain JSON.
         begun: When, by :func:`time.monotonic`.
+        stats: Size and times of each input file then.
     """
 
     command: str
     inputs: tuple[Path, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic, compare=False)
+    stats: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", self.stats or _stats(self.inputs))
+
+    def also(self, path: Path) -> Conversion:
+        """The same with one more input."""
+        return replace(self, inputs=(*self.inputs, path), stats={**self.stats, **_stats((path,))})
+
+    def refuse_changes(self) -> None:
+        """Raise a :class:`CheckpointError` if an input file has another size or time than when this was made."""
+        now = _stats(self.inputs)
+        for name, (size, modified, _) in self.stats.items():  # the last also tells of a new link or owner
+            if [size, modified] != [*now.get(name, ())][:2]:
+                raise CheckpointError(f"{name} was changed while it was read; run the command again when it stays")
 
     def record(self) -> dict[str, Any]:
-        """The record that is kept next to the output, with size and time of each input file."""
-        files = {file for path in self.inputs for file in _files(path.resolve())}
-        stats = {str(file): file.stat() for file in sorted(files)}
+        """The record that is kept next to the output."""
         return {
             "program": PROGRAM,
             "version": version(),
             "command": self.command,
             "options": json.loads(json.dumps(self.options)),
-            "inputs": {name: [found.st_size, found.st_mtime_ns] for name, found in stats.items()},
+            "inputs": self.stats,
         }
 
 
@@ -68,6 +82,17 @@ def version() -> str | None:
         return importlib.metadata.version(PROGRAM)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _stats(inputs: Iterable[Path]) -> dict[str, list[int]]:
+    """Size, time of the last change of the bytes, and of any change, of each file; not of files that are missing."""
+    stats = {}
+    for path in inputs:
+        with suppress(OSError, RuntimeError, ValueError):  # whoever reads it says what is wrong
+            for file in sorted(_files(path.resolve())):
+                found = file.stat()
+                stats[str(file)] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return stats
 
 
 def _files(path: Path) -> list[Path]:
@@ -111,13 +136,13 @@ class Partial:
         """Whether the output is in its place, and a process was killed before it could tidy up."""
         return not os.path.lexists(self.output)
 
-    def begin(self, record: Mapping[str, Any]) -> None:
-        """Keep what an earlier run of the same conversion left; remove what another conversion left."""
+    def begin(self, record: Mapping[str, Any]) -> bool:
+        """Keep what an earlier run of the same conversion left, if anything; remove what another conversion left."""
         if not self.was_renamed:
             self._made = identity(self.output)
             self.refuse_others()
             if _read_record(self.path) == dict(record):
-                return
+                return bool(self._created())
             if self._created():
                 what = "another conversion (other inputs, options or version) that was interrupted"
                 _log.warning("%s holds %s; it is removed, and this one begins from the start", self.path, what)
@@ -126,6 +151,7 @@ class Partial:
         _write_record(self.path, record)
         self.output.mkdir()
         self._made = identity(self.output)
+        return False
 
     def create(self, *names: str) -> list[Path]:
         """List files that are about to be created in the output, make their directories, and return their paths."""
@@ -393,8 +419,14 @@ def remove_empty(directories: Iterable[Path]) -> None:
 
 
 def refuse_unfinished(path: str | Path) -> None:
-    """Raise an :class:`UnfinishedError` if a path is, or lies in, the output of a running or interrupted conversion."""
-    place = Path(path).resolve()
+    """Raise an :class:`UnfinishedError` if a path is, or lies in, the output of a running or interrupted conversion.
+
+    A :class:`CheckpointError` for what cannot be a path: a loop of links, a name with a zero byte.
+    """
+    try:
+        place = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path} ({error}); give a checkpoint's path") from error
     for directory in (place, *place.parents[:3]):
         name = directory.name
         if name.startswith(".") and name.endswith(".partial") and (directory / _LOCK).is_file():

@@ -22,6 +22,7 @@ CHUNK_BYTES = 4 * 2**20
 
 _ZEROS = memoryview(bytes(CHUNK_BYTES))
 _OPEN_FILES = 16
+_CACHED_BYTES = 256 * 2**20
 
 
 class TensorReader:
@@ -32,6 +33,7 @@ class TensorReader:
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
+        self._cached = 0
         self._made: dict[MadeBytes, memoryview] = {}
         self._checks: dict[StoredBytes, _Check] = {}
 
@@ -100,10 +102,20 @@ class TensorReader:
                 if not count:
                     raise OSError("the file is cut off")
                 target, place = target[count:], place + count
+                self._uncache(count)
         except OSError as error:
             raise source.error(
                 f"cannot read {source.name} from {source.path} ({error.strerror or error}); use a complete copy"
             ) from error
+
+    def _uncache(self, nbytes: int) -> None:
+        """Now and then have the system forget what was read, so that its memory is used again: new memory takes longer,
+        and is taken from what other programs have read."""
+        self._cached += nbytes
+        if self._cached >= _CACHED_BYTES:
+            for descriptor in self._files.values():
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._cached = 0
 
     def _opened(self, path: Path) -> int:
         if path not in self._files:

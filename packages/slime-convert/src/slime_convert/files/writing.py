@@ -23,7 +23,7 @@ from slime_convert.files.reading import CHUNK_BYTES, TensorReader
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.progress import OnProgress, no_progress
 
-_FLUSH_BYTES = 256 * 2**20
+_FLUSH_BYTES = 64 * 2**20
 
 
 class Segment(NamedTuple):
@@ -201,5 +201,6 @@ def _background_flushing() -> Iterator[Callable[[int, int], None]]:
 def _flush(descriptor: int) -> None:
     try:
         os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # as after reading
     finally:
         os.close(descriptor)

@@ -46,10 +46,7 @@ def detect(path: str | Path, allowed: Collection[str] | None = None) -> Checkpoi
         GgufError: There are several GGUF files.
         UnfinishedError: A conversion is running there, or was interrupted.
     """
-    try:
-        refuse_unfinished(path)
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name with a zero byte
-        raise CheckpointError(f"cannot read {path} ({error}); give a checkpoint's path") from error
+    refuse_unfinished(path)
     place = Path(path)
     usable = [form for form in FORMATS if allowed is None or form.name in allowed]
     advice = "; ".join(f"{form.name} ({form.looks_like})" for form in usable)

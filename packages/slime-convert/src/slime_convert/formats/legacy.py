@@ -220,7 +220,7 @@ class _RankState:
         content = content if isinstance(content, dict) else {}
         found = {int(match[1] or 0): content[key] for key in content if (match := _MODEL_KEY.match(str(key)))}
         if found and max(Counter(map(id, found.values())).values()) > _SHARING:
-            # Each is laid out anew, so a small file could ask for any amount of work.
+            # Each is laid out again, so a small file could ask for any amount of work.
             raise CheckpointError(f"{file.path} holds one state dict under several keys; use another checkpoint")
         if not found:
             raise CheckpointError(f"{file.path} holds no model (no key 'model' or 'model0'); use Megatron's checkpoint")

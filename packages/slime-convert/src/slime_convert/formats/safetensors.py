@@ -205,9 +205,6 @@ def shard_files(
 
     Returns:
         The files, and the text of their index if there are several.
-
-    Raises:
-        WeightError: The format, or torch, has no such type as one of the weights has.
     """
     for info in (tensor.info for tensor in tensors):
         if info.dtype not in _NAMES:

@@ -225,7 +225,7 @@ def _read_metadata(directory: Path) -> tuple[dict[str, _Stored], _Places]:
             if isinstance(record, Obj) and record.name.endswith(" TensorStorageMetadata")
         }
         lists = [id(record["chunks"]) for record in records.values() if record["chunks"]]
-        if len(set(lists)) < len(lists):  # each is laid out anew: a small file could ask for any amount of work
+        if len(set(lists)) < len(lists):  # each is laid out again: a small file could ask for any amount of work
             raise ValueError("several tensors have one list of parts")
         stored = {key: _stored(key, record) for key, record in records.items()}
         places: _Places = {}
