@@ -19,6 +19,7 @@ try:
     import traceback
     from collections.abc import Iterable, Iterator, Sequence
     from contextlib import contextmanager, suppress
+    from functools import partial
     from typing import Any, NoReturn
 
     from slime_convert.commands import COMMANDS, Command
@@ -31,6 +32,7 @@ finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _PROGRAM = "slime-convert"
+_formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36)
 # Flags of training that people also give here.
 _PARALLEL = re.compile(r"--(tp|pp|ep|cp|etp|(tensor|pipeline|expert|context|expert-tensor)-(model-)?parallel(-size)?)$")
 
@@ -133,10 +135,6 @@ def build_parser(*, skip_unknown: bool = False) -> argparse.ArgumentParser:
     for command in COMMANDS:
         _add(parsers, command, skip_unknown)
     return parser
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=36)
 
 
 def _add(parsers: Any, command: Command, skip_unknown: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,11 @@ _INPUTS = ("hf_checkpoint", "input_dir", "load", "gguf", "adapter", "origin_hf_d
 _ADAPTER = "LoRA adapter of PEFT (adapter_config.json, adapter_model.safetensors)"
 
 
-@dataclass(frozen=True)
 class Flag:
     """A flag or a positional argument, as :meth:`argparse.ArgumentParser.add_argument` takes it."""
 
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
+    def __init__(self, *names: str, **options: Any) -> None:
+        self.names, self.options = names, options
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,14 @@ def named(text: str) -> str:
     return text
 
 
-def _flag(*names: str, **options: Any) -> Flag:
-    return Flag(names, options)
-
-
 def _path(*names: str, help: str, metavar: str = "DIR", **options: Any) -> Flag:
     """A flag or argument that names a file or directory; a flag is required unless it says otherwise."""
     required = {"required": True} if names[0].startswith("-") else {}
-    return Flag(names, {**required, "metavar": metavar, "type": named, "help": help, **options})
+    return Flag(*names, **required | options, metavar=metavar, type=named, help=help)
 
 
 def _number(name: str, default: int, help_: str) -> Flag:
-    return _flag(name, type=positive, default=default, metavar="N", help=f"{help_} (default: {default})")
+    return Flag(name, type=positive, default=default, metavar="N", help=f"{help_} (default: {default})")
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -161,13 +156,13 @@ def _megatron_flags(args: argparse.Namespace) -> int:
     return 0
 
 
-_FORCE = _flag("-f", "--force", action="store_true", help="replace an earlier output of slime-convert")
-_QUIET = _flag("-q", "--quiet", action="store_true", help="say nothing but errors")
-_JSON = _flag("--json", action="store_true", help="print JSON instead of a table")
+_FORCE = Flag("-f", "--force", action="store_true", help="replace an earlier output of slime-convert")
+_QUIET = Flag("-q", "--quiet", action="store_true", help="say nothing but errors")
+_JSON = Flag("--json", action="store_true", help="print JSON instead of a table")
 _SAVE = _path("--save", help="directory to create")
 _HF = _path("--hf-checkpoint", help="Hugging Face directory")
 _SHARDS = _number("--max-shard-gib", 5, "largest safetensors file in GiB")
-_ADD_MISSING = _flag(
+_ADD_MISSING = Flag(
     *("-a", "--add-missing-from-origin-hf"),
     action="store_true",
     help="copy weights that the checkpoint lacks from that model (quantized: as bfloat16), and print their names",
@@ -216,7 +211,7 @@ COMMANDS = (
             _path("--load", help="checkpoint, or one iteration of it"),
             _origin("--origin-hf-dir", "--hf-checkpoint"),
             *_TO_HF,
-            _flag("--ckpt-format", choices=("torch", "torch_dist"), help="accepted but not needed: it is detected"),
+            Flag("--ckpt-format", choices=("torch", "torch_dist"), help="accepted but not needed: it is detected"),
         ),
         _convert,
         takes_shape=True,
@@ -228,7 +223,7 @@ COMMANDS = (
         (
             _path("--gguf", metavar="PATH", help="GGUF file, or directory with exactly one"),
             *(_SAVE, _FORCE),
-            _flag(
+            Flag(
                 "--dtype",
                 choices=("float32", "bfloat16", "float16"),
                 default="float32",
@@ -243,8 +238,8 @@ COMMANDS = (
     _quantizing(
         "hf-to-int4",
         "quantize a Hugging Face directory to packed INT4",
-        _flag("--group-size", type=int, choices=(32, 128), default=32, help="columns that share a scale (default: 32)"),
-        _flag(
+        Flag("--group-size", type=int, choices=(32, 128), default=32, help="columns that share a scale (default: 32)"),
+        Flag(
             "--ignore",
             nargs="+",
             metavar="RULE",
@@ -277,7 +272,7 @@ COMMANDS = (
         "verify Qwen3-4B Qwen3-4B_torch_dist",
         (
             *(_path(side, metavar="PATH", help=_CHECKPOINT) for side in ("left", "right")),
-            _flag(
+            Flag(
                 "--tolerance",
                 type=float,
                 metavar="X",
@@ -296,7 +291,7 @@ COMMANDS = (
         "check-model Qwen3-4B",
         (
             _path("model", help="Hugging Face directory; its config.json is enough"),
-            _flag("--no-megatron", dest="megatron", action="store_false", help="leave out the run in Megatron-core"),
+            Flag("--no-megatron", dest="megatron", action="store_false", help="leave out the run in Megatron-core"),
             _JSON,
         ),
         _check_model,

@@ -74,7 +74,7 @@ def hf_to_torch_dist(
     if adapter is not None:
         tensors = merged(tensors, Path(adapter))
     check_weight_count(shape, tensors, origin)
-    shape, notes = _without_missing_modules(shape, tensors, origin)
+    shape, notes = without_missing_modules(shape, tensors, origin)
     if adapter is None and (origin / hf.ADAPTER_CONFIG).exists():
         notes.append(f"the LoRA adapter in {origin} is not merged in; --adapter {origin} does that")
     weight_map = WeightMap(shape, shape.padded_vocab_size(1, make_vocab_size_divisible_by))
@@ -149,7 +149,7 @@ def megatron_to_hf(
     original = hf.open_model(origin) if add_missing_from_origin_hf else _stored_model(origin)
     check_weight_count(shape, checkpoint.tensors, checkpoint.directory)
     held = [*checkpoint.tensors, *(original.tensors if original else ())]
-    shape, notes = _without_missing_modules(shape, held, checkpoint.directory)
+    shape, notes = without_missing_modules(shape, held, checkpoint.directory)
     check_args(shape.to_megatron_args(), checkpoint.arguments, checkpoint.directory)
     weight_map = WeightMap(shape)
     found = checkpoint.named(weight_map)
@@ -209,7 +209,7 @@ def _modules_of(shape: ModelShape, flags: Mapping[str, Any] | None) -> set[str]:
     return {*with_modules.module_names(), *hf_copies(with_modules.shape)}
 
 
-def _without_missing_modules(shape: ModelShape, names: Collection[str], where: Path) -> tuple[ModelShape, list[str]]:
+def without_missing_modules(shape: ModelShape, names: Collection[str], where: Path) -> tuple[ModelShape, list[str]]:
     """The shape, without prediction modules if their weights are missing (transformers saves none), and a note."""
     modules = set(WeightMap(shape).module_names()) if shape.mtp_num_layers else set()
     if not modules or any(name in modules or name.startswith("mtp.") for name in names):

@@ -42,9 +42,6 @@ def gguf_to_hf(
         dtype: Element type of the written weights: ``float32``, ``bfloat16`` or ``float16``.
         output: ``force``, ``max_shard_bytes``, ``on_progress``; see :class:`slime_convert.OutputOptions`.
 
-    Returns:
-        What was written.
-
     Raises:
         CheckpointError: There is no GGUF file at ``gguf``.
         GgufError: The file is ambiguous or unreadable, holds more or less than the model's weights or what ``dtype``

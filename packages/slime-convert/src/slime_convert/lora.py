@@ -68,9 +68,6 @@ def merge_lora(
         save: Directory to create.
         output: ``force``, ``max_shard_bytes``, ``on_progress``; see :class:`slime_convert.OutputOptions`.
 
-    Returns:
-        What was written.
-
     Raises:
         AdapterError: The adapter cannot be read, is of another kind, or is for another model.
         ConvertError: The model cannot be read, or the output not be written; ``save`` is unchanged then.

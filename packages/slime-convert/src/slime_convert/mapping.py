@@ -148,7 +148,7 @@ class WeightMap:
 
         They may have any padding. One of another shape than the config says is a :class:`WeightError`.
         """
-        found = []
+        found: list[AnyTensor] = []
         for name, number in self._hf[hf_name]:
             weight = self._weights[name]
             whole = load(name)
@@ -158,8 +158,7 @@ class WeightMap:
                 found.append(self._cut(name, weight, whole)[number])
         if not self._part(hf_name).stacked:
             return found[0]
-        stacked: AnyTensor = concat([part.reshape(1, *part.shape) for part in found])
-        return stacked
+        return concat([part.reshape(1, *part.shape) for part in found])
 
     def from_hf(self, name: str, load: Callable[[str], AnyTensor]) -> AnyTensor:
         """A Megatron weight, whole, from its Hugging Face weights, which ``load`` gives by name.
@@ -201,14 +200,12 @@ class WeightMap:
         if rule.split is WHOLE:
             # Local layers split the projections to the latents, which Transformer Engine's keep whole on every rank.
             is_whole = tuple(shards[0].shape[:1]) == self._lengths(rule.dims)[:1]
-            merged: AnyTensor = _alike(name, shards) if is_whole else concat(shards)
-        elif not rule.sections:
-            merged = concat(shards, rule.split)
-        else:
-            rows = [rows // len(shards) for rows in self._section_rows(rule)]
-            shares = [split(shard, rows) for shard in shards]
-            merged = concat([part for section in zip(*shares, strict=True) for part in section])
-        return merged
+            return _alike(name, shards) if is_whole else concat(shards)
+        if not rule.sections:
+            return concat(shards, rule.split)
+        rows = [rows // len(shards) for rows in self._section_rows(rule)]
+        shares = [split(shard, rows) for shard in shards]
+        return concat([share[number] for number in range(len(rows)) for share in shares])
 
     def _units(self, rule: Rule, tensor: AnyTensor) -> list[int]:
         """What must divide over the ranks: attention goes in whole query groups or heads, other rows one by one."""
@@ -224,9 +221,8 @@ class WeightMap:
             return self._by_name[name]
         except KeyError:
             model = f"a {self.shape.family} model with {self.shape.num_layers} layers"
-            advice = (
-                f"weights look like {list(self._weights)[1]!r}; use whole-model layer numbers and no wrapper's prefix"
-            )
+            like = list(self._weights)[1]
+            advice = f"weights look like {like!r}; use whole-model layer numbers and no wrapper's prefix"
             raise WeightError(f"{name!r} is not a weight of {model}; {advice}") from None
 
     def _part(self, hf_name: str) -> Part:
@@ -259,8 +255,7 @@ class WeightMap:
         if not part.stacked:
             return tensor
         lengths = [weight.expert, 1, expected[0] - weight.expert - 1]
-        of_expert: AnyTensor = split(tensor, lengths)[1].reshape(*expected[1:])
-        return of_expert
+        return split(tensor, lengths)[1].reshape(*expected[1:])
 
 
 def _alike(name: str, copies: Sequence[Any]) -> Any:

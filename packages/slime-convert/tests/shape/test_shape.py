@@ -438,7 +438,7 @@ def test_queries_without_a_latent():
     ("change", "error", "words"),
     [
         ({"n_group": 2, "topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1"]),
-        ({"topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1", "best two"]),
+        ({"topk_group": 1}, UnsupportedModelError, ["num_experts_per_tok 4 with topk_group 1", "models by two"]),
         ({"norm_topk_prob": False}, UnsupportedModelError, ["norm_topk_prob false", "true"]),
         # What transformers and DeepSeek's own code take for granted differs.
         ({"norm_topk_prob": None}, UnsupportedModelError, ["norm_topk_prob null", "true"]),

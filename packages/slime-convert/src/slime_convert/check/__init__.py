@@ -16,8 +16,6 @@ from typing import Any
 from slime_convert.errors import CheckError
 from slime_convert.progress import aligned
 
-__all__ = ["CheckResult", "Row", "check_model", "check_models"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -51,9 +51,7 @@ def prove(configs: Sequence[Mapping[str, Any]], directory: Path, *, megatron: bo
             rows = [_rows_of_transformers(model) for model in models]
             outcomes = _run_in_megatron(models, directory, wanted=megatron)
     except (OSError, SafetensorError) as error:
-        raise CheckError(
-            f"cannot write {directory} ({error}); make room, or set TMPDIR to another directory"
-        ) from error
+        raise CheckError(f"cannot write {directory} ({error}); make room, or set TMPDIR") from error
     return [
         CheckResult(_name(model), (*found, *_rows_of_megatron(outcome)))
         for model, found, outcome in zip(models, rows, outcomes, strict=True)

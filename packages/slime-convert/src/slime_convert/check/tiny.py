@@ -144,11 +144,8 @@ def _expert_sizes(shape: ModelShape) -> dict[str, int]:
         sizes |= {"n_group": 4 if chosen < groups else fewer, "topk_group": fewer}
     if shape.moe_ffn_hidden_size and shape.moe_shared_expert_intermediate_size == shape.moe_ffn_hidden_size:
         sizes["n_shared_experts"] = 1
-    return (
-        sizes
-        | dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), experts)
-        | {"num_experts_per_tok": topk}
-    )
+    sizes |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), experts)
+    return sizes | {"num_experts_per_tok": topk}
 
 
 def _with_layers(config: Mapping[str, Any], layers: int, shape: ModelShape) -> dict[str, Any]:

@@ -31,7 +31,6 @@ _SLICE, _SHOWN = 2**20, 20  # elements compared at a time, differences in the ta
 _EXACT = 2.0**52  # differences of integers up to here are exact in float64
 _ORDER: dict[Kind, int] = {"shape": 0, "missing": 1, "extra": 2, "dtype": 3, "values": 3}
 _NAMINGS: dict[Naming, str] = {"huggingface": "Hugging Face", "megatron": "Megatron"}
-__all__ = ["Comparison", "Difference", "verify"]
 
 
 @dataclass(frozen=True)

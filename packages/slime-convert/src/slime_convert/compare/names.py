@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime_convert.convert import without_missing_modules
 from slime_convert.errors import ConvertError, HfConfigError, WeightError
 from slime_convert.families import FAMILIES
 from slime_convert.files.tensors import LazyTensor, TensorInfo, narrow, tensor_info
@@ -114,7 +115,8 @@ def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -
     if shape is not None:
         for side in megatron:
             check_weight_count(shape, side.tensors, side.directory)
-        weight_map = WeightMap(_with_modules_of((left, right), shape))
+        held = {name for side in (left, right) for name in side.tensors}
+        weight_map = WeightMap(without_missing_modules(shape, held, left.directory)[0])
         left, right = (AsHf(side, weight_map) if side.naming == "megatron" else side for side in (left, right))
         return left, right
     if left.naming != right.naming:
@@ -128,15 +130,6 @@ def under_one_naming(left: Weights, right: Weights, origin: str | Path | None) -
     if vocab_size < 1:
         return left, right
     return WithoutPadding(left, vocab_size), WithoutPadding(right, vocab_size)
-
-
-def _with_modules_of(sides: Sequence[Weights], shape: ModelShape) -> ModelShape:
-    """The shape without prediction modules if no side has their weights, as in what transformers saves."""
-    if not shape.mtp_num_layers:
-        return shape
-    names = set(WeightMap(shape).module_names())
-    held = any(name.startswith("mtp.") or name in names for side in sides for name in side.tensors)
-    return shape if held else dataclasses.replace(shape, mtp_num_layers=0)
 
 
 def vocabulary_of(sides: Sequence[Weights]) -> int:

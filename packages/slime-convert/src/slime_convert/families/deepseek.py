@@ -80,9 +80,7 @@ def sigmoid_router_fields(config: HfConfig) -> dict[str, Any]:
         allowed = "2 or more (Megatron does not normalise the weight of a single expert, the model does)"
         raise config.refuse("num_experts_per_tok 1", allowed)
     if groups > 1 and topk != 2 * chosen:
-        allowed = (
-            "twice as many (Megatron scores a group by its best topk / topk_group experts, models by the best two)"
-        )
+        allowed = "twice as many (Megatron scores a group by its best topk / topk_group experts, models by two)"
         raise config.refuse(f"num_experts_per_tok {topk} with topk_group {chosen}", allowed)
     width = config.integer("moe_intermediate_size")
     return {

@@ -26,7 +26,7 @@ Sizes = Mapping[str, int]
 """Lengths of the dimensions that the tables name."""
 
 
-def concat(parts: Sequence[Any], axis: int = 0) -> Any:
+def concat(parts: Sequence[AnyTensor], axis: int = 0) -> AnyTensor:
     """Tensors joined along an axis."""
     if isinstance(parts[0], LazyTensor):
         return tensors.concat(parts, axis)
@@ -35,25 +35,23 @@ def concat(parts: Sequence[Any], axis: int = 0) -> Any:
     return torch.cat(list(parts), dim=axis)
 
 
-def split(whole: Any, lengths: Sequence[int], axis: int = 0) -> list[Any]:
+def split(whole: AnyTensor, lengths: Sequence[int], axis: int = 0) -> list[AnyTensor]:
     """A tensor cut along an axis into parts of some lengths; of torch's, views."""
     if isinstance(whole, LazyTensor):
         return list(tensors.split(whole, lengths, axis))
-    return list(whole.split(list(lengths), dim=axis))
+    import torch
+
+    return list(torch.split(whole, list(lengths), dim=axis))
 
 
 def interleave(parts: Sequence[Any], blocks: int) -> Any:
     """Tensors cut into as many blocks of rows each: the first block of every one, the second of every one …"""
-    if blocks == 1:
-        return concat(parts)
     rest = parts[0].shape[1:]
     return concat([part.reshape(blocks, -1, *rest) for part in parts], 1).reshape(-1, *rest)
 
 
 def deinterleave(whole: Any, rows: Sequence[int], blocks: int) -> list[Any]:
     """The inverse of :func:`interleave`, for parts of so many rows."""
-    if blocks == 1:
-        return split(whole, rows)
     rest = whole.shape[1:]
     cut = split(whole.reshape(blocks, -1, *rest), [number // blocks for number in rows], 1)
     return [part.reshape(number, *rest) for part, number in zip(cut, rows, strict=True)]

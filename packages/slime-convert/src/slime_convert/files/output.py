@@ -76,7 +76,8 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
         _check_existing(path, force)
         kept = partial.begin(record)
         yield partial
-        conversion.refuse_changes()
+        if changed := conversion.changed_input():
+            raise CheckpointError(f"{changed} was changed while it was read; run the command again when it stays")
         _put_in_place(partial, path, conversion.command, before, force=force)
     except OSError as error:
         more = f"; or make room, and {_again(partial)}" * _is_kept(partial)
@@ -87,7 +88,7 @@ def new_directory(target: str | Path, conversion: Conversion, *, force: bool) ->
         raise
     except BaseException as error:
         # The weights that are finished are right, unless an input was changed under them.
-        if not isinstance(error, OutputError) and not (kept and _is_unchanged(conversion)):
+        if not isinstance(error, OutputError) and not (kept and conversion.changed_input() is None):
             partial.remove()
         raise
     finally:
@@ -101,13 +102,6 @@ def _is_kept(partial: Partial) -> bool:
     """Whether there is something that the next run can use."""
     with suppress(OSError):
         return partial.earlier.exists() or any(partial.output.iterdir())
-    return False
-
-
-def _is_unchanged(conversion: Conversion) -> bool:
-    with suppress(CheckpointError):
-        conversion.refuse_changes()
-        return True
     return False
 
 

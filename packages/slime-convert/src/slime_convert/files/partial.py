@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slime_convert.errors import CheckpointError, OutputError, UnfinishedError
 from slime_convert.files import open_file
@@ -58,12 +58,11 @@ class Conversion:
         """The same with one more input."""
         return replace(self, inputs=(*self.inputs, path), stats={**self.stats, **_stats((path,))})
 
-    def refuse_changes(self) -> None:
-        """Raise a :class:`CheckpointError` if an input file has another size or time than when this was made."""
+    def changed_input(self) -> str | None:
+        """The first input file that has another size or time than when this was made."""
         now = _stats(self.inputs)
-        for name, (size, modified, _) in self.stats.items():  # the last also tells of a new link or owner
-            if [size, modified] != [*now.get(name, ())][:2]:
-                raise CheckpointError(f"{name} was changed while it was read; run the command again when it stays")
+        changed = (name for name, found in self.stats.items() if [*found[:2]] != [*now.get(name, ())[:2]])
+        return next(changed, None)  # the third number changes with a new link or owner too
 
     def record(self) -> dict[str, Any]:
         """The record that is kept next to the output."""
@@ -142,13 +141,13 @@ class Partial:
             self._made = identity(self.output)
             self.refuse_others()
             if _read_record(self.path) == dict(record):
-                return bool(self._created())
-            if self._created():
+                return bool(_listed(self.path))
+            if _listed(self.path):
                 what = "another conversion (other inputs, options or version) that was interrupted"
                 _log.warning("%s holds %s; it is removed, and this one begins from the start", self.path, what)
         self._remove_output()
         _write_new(self.path / _FILES, "")
-        _write_record(self.path, record)
+        _write_new(self.path / _RECORD, json.dumps(record, indent=2))
         self.output.mkdir()
         self._made = identity(self.output)
         return False
@@ -156,7 +155,7 @@ class Partial:
     def create(self, *names: str) -> list[Path]:
         """List files that are about to be created in the output, make their directories, and return their paths."""
         self.refuse_others()
-        known = set(self._created())
+        known = set(_listed(self.path))
         for name in names:
             if name not in known and os.path.lexists(self.output / name):
                 raise _foreign(self.output / name)
@@ -175,13 +174,13 @@ class Partial:
         if identity(self.output) != self._made:
             raise _foreign(self.output)
         found = entries(self.output)
-        for name in (*strangers(found, self._created()), *(name for name in found if not _is_own(found[name]))):
+        for name in (*strangers(found, _listed(self.path)), *(name for name in found if not _is_own(found[name]))):
             raise _foreign(self.output / name)
 
     def write(self, name: str, data: bytes) -> None:
         """Create a small file in the output."""
         (path,) = self.create(name)
-        with os.fdopen(_open(path, os.O_TRUNC), "wb") as file:
+        with emptied(path) as file:
             file.write(data)
 
     def remove(self) -> None:
@@ -205,12 +204,8 @@ class Partial:
     def _remove_output(self) -> None:
         if not self.was_renamed:
             self.refuse_others()
-            remove_files(self.output, self._created())
+            remove_files(self.output, _listed(self.path))
             self.output.rmdir()
-
-    def _created(self) -> list[str]:
-        """Names of the files that were created in the output."""
-        return _listed(self.path)
 
     def _acquire(self, target: Path, record: Mapping[str, Any]) -> int:
         """The lock of the directory, which is made if it is missing."""
@@ -248,7 +243,7 @@ class Partial:
         """Make the directory, whole, under another name first."""
         made = Path(tempfile.mkdtemp(prefix=f".{PROGRAM}-", dir=self.path.parent))
         try:
-            _write_record(made, record)
+            _write_new(made / _RECORD, json.dumps(record, indent=2))
             for name in (_LOCK, _FILES):
                 (made / name).touch()
             (made / _OUTPUT).mkdir()
@@ -289,10 +284,6 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and record.get("program") == PROGRAM else None
 
 
-def _write_record(path: Path, record: Mapping[str, Any]) -> None:
-    _write_new(path / _RECORD, json.dumps(record, indent=2))
-
-
 def _write_new(path: Path, text: str) -> None:
     """Write a file under another name, which must be new, and put it in the place of whatever is there."""
     begun = path.with_name(f"{path.name}.new")
@@ -302,6 +293,11 @@ def _write_new(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     begun.rename(path)
+
+
+def emptied(path: Path) -> BinaryIO:
+    """A file that :meth:`Partial.create` created, to be written from its beginning."""
+    return os.fdopen(_open(path, os.O_TRUNC), "wb")
 
 
 def _open(path: Path, flags: int) -> int:

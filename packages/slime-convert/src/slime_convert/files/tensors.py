@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from slime_convert.errors import CheckpointError, ConvertError
+from slime_convert.errors import CheckpointError, ConvertError, WeightError
 
 ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -160,10 +160,10 @@ def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _bounded(blocks: int, parts: int, nbytes: int) -> range:
-    """Counts blocks: none without bytes, however long the other axes are. A ValueError if they are of a few bytes each
-    and so many that a list of their pieces would be far larger than the tensor."""
+    """Counts blocks: none without bytes, however long the other axes are. A WeightError if they are of a few bytes
+    each and so many that a list of their pieces would be far larger than the tensor."""
     if blocks * parts > _MANY_PIECES and blocks * parts * _TINY_BYTES > nbytes > 0:
-        raise ValueError(f"{nbytes} bytes would be put together from {blocks * parts} pieces")
+        raise WeightError(f"{nbytes} bytes would be put together from {blocks * parts} pieces; use another model")
     return range(blocks if nbytes else 0)
 
 

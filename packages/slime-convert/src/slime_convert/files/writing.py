@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from slime_convert.files.reading import CHUNK_BYTES, TensorReader
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.progress import OnProgress, no_progress
 
-_FLUSH_BYTES = 64 * 2**20
+_FLUSH_BYTES = 256 * 2**20
 
 
 class Segment(NamedTuple):
@@ -69,11 +70,16 @@ class NewFile:
     fixed: Sequence[Segment]
     tensors: Sequence[Placed]
 
+    def open(self) -> FileIO:
+        """The file, which is created if it is missing."""
+        # Neither through a link nor, see below, into a file with a second name: both would change what is not ours.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return os.fdopen(descriptor, "r+b", buffering=0)
+
     def begin(self) -> set[str]:
         """Create the file, unless an earlier run did, and return the names of the tensors that it holds already."""
-        # Neither through a link nor into a file that has another name too: both would change what is not ours.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        with self.open() as file:
+            descriptor = file.fileno()
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
                 raise FileExistsError(errno.EEXIST, "not a file of its own", str(self.path))
@@ -81,7 +87,7 @@ class NewFile:
                 return {placed.tensor.info.name for placed in self.tensors if _is_sealed(descriptor, placed)}
             file.truncate(0)
             for offset, data in self.fixed:
-                write_at(file.fileno(), memoryview(data), offset)
+                write_at(descriptor, memoryview(data), offset)
             file.truncate(self.nbytes)
         return set()
 
@@ -131,7 +137,7 @@ def write_files(files: Sequence[NewFile], on_progress: OnProgress = no_progress)
     on_progress(done, total)
     with TensorReader() as reader, closing(_read_ahead(reader, pending)) as blocks, _background_flushing() as flush:
         for file, tensors in left:
-            with file.path.open("r+b", buffering=0) as output:
+            with file.open() as output:
                 for placed in tensors:
                     checksum, offset, end = 0, placed.offset, placed.offset + placed.tensor.info.nbytes
                     while offset < end:

@@ -88,11 +88,9 @@ class GgufFile:
 
 def find_gguf(path: Path) -> Path | None:
     """The GGUF file at a path, or the only one in a directory; ``None`` without any."""
-    if path.is_file() and path.suffix == ".gguf":
-        return path
     if path.is_file():
         with os.fdopen(open_file(path), "rb") as file:
-            return path if file.read(len(_MAGIC)) == _MAGIC else None
+            return path if path.suffix == ".gguf" or file.read(len(_MAGIC)) == _MAGIC else None
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:
         names = " ".join(file.name for file in found[:5])
@@ -163,13 +161,12 @@ class _Cursor:
     def _skip_list(self) -> None:
         kind, count = self.numbers("IQ")
         if kind in _FORMATS:
-            return self._skip(count * struct.calcsize(f"<{_FORMATS[kind]}"))
-        if kind not in (_STRING, _ARRAY):
+            self._skip(count * struct.calcsize(f"<{_FORMATS[kind]}"))
+        elif kind in (_STRING, _ARRAY):
+            for _ in range(count):
+                self._skip_text() if kind == _STRING else self._skip_list()
+        else:
             raise ValueError(f"a list of unknown type {kind}")
-        skip = self._skip_text if kind == _STRING else self._skip_list
-        for _ in range(count):
-            skip()
-        return None
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufFile:

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from slime_convert.errors import ConvertError, HfConfigError, QuantizationError, WeightError
 from slime_convert.files import file_inside, read_json
 from slime_convert.files.output import new_directory
-from slime_convert.files.partial import Conversion, Partial, refuse_unfinished
+from slime_convert.files.partial import Conversion, Partial, emptied, refuse_unfinished
 from slime_convert.files.reading import are_equal
 from slime_convert.files.tensors import ITEM_BYTES, LazyTensor
 from slime_convert.files.writing import NewTensor, write_files
@@ -35,7 +35,6 @@ _ADVICE = "give a Hugging Face model directory (config.json, *.safetensors, toke
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _TEMPLATES = "additional_chat_templates"
 ADAPTER_CONFIG = "adapter_config.json"
-
 LM_HEAD = "lm_head.weight"
 
 FREQUENCIES = ".rotary_emb.inv_freq"
@@ -231,7 +230,7 @@ def copy_model_files(
     Args:
         output: Where the files go.
         origin: A Hugging Face directory.
-        config: Its ``config.json`` as the weights were read with it: by now there may be another.
+        config: Its ``config.json``.
         dtype: Element type of the weights, to be set in ``config.json``.
         changes: Further entries of ``config.json``; entries about quantization are removed unless given here.
         with_adapter: Copy a LoRA adapter that the directory holds, which is not part of the model's weights.
@@ -243,15 +242,11 @@ def copy_model_files(
     names += [str(path.relative_to(origin)) for path in (origin / _TEMPLATES).rglob("*") if not path.is_dir()]
     copied = [name for name in sorted(names) if _is_copied(name, with_adapter)]
     for name, copy in zip(copied, output.create(*copied), strict=True):
-        with file_inside(origin, name, HfConfigError).open("rb") as file, copy.open("wb") as target:
+        with file_inside(origin, name, HfConfigError).open("rb") as file, emptied(copy) as target:
             shutil.copyfileobj(file, target, 2**20)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     changed = without_quantization(config) | ({key: dtype} if key in config else {}) | dict(changes or {})
-    try:
-        is_copied = read_config(output.output) == changed
-    except HfConfigError:  # removed, or half written
-        is_copied = False
-    if not is_copied:
+    if changed != config:
         output.write("config.json", (json.dumps(changed, indent=2) + "\n").encode())
 
 

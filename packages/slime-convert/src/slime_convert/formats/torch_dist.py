@@ -247,9 +247,7 @@ def _read_metadata(directory: Path) -> tuple[dict[str, _Stored], _Places]:
         # So nothing is built that is larger than what lies in the files.
         if held[key] < tensor.info.nbytes:
             found = f"{held[key]} of {tensor.info.nbytes} bytes of {key}"
-            raise CheckpointError(
-                f"{directory} is incomplete (a rank's part is missing): it holds {found}; use another"
-            )
+            raise CheckpointError(f"{directory} is incomplete (a part is missing): it holds {found}; use another")
     return stored, places
 
 

@@ -42,6 +42,7 @@ _PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_paramet
 _LOCAL_HEADER_BYTES = 30
 _ALIGNMENT = 64
 _LARGE = 2**32 - 1
+_DAMAGE = (OSError, ValueError, EOFError, struct.error, zipfile.BadZipFile, NotImplementedError, MemoryError)
 MAX_PICKLE_BYTES = 2**30
 """Largest pickle that is read: of a description of tensors, not of the tensors."""
 
@@ -174,15 +175,7 @@ class TorchFile:
     def _read_errors(self) -> Iterator[None]:
         try:
             yield
-        except (
-            OSError,
-            ValueError,
-            EOFError,
-            struct.error,
-            zipfile.BadZipFile,
-            NotImplementedError,
-            MemoryError,
-        ) as error:
+        except _DAMAGE as error:
             must = "it must be a whole file of torch.save in its zip format, use another checkpoint"
             raise CheckpointError(f"cannot read {self.path} ({error}); {must}") from error
 

@@ -209,9 +209,7 @@ def is_packed_part(name: str) -> bool:
 
 def _refuse_incomplete(directory: Path, wanted: set[str], held: set[str]) -> None:
     if not wanted:
-        raise QuantizationError(
-            f"{directory} has no quantized weights, but a quantization_config; fetch the model again"
-        )
+        raise QuantizationError(f"{directory} has no quantized weights, but a quantization_config; fetch it again")
     if missing := wanted - held:
         raise WeightError(
             f"{directory} lacks {min(missing)} and {len(missing) - 1} more parts of quantized weights; fetch it again"

@@ -40,9 +40,6 @@ def hf_to_fp8(hf_checkpoint: str | Path, save: str | Path, **output: Unpack[Outp
         save: Directory to create.
         output: ``force``, ``max_shard_bytes``, ``on_progress``; see :class:`slime_convert.OutputOptions`.
 
-    Returns:
-        What was written.
-
     Raises:
         ConvertError: The model cannot be quantized, or the output not be written; ``save`` is unchanged then.
     """

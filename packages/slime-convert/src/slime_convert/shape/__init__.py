@@ -58,9 +58,7 @@ class ModelShape:
     rope_high_freq_factor: float = 4.0  # wavelengths below original context / this are left alone
     rope_original_max_position_embeddings: int = 8192
     norm_epsilon: float = shape_field("term added to the mean square in the norm", 1e-6, when="always")
-    layernorm_zero_centered_gamma: bool = shape_field(
-        "norms multiply by weight + 1", False, flag="--apply-layernorm-1p"
-    )
+    layernorm_zero_centered_gamma: bool = shape_field("norms scale by weight + 1", False, flag="--apply-layernorm-1p")
     add_bias_linear: bool = False
     add_qkv_bias: bool = shape_field("biases in the query, key and value projections", False)
     qk_layernorm: bool = shape_field("RMSNorm on each query and key head", False)
@@ -119,9 +117,7 @@ class ModelShape:
 
     derived_flags: ClassVar[tuple[ShapeFlag, ...]] = (
         # Megatron reads num_query_groups only with this switch; with as many groups as heads it changes nothing.
-        ShapeFlag(
-            "--group-query-attention", bool, "query heads share key-value heads", "grouped heads", compared=False
-        ),
+        ShapeFlag("--group-query-attention", bool, "query heads share keys", "grouped heads", compared=False),
         ShapeFlag("--use-rotary-position-embeddings", bool, "rotary position embedding", "not plain yarn"),
         ShapeFlag("--position-embedding-type", str, "position embedding", "plain yarn", "position_embedding_type"),
         ShapeFlag("--normalization", str, "kind of normalization", "always", "normalization"),
