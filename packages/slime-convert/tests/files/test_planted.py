@@ -189,15 +189,25 @@ def test_what_is_put_in_the_place_of_the_earlier_output_stays(tmp_path, change):
 
 @pytest.mark.parametrize("change", [lambda file: file.write_bytes(b"other"), Path.unlink])
 def test_an_input_that_changes_meanwhile_is_noticed(tmp_path, change):
-    source = tmp_path / "model"
+    source = tmp_path / "model.safetensors"
     source.write_bytes(b"weights")
     with (
-        pytest.raises(CheckpointError, match="model was changed while it was read; run the command again"),
+        pytest.raises(CheckpointError, match="was changed while it was read; run the command again"),
         new_directory(tmp_path / "out", Conversion("test", (source,)), force=False) as partial,
     ):
         partial.write("weights", source.read_bytes())
         change(source)
-    assert {path.name for path in tmp_path.iterdir()} <= {"model"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.safetensors"}
+
+
+def test_a_log_may_grow_beside_an_input(tmp_path):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "train.log").write_text("step 1")
+    with new_directory(tmp_path / "out", Conversion("test", (source,)), force=False) as partial:
+        partial.write("weights", b"")
+        (source / "train.log").write_text("step 1, step 2")
+    assert (tmp_path / "out" / "weights").exists()
 
 
 def test_an_input_whose_time_was_put_back_is_not_continued_with(tmp_path):

@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -182,8 +183,8 @@ def _put_in_place(partial: Partial, path: Path, command: str, before: tuple[int,
     manifest = {PROGRAM: version(), "command": command, "files": sizes}
     partial.write(MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     # So that after a power failure no renamed directory lacks its content.
-    for written in (*partial.output.rglob("*"), partial.output):
-        _flush(written)
+    with ThreadPoolExecutor(8, thread_name_prefix="flush") as several:  # each waits for the disk, mostly
+        list(several.map(_flush, (*partial.output.rglob("*"), partial.output)))
     with suppress(OSError):  # the directory to be replaced does not exist, or its file system has no permissions
         partial.output.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
     partial.refuse_others()

@@ -27,10 +27,10 @@ from slime_convert.errors import CheckpointError, OutputError, UnfinishedError
 from slime_convert.files import open_file
 
 PROGRAM = "slime-convert"
-_RECORD, _FILES, _OUTPUT, _LOCK = "conversion.json", "files", "output", "lock"
-_EARLIER = "earlier"
+_RECORD, _FILES, _OUTPUT, _LOCK, _EARLIER = "conversion.json", "files", "output", "lock", "earlier"
 _SMALL = (_RECORD, _FILES, _LOCK, f"{_RECORD}.new", f"{_FILES}.new")
 _DEPTH = 2
+_READ = (".safetensors", "config.json", ".index.json", ".distcp", ".pt", ".metadata", ".gguf")
 _log = logging.getLogger(__name__)
 
 
@@ -59,10 +59,11 @@ class Conversion:
         return replace(self, inputs=(*self.inputs, path), stats={**self.stats, **_stats((path,))})
 
     def changed_input(self) -> str | None:
-        """The first input file that has another size or time than when this was made."""
+        """The first input file that has another size or time than when this was made; only of those that matter."""
         now = _stats(self.inputs)
-        changed = (name for name, found in self.stats.items() if [*found[:2]] != [*now.get(name, ())[:2]])
-        return next(changed, None)  # the third number changes with a new link or owner too
+        # A training run may write its logs beside them. The third number also tells of a new link or owner.
+        before = ((name, found) for name, found in self.stats.items() if name.endswith(_READ))
+        return next((name for name, found in before if [*found[:2]] != [*now.get(name, ())[:2]]), None)
 
     def record(self) -> dict[str, Any]:
         """The record that is kept next to the output."""

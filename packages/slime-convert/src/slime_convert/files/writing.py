@@ -24,7 +24,7 @@ from slime_convert.files.reading import CHUNK_BYTES, TensorReader
 from slime_convert.files.tensors import LazyTensor, TensorInfo
 from slime_convert.progress import OnProgress, no_progress
 
-_FLUSH_BYTES = 256 * 2**20
+_FLUSH_BYTES = 64 * 2**20
 
 
 class Segment(NamedTuple):

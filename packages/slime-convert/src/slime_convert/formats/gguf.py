@@ -29,9 +29,7 @@ from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 
 INSTEAD = "convert the model's Hugging Face release instead"
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_ALIGNMENT = 32
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _MAX_TEXT_BYTES = 100_000_000  # of names and settings; lists, such as the vocabulary, are not read
 _ROWS_ELEMENTS = 2**22  # expanded at a time
 _STRING, _ARRAY = 8, 9

@@ -117,7 +117,7 @@ class ModelShape:
 
     derived_flags: ClassVar[tuple[ShapeFlag, ...]] = (
         # Megatron reads num_query_groups only with this switch; with as many groups as heads it changes nothing.
-        ShapeFlag("--group-query-attention", bool, "query heads share keys", "grouped heads", compared=False),
+        ShapeFlag("--group-query-attention", bool, "queries share key-value heads", "grouped heads", compared=False),
         ShapeFlag("--use-rotary-position-embeddings", bool, "rotary position embedding", "not plain yarn"),
         ShapeFlag("--position-embedding-type", str, "position embedding", "plain yarn", "position_embedding_type"),
         ShapeFlag("--normalization", str, "kind of normalization", "always", "normalization"),
