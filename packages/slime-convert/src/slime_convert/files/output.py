@@ -184,7 +184,8 @@ def _put_in_place(partial: Partial, path: Path, command: str, before: tuple[int,
     partial.write(MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     # So that after a power failure no renamed directory lacks its content.
     with ThreadPoolExecutor(8, thread_name_prefix="flush") as several:  # each waits for the disk, mostly
-        list(several.map(_flush, (*partial.output.rglob("*"), partial.output)))
+        list(several.map(_flush, partial.output.rglob("*")))
+    _flush(partial.output)
     with suppress(OSError):  # the directory to be replaced does not exist, or its file system has no permissions
         partial.output.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
     partial.refuse_others()
