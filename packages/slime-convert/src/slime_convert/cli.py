@@ -160,15 +160,14 @@ def _add(parsers: Any, command: Command, skip_unknown: bool) -> None:
         parser.add_argument(*flag.names, **flag.options)
     if not command.takes_shape:
         return
-    list_shape = "list Megatron's shape flags, and end"
-    parser.add_argument("--help-shape", action=_HelpShape, nargs=0, dest=argparse.SUPPRESS, help=list_shape)
+    parser.add_argument("--help-shape", action=_HelpShape, nargs=0, dest=argparse.SUPPRESS, help=_HelpShape.__doc__)
     for shape_flag in SHAPE_FLAGS:
         kind: dict[str, Any] = {"action": "store_true"} if shape_flag.is_switch else {"type": shape_flag.type}
         parser.add_argument(shape_flag.name, dest=shape_flag.dest, help=argparse.SUPPRESS, **kind)
 
 
 class _HelpShape(argparse.Action):
-    """Lists the shape flags."""
+    """List Megatron's shape flags, and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         """Print them, and end."""
@@ -232,11 +231,10 @@ class _Parser(_OneLineParser):
         # Where unknown flags are skipped they are another program's, so only nearly the same word is a misspelling.
         cutoff = 0.9 if self.skip_unknown else 0.6
         nearest = difflib.get_close_matches(flag.lstrip("-"), bare, n=1, cutoff=cutoff)
-        if nearest:
-            return bare[nearest[0]]
+        if nearest or self.skip_unknown:
+            return bare[nearest[0]] if nearest else None
         start = flag.lstrip("-").lower()
         # A single letter means none of the many shape flags.
         others = {shape_flag.name for shape_flag in SHAPE_FLAGS} if len(start) == 1 else set()
         begins = [name for word, name in bare.items() if word.startswith(start) and name not in others]
-        begins = [] if self.skip_unknown else begins
         return begins[0] if len(begins) == 1 or (begins and len(start) > 2) else None

@@ -95,7 +95,7 @@ class Contents:
             "optimizer": _totals(self.optimizer) if self.optimizer else None,
             "files": dict(self.files),
             "notes": list(self.notes),
-            "largest": [dataclasses.asdict(tensor) for tensor in _largest(self.tensors)],
+            "largest": [tensor._asdict() for tensor in _largest(self.tensors)],
         }
 
     def to_text(self) -> str:

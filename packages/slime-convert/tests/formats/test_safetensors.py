@@ -138,13 +138,13 @@ def test_a_text_of_another_program_is_not_a_checksum(tmp_path, text):
 def test_headers_are_what_the_library_reads(one_origin):
     entries = read_directory(one_origin)
     files = sorted(one_origin.glob("*.safetensors"))
-    assert len(files) > 1 and {entry.place.path for entry in entries.values()} == set(files)
+    assert len(files) > 1 and {entry.path for entry in entries.values()} == set(files)
     for path in files:
         with safe_open(path, framework="pt") as file:
-            assert set(file.keys()) == {name for name, entry in entries.items() if entry.place.path == path}
+            assert set(file.keys()) == {name for name, entry in entries.items() if entry.path == path}
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 tensor, entry = file.get_tensor(name), entries[name]
-                raw = path.read_bytes()[entry.place.offset : entry.place.offset + entry.place.nbytes]
+                raw = path.read_bytes()[entry.offset : entry.offset + entry.info.nbytes]
                 assert (entry.info.dtype, entry.info.shape) == ("bfloat16", tuple(tensor.shape))
                 assert raw == bytes(bytes_of(tensor))
 
@@ -288,7 +288,7 @@ def test_tensors_lie_one_behind_another_as_the_library_asks(tmp_path, offsets, s
     write_header(path, entries, bytes(size))
     if words is None:
         first = path.stat().st_size - size
-        assert {name: entry.place.offset - first for name, entry in read_header(tmp_path, path.name).items()} == {
+        assert {name: entry.offset - first for name, entry in read_header(tmp_path, path.name).items()} == {
             name: place[0] for name, place in zip("ab", offsets, strict=True)
         }
         safe_open(path, framework="pt")

@@ -59,7 +59,7 @@ class AsHf(View):
                 infos.append((name, outline.info(name)))
             except WeightError:
                 # One of another shape than the model's keeps it, and so will differ from the other side's.
-                infos.append((name, dataclasses.replace(self._found[parts[0]], name=name)))
+                infos.append((name, self._found[parts[0]]._replace(name=name)))
         infos += [(name, info) for name, info in self._found.items() if name not in used]
         if self._tied_output is not None and self._tied_output.shape:
             rows = min(self._tied_output.shape[0], self.map.padded_vocab_size)

@@ -27,8 +27,7 @@ ITEM_BYTES: Mapping[str, int] = {
 _MANY_PIECES, _TINY_BYTES = 2**22, 32
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """A tensor without its elements. ``dtype`` is torch's name of the element type, such as ``bfloat16``."""
 
     name: str

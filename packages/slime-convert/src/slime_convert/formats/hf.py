@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -63,11 +64,9 @@ class HfWeights(Weights):
     def __init__(self, directory: Path) -> None:
         refuse_unfinished(directory)
         self.directory = directory
-        entries = read_directory(directory)
+        self._entries = entries = read_directory(directory)
         self.tensors = {name: entry.info for name, entry in entries.items()}
-        self._tensors = {name: entry.tensor() for name, entry in entries.items()}
-        paths = sorted({entry.place.path for entry in entries.values()})
-        self.files = {path.name: path.stat().st_size for path in paths}
+        self.files = {path.name: path.stat().st_size for path in sorted({entry.path for entry in entries.values()})}
         self.config: Mapping[str, Any] = read_config(directory) if (directory / "config.json").exists() else {}
         self.shape = shape_of(self.config)
         tied = self.config.get("tie_word_embeddings")
@@ -75,6 +74,10 @@ class HfWeights(Weights):
         self.format = _format(self.config)
         quantization = describe_quantization(self.config)
         self.storage = None if quantization is None else f"{quantization}; compared as stored"
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, LazyTensor]:
+        return {name: entry.tensor() for name, entry in self._entries.items()}
 
     def tensor(self, name: str) -> LazyTensor:
         """One weight, to be read; a :class:`WeightError` if its type is not one of torch's."""

@@ -14,10 +14,9 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_convert.errors import HfConfigError, WeightError
 from slime_convert.files import file_inside, open_file, read_json, refuse_missing
@@ -43,16 +42,18 @@ TORCH_NAMES = {
 _NAMES = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file, and where its bytes lie."""
+class Entry(NamedTuple):
+    """A tensor in a file, where its bytes lie there, and their CRC-32 if the file has it."""
 
     info: TensorInfo
-    place: StoredBytes
+    path: Path
+    offset: int
+    checksum: int | None = None
 
     def tensor(self) -> LazyTensor:
         """The tensor, to be read."""
-        return LazyTensor.stored(self.info.dtype, self.info.shape, self.place)
+        place = StoredBytes(self.path, self.offset, self.info.nbytes, self.info.name, self.checksum, HfConfigError)
+        return LazyTensor.stored(self.info.dtype, self.info.shape, place)
 
 
 def read_directory(directory: Path) -> dict[str, Entry]:
@@ -96,7 +97,7 @@ def _joined(files: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
         if twice := entries.keys() & file.keys():
             name = min(twice)
             raise HfConfigError(
-                f"{name} is in {entries[name].place.path} and in {file[name].place.path} ({len(twice)} such weights); "
+                f"{name} is in {entries[name].path} and in {file[name].path} ({len(twice)} such weights); "
                 f"keep the files of one model, or the {INDEX} that names them"
             )
         entries |= file
@@ -121,7 +122,7 @@ def read_header(directory: Path, name: str) -> dict[str, Entry]:
             raise ValueError("its header is not an object")
         metadata = header.pop("__metadata__", None)
         entries = [_entry(shown, 8 + length, *item) for item in header.items()]
-        entries.sort(key=lambda entry: (entry.place.offset, entry.place.nbytes))
+        entries.sort(key=lambda entry: (entry.offset, entry.info.nbytes))
         _check_places(entries, 8 + length, size)
     except (OSError, ValueError, struct.error, TypeError, RecursionError) as error:
         raise HfConfigError(f"cannot read {shown} ({error}); fetch the model again") from error
@@ -130,13 +131,13 @@ def read_header(directory: Path, name: str) -> dict[str, Entry]:
 
 def _check_places(entries: Sequence[Entry], begin: int, size: int) -> None:
     """Refuse a file whose tensors, in the order in which they lie there, leave gaps, overlap or do not fill it."""
-    needed = max((entry.place.offset + entry.place.nbytes for entry in entries), default=begin)
+    needed = max((entry.offset + entry.info.nbytes for entry in entries), default=begin)
     if size < needed:
         raise ValueError(f"it is cut off: it has {size} of {needed} bytes")
     for entry in entries:
-        if entry.place.offset != begin:
+        if entry.offset != begin:
             raise ValueError(f"{entry.info.name} overlaps another, or follows a gap")
-        begin += entry.place.nbytes
+        begin += entry.info.nbytes
     if size > begin:
         raise ValueError(f"{size - begin} bytes follow its tensors")
 
@@ -161,8 +162,7 @@ def _entry(path: Path, start: int, name: str, item: Any) -> Entry:
         raise ValueError(f"{name} has shape {shape} and offsets {first} to {end}")
     if dtype in ITEM_BYTES and math.prod(shape) * ITEM_BYTES[dtype] != end - first:
         raise ValueError(f"{name} of type {dtype} and shape {shape} has {end - first} bytes")
-    place = StoredBytes(path, start + first, end - first, name, error=HfConfigError)
-    return Entry(TensorInfo(name, dtype, shape, end - first), place)
+    return Entry(TensorInfo(name, dtype, shape, end - first), path, start + first)
 
 
 def _with_checksums(path: Path, entries: Sequence[Entry], metadata: Any) -> Iterator[Entry]:
@@ -176,7 +176,7 @@ def _with_checksums(path: Path, entries: Sequence[Entry], metadata: Any) -> Iter
         what = f"{missing} of its {len(texts)} weights are not written; run the interrupted conversion again"
         raise HfConfigError(f"{path} is unfinished: {what}")
     for entry, text in zip(entries, texts, strict=True):
-        yield replace(entry, place=replace(entry.place, checksum=int(text, 16)))
+        yield entry._replace(checksum=int(text, 16))
 
 
 def shard_files(
