@@ -231,7 +231,7 @@ def test_a_worker_that_has_grown_is_replaced_between_two_samples(pool):
 def _alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends while its file is read
         return False
 
 
