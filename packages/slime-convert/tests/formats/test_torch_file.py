@@ -24,7 +24,7 @@ from slime_convert.formats.pickles import Obj
 from slime_convert.formats.torch_file import TorchFile, object_archive, tensor_archive
 from tiny_models import same_bits
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
+DTYPES = [getattr(torch, name) for name in ITEM_BYTES]
 
 
 def load(file, value, name="x"):

@@ -26,16 +26,9 @@ from slime_convert.files.tensors import ITEM_BYTES, LazyTensor, Piece, StoredByt
 from slime_convert.formats.pickles import External, Name, New, Obj, dumps, loads
 
 _STORAGES = {
-    "BFloat16Storage": "bfloat16",
-    "BoolStorage": "bool",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "ShortStorage": "int16",
+    **{"BFloat16Storage": "bfloat16", "BoolStorage": "bool", "ComplexFloatStorage": "complex64"},
+    **{"ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32"},
+    **{"LongStorage": "int64", "HalfStorage": "float16", "FloatStorage": "float32", "DoubleStorage": "float64"},
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 _PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
