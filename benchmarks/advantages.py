@@ -17,7 +17,8 @@ import torch
 from _records import Record
 from torch import Tensor
 
-from slime_core.ops import discounted_returns, gae_advantages, normalize_rewards_by_group
+from slime_core.ops import discounted_returns, gae_advantages
+from slime_core.rewards import normalize_group_rewards
 
 GOALS = {(64, 8192): 5.0, (256, 2048): 5.0, (1024, 64): 1.0}
 GROUP_GOAL = 50.0
@@ -88,7 +89,7 @@ def group_rewards(rounds: int) -> list[Record]:
     groups_N = torch.arange(SAMPLES) // GROUP
     sides = {
         "loop": lambda: group_by_group(rewards_N, groups_N),
-        "ours": lambda: normalize_rewards_by_group(rewards_N, groups_N),
+        "ours": lambda: normalize_group_rewards(rewards_N, groups_N),
     }
     return compare(f"{SAMPLES} group rewards", sides, rounds, GROUP_GOAL)
 

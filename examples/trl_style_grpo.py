@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import log_probs_and_entropy, normalize_rewards_by_group, policy_objective, token_weights
+from slime_core.ops import log_probs_and_entropy, policy_objective, token_weights
+from slime_core.rewards import normalize_group_rewards
 
 CONFIG = AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=1e-3, kl_loss_type="k3")
 STOP, PAD = 10, 11  # tokens 0 to 9 are digits; the model is to count up to 9 and stop
@@ -67,7 +68,8 @@ class Trainer:
         inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts), "completion_ids": ids[:, 1:]}
         inputs["completion_mask"] = mask = (ids[:, 1:] != PAD).long()
         rewards = ((ids[:, 1:] == ids[:, :-1] + 1) * mask).sum(1) / mask.sum(1)  # STOP is the number after 9
-        inputs["advantages"] = normalize_rewards_by_group(rewards, torch.arange(PROMPTS).repeat_interleave(GROUP))
+        groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
+        inputs["advantages"] = torch.tensor(normalize_group_rewards(rewards, groups))
         inputs["num_items_in_batch"] = mask.sum().expand(len(mask))
         inputs["old_per_token_logps"] = self.per_token_logps(self.model, inputs)
         inputs["ref_per_token_logps"] = self.per_token_logps(self.ref_model, inputs)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from slime_core import metrics, ops
-from slime_core.config import KL_LOSS_TYPES, AlgorithmConfig
+from slime_core.config import ESTIMATORS, KL_LOSS_TYPES, AlgorithmConfig
 from slime_core.flags import flag_specs
 from slime_core.mis_config import MIS_LEVELS, MIS_MODES, MisConfig
-from slime_core.rewards import ESTIMATORS
 from slime_core.types import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -37,6 +38,10 @@ from slime_core.errors import ConfigError, SlimeError
             {"kl_coef": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2},
             "--kl-coef 0.1 and --kl-loss-coef 0.2 would count the KL divergence twice",
         ),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
+            "--kl-loss-type k1 as a loss has a mean gradient of 0, .*; give k3 or k2, or add --use-unbiased-kl",
+        ),
         ({"use_unbiased_kl": True}, "--use-unbiased-kl is a form of the KL loss; set --use-kl-loss"),
         (
             {"calculate_per_token_loss": True, "loss_divisor": 9.0},
@@ -53,6 +58,22 @@ def test_bad_values(values, message):
     with pytest.raises(ConfigError, match=message) as caught:
         AlgorithmConfig(**values)
     assert isinstance(caught.value, SlimeError)
+
+
+@pytest.mark.parametrize(
+    ("values", "notice"),
+    [
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, r"--kl-loss-type is unset: k3; the upstream system's default, k1"),
+        ({"use_kl_loss": True, "kl_loss_type": "k1"}, r"without --kl-loss-coef: the KL divergence is measured"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}, None),
+        ({"kl_coef": 0.1}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_user_may_not_expect_is_a_notice(values, notice):
+    notices = AlgorithmConfig(**values).notices
+    assert len(notices) == (notice is not None)
+    assert all(re.search(notice, line) for line in notices)
 
 
 def test_derived_values_and_immutability():

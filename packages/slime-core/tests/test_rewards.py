@@ -1,12 +1,15 @@
 import math
 import random
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_core.config import ESTIMATORS
 from slime_core.errors import ConfigError, DataError
-from slime_core.rewards import ESTIMATORS, estimator_rewards, leave_one_out_rewards, normalize_group_rewards
+from slime_core.rewards import estimator_rewards, leave_one_out_rewards, normalize_group_rewards
 
 GROUPED = st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), max_size=30)
 
@@ -29,6 +32,29 @@ def test_equals_the_paper_for_uneven_interleaved_groups(rows, subtract_mean, div
     rewards = [round(reward, 2) for _, reward in rows]  # no spreads so small that the loop above loses them
     ours = normalize_group_rewards(rewards, groups, subtract_mean=subtract_mean, divide_by_std=divide_by_std)
     assert ours == pytest.approx(by_the_paper(rewards, groups, subtract_mean, divide_by_std, 1e-6), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda values: torch.tensor(values),
+        lambda values: torch.tensor(values, dtype=torch.bfloat16),
+        lambda values: torch.tensor(values, dtype=torch.float64, requires_grad=True),
+        lambda values: torch.tensor(values, dtype=torch.int32),
+        np.array,
+        tuple,
+    ],
+)
+def test_arrays_and_tensors_are_taken_as_the_numbers_they_hold(function, kind):
+    """Elements of a tensor hash by identity: as keys each of them would be a group, or a trajectory, of its own."""
+    rewards, groups, trajectories = [1.0, 0.0, 0.0, 1.0, 3.0], [0, 0, 0, 1, 1], [7, 8, 8, 7, 9]
+    expected = function(rewards, groups, trajectory_ids=trajectories)
+    assert expected != [0.0] * 5
+    for ids in (torch.tensor, np.array, list):
+        assert function(kind(rewards), ids(groups), trajectory_ids=ids(trajectories)) == expected
+    with pytest.raises(DataError, match=r"samples 43 \(nan\): mend"):
+        function(torch.tensor([0.0, math.nan]), groups[:2], sample_indices=torch.tensor([42, 43]))
 
 
 def test_a_known_group():
@@ -65,6 +91,28 @@ def test_the_order_of_samples_does_not_matter(rows, rng: random.Random):
     assert shuffled == pytest.approx([straight[i] for i in order], rel=1e-12, abs=1e-12)
 
 
+def test_huge_rewards_do_not_overflow():
+    rewards = [1.7e308, -1.7e308, 0.85e308]
+    half = [reward / 2**1000 for reward in rewards]
+    assert normalize_group_rewards(rewards, [0] * 3) == pytest.approx(by_the_paper(half, [0] * 3, True, True, 0.0))
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_eps_is_added_to_the_standard_deviation(eps):
+    expected = 1 / (math.sqrt(2) + eps)
+    assert normalize_group_rewards([3.0, 1.0], [0, 0], eps=eps) == pytest.approx([expected, -expected])
+
+
+@pytest.mark.parametrize("eps", [-1e-6, math.nan, math.inf])
+def test_eps_that_cannot_be(eps):
+    with pytest.raises(ConfigError, match=r"eps \S+ must be a finite number, 0 or more"):
+        normalize_group_rewards([1.0], [0], eps=eps)
+
+
+def test_no_samples():
+    assert normalize_group_rewards([], []) == leave_one_out_rewards([], [], trajectory_ids=[]) == []
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_no_number_names_its_sample(bad):
     with pytest.raises(DataError, match=rf"samples 41 \({bad}\)"):
@@ -81,6 +129,8 @@ def test_an_error_names_the_first_twenty_samples():
 
 
 def test_lengths_must_agree():
+    with pytest.raises(DataError, match=r"rewards have the shape \[2, 1\]; give one number per sample"):
+        normalize_group_rewards(torch.zeros(2, 1), [0, 0])
     with pytest.raises(DataError, match="2 rewards but 1 sample indices"):
         normalize_group_rewards([1.0, 2.0], [0, 0], sample_indices=[4])
     with pytest.raises(DataError, match="2 rewards but 1 group"):

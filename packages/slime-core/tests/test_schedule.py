@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.config import AlgorithmConfig
+from slime_core.config import ESTIMATORS, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.rewards import ESTIMATORS, estimator_rewards, normalize_group_rewards
+from slime_core.rewards import estimator_rewards, normalize_group_rewards
 from slime_core.schedule import FILLER_INDEX, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
 from slime_core.off_policy_config import OffPolicyConfig
-from slime_core.rewards import ESTIMATORS
+
+ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
+"""The estimators by name. A user-defined one has no name but a function: see :mod:`slime_core.ops.estimators`."""
+
+GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
+"""Those that give a group of one sample an advantage of 0."""
 
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
@@ -53,7 +58,9 @@ class AlgorithmConfig(OffPolicyConfig):
     entropy_coef: float = flag(0.0, help="coefficient of the entropy bonus in the loss")
     use_kl_loss: bool = flag(False, help="add the KL divergence to the reference model to the loss")
     kl_loss_coef: float = flag(0.0, help="coefficient of the KL loss")
-    kl_loss_type: str = flag("k1", choices=KL_LOSS_TYPES, help="estimator of the KL divergence, in loss or reward")
+    kl_loss_type: str | None = flag(
+        None, choices=KL_LOSS_TYPES, help="estimator of the KL divergence; unset: k3 in the loss, k1 in the reward"
+    )
     use_unbiased_kl: bool = flag(False, help="multiply the KL loss by the policy ratio, so that its gradient is right")
     calculate_per_token_loss: bool = flag(
         False, help="average the loss over all tokens of the step instead of over samples"
@@ -69,7 +76,7 @@ class AlgorithmConfig(OffPolicyConfig):
 
     def _check_ranges(self) -> None:
         for name, allowed in (("advantage_estimator", ESTIMATORS), ("kl_loss_type", KL_LOSS_TYPES)):
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in (None, *allowed):
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} is unknown; allowed: {', '.join(allowed)}")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
@@ -99,6 +106,11 @@ class AlgorithmConfig(OffPolicyConfig):
                 f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} would count the KL divergence twice, "
                 "in the reward and in the loss; leave one at 0"
             )
+        if self.kl_loss_type == "k1" and self.use_kl_loss and self.kl_loss_coef and not self.use_unbiased_kl:
+            raise ConfigError(
+                "--kl-loss-type k1 as a loss has a mean gradient of 0, and so holds the policy nowhere; give k3 or k2, "
+                "or add --use-unbiased-kl"
+            )
         if self.use_unbiased_kl and not self.use_kl_loss:
             raise ConfigError("--use-unbiased-kl is a form of the KL loss; set --use-kl-loss")
         if self.calculate_per_token_loss and self.loss_divisor is not None:
@@ -115,6 +127,17 @@ class AlgorithmConfig(OffPolicyConfig):
     def clip_high(self) -> float:
         """The upper clip range: ``eps_clip_high``, or ``eps_clip`` when that is not given."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What these settings do that a user may not expect, a line each."""
+        if not self.use_kl_loss:
+            return ()
+        if not self.kl_loss_coef:
+            return ("--use-kl-loss without --kl-loss-coef: the KL divergence is measured, and changes no weight",)
+        if self.kl_loss_type is None:
+            return ("--kl-loss-type is unset: k3; the upstream system's default, k1, has a mean gradient of 0",)
+        return ()
 
     @property
     def needs_reference(self) -> bool:

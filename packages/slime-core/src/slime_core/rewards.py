@@ -1,33 +1,37 @@
-"""Group-relative rewards, on plain numbers: the launcher computes them where no torch is needed.
-
-:mod:`slime_core.ops.group_rewards` computes the same on tensors, for batches where a Python loop is too slow.
-"""
+"""Group-relative rewards, of lists, arrays or tensors alike; no torch is needed. N samples in G groups."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from slime_core.config import ESTIMATORS
 from slime_core.errors import ConfigError, DataError
 
-ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
-"""The estimators by name. One's own is no name but a function: see :mod:`slime_core.ops.estimators`."""
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Floats: TypeAlias = Sequence[float] | NDArray[Any] | Tensor
+    Integers: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
 
 MOST_NAMED = 20
 """Samples that an error names one by one; a reward that fails for all of a large batch must stay readable."""
 
 
 def normalize_group_rewards(
-    rewards: Sequence[float],
-    group_indices: Sequence[int],
+    rewards: Floats,
+    group_indices: Integers,
     *,
     subtract_mean: bool = True,
     divide_by_std: bool = True,
     eps: float = 1e-6,
-    sample_indices: Sequence[int] | None = None,
-    trajectory_ids: Sequence[int] | None = None,
+    sample_indices: Integers | None = None,
+    trajectory_ids: Integers | None = None,
 ) -> list[float]:
     """Rewards relative to their group: ``(r - mean) / (std + eps)`` (GRPO; Shao et al. 2024, section 4.1.2).
 
@@ -56,21 +60,20 @@ def normalize_group_rewards(
         DataError: The lengths differ, a reward is NaN or infinite (names the samples), or samples of one trajectory
             differ in reward.
     """
-    check_eps(eps)
-    normalized = [0.0] * len(rewards)
-    for positions, counted in _groups(rewards, group_indices, trajectory_ids, sample_indices):
-        shift, scale = _shift_and_scale(counted, subtract_mean, divide_by_std, eps)
-        for position in positions:
-            normalized[position] = (float(rewards[position]) - shift) / scale
-    return normalized
+    if not 0 <= eps < math.inf:
+        raise ConfigError(f"eps {eps} must be a finite number, 0 or more; 1e-6 is usual")
+    groups = _group(rewards, group_indices, trajectory_ids, sample_indices)
+    shifted_N = groups.halves_N - groups.mean_N if subtract_mean else groups.halves_N
+    scale_N = np.where(groups.std_N > 0, groups.std_N + eps / 2, 0.5) if divide_by_std else 0.5
+    return list((shifted_N / scale_N).tolist())
 
 
 def leave_one_out_rewards(
-    rewards: Sequence[float],
-    group_indices: Sequence[int],
+    rewards: Floats,
+    group_indices: Integers,
     *,
-    sample_indices: Sequence[int] | None = None,
-    trajectory_ids: Sequence[int] | None = None,
+    sample_indices: Integers | None = None,
+    trajectory_ids: Integers | None = None,
 ) -> list[float]:
     """Each reward less the mean of the others in its group (RLOO; Ahmadian et al. 2024, section 2.3).
 
@@ -90,24 +93,20 @@ def leave_one_out_rewards(
     Raises:
         DataError: As for :func:`normalize_group_rewards`.
     """
-    result = [0.0] * len(rewards)
-    for positions, counted in _groups(rewards, group_indices, trajectory_ids, sample_indices):
-        mean, _ = _shift_and_scale(counted, subtract_mean=True, divide_by_std=False, eps=0.0)
-        factor = len(counted) / max(len(counted) - 1, 1)
-        for position in positions:
-            result[position] = factor * (float(rewards[position]) - mean)
-    return result
+    groups = _group(rewards, group_indices, trajectory_ids, sample_indices)
+    factor_N = groups.count_N / np.maximum(groups.count_N - 1, 1)
+    return list((2 * factor_N * (groups.halves_N - groups.mean_N)).tolist())
 
 
 def estimator_rewards(
     estimator: str,
-    rewards: Sequence[float],
-    group_indices: Sequence[int],
+    rewards: Floats,
+    group_indices: Integers,
     *,
     normalize: bool = True,
     divide_by_std: bool = True,
-    sample_indices: Sequence[int] | None = None,
-    trajectory_ids: Sequence[int] | None = None,
+    sample_indices: Integers | None = None,
+    trajectory_ids: Integers | None = None,
 ) -> list[float]:
     """The rewards that an advantage estimator starts from.
 
@@ -157,68 +156,83 @@ def estimator_rewards(
     )
 
 
-def check_eps(eps: float) -> None:
-    """Check what is added to a standard deviation.
+class _Groups(NamedTuple):
+    """Each sample's reward and its group's statistics over trajectories, all [N].
 
-    Raises:
-        ConfigError: It is negative, which may divide by 0, or not finite.
+    Rewards are halved, which is exact, so that no difference of two overflows.
     """
-    if not 0 <= eps < math.inf:
-        raise ConfigError(f"eps {eps} must be a finite number, 0 or more; 1e-6 is usual")
+
+    halves_N: NDArray[np.float64]
+    count_N: NDArray[np.int64]
+    mean_N: NDArray[np.float64]
+    std_N: NDArray[np.float64]
 
 
-def nonfinite_message(broken: Sequence[tuple[int, float]]) -> str:
-    """What to say of samples, each given as number and reward, whose rewards are no finite numbers."""
-    named = ", ".join(f"{name} ({value})" for name, value in islice(broken, MOST_NAMED))
-    more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
-    return f"rewards must be finite numbers; not so for samples {named}{more}: mend the reward"
+def _group(
+    rewards: Floats, group_indices: Integers, trajectory_ids: Integers | None, sample_indices: Integers | None
+) -> _Groups:
+    rewards_N, indices_N = _array(rewards).astype(np.float64), _array(group_indices)
+    names_N = np.arange(len(rewards_N)) if sample_indices is None else _array(sample_indices)
+    ids_N = np.arange(len(rewards_N)) if trajectory_ids is None else _array(trajectory_ids)
+    if rewards_N.ndim != 1:
+        raise DataError(f"rewards have the shape {list(rewards_N.shape)}; give one number per sample in one dimension")
+    for what, given_N in (("group indices", indices_N), ("trajectory ids", ids_N), ("sample indices", names_N)):
+        if rewards_N.shape != given_N.shape:
+            raise DataError(f"{len(rewards_N)} rewards but {given_N.size} {what}; give one of each per sample")
+    _check_finite(rewards_N, names_N)
+    _, group_N = np.unique(indices_N, return_inverse=True)
+    counted: Any = slice(None)
+    if trajectory_ids is not None:
+        _, trajectory_N = np.unique(ids_N, return_inverse=True)
+        keys_N = group_N * len(ids_N) + trajectory_N
+        _, counted, place_N = np.unique(keys_N, return_index=True, return_inverse=True)
+        _check_one_reward(rewards_N, counted[place_N], ids_N, indices_N, names_N)
+    halves_N = rewards_N / 2
+    halves_U, group_U = halves_N[counted], group_N[counted]  # one of each trajectory
+    count_G = np.bincount(group_U)
+    low_G, high_G = np.full(len(count_G), np.inf), np.full(len(count_G), -np.inf)
+    np.minimum.at(low_G, group_U, halves_U)
+    np.maximum.at(high_G, group_U, halves_U)
+    spread_G = high_G - low_G
+    # Measured from the smallest, equal rewards differ from their mean by exactly 0. In units of the spread no square
+    # overflows or is lost.
+    unit_G = np.where(spread_G > 0, spread_G, 1.0)
+    parts_U = (halves_U - low_G[group_U]) / unit_G[group_U]
+    mean_G = np.bincount(group_U, parts_U) / count_G
+    squares_G = np.bincount(group_U, (parts_U - mean_G[group_U]) ** 2)
+    std_G = np.sqrt(squares_G / np.maximum(count_G - 1, 1)) * unit_G
+    return _Groups(halves_N, count_G[group_N], (low_G + mean_G * unit_G)[group_N], std_G[group_N])
 
 
-def trajectory_message(trajectory: int, group: int, first: tuple[int, float], second: tuple[int, float]) -> str:
-    """What to say of two samples, each given as number and reward, that share a trajectory but not its reward."""
-    return (
-        f"samples {first[0]} and {second[0]} are of trajectory {trajectory} in group {group}, but have the rewards "
-        f"{first[1]} and {second[1]}; give all samples of a trajectory its reward, or another trajectory id"
-    )
+def _array(values: Any) -> NDArray[Any]:
+    """Numbers as an array; of a tensor of any type, on any device, with or without gradient."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    return np.asarray(values)
 
 
-def _groups(
-    rewards: Sequence[float],
-    group_indices: Sequence[int],
-    trajectory_ids: Sequence[int] | None,
-    sample_indices: Sequence[int] | None,
-) -> list[tuple[list[int], list[float]]]:
-    """Per group, the positions of its samples and its trajectories' rewards."""
-    if len(rewards) != len(group_indices):
-        raise DataError(f"{len(rewards)} rewards but {len(group_indices)} group indices; give one of each per sample")
-    if trajectory_ids is not None and len(rewards) != len(trajectory_ids):
-        raise DataError(f"{len(rewards)} rewards but {len(trajectory_ids)} trajectory ids; give one of each per sample")
-    names = range(len(rewards)) if sample_indices is None else sample_indices
-    if len(rewards) != len(names):
-        raise DataError(f"{len(rewards)} rewards but {len(names)} sample indices; give one of each per sample")
-    if broken := [pair for pair in zip(names, rewards, strict=True) if not math.isfinite(pair[1])]:
-        raise DataError(nonfinite_message(broken))
-    members: dict[int, list[int]] = defaultdict(list)
-    for position, group in enumerate(group_indices):
-        members[group].append(position)
-    if trajectory_ids is None:
-        return [(positions, [float(rewards[position]) for position in positions]) for positions in members.values()]
-    result = []
-    for group, positions in members.items():
-        first_of: dict[int, int] = {}
-        for position in positions:
-            first = first_of.setdefault(trajectory_ids[position], position)
-            if rewards[first] != rewards[position]:
-                pair = [(names[place], float(rewards[place])) for place in (first, position)]
-                raise DataError(trajectory_message(trajectory_ids[position], group, *pair))
-        result.append((positions, [float(rewards[position]) for position in first_of.values()]))
-    return result
+def _check_finite(rewards_N: NDArray[np.float64], names_N: NDArray[Any]) -> None:
+    broken = np.flatnonzero(~np.isfinite(rewards_N)).tolist()
+    if broken:
+        named = ", ".join(f"{names_N[place]} ({rewards_N[place]})" for place in islice(broken, MOST_NAMED))
+        more = f" and {len(broken) - MOST_NAMED} more" if len(broken) > MOST_NAMED else ""
+        raise DataError(f"rewards must be finite numbers; not so for samples {named}{more}: mend the reward")
 
 
-def _shift_and_scale(values: list[float], subtract_mean: bool, divide_by_std: bool, eps: float) -> tuple[float, float]:
-    if min(values) == max(values):
-        return (values[0] if subtract_mean else 0.0), 1.0
-    # Dividing before summing, and `dist`, keep the largest floats from overflowing.
-    mean = math.fsum(value / len(values) for value in values)
-    std = math.dist(values, [mean] * len(values)) / math.sqrt(len(values) - 1)
-    return (mean if subtract_mean else 0.0), (std + eps if divide_by_std else 1.0)
+def _check_one_reward(
+    rewards_N: NDArray[np.float64],
+    first_N: NDArray[np.int64],
+    ids_N: NDArray[Any],
+    indices_N: NDArray[Any],
+    names_N: NDArray[Any],
+) -> None:
+    """Samples of one trajectory, which begins at ``first_N``, have one reward."""
+    if len(differ := np.flatnonzero(rewards_N != rewards_N[first_N])):
+        second = differ[0]
+        first = first_N[second]
+        raise DataError(
+            f"samples {names_N[first]} and {names_N[second]} are of trajectory {ids_N[second]} in group "
+            f"{indices_N[second]}, but have the rewards {rewards_N[first]} and {rewards_N[second]}; give all samples "
+            "of a trajectory its reward, or another trajectory id"
+        )

@@ -15,6 +15,9 @@ WHITENED = {"normalize_advantages": True}
 CASES = {
     "grpo": {},
     "grpo, KL and entropy": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.05},
+    "grpo, KL of no given kind": {"use_kl_loss": True, "kl_loss_coef": 0.3},
+    "grpo, unbiased k1": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k1", "use_unbiased_kl": True},
+    "grpo, KL in the reward of no given kind": {"kl_coef": 0.1},
     "grpo, unbiased KL": {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "use_unbiased_kl": True},
     "grpo, KL in the reward": {"kl_coef": 0.1, "kl_loss_type": "k2"},
     "dapo": {"eps_clip_high": 0.28, "calculate_per_token_loss": True, "eps_clip_c": 1.5},
@@ -186,7 +189,9 @@ def by_the_papers(config, responses):
             loss = loss * factors[id(response)][t] - config.entropy_coef * entropy[t]
             if config.use_kl_loss:
                 ratio = torch.exp(new[t] - response.old[t]) if config.use_unbiased_kl else 1.0
-                loss = loss + config.kl_loss_coef * ratio * reference_kl(config.kl_loss_type, new[t] - response.ref[t])
+                loss = loss + config.kl_loss_coef * ratio * reference_kl(
+                    config.kl_loss_type or "k3", new[t] - response.ref[t]
+                )
             weight = reference_weight(config, response, responses, trajectories, all_tokens)
             total = total + weight * loss
     gradients = {}
@@ -241,7 +246,7 @@ def reference_advantages(config, responses, rewards):
         trained = [t for t in range(length) if response.mask[t]]
         advantages = [0.0] * length
         penalty = [
-            config.kl_coef * float(reference_kl(config.kl_loss_type, response.old[t] - response.ref[t]))
+            config.kl_coef * float(reference_kl(config.kl_loss_type or "k1", response.old[t] - response.ref[t]))
             for t in range(length)
         ]
         following, following_value = 0.0, 0.0

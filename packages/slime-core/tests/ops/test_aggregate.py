@@ -103,6 +103,10 @@ def test_per_trajectory_is_the_mean_over_trajectories_however_its_samples_are_sp
     assert total == pytest.approx(expected, abs=1e-12)
 
 
+def test_trajectory_ids_may_be_a_tensor():
+    assert trajectory_tokens([[1, 1], [1, 0], [1, 1, 1]], torch.tensor([5, 6, 5])) == [5, 1, 5]
+
+
 @given(MASKS.filter(bool))
 def test_with_one_sample_per_trajectory_it_is_the_per_sample_mean(masks):
     counts = trajectory_tokens(masks, list(range(len(masks))))

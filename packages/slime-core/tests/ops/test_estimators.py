@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from slime_core.config import ESTIMATORS
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import (
     AdvantageEstimator,
@@ -17,7 +18,6 @@ from slime_core.ops import (
     token_rewards,
     whiten,
 )
-from slime_core.rewards import ESTIMATORS
 
 REWARDS = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
 MASK = torch.tensor([1, 0, 1, 0, 0, 1])  # the second response is wholly masked

@@ -89,6 +89,14 @@ def test_unbiased_gradcheck(kind):
     assert torch.autograd.gradcheck(lambda lp: kl_penalty(lp, reference, kind, old_log_probs_T=old), (policy,))
 
 
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+def test_the_reference_gets_no_gradient(kind):
+    policy, reference = torch.tensor([[-0.1, -2.0], [-0.4, -1.0]], requires_grad=True).unbind()
+    leaf = reference.detach().requires_grad_()
+    kl_penalty(policy, leaf, kind).sum().backward()
+    assert leaf.grad is None
+
+
 def test_only_the_unbiased_form_has_the_divergences_gradient():
     """Means are taken exactly, over the tokens of a small vocabulary that another policy sampled."""
     generator = torch.Generator().manual_seed(4)

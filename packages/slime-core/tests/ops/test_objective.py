@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.config import AlgorithmConfig
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
 from slime_core.ops import (
     Advantages,
     grpo_advantages,
@@ -154,6 +154,14 @@ def test_what_the_configuration_needs_must_be_given(flags, message):
     with pytest.raises(ConfigError, match=message):
         policy_objective(
             AlgorithmConfig(**flags), log_probs_T=one, old_log_probs_T=one, advantages_T=one, weights_T=one
+        )
+
+
+def test_weights_of_another_shape_are_named_so():
+    one = torch.zeros(1)
+    with pytest.raises(DataError, match=r"log_probs_T \[1\], weights_T \[2\]"):
+        policy_objective(
+            AlgorithmConfig(), log_probs_T=one, old_log_probs_T=one, advantages_T=one, weights_T=torch.zeros(2)
         )
 
 

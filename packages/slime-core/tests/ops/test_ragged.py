@@ -48,7 +48,14 @@ def test_what_is_masked_may_be_nan():
     assert values.grad is not None and values.grad.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("lengths", "message"), [([2, -1], "0 or more"), ([2, 2], "add up to 4 but there are 3")])
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([2, -1], "0 or more"),
+        ([2, 2], "add up to 4 but there are 3"),
+        ([1.5, 1.5], r"whole numbers .* got \[1.5, 1.5\]"),
+    ],
+)
 def test_lengths_that_cannot_be(lengths, message):
     with pytest.raises(DataError, match=message):
         lengths_tensor(lengths, 3)

@@ -19,7 +19,6 @@ from slime_core.ops import (
     kl_penalty,
     mis_weight_sums,
     mis_weights,
-    normalize_rewards_by_group,
     opsm_mask,
     outcome_advantages,
     policy_loss,
@@ -33,6 +32,7 @@ from slime_core.ops import (
     trajectory_tokens,
     value_objective,
 )
+from slime_core.rewards import normalize_group_rewards
 
 
 class Step:
@@ -264,8 +264,8 @@ def test_the_order_of_samples_in_and_between_groups_changes_nothing(groups, seed
     def loss_in(order):
         part = step.part(order)
         advantages = outcome_advantages(
-            rewards_N=normalize_rewards_by_group(
-                torch.tensor([rewards[n] for n in order], dtype=torch.float64), torch.tensor([groups[n] for n in order])
+            rewards_N=torch.tensor(
+                normalize_group_rewards([rewards[n] for n in order], [groups[n] for n in order]), dtype=torch.float64
             ),
             mask_T=part.mask, lengths=part.lengths,
         )  # fmt: skip

@@ -24,7 +24,6 @@ from slime_core.ops.estimators import (
     estimator_named,
 )
 from slime_core.ops.gae import gae_advantages
-from slime_core.ops.group_rewards import leave_one_out_by_group, normalize_rewards_by_group
 from slime_core.ops.kl import kl_penalty
 from slime_core.ops.linear_logprobs import linear_log_probs_and_entropy
 from slime_core.ops.logprobs import log_probs_and_entropy
@@ -61,13 +60,11 @@ __all__ = [
     "gspo_loss",
     "icepop_weights",
     "kl_penalty",
-    "leave_one_out_by_group",
     "linear_log_probs_and_entropy",
     "log_probs_and_entropy",
     "loss_weights",
     "mis_weight_sums",
     "mis_weights",
-    "normalize_rewards_by_group",
     "opsm_mask",
     "outcome_advantages",
     "policy_advantages",

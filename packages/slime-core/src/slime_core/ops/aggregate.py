@@ -52,7 +52,9 @@ def token_weights(
     return _divided(masks, (mask.sum().clamp(min=1) * global_samples for mask in masks), dtype, device)
 
 
-def trajectory_tokens(loss_masks: Sequence[Sequence[int] | Tensor], trajectory_ids: Sequence[int]) -> list[int]:
+def trajectory_tokens(
+    loss_masks: Sequence[Sequence[int] | Tensor], trajectory_ids: Sequence[int] | Tensor
+) -> list[int]:
     """Trained tokens of the whole trajectory that each sample belongs to.
 
     Args:
@@ -68,10 +70,12 @@ def trajectory_tokens(loss_masks: Sequence[Sequence[int] | Tensor], trajectory_i
     """
     if len(loss_masks) != len(trajectory_ids):
         raise DataError(f"{len(loss_masks)} loss masks and {len(trajectory_ids)} trajectory ids; give one per sample")
+    # A tensor's elements hash by identity.
+    ids = [int(trajectory) for trajectory in trajectory_ids]
     totals: dict[int, int] = {}
-    for mask, trajectory in zip(loss_masks, trajectory_ids, strict=True):
+    for mask, trajectory in zip(loss_masks, ids, strict=True):
         totals[trajectory] = totals.get(trajectory, 0) + int(torch.as_tensor(mask).sum())
-    return [totals[trajectory] for trajectory in trajectory_ids]
+    return [totals[trajectory] for trajectory in ids]
 
 
 def token_weights_per_trajectory(

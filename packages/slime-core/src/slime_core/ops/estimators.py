@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_core.config import ESTIMATORS
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.advantages import distilled_advantages, outcome_advantages
 from slime_core.ops.gae import gae_advantages
@@ -19,7 +20,6 @@ from slime_core.ops.ragged import lengths_tensor
 from slime_core.ops.returns import check_factor, check_rewards, discounted_returns, token_rewards
 from slime_core.ops.scan import check_finite, check_tokens
 from slime_core.ops.whitening import whiten
-from slime_core.rewards import ESTIMATORS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

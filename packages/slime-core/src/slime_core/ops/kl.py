@@ -35,7 +35,7 @@ def kl_penalty(
 
     Args:
         log_probs_T: Log-probs (nats) under the policy [T].
-        ref_log_probs_T: Log-probs under the reference [T].
+        ref_log_probs_T: Log-probs under the reference [T], taken as constants.
         kind: ``k1``, ``k2``, ``k3`` or ``low_var_kl``.
         old_log_probs_T: Log-probs under the policy that sampled the tokens [T], taken as constants, for the unbiased
             form; ``None`` for the plain one.
@@ -49,7 +49,7 @@ def kl_penalty(
         ConfigError: ``kind`` is none of the four.
         DataError: The shapes differ.
     """
-    given = {"log_probs_T": log_probs_T, "ref_log_probs_T": ref_log_probs_T}
+    given = {"log_probs_T": log_probs_T, "ref_log_probs_T": ref_log_probs_T.detach()}
     if old_log_probs_T is not None:
         given["old_log_probs_T"] = old_log_probs_T.detach()
     values_T = masked(mask_T, **given)

@@ -113,6 +113,7 @@ def policy_objective(
         ConfigError: The configuration needs an input that is missing.
         DataError: The shapes or the lengths do not match.
     """
+    masked(None, log_probs_T=log_probs_T.detach(), weights_T=weights_T)  # an error that names the weights as such
     token_loss_T, clipped_T = _policy_loss(
         config, log_probs_T, old_log_probs_T, advantages_T, weights_T, lengths, context_group
     )
@@ -141,8 +142,8 @@ def policy_objective(
         raise ConfigError(f"--entropy-coef {config.entropy_coef} needs entropies, and none were given")
     if config.use_kl_loss:
         ref_T = needed(ref_log_probs_T, "--use-kl-loss", "the reference's log-probs").detach()
-        sampled_T = old_log_probs_T if config.use_unbiased_kl else None
-        kl_T = kl_penalty(log_probs_T, ref_T, config.kl_loss_type, old_log_probs_T=sampled_T, mask_T=weights_T)
+        kind, sampled_T = config.kl_loss_type or "k3", old_log_probs_T if config.use_unbiased_kl else None
+        kl_T = kl_penalty(log_probs_T, ref_T, kind, old_log_probs_T=sampled_T, mask_T=weights_T)
         metrics["kl_loss"] = (kl_T * weights_T).sum()
         loss = loss + config.kl_loss_coef * metrics["kl_loss"]
     return loss, {name: value.detach() for name, value in {"loss": loss, **metrics, **found}.items()}

@@ -60,7 +60,7 @@ def policy_advantages(
     if config.kl_coef:
         old_T = needed(old_log_probs_T, "--kl-coef", "the log-probs from before the update")
         ref_T = needed(ref_log_probs_T, "--kl-coef", "the reference's log-probs")
-        kl_T = kl_penalty(old_T.detach(), ref_T.detach(), config.kl_loss_type)
+        kl_T = kl_penalty(old_T.detach(), ref_T.detach(), config.kl_loss_type or "k1")
     if config.use_opd:
         distillation = Distillation(
             student_log_probs_T=needed(old_log_probs_T, "--use-opd", "the log-probs from before the update"),

@@ -25,11 +25,12 @@ def lengths_tensor(lengths: Sequence[int] | Tensor, total: int, device: torch.de
         device: Device of the result.
 
     Raises:
-        DataError: A length is negative, or they add up to something else.
+        DataError: A length is negative or not a whole number, or they add up to something else.
     """
-    lengths_N = torch.as_tensor(lengths, dtype=torch.int64)
-    if lengths_N.dim() != 1 or bool((lengths_N < 0).any()):
-        raise DataError(f"lengths must be numbers of 0 or more, one per sequence; got {lengths_N.tolist()}")
+    given_N = torch.as_tensor(lengths)
+    lengths_N = given_N.to(torch.int64)
+    if lengths_N.dim() != 1 or bool((lengths_N < 0).any()) or bool((lengths_N != given_N).any()):
+        raise DataError(f"lengths must be whole numbers of 0 or more, one per sequence; got {given_N.tolist()}")
     if int(lengths_N.sum()) != total:
         raise DataError(f"lengths add up to {int(lengths_N.sum())} but there are {total} tokens")
     return lengths_N.to(device)
