@@ -174,8 +174,12 @@ def _words(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
 
 
+TAKES_THE_PLACE_OF = {"--custom-rm-path": "--rm-type", "--async-buffer-size": "--colocate"}
+"""Flags that are refused beside one that is there already."""
+
+
 def replace_flags(flags: Mapping[str, list[str]], words: Sequence[str]) -> dict[str, list[str]]:
-    """Flags with those of a command line put in their place, or added.
+    """Flags with those of a command line put in their place, or added; one that excludes another takes its place.
 
     Args:
         flags: Values by name.
@@ -187,6 +191,7 @@ def replace_flags(flags: Mapping[str, list[str]], words: Sequence[str]) -> dict[
         if word.startswith("--"):
             name, _, value = word.partition("=")
             merged[name] = [value] if value else []
+            merged.pop(TAKES_THE_PLACE_OF.get(name, ""), None)
         elif name is None:
             raise ValueError(f"{word} stands before any flag; give flags of slime-launch train after --")
         else:

@@ -24,7 +24,7 @@ from slime_launch.console import RunConsole
 from slime_launch.errors import RunError
 from slime_launch.finished import report_if_finished
 from slime_launch.flags.command import parse_train
-from slime_launch.loop import Parts, check_versions, next_batch
+from slime_launch.loop import Parts, check_scored, check_versions, next_batch
 from slime_launch.preflight import preflight
 from slime_launch.rollouts import Progress
 from slime_launch.tracking import Tracker, read_rows
@@ -331,3 +331,16 @@ def test_no_token_is_of_another_policy_than_it_may_be(versions, may_lag, fine):
     batch = RolloutBatch(rollout_id=3, groups=[[sample]])
     with contextlib.nullcontext() if fine else pytest.raises(RunError, match=r"sample 9 of rollout 3 .* must be 3"):
         check_versions(batch, may_lag=may_lag)
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "reasons", "fine"),
+    [(0, ["TypeError: x"] * 4, False), (0, ["TypeError: x"] * 3, True), (0, [], True), (1, ["TypeError: x"] * 4, True)],
+)
+def test_a_run_whose_first_rollout_has_no_reward_ends(rollout_id, reasons, fine):
+    samples = [Sample(index=i, group_index=0, prompt="p", tokens=[1, 2], response_length=1) for i in range(4)]
+    for sample, reason in zip(samples, reasons, strict=False):
+        sample.metadata["reward_failure"] = reason
+    expected = r"none of the 4 samples of the first rollout could be scored: TypeError: x; correct the reward"
+    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=expected):
+        check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]))

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_launch.config import ClusterConfig
-from slime_launch.placement import Placement, order_bundles, plan_layout, shortage, threads_per_worker
+from slime_launch.errors import PlacementError
+from slime_launch.placement import Placement, check_layout, order_bundles, plan_layout, shortage, threads_per_worker
 
 
 def test_disaggregated_halves_have_bundles_of_their_own():
@@ -22,6 +23,14 @@ def test_colocated_halves_share(rollout, bundles):
     assert layout.trainer == (0, 1, 2, 3)
     assert layout.rollout == tuple(range(rollout or 4))
     assert layout.trainer_resources()["num_gpus"] == 0.5
+
+
+def test_gpus_are_not_shared_until_memory_is_handed_over():
+    shared, apart = ClusterConfig(colocate=True), ClusterConfig(rollout_num_gpus=1)
+    with pytest.raises(PlacementError, match=r"--colocate is not supported on CUDA yet.* give --rollout-num-gpus N"):
+        check_layout(plan_layout(shared, cuda=True))
+    check_layout(plan_layout(apart, cuda=True))
+    check_layout(plan_layout(shared, cuda=False))
 
 
 def test_without_cuda_a_gpu_is_a_cpu_worker():

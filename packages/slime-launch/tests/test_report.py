@@ -52,6 +52,15 @@ def test_text_names_what_matters(tmp_path):
     assert order == sorted(order)
 
 
+def test_samples_without_a_score_are_counted(tmp_path):
+    rows = [*ROWS, {"kind": "rollout", "step": 2, "rollout_id": 2, "rollout/reward_failures": 7.0}]
+    report = make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=1.5)
+    assert report.unscored == 7
+    assert "samples that could not be scored: 7; logs/rollout.log says why" in report_lines(report)
+    scored = make_report(ROWS, output_dir=tmp_path, checkpoint=None, minutes=1.5)
+    assert not any("scored" in line for line in report_lines(scored))
+
+
 def test_files_for_people_and_programs(tmp_path):
     report = make_report(ROWS, output_dir=tmp_path, checkpoint=None, minutes=1.5)
     write_report(report)

@@ -65,4 +65,25 @@ def test_the_line_of_an_evaluation():
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])
 def test_the_line_of_a_step(words):
     row = rollout_row(BATCH, REPORT, SYNC, SECONDS, reward_key=None)
-    assert words in step_line(3, 40, row, train_rows(REPORT)[-1])
+    assert words in step_line(BATCH, 40, row, train_rows(REPORT)[-1])
+    assert "(" not in step_line(BATCH, 40, row, train_rows(REPORT)[-1])
+
+
+def line_of(rewards, failures=()):
+    samples = [
+        Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=reward)
+        for i, reward in enumerate(rewards)
+    ]
+    for sample, reason in zip(samples, failures, strict=False):
+        sample.metadata["reward_failure"] = reason
+    batch = RolloutBatch(rollout_id=0, groups=[samples], metrics={}, seconds={})
+    return step_line(batch, 9, rollout_row(batch, REPORT, SYNC, SECONDS, reward_key=None), {"train/loss": -3.7e-9})
+
+
+def test_samples_that_could_not_be_scored_are_told():
+    line = line_of([0.0, 0.0, 0.0, 1.0], ["rare", "TypeError: no " + "x" * 200, "TypeError: no " + "x" * 200])
+    assert line.startswith("step 1/9  reward 0.250  (3 of 4 not scored: TypeError: no [...]; logs/rollout.log)")
+
+
+def test_rewards_that_teach_nothing_are_told():
+    assert "reward 1.000  (equal within every group)  loss 0  " in line_of([1.0, 1.0])

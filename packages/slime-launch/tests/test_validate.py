@@ -9,7 +9,7 @@ from slime_convert.quantize import Fp8Format
 from slime_core.errors import ConfigError
 from slime_launch.flags.command import parse_train
 from slime_launch.startup import limit_threads
-from slime_launch.validate import check_settings, check_shape, global_batch_size, num_engines
+from slime_launch.validate import check_settings, check_shape, global_batch_size, notices, num_engines
 
 
 def settings(prompts=32, size=8, batch=None, steps=1, hf="hf", **more):
@@ -60,6 +60,23 @@ def test_data_parallel_ranks_must_divide_the_batch():
 def test_taking_turns_is_not_working_at_the_same_time():
     with pytest.raises(ConfigError, match="give --rollout-num-gpus in place of --colocate"):
         check_settings(settings(async_buffer_size=1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 40)])
+def test_training_on_another_distribution_than_was_sampled_from_is_refused(name, value):
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--rollout-{flag} {value} samples .* or give --eval-{flag} for evaluation"):
+        check_settings(settings(**{f"rollout_{name}": value}))
+    check_settings(settings(rollout_top_p=1.0, rollout_top_k=-1, **{f"eval_{name}": value}))
+
+
+def test_a_group_of_one_learns_nothing_and_is_told():
+    (line,) = notices(settings(size=1))
+    assert line.startswith("--n-samples-per-prompt 1: grpo compares") and line.endswith("; give 2 or more")
+    assert notices(settings(size=2)) == []
+    assert notices(settings(size=1, disable_rewards_normalization=None)) == []
+    assert notices(settings(size=1, advantage_estimator="reinforce_plus_plus", normalize_advantages=None)) == []
+    assert len(notices(settings(size=1, use_kl_loss=None))) == 2
 
 
 def test_engines_of_several_gpus():

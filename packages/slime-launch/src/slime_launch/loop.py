@@ -15,7 +15,7 @@ from slime_launch.flags.settings import Settings
 from slime_launch.resume import RunState
 from slime_launch.rollouts import ChannelSpec, RolloutWorker
 from slime_launch.shards import split_rollout
-from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_line, train_rows
+from slime_launch.step_metrics import eval_line, eval_row, reward_failures, rollout_row, step_line, train_rows
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
 from slime_rollout.engine.errors import WeightSyncError
@@ -90,6 +90,7 @@ def next_batch(parts: Parts, rollout_id: int) -> RolloutBatch:
     with parts.console.wait("generate") as wait:
         batch = parts.rollout.generate(rollout_id, on_poll=watch_rollout(parts, wait))
     check_versions(batch, may_lag=parts.settings.rollout.may_lag)
+    check_scored(batch)
     parts.state.write_down(batch)
     return batch
 
@@ -113,6 +114,23 @@ def check_versions(batch: RolloutBatch, *, may_lag: bool) -> None:
                 "other weights than the trainer's; see that nothing else sends weights to this run's engines, and "
                 "start the same command again"
             )
+
+
+def check_scored(batch: RolloutBatch) -> None:
+    """The first rollout has a reward: what scores nothing from the beginning is wrong itself, not out of order.
+
+    Args:
+        batch: A new rollout.
+
+    Raises:
+        RunError: It is the run's first, and none of its samples could be scored.
+    """
+    reasons = reward_failures(batch)
+    if batch.rollout_id == 0 and reasons and len(reasons) == len(batch.samples):
+        raise RunError(
+            f"none of the {len(reasons)} samples of the first rollout could be scored: {reasons[0]}; correct the "
+            "reward, which slime-rollout check-hooks --run tries out, and start the same command again"
+        )
 
 
 def train(parts: Parts, batch: RolloutBatch) -> TrainReport:
@@ -174,7 +192,7 @@ def record(parts: Parts, batch: RolloutBatch, report: TrainReport, sync: SyncRep
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row)
-    parts.console.line(step_line(rollout_id, parts.settings.run.num_rollout, row, steps[-1]))
+    parts.console.line(step_line(batch, parts.settings.run.num_rollout, row, steps[-1]))
 
 
 def save_if_due(parts: Parts) -> None:

@@ -64,6 +64,19 @@ def plan_layout(cluster: ClusterConfig, *, cuda: bool) -> Layout:
     return Layout(bundles=tuple(dict(bundle) for _ in range(count)), trainer=trainer, rollout=rollout, cuda=cuda)
 
 
+def check_layout(layout: Layout) -> None:
+    """Refuse a layout whose parts would not fit into a GPU's memory together.
+
+    Raises:
+        PlacementError: Trainer and engines share GPUs.
+    """
+    if layout.cuda and layout.shared:
+        raise PlacementError(
+            "--colocate is not supported on CUDA yet: neither trainer nor engines give their memory back while the "
+            "others work, and the two do not fit beside each other; give --rollout-num-gpus N in place of --colocate"
+        )
+
+
 def threads_per_worker(workers: int, cores: int) -> int:
     """CPU threads of each of ``workers`` processes that compute at the same time on ``cores`` cores."""
     return max(1, cores // max(1, workers))

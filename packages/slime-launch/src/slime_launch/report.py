@@ -38,6 +38,7 @@ class Report:
         eval_before: Mean reward of each held-out set before the first rollout.
         eval_after: The same in the last evaluation.
         rewards: Mean reward of each rollout.
+        unscored: Samples that could not be scored.
         seconds: Mean seconds per rollout of each phase.
         run_dir: The run's output directory.
         tensorboard_dir: Where TensorBoard's files are; ``None`` without them.
@@ -53,6 +54,7 @@ class Report:
     eval_before: dict[str, float]
     eval_after: dict[str, float]
     rewards: list[float]
+    unscored: int
     seconds: dict[str, float]
     run_dir: str
     tensorboard_dir: str | None
@@ -82,6 +84,7 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
         eval_before=eval_scores(before),
         eval_after=eval_scores(evals[-1]) if evals else {},
         rewards=[row[REWARD] for row in rollouts if row.get(REWARD) is not None],
+        unscored=int(sum(row.get("rollout/reward_failures", 0.0) for row in rollouts)),
         seconds=_mean_seconds(rollouts),
         run_dir=str(output_dir),
         tensorboard_dir=str(tensorboard) if tensorboard.exists() else None,
@@ -110,6 +113,8 @@ def report_lines(report: Report) -> list[str]:
         before = report.eval_before.get(name)
         change = f"{before:.3f} → {after:.3f}" if before is not None else f"{after:.3f}"
         lines.append(f"mean reward on {name}: {change}")
+    if report.unscored:
+        lines.append(f"samples that could not be scored: {report.unscored}; logs/rollout.log says why")
     if len(report.rewards) > 1:
         lines += ["", "mean reward per rollout", *draw_chart(report.rewards)]
     if report.seconds:

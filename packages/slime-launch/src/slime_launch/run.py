@@ -14,6 +14,7 @@ from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
 from slime_launch.console import RunConsole
 from slime_launch.errors import RayDiedError, RunError, Stopped
+from slime_launch.files import locked
 from slime_launch.flags.command import parse_train
 from slime_launch.loop import Parts, run_sync
 from slime_launch.preflight import Checked, preflight
@@ -21,7 +22,7 @@ from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resume import RunState
 from slime_launch.startup import Startup
 from slime_launch.tracking import Tracker, read_rows
-from slime_launch.validate import global_batch_size
+from slime_launch.validate import global_batch_size, notices
 from slime_launch.watch import Watch, stopped_line
 
 
@@ -36,14 +37,17 @@ def run(argv: Sequence[str], watch: Watch) -> int:
         0; 1 if a part of the run failed; 2 if it could not be started; 128 + n if signal n stopped it.
     """
     try:
-        checked = preflight(parse_train(argv), tell=False)  # the command's first process did
-        output_dir = Path(str(checked.settings.run.output_dir))
-        (output_dir / "logs").mkdir(parents=True, exist_ok=True)
-        console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")
-        # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
-        ray_log = (output_dir / "logs" / "ray.log").open("a")
-        with contextlib.redirect_stdout(ray_log):
-            drive(checked, output_dir, console, watch)
+        settings = parse_train(argv)
+        save = settings.megatron.save
+        with contextlib.nullcontext() if save is None else locked(Path(save), check=watch.check):
+            checked = preflight(settings, tell=False)  # the command's first process did
+            output_dir = Path(str(settings.run.output_dir))
+            (output_dir / "logs").mkdir(parents=True, exist_ok=True)
+            console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")
+            # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
+            ray_log = (output_dir / "logs" / "ray.log").open("a")
+            with contextlib.redirect_stdout(ray_log):
+                drive(checked, output_dir, console, watch)
     except Stopped as stopped:
         sys.stderr.write(stopped_line(stopped.signum))
         return stopped.exit_code
@@ -74,6 +78,8 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
         console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
     elif read_rows(output_dir):
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
+    for notice in notices(settings):
+        console.line(notice)
     if settings.megatron.save is None:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:

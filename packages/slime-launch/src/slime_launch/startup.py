@@ -10,7 +10,7 @@ from pathlib import Path
 from slime_launch.calls import gather
 from slime_launch.console import RunConsole
 from slime_launch.flags.settings import Settings
-from slime_launch.placement import Layout, Placement, place_run, plan_layout, threads_per_worker
+from slime_launch.placement import Layout, Placement, check_layout, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked
 from slime_launch.ray_runtime import ray_runtime
 from slime_launch.rollouts import RolloutSpec, RolloutWorker
@@ -44,7 +44,7 @@ class Startup:
         """Start or join Ray and get room on it.
 
         Raises:
-            PlacementError: No cluster, or no room.
+            PlacementError: No cluster, no room, or GPUs would be shared.
         """
         cluster = self._settings.cluster
         with self._console.wait("start Ray", done="started Ray"):
@@ -52,6 +52,7 @@ class Startup:
             self._watch.add(runtime.check)
             self._watch.listen(at_once=False)
         layout = plan_layout(cluster, cuda=runtime.cuda)
+        check_layout(layout)
         self._console.line(describe(layout))
         with self._console.wait("wait for room on the Ray cluster") as wait:
             return place_run(layout, timeout=cluster.ray_placement_timeout, watch=self._watch, on_wait=wait.update)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Mapping
 
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, SyncReport, TrainReport
+from slime_rollout.failures import REWARD
 
+REASON_CHARACTERS = 100
+ROUNDING = 5e-8  # less is what float32 leaves of 0
 NOT_OF_SAMPLES = ("tokens_per_second",)  # told under perf/
 
 
@@ -60,13 +65,25 @@ def eval_line(report: EvalReport) -> str:
     return f"eval after {report.rollout_id} rollouts: {'  '.join(words)}  {report.seconds:.1f} s"
 
 
-def step_line(rollout_id: int, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
+def reward_failures(batch: RolloutBatch) -> list[str]:
+    """Why samples could not be scored, a reason for each of them."""
+    return [str(sample.metadata[REWARD]) for sample in batch.samples if REWARD in sample.metadata]
+
+
+def step_line(batch: RolloutBatch, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
     """One line about one rollout: what it was worth, what it did to the weights, and where the time went."""
-    words = [f"step {rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
+    words = [f"step {batch.rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
     words.append(f"reward {row.get('rollout/raw_reward', float('nan')):.3f}")
+    if reasons := reward_failures(batch):
+        often = Counter(reasons).most_common(1)[0][0]
+        what = f"{len(reasons)} of {len(batch.samples)} not scored"
+        words.append(f"({what}: {textwrap.shorten(often, REASON_CHARACTERS)}; logs/rollout.log)")
+    elif row.get("rollout/zero_std/ratio") == 1:
+        words.append("(equal within every group)")
     for name, title in (("loss", "loss"), ("kl_loss", "kl"), ("grad_norm", "grad norm")):
         if f"train/{name}" in last_step:
-            words.append(f"{title} {last_step[f'train/{name}']:.4g}")
+            value = last_step[f"train/{name}"]
+            words.append(f"{title} {0.0 if abs(value) < ROUNDING else value:.4g}")
     phases = (("rollout", "generate"), ("train", "train"), ("update_weights", "sync"))
     words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
     return "  ".join(words)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime_convert.quantize import read_format
 from slime_convert.shape import ModelShape, check_flags
+from slime_core.config import GROUP_RELATIVE
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
 from slime_launch.flags.settings import Settings
@@ -53,6 +54,16 @@ def check_settings(settings: Settings) -> None:
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
     )
+    for name, value, everything in (
+        ("--rollout-top-p", settings.rollout.rollout_top_p, 1.0),
+        ("--rollout-top-k", settings.rollout.rollout_top_k, -1),
+    ):
+        if value != everything:
+            raise ConfigError(
+                f"{name} {value} samples from fewer tokens than the trainer's log-probs are of, so the policy would be "
+                f"trained on another distribution than its own; leave it out, or give "
+                f"{name.replace('rollout', 'eval')} for evaluation alone"
+            )
     if settings.rollout.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
         raise ConfigError(
             "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
@@ -80,6 +91,19 @@ def check_settings(settings: Settings) -> None:
             f"--eval-interval {settings.run.eval_interval} needs held-out prompts; "
             "give --eval-prompt-data or --eval-config"
         )
+
+
+def notices(settings: Settings) -> list[str]:
+    """What the run will do that its user may not expect, a line each."""
+    algorithm, size = settings.algorithm, settings.rollout.n_samples_per_prompt
+    lines = list(algorithm.notices)
+    relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
+    if size == 1 and relative and algorithm.custom_advantage_function_path is None:
+        lines.append(
+            f"--n-samples-per-prompt 1: {algorithm.advantage_estimator} compares the samples of a prompt with each "
+            "other, so rewards change no weight; give 2 or more"
+        )
+    return lines
 
 
 def _check_distillation(settings: Settings) -> None:

@@ -1,0 +1,74 @@
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from slime_launch.errors import ManifestError
+from slime_launch.files import LOCK, locked, write_whole
+from slime_launch.run import run
+from slime_launch.watch import Watch
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from slime_launch.files import locked
+with locked(Path(sys.argv[1]), check=lambda: None):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that uses `save`."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "save"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_directory_is_used_by_one_run_at_a_time(tmp_path, holder):
+    message = rf"--save .*save is in use by another run \(process {holder.pid} on \S+\); stop it, or give another"
+    with pytest.raises(ManifestError, match=message), locked(tmp_path / "save", check=lambda: None, seconds=0.3):
+        pass
+    with locked(tmp_path / "other", check=lambda: None, seconds=0):
+        pass
+
+
+def test_a_killed_run_is_waited_for_and_leaves_the_directory_free(tmp_path, holder):
+    waits = iter(range(3))
+
+    def check():
+        if next(waits) == 2:
+            holder.send_signal(signal.SIGKILL)
+
+    with locked(tmp_path / "save", check=check, seconds=60):
+        assert next(waits, None) is None
+    assert (tmp_path / "save" / LOCK).read_text() != f"process {holder.pid}"
+
+
+def test_a_signal_ends_the_wait(tmp_path, holder):
+    def check():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path / "save", check=check):
+        pass
+
+
+def test_a_second_launcher_starts_nothing(tmp_path, holder, capsys, monkeypatch):
+    monkeypatch.setattr("slime_launch.files.LOCK_SECONDS", 0.3)
+    before = {path.name for path in tmp_path.rglob("*")}
+    words = ["--hf-checkpoint", "hf", "--prompt-data", "p", "--num-rollout", "1", "--colocate", "--load", "l"]
+    words += ["--rollout-batch-size", "2", "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "out")]
+    assert run(words, Watch()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("slime-launch: --save") and f"in use by another run (process {holder.pid}" in said
+    assert said.count("\n") == 1 and {path.name for path in tmp_path.rglob("*")} == before
+
+
+def test_a_file_is_whole(tmp_path):
+    write_whole(tmp_path / "file", "old")
+    write_whole(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "new"
