@@ -22,7 +22,7 @@ async def chat(args, samples, evaluation=False):
     for sample in samples:
         sample.response = await generate_single(sample.prompt)
 
-def score(args, sample): return float(sample.response == "42")
+def score(args, sample): return float(sample.response == "6 * 7?go on42")
 def fails(args, sample): raise ValueError(args.rm_timeout)
 """
 
@@ -60,7 +60,9 @@ def test_hooks_are_called(run):
     code, out, err = run("--run", *replies, *own)
     assert (code, err) == (0, [])
     assert re.search(r"4 samples became 4 with 8 requests; 40 of 60 tokens are trained on \(\d", out[0])
-    assert "the rewards of 4 responses were 0.0, 0.0, 0.0, 0.0" in out[1]
+    assert "the rewards of 4 responses were 1.0, 1.0, 1.0, 1.0" in out[1]
+    _, out, _ = run("--run", *replies, "--custom-rm-path", "own_hooks.score")
+    assert "the rewards of 4 responses were 0.0, 0.0, 0.0, 0.0" in out[0]
     code, out, _ = run("--run", "--custom-rm-path", "own_hooks.fails", "--rm-timeout", "7")
     assert code == 2 and re.search(
         r"^wrong  --custom-rm-path own_hooks.fails raised ValueError for sample \d: 7.0", out[0]
@@ -73,6 +75,10 @@ def test_with_a_model_and_prompts_of_ones_own(run, tokenizer_dir, write_rows):
     code, out, err = run("--run", "--apply-chat-template", *own, "--custom-generate-function-path", "own_hooks.chat")
     assert (code, err) == (0, []) and "4 samples became 4 with 4 requests" in out[0]
     code, out, err = run("--run", *own, "--custom-generate-function-path", "own_hooks.chat")
+    assert (code, err) == (0, []) and "4 samples became 4 with 4 requests" in out[0]
+    code, out, err = run("--run", *own, "--custom-generate-function-path", "own_hooks.turns")
+    assert code == 2 and "has chat messages and no tokens; add --apply-chat-template" in out[0]
+    code, out, err = run("--run", *own, "--custom-rm-path", "own_hooks.score")
     assert (code, out, len(err)) == (2, [], 1) and "add --apply-chat-template" in err[0]
 
 

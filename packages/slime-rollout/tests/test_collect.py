@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
+from slime_core.hooks import HookArgs
 from slime_core.types import Drop, Keep, Sample, Status
 from slime_rollout.errors import GenerationError, HookTimeoutError, RewardError
-from slime_rollout.filters import check_reward_nonzero_std
+from slime_rollout.filters import OwnFilter, check_reward_nonzero_std
 from slime_rollout.generate import sampling_seed
 
 NONZERO = "slime_rollout.filters.check_reward_nonzero_std"
@@ -170,6 +171,22 @@ def test_an_own_filter_may_say_true_or_false(manager, tmp_path, engine):
     batch = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep").generate(0)
     assert [group[0].group_index for group in batch.groups] == [1, 3]
     assert batch.metrics["dynamic_filter/drop_rejected"] == 2
+
+
+def test_a_filter_may_return_an_object_of_another_system(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class DynamicFilterOutput:\n"
+        "    keep: bool\n"
+        "    reason: str | None = None\n"
+        "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why')])\n"
+        "def own(args, group): return next(outputs)\n"
+    )
+    keep = OwnFilter(f"{path}:own", HookArgs({}))
+    group = [Sample(index=0, group_index=0, prompt="p")]
+    assert [keep(group) for _ in range(3)] == [Keep(), Drop("rejected"), Drop("why")]
 
 
 def test_the_built_in_filter_counts_a_trajectory_once():

@@ -227,6 +227,11 @@ class RolloutConfig:
         return self.streaming_shuffle_buffer or STREAMING_SHUFFLE_BUFFER
 
     @property
+    def takes_messages(self) -> bool:
+        """Whether prompts may be chat messages: a template renders them, or a custom function does."""
+        return self.apply_chat_template or self.custom_generate_function_path is not None
+
+    @property
     def chat_template_kwargs(self) -> dict[str, Any]:
         """``--apply-chat-template-kwargs``, read."""
         text = self.apply_chat_template_kwargs

@@ -44,11 +44,7 @@ class HeldOutPrompts:
         """
         config = held_out.config
         with held_out.named():
-            encoder = PromptEncoder(
-                tokenizer,
-                apply_chat_template=config.apply_chat_template,
-                template_kwargs=config.chat_template_kwargs,
-            )
+            encoder = PromptEncoder.of(config, tokenizer)
             loaded = cls(held_out=held_out, prompts=PromptDataset.load(held_out.path, config, encoder))
             loaded._check_rule()
             return loaded

@@ -64,7 +64,8 @@ class OwnFilter:
         """The function's verdict.
 
         Raises:
-            DataError: It raised, or returned neither ``Keep()``, ``Drop(reason)`` nor a truth value.
+            DataError: It raised, or returned neither ``Keep()``, ``Drop(reason)``, a truth value, nor an object with
+                ``keep`` and ``reason``.
         """
         where = f"{FLAG} {self._path}"
         try:
@@ -74,6 +75,8 @@ class OwnFilter:
             raise DataError(f"{where} raised {type(error).__name__} for group {number}: {error}") from error
         if isinstance(verdict, Keep | Drop):
             return verdict
+        if isinstance(getattr(verdict, "keep", None), bool):  # as functions written for other systems return it
+            return Keep() if verdict.keep else Drop(getattr(verdict, "reason", None) or REJECTED)
         if isinstance(verdict, bool) or type(verdict).__name__ == "bool":  # NumPy's and torch's, too
             return Keep() if verdict else Drop(REJECTED)
         raise DataError(f"{where} returned {verdict!r}; return Keep(), Drop('reason'), True or False")

@@ -54,6 +54,7 @@ def test_chat_messages_need_the_template(write_rows):
     with pytest.raises(DataError, match=":2: the prompt is chat messages; add --apply-chat-template"):
         check_prompt_file(path, config(path))
     assert len(check_prompt_file(path, config(path, apply_chat_template=True))) == 2
+    assert len(check_prompt_file(path, config(path, custom_generate_function_path="own.py"))) == 2
 
 
 def test_a_rule_needs_a_label_that_it_can_use(write_rows):

@@ -69,6 +69,21 @@ def test_a_call_that_nobody_answered_was_cut_off(generate, custom, say, chat):
     assert (sample.status, sample.response) == (Status.TRUNCATED, "!2+2")
 
 
+def test_messages_without_tokens_are_rendered(generate, custom, say, chat, engine):
+    """As rows of chat messages come without `--apply-chat-template`."""
+    made = custom(
+        "from slime_rollout import generate_single\n"
+        "async def custom_generate(args, sample, sampling_params):\n"
+        "    assert sample.tokens == [] and sample.prompt[0]['content'] == '2 + 2?'\n"
+        "    await generate_single(sample.prompt)\n"
+    )
+    (sample,) = chat()
+    rendered, sample.tokens = sample.tokens, []
+    say("4<|end|>")
+    ((got,),) = generate(made, [sample])
+    assert engine.bodies[0]["input_ids"] == rendered == got.prompt_tokens and got.response == "4"
+
+
 def test_the_samples_of_a_group_at_once(generate, custom, say, chat, engine):
     source = SEED.replace("for sample in samples:\n", "async def one(sample):\n", 1).replace(
         "    return samples\n", "    await asyncio.gather(*map(one, samples))\n"

@@ -102,12 +102,26 @@ def test_a_turn_has_settings_of_its_own(generate, custom, say, chat, engine):
     source = LOOP.replace("generate()", "generate(stop=['!'], max_new_tokens=7, temperature=0.5)").replace(
         'if "=" not in turn', "if trajectory.turns == 2"
     )
-    ((sample,),) = generate(custom(source), chat(), max_new_tokens=100)
+    ((sample,),) = generate(custom(source), chat(), max_new_tokens=100, stream="eval/sums")
     for body in engine.bodies:
         params = body["sampling_params"]
         assert (params["stop"], params["max_new_tokens"], params["temperature"]) == (["!"], 7, 0.5)
     assert sample.status is Status.COMPLETED  # the first turn's own limit did not end the trajectory
     assert sample.response == "4<42>2"
+
+
+@pytest.mark.parametrize("setting", ["temperature=0.5", "top_p=0.9", "min_p=0.1", "regex='[0-9]'", "min_new_tokens=3"])
+def test_a_turn_that_is_trained_has_the_distribution_of_the_rollout(generate, custom, chat, engine, setting):
+    made = custom(LOOP.replace("generate()", f"generate({setting})"))
+    with pytest.raises(GenerationError, match=rf"generate\({re.escape(setting)}\) draws this turn from another distr"):
+        generate(made, chat())
+    assert engine.bodies == []
+
+
+def test_a_turn_may_name_the_settings_of_the_rollout(generate, custom, chat, engine):
+    same = custom(LOOP.replace("generate()", "generate(temperature=0.7, top_k=-1, ignore_eos=True)"))
+    generate(same, chat(), temperature=0.7)
+    assert engine.bodies[0]["sampling_params"]["ignore_eos"]
 
 
 CONTINUING = LOOP + "custom_generate.continues_aborted = True\n"

@@ -45,6 +45,9 @@ class Broken:
     def compute_reward(self, prompts, responses): return [1.0] * len(responses)
 
 class Nothing: pass
+class NeedsMore:
+    def __init__(self, name, model_path): pass
+    def compute_reward(self, prompts, responses): return [1.0] * len(responses)
 class OneArgument:
     def compute_reward(self, prompts): return []
 
@@ -67,11 +70,10 @@ def file(tmp_path):
 
 def config(path, **changes):
     return RolloutConfig(
-        hf_checkpoint="m",
         prompt_data="p",
         rollout_batch_size=1,
         custom_rm_path=str(path),
-        **{"rm_timeout": 20.0} | changes,
+        **{"hf_checkpoint": "m", "rm_timeout": 20.0} | changes,
     )
 
 
@@ -121,6 +123,12 @@ def test_a_class_with_compute_reward(file):
     assert score(make(f"{file}:Tensor"), 3) == [0.0, 1.0, 2.0]
 
 
+def test_a_class_gets_the_runs_model_where_it_needs_one(file):
+    assert score(make(f"{file}:CustomRewardModel"), 3) == [0.0, 1.0, 2.0]
+    own = make(f"{file}:CustomRewardModel", hf_checkpoint="other", custom_rm_kwargs='{"model_path": "m"}')
+    assert score(own, 3) == [0.0, 1.0, 2.0]
+
+
 def test_a_class_is_made_once_and_not_before_it_is_needed(tmp_path):
     path, made = tmp_path / "own.py", tmp_path / "made"
     path.write_text(
@@ -142,7 +150,7 @@ def test_a_file_alone_means_its_custom_rm_first(file):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("CustomRewardModel", {}, "missing a required argument: 'model_path'; it is made with --custom-rm-kwargs"),
+        ("NeedsMore", {}, "missing a required argument: 'name'; it is made with --custom-rm-kwargs"),
         ("CustomRewardModel", {"custom_rm_kwargs": '{"path": 1}'}, "--custom-rm-kwargs (path)"),
         ("Nothing", {}, "is a class without compute_reward(self, prompts, responses)"),
         ("OneArgument", {}, "too many positional arguments"),

@@ -87,6 +87,15 @@ def test_answer_line():
         ("it is water", "water", 1),
         ("it is fire", "water", 0),
         ("", "A", 0),
+        ("B is correct.", "B", 1),
+        ("B is the correct option", "B", 1),
+        ("So B is right", "B", 1),
+        ("The answer is B because it is.", "B", 1),
+        ("Only C fits the data; B is wrong", "C", 1),
+        ("D was ruled out. A is correct, B is not", "A", 1),
+        ("Vitamin C deficiency, so D", "D", 1),
+        ("D, as in vitamin C deficiency", "D", 1),
+        ("A is a letter, and B isn't", "A", 1),
     ],
 )
 def test_multiple_choice(response, label, score):
@@ -100,6 +109,37 @@ def test_choices_tell_the_letter():
     assert multiple_choice("The answer is E", "4", choices) == 1.0
     assert multiple_choice("Surely water", "1", choices) == 1.0
     assert multiple_choice("The answer is B", "A", {"correct_letter": "B"}) == 1.0
+
+
+def test_choices_are_compared_whatever_their_case():
+    choices = {"choices": ["London", "Capital of France", "Berlin"]}
+    assert multiple_choice("I think the answer is B.", "capital of france", choices) == 1.0
+    assert multiple_choice("The answer is B.", "mM", {"choices": ["MM", "mM"]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"A": "London", "B": "Paris"},
+        {"B": "Paris", "A": "London"},
+        {"(a)": "London", "(b)": "Paris"},
+        {"label": ["A", "B"], "text": ["London", "Paris"]},
+        {"first": "London", "second": "Paris"},
+        ("London", "Paris"),
+    ],
+)
+def test_choices_as_a_mapping(choices):
+    for label in ("Paris", "paris"):
+        assert multiple_choice("Answer: B", label, {"choices": choices}) == 1.0
+        assert multiple_choice("Answer: A", label, {"choices": choices}) == 0.0
+
+
+def test_a_text_is_no_list_of_choices():
+    assert multiple_choice("Answer: B", "B", {"choices": "A) London B) Paris"}) == 1.0
+
+
+def test_a_letter_that_is_left_out_keeps_its_place():
+    assert multiple_choice("Answer: C", "Paris", {"choices": {"A": "London", "C": "Paris"}}) == 1.0
 
 
 @pytest.mark.parametrize("text", ["A" * 200_000, "A " * 100_000, "answer: " * 50_000, "answer" + " " * 200_000, "**A("])

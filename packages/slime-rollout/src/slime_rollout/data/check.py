@@ -94,7 +94,7 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
         tool_key=config.tool_key,
     )
     row = make_row(raw, fields)
-    if not isinstance(row.prompt, str) and not config.apply_chat_template:
+    if not isinstance(row.prompt, str) and not config.takes_messages:
         raise DataError(f"{row.where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
     if problem := check_scoring(config, row.metadata, row.label):
         raise DataError(f"{row.where}: {problem}")

@@ -49,13 +49,19 @@ class PromptEncoder:
         tokenizer: A transformers tokenizer.
         apply_chat_template: Render prompts with its chat template; text then is one user message.
         template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
+        keep_messages: Chat messages without the template give no token ids: a custom generate function renders them.
 
     Raises:
         ConfigError: A template is asked for and the tokenizer has none.
     """
 
     def __init__(
-        self, tokenizer: Any, *, apply_chat_template: bool, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        keep_messages: bool = False,
     ) -> None:
         if apply_chat_template and not tokenizer.chat_template:
             raise ConfigError(
@@ -63,7 +69,7 @@ class PromptEncoder:
                 "leave the flag out, or use a chat model's directory"
             )
         self._tokenizer = tokenizer
-        self._template = apply_chat_template
+        self._template, self._keep_messages = apply_chat_template, keep_messages
         self._template_kwargs = {"add_generation_prompt": True, **(template_kwargs or {})}
 
     @classmethod
@@ -77,6 +83,7 @@ class PromptEncoder:
             tokenizer,
             apply_chat_template=config.apply_chat_template,
             template_kwargs=config.chat_template_kwargs,
+            keep_messages=config.takes_messages,
         )
 
     @property
@@ -100,6 +107,8 @@ class PromptEncoder:
             text, special = self._render(prompt, tools), False
         elif isinstance(prompt, str):
             text, special = prompt, not prompt.startswith(self._tokenizer.bos_token or "\0")
+        elif self._keep_messages:
+            return []
         else:
             raise DataError("the prompt is chat messages; add --apply-chat-template, or write it as text")
         tokens = list(self._tokenizer(text, add_special_tokens=special)["input_ids"])

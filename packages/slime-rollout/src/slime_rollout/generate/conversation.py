@@ -115,7 +115,8 @@ class Conversation:
 
     def _replace_prompt(self, call: HookCall, conversation: Prompt) -> None:
         sample, prompt = self._sample, call.prompt_of(self._sample)
-        if conversation == prompt or as_messages(conversation) == as_messages(prompt):
+        same = conversation == prompt or as_messages(conversation) == as_messages(prompt)
+        if same and sample.tokens:
             return
         if isinstance(conversation, str):
             raise GenerationError(

@@ -18,6 +18,13 @@ _PLAIN = {
 }
 
 
+DISTRIBUTION = frozenset(_PLAIN) - {"ignore_eos"} | {
+    *("temperature", "top_p", "top_k", "min_new_tokens", "logit_bias", "custom_params"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+}
+"""SGLang's settings that change which distribution a token is drawn from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling settings of a request, without its seed.

@@ -12,6 +12,7 @@ from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.context import GenerationContext
 from slime_rollout.generate.hook_call import current
+from slime_rollout.generate.sampling import DISTRIBUTION
 
 TURNS_KEY = "turns"
 """Entry of a sample's metadata: how many turns the model has had."""
@@ -55,6 +56,11 @@ class Trajectory:
             if sample.response_length:
                 raise GenerationError(f"sample {sample.index} has a response; a trajectory begins with a prompt")
             sample.metadata[TURNS_KEY] = 0
+        if not sample.tokens:
+            raise GenerationError(
+                f"sample {sample.index} has chat messages and no tokens; add --apply-chat-template, set sample.tokens "
+                "before the trajectory begins, or use generate_single"
+            )
         if sample.session_id is None:  # the engine that has the sample's tokens in its cache
             sample.session_id = f"{context.stream}-{context.run_seed}-{sample.index}"
 
@@ -102,15 +108,25 @@ class Trajectory:
 
         Args:
             **changes: Sampling settings of this turn, by SGLang's names, such as ``stop=["</call>"]`` and
-                ``max_new_tokens``, which counts for no more than the room there is.
+                ``max_new_tokens``, which counts for no more than the room there is. Those that change the distribution,
+                such as ``temperature``, only in evaluation: the trainer takes every token from one distribution.
 
         Returns:
             The whole turn as text, without special tokens; with the stop string that ended it.
 
         Raises:
-            GenerationError: See :meth:`EngineClient.generate`.
+            GenerationError: See :meth:`EngineClient.generate`; or the tokens would be trained on, and ``changes`` have
+                them drawn from another distribution than the rollout's.
         """
         sample = self.sample
+        usual = self._context.params.to_request(0)
+        other = [name for name in DISTRIBUTION & changes.keys() if changes[name] != usual.get(name)]
+        if other and not self._context.evaluation:
+            raise GenerationError(
+                f"generate({', '.join(f'{name}={changes[name]!r}' for name in sorted(other))}) draws this turn from "
+                "another distribution than the one that is trained, which is allowed in evaluation only; leave it out, "
+                "or set it for the whole run, such as --rollout-temperature"
+            )
         if self.done:
             if sample.status is not Status.ABORTED:
                 sample.status = Status.TRUNCATED

@@ -92,9 +92,7 @@ class Trial:
             SlimeError: Its model or its prompts cannot be used.
         """
         tokenizer = load_tokenizer(config.hf_checkpoint) if has_model else make_tokenizer()
-        encoder = PromptEncoder(
-            tokenizer, apply_chat_template=config.apply_chat_template, template_kwargs=config.chat_template_kwargs
-        )
+        encoder = PromptEncoder.of(config, tokenizer)
         with tempfile.TemporaryDirectory(prefix="slime-hooks-") as directory:
             if has_prompts:
                 path = config.prompt_paths[0]
@@ -152,7 +150,9 @@ def _try_generate(trial: Trial) -> str:
 
 
 def _try_reward(trial: Trial) -> str:
-    samples = [sample for group in _finished(trial) for sample in group]
+    # As in a run: what the last reply ends is scored, where a custom function generates.
+    groups = asyncio.run(_generate(trial, make_generate(trial.config), ROLLOUT_STREAM)).groups
+    samples = [sample for group in groups for sample in group]
     group_reward = make_group_reward(trial.config, trial.args, strict=True)
 
     async def score() -> list[Any]:

@@ -37,7 +37,8 @@ def load_batched(
     Args:
         path: As a flag gives it; ``file.py`` alone means its ``custom_rm``, or else its ``CustomRewardModel``.
         hook_args: Every flag by its name, a function's first argument.
-        kwargs: The constructor's arguments; ``None`` if none were given.
+        kwargs: The constructor's arguments; ``None`` if none were given. A ``model_path`` that it needs and that is not
+            among them is ``--hf-checkpoint``.
         always: Take every function for a batched one, whatever its second argument is called.
 
     Returns:
@@ -48,7 +49,7 @@ def load_batched(
     """
     found = load_function(path, FLAG, usual_names=USUAL_NAMES)
     if inspect.isclass(found):
-        return _Model(found, path, dict(kwargs or {}))
+        return _Model(found, path, dict(kwargs or {}), _model_path(found, hook_args))
     if kwargs is not None:
         raise ConfigError(
             f"--custom-rm-kwargs is for a class; {FLAG} {path} is a function, which gets every flag in args"
@@ -66,6 +67,14 @@ def load_batched(
     return lambda samples: found(hook_args, samples)
 
 
+def _model_path(made_from: Any, hook_args: HookArgs) -> dict[str, Any]:
+    """The run's model, for a constructor that needs a ``model_path``."""
+    wanted = inspect.signature(made_from).parameters.get("model_path")
+    if wanted is None or wanted.default is not wanted.empty or "hf_checkpoint" not in hook_args:
+        return {}
+    return {"model_path": hook_args.hf_checkpoint}
+
+
 class _Model:
     """An object of the user's class, made in the first call.
 
@@ -73,9 +82,9 @@ class _Model:
         ConfigError: The class has no ``compute_reward``, or takes other arguments.
     """
 
-    def __init__(self, made_from: Any, path: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, made_from: Any, path: str, kwargs: dict[str, Any], defaults: dict[str, Any]) -> None:
         try:
-            inspect.signature(made_from).bind(**kwargs)
+            inspect.signature(made_from).bind(**defaults | kwargs)
             inspect.signature(made_from.compute_reward).bind(None, "prompts", "responses")
         except AttributeError:
             raise ConfigError(f"{FLAG} {path} is a class without compute_reward(self, prompts, responses)") from None
@@ -84,7 +93,7 @@ class _Model:
                 f"{FLAG} {path}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
                 "and called as compute_reward(prompts, responses)"
             ) from None
-        self._make = functools.partial(made_from, **kwargs)
+        self._make = functools.partial(made_from, **defaults | kwargs)
         self._path = path
         self._made: Any = None
         self._lock = threading.Lock()

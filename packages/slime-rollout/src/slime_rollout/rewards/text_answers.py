@@ -21,8 +21,14 @@ _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*\}|\\[!,;: ]|\
 _NUMBER = re.compile(r"([-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?)[ ]*(?:%|[A-Za-z][A-Za-z ]*)?\.?")
 
 _LETTERS = string.ascii_uppercase
-_SAID_LETTER = re.compile(r"(?:answer|choice|option)(?:[ ]is)?[ ]?:?[ ]?[*$]{0,2}\(?([A-Z])\b(?![ ][a-z])")
-_LONE_LETTER = re.compile(r"\b([A-Z])\b(?!['’]|[ ][a-z])")
+# A letter before a lower-case word is an article, a pronoun or part of a name ("vitamin C deficiency"), unless the word
+# says why it is chosen, or that it is right.
+_REASON = r"because|since|as"
+_RIGHT = rf"(?:{_REASON}|is|was|must|would|seems|looks|fits)\b(?![ ](?:not|never|wrong|incorrect|false)\b)"
+_SAID_LETTER = re.compile(
+    rf"(?:answer|choice|option)(?:[ ]is)?[ ]?:?[ ]?[*$]{{0,2}}\(?([A-Z])\b(?![ ](?!(?:{_REASON})\b)[a-z])"
+)
+_LONE_LETTER = re.compile(rf"\b([A-Z])\b(?!['’]|[ ](?!{_RIGHT})[a-z])")
 
 
 def token_f1(response: str, label: str) -> float:
@@ -68,10 +74,11 @@ def multiple_choice(response: str, label: str, metadata: Mapping[str, Any]) -> f
     """1 if the response chooses the right letter; without a letter, if it holds the right choice's text (GPQA).
 
     The right letter is ``metadata["correct_letter"]``, or else the label: a letter, an index from 0, or the text of
-    one of ``metadata["choices"]``. The chosen letter is the last in a box, or after "answer is", "option" and the
-    like, or else the last that stands alone; it is looked for after ``</think>``.
+    one of ``metadata["choices"]`` (a list, a mapping of letters to texts, or ARC's ``label`` and ``text``). The chosen
+    letter is the last in a box, or after "answer is", "option" and the like, or else the last that stands alone; it is
+    looked for after ``</think>``.
     """
-    choices = [str(choice) for choice in metadata.get("choices") or ()]
+    choices = _choices(metadata.get("choices"))
     right = correct_letter(label, metadata.get("correct_letter"), choices)
     answer = after_thought(response) or response
     usual = max(4, _LETTERS.index(right) + 1) if right else 4
@@ -83,14 +90,28 @@ def multiple_choice(response: str, label: str, metadata: Mapping[str, Any]) -> f
     return float(len(text.strip()) > 1 and text.strip().casefold() in answer.casefold())
 
 
+def _choices(given: Any) -> list[str]:
+    """The choices' texts, in the order of their letters."""
+    if not isinstance(given, Mapping):
+        return [] if isinstance(given, str) else [str(choice) for choice in given or ()]
+    if given.keys() == {"label", "text"}:
+        given = dict(zip(given["label"], given["text"], strict=False))
+    by_letter = {str(key).strip("() .").upper(): str(text) for key, text in given.items()}
+    if not all(len(key) == 1 and key in _LETTERS for key in by_letter):
+        return list(by_letter.values())
+    return [by_letter.get(letter, "") for letter in _LETTERS[: _LETTERS.index(max(by_letter, default="A")) + 1]]
+
+
 def correct_letter(label: str, named: str | None, choices: Sequence[str]) -> str | None:
     """The letter of the right choice; ``None`` where nothing tells it."""
     label = (named or label).strip()
     letter = label.strip("()").upper()
     if len(letter) == 1 and letter in _LETTERS:
         return letter
-    if label in choices:
-        return _LETTERS[choices.index(label)]
+    for same in (str.strip, lambda text: text.strip().casefold()):
+        texts = [same(choice) for choice in choices]
+        if same(label) in texts:
+            return _LETTERS[texts.index(same(label))]
     if label.isascii() and label.isdigit() and int(label) < len(_LETTERS):
         return _LETTERS[int(label)]
     return None
