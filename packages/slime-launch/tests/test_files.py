@@ -1,3 +1,4 @@
+import fcntl
 import signal
 import subprocess
 import sys
@@ -47,6 +48,33 @@ def test_a_killed_run_is_waited_for_and_leaves_the_directory_free(tmp_path, hold
     with locked(tmp_path / "save", check=check, seconds=60):
         assert next(waits, None) is None
     assert (tmp_path / "save" / LOCK).read_text() != f"process {holder.pid}"
+
+
+def test_nothing_is_left_of_a_run_that_put_nothing_into_it(tmp_path):
+    old = tmp_path / "old"
+    old.mkdir()
+    for directory in (tmp_path / "new", old, tmp_path / "used"):
+        with locked(directory, check=lambda: None):
+            if directory.name == "used":
+                (directory / "manifest.json").touch()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        *("old", "old/run.lock", "used", "used/manifest.json", "used/run.lock")
+    ]
+
+
+def test_a_lock_that_was_removed_is_no_lock(tmp_path, monkeypatch):
+    """Another run ended, and took its new directory away, between our opening and our locking of the file."""
+    path, real = tmp_path / "save" / LOCK, fcntl.flock
+
+    def flock(file, how):
+        monkeypatch.setattr(fcntl, "flock", real)
+        path.unlink()
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path / "save", check=lambda: None), pytest.raises(ManifestError):
+        with locked(tmp_path / "save", check=lambda: None, seconds=0):
+            pass
 
 
 def test_a_signal_ends_the_wait(tmp_path, holder):

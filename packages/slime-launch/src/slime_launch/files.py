@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from slime_launch.errors import ManifestError
 
@@ -41,30 +42,42 @@ def locked(directory: Path, *, check: Callable[[], None], seconds: float | None 
     """Have a run's directory alone until the block ends, or the process, however it ends.
 
     Args:
-        directory: Is made if it is not there. The lock's file stays in it.
+        directory: Is made if it is not there, and removed at the end if nothing but the lock was put into it.
         check: Called while waiting for another run to end; may raise.
         seconds: Longest wait; ``None`` means 20.
 
     Raises:
         ManifestError: Another run uses the directory.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / LOCK
-    with path.open("a+", encoding="utf-8") as file:
-        deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ManifestError(
-                        f"--save {directory} is in use by another run ({path.read_text().strip()}); stop it, or give "
-                        "another --save"
-                    ) from None
-            check()
-            time.sleep(0.1)
+    is_new, deadline = not directory.exists(), time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
+    while (file := _try_to_lock(directory / LOCK)) is None:
+        if time.monotonic() > deadline:
+            user = (directory / LOCK).read_text(encoding="utf-8").strip()
+            raise ManifestError(
+                f"--save {directory} is in use by another run ({user}); stop it, or give another --save"
+            )
+        check()
+        time.sleep(0.1)
+    with file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if is_new and [path.name for path in directory.iterdir()] == [LOCK]:
+                (directory / LOCK).unlink()
+                directory.rmdir()
+
+
+def _try_to_lock(path: Path) -> TextIO | None:
+    """The file, open and locked; ``None`` if another process has it, or has just removed it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("a+", encoding="utf-8")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    return None
