@@ -52,7 +52,7 @@ def locked(directory: Path, *, check: Callable[[], None], seconds: float | None 
     is_new, deadline = not directory.exists(), time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
     while (file := _try_to_lock(directory / LOCK)) is None:
         if time.monotonic() > deadline:
-            user = (directory / LOCK).read_text(encoding="utf-8").strip()
+            user = (directory / LOCK).read_text(encoding="utf-8").strip() if (directory / LOCK).exists() else "ending"
             raise ManifestError(
                 f"--save {directory} is in use by another run ({user}); stop it, or give another --save"
             )
@@ -73,11 +73,10 @@ def locked(directory: Path, *, check: Callable[[], None], seconds: float | None 
 def _try_to_lock(path: Path) -> TextIO | None:
     """The file, open and locked; ``None`` if another process has it, or has just removed it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = path.open("a+", encoding="utf-8")
+    with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError, FileNotFoundError):
+        file = stack.enter_context(path.open("a+", encoding="utf-8"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            stack.pop_all()  # stays open
             return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
     return None
