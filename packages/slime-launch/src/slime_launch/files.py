@@ -65,9 +65,10 @@ def locked(directory: Path, *, check: Callable[[], None], seconds: float | None 
         try:
             yield
         finally:
-            if is_new and [path.name for path in directory.iterdir()] == [LOCK]:
-                (directory / LOCK).unlink()
-                directory.rmdir()
+            with contextlib.suppress(OSError):  # what it holds is gone already, or cannot be looked at
+                if is_new and [path.name for path in directory.iterdir()] == [LOCK]:
+                    (directory / LOCK).unlink()
+                    directory.rmdir()
 
 
 def _try_to_lock(path: Path) -> TextIO | None:
