@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import signal
 import subprocess
@@ -79,6 +80,16 @@ def test_a_lock_that_was_removed_is_no_lock(tmp_path, monkeypatch):
         locked(save, check=lambda: None, seconds=0),
     ):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch, number):
+    def flock(file, how):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path / "save", check=lambda: None, seconds=0):
+        assert (tmp_path / "save" / LOCK).exists()
 
 
 def test_a_signal_ends_the_wait(tmp_path, holder):

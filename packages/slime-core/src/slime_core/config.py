@@ -76,7 +76,7 @@ class AlgorithmConfig(OffPolicyConfig):
 
     def _check_ranges(self) -> None:
         for name, allowed in (("advantage_estimator", ESTIMATORS), ("kl_loss_type", KL_LOSS_TYPES)):
-            if getattr(self, name) not in (None, *allowed):
+            if getattr(self, name) not in allowed and not (name == "kl_loss_type" and self.kl_loss_type is None):
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} is unknown; allowed: {', '.join(allowed)}")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -14,6 +15,8 @@ from typing import TextIO
 from slime_launch.errors import ManifestError
 
 LOCK = "run.lock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What a file system says that has no locks, as some of clusters have not; a run there goes without."""
 LOCK_SECONDS = 20.0  # longer than what is left of a killed run takes to end
 
 
@@ -76,7 +79,11 @@ def _try_to_lock(path: Path) -> TextIO | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, contextlib.suppress(BlockingIOError, FileNotFoundError):
         file = stack.enter_context(path.open("a+", encoding="utf-8"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             stack.pop_all()  # stays open
             return file
