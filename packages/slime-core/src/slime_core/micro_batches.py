@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from slime_core.balance import balance, try_balance
 from slime_core.errors import ConfigError, DataError
 
-_CLOSE = 0.01  # micro-batches of a rank need not be as even as the ranks: they run one after the other
-
 RankMicroBatches = list[list[int]]
 """Per micro-batch of one rank, positions of its samples."""
 
@@ -117,7 +115,6 @@ def _fit(
         max_items=limits.samples,
         sizes=[tokens[position] for position in rest],
         max_size=cap,
-        tolerance=_CLOSE,
     )
     if placed is not None:
         return alone + [[rest[index] for index in bin_] for bin_ in placed]

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from slime_core.balance import balance, try_balance
-from slime_core.context_parallel import padded_length
 from slime_core.errors import ConfigError
 from slime_core.micro_batches import MicroBatchLimits, RankMicroBatches, plan_micro_batches
 from slime_core.types import TrainSample
@@ -158,7 +157,8 @@ class StepPlanner:
         """Lengths, padded where sequences are cut over ranks."""
         if self.context_parallel_size == 1:
             return lengths
-        return [padded_length(length, context_parallel_size=self.context_parallel_size) for length in lengths]
+        unit = 2 * self.context_parallel_size  # each rank holds two chunks, one near each end: equal work for all
+        return [-(-length // unit) * unit for length in lengths]
 
     def cost_of(self, positions: Sequence[int]) -> float:
         """What samples that stay together cost to compute; a prompt that several of them share counts once."""
