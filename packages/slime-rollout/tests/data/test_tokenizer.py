@@ -1,3 +1,7 @@
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -85,3 +89,27 @@ def test_a_directory_without_a_tokenizer(tmp_path, broken):
     with pytest.raises(ConfigError, match="has no tokenizer that transformers can load") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(180)
+def test_a_torchvision_that_cannot_be_imported_does_not_matter(engine_python, tokenizer_dir, tmp_path):
+    """As in an engine environment on a CPU, which has the CUDA build of torchvision."""
+    shutil.copy(Path(tokenizer_dir) / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # for which transformers imports torchvision
+    code = (
+        "import sys; from slime_rollout.data.tokenizer import load_tokenizer; print(len(load_tokenizer(sys.argv[1])))"
+    )
+    result = subprocess.run(
+        [engine_python, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert result.stdout.split()[-1:] == [str(len(load_tokenizer(str(tmp_path))))], result.stderr
+
+
+def test_a_transformers_that_lacks_something_is_not_blamed_on_the_model(tokenizer_dir, monkeypatch):
+    def missing(path):
+        raise ImportError("no protobuf")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
+    with pytest.raises(ConfigError, match=r"transformers in .* is incomplete: no protobuf"):
+        load_tokenizer(tokenizer_dir)

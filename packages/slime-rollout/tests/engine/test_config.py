@@ -1,6 +1,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,15 @@ def test_defaults_are_this_interpreter_and_two_threads():
     assert config.python == sys.executable
     assert config.threads == 2
     assert EngineConfig(engine_threads=1).threads == 1
+
+
+def test_an_interpreter_is_looked_up_in_path(monkeypatch):
+    path = Path(sys.executable)
+    monkeypatch.setenv("PATH", str(path.parent))
+    assert EngineConfig(sglang_python=path.name).python == str(path)
+    assert EngineConfig(sglang_python=str(path)).python == str(path)
+    with pytest.raises(ConfigError, match="--sglang-python python0 is not a command in PATH; give the Python"):
+        EngineConfig(sglang_python="python0")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 
 from slime_core.flags import FlagSpec
 from slime_launch.errors import FlagError
+from slime_rollout.engine.config import find_python
 from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
 
 PREFIX = "--sglang-"
@@ -36,7 +36,7 @@ def sglang_specs(argv: Sequence[str]) -> list[FlagSpec]:
     Raises:
         ConfigError: SGLang is not installed there.
     """
-    flags = installed_flags(sglang_python(argv) or sys.executable)
+    flags = installed_flags(find_python(sglang_python(argv)))
     return [_spec(flag) for name, flag in sorted(flags.items()) if name not in CONTROLLED]
 
 

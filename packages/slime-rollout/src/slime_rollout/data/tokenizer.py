@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,20 +25,35 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
     """The tokenizer of a Hugging Face directory. transformers is imported here, not with this package.
 
     Raises:
-        ConfigError: It is no directory, or has no tokenizer that can be read.
+        ConfigError: It is no directory, has no tokenizer that can be read, or transformers cannot be imported.
     """
     if not Path(hf_checkpoint).is_dir():
         raise ConfigError(f"--hf-checkpoint {hf_checkpoint} is no directory; give a model's, with tokenizer.json in it")
+    _ignore_broken_torchvision()
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(hf_checkpoint)
+    except ImportError as error:
+        raise ConfigError(f"transformers in {sys.executable} is incomplete: {error.__cause__ or error}") from error
     except Exception as error:  # whatever the many tokenizer classes raise for a broken file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} has no tokenizer that transformers can load ({reason}); "
             "give a directory with tokenizer.json"
         ) from error
+
+
+def _ignore_broken_torchvision() -> None:
+    """Treat a torchvision that cannot be imported as not installed; transformers would fail on it even for text.
+
+    An engine environment on a CPU has such a pair: torchvision's CUDA build beside torch's CPU build.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except Exception:  # RuntimeError: operator torchvision::nms does not exist
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 class PromptEncoder:

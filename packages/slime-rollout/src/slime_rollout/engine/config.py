@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import sys
 import urllib.parse
 from collections.abc import Mapping
-from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
@@ -93,7 +93,7 @@ class EngineConfig(WeightSyncConfig):
         if self.router_policy not in ROUTER_POLICIES:
             raise ConfigError(f"--router-policy {self.router_policy} is unknown; allowed: {', '.join(ROUTER_POLICIES)}")
         if self.sglang_python is not None:
-            _check_interpreter(self.sglang_python)
+            find_python(self.sglang_python)
         for name, value in self.sglang_args.items():
             _check_pass_through(name, value)
         if self.sglang_router_url is not None:
@@ -126,7 +126,7 @@ class EngineConfig(WeightSyncConfig):
     @property
     def python(self) -> str:
         """The interpreter that SGLang runs in."""
-        return self.sglang_python or sys.executable
+        return find_python(self.sglang_python)
 
     @property
     def threads(self) -> int:
@@ -139,11 +139,17 @@ def _at_least_one(name: str, value: int) -> None:
         raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
 
 
-def _check_interpreter(path: str) -> None:
-    if not (Path(path).is_file() and os.access(path, os.X_OK)):
-        raise ConfigError(
-            f"--sglang-python {path} is not an executable file; give the Python interpreter that SGLang is installed in"
-        )
+def find_python(given: str | None) -> str:
+    """The interpreter that ``--sglang-python`` names, by its path or as a command in PATH; the running one if unset.
+
+    Raises:
+        ConfigError: There is no such program.
+    """
+    found = sys.executable if given is None else shutil.which(given)
+    if found is None:
+        problem = "is not an executable file" if os.sep in str(given) else "is not a command in PATH"
+        raise ConfigError(f"--sglang-python {given} {problem}; give the Python interpreter that SGLang is installed in")
+    return found
 
 
 def _url(name: str, address: str) -> str:
