@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from launching import rows, shared_memory, started, tree, wait_for, wait_until_gone
+from launching import listening, rows, shared_memory, started, tree, wait_for, wait_until_gone
 
 GONE_SECONDS = 30.0
 FOREVER = 100_000  # rollouts
@@ -29,6 +29,7 @@ class Ended:
         code: Its exit code.
         processes: How many it had.
         left: Those that were there still after `GONE_SECONDS`.
+        listening: Command, address and port of every TCP socket that it listened on.
         memory: Names of the files in /dev/shm that it had.
         memory_left: Those that were there still.
         bystander_lives: Whether a process of somebody else's that looks like one of the run's was left alone.
@@ -39,6 +40,7 @@ class Ended:
     code: int
     processes: int
     left: list[str]
+    listening: set[tuple[str, str, int]]
     memory: list[str]
     memory_left: list[str]
     bystander_lives: bool
@@ -63,7 +65,7 @@ def end_run(command: list[str], work: Path, end: End, *, ready: Callable[[], boo
     with _bystander() as bystander, started(command, path) as process:
         wait_for(ready, "the moment to end the run", process=process, log=path)
         family = tree(process)
-        memory = shared_memory(family)
+        memory, sockets = shared_memory(family), listening(family)
         end(family)
         code = process.wait(GONE_SECONDS)
         left = wait_until_gone(family, GONE_SECONDS)
@@ -73,6 +75,7 @@ def end_run(command: list[str], work: Path, end: End, *, ready: Callable[[], boo
             code=code,
             processes=len(family),
             left=left,
+            listening=sockets,
             memory=[file.name for file in memory],
             memory_left=[file.name for file in memory if file.exists()],
             bystander_lives=bystander.poll() is None,

@@ -154,6 +154,17 @@ def shared_memory(processes: list[psutil.Process]) -> list[Path]:
     return sorted(Path("/", path) for path in paths)
 
 
+def listening(processes: list[psutil.Process]) -> set[tuple[str, str, int]]:
+    """Command, address and port of every TCP socket that the processes listen on."""
+    found = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())[:100]
+            sockets = process.net_connections("tcp")
+            found |= {(command, one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found
+
+
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[str]:
     """Wait until all are gone; returns what is left of them after `seconds`."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)

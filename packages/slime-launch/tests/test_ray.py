@@ -19,7 +19,7 @@ from slime_launch.calls import Worker, gather
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RunError, Stopped
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
-from slime_launch.ray_runtime import TEMP_PREFIX, ray_runtime
+from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
 from slime_launch.trainers import TrainerGroup, TrainerRank
 from slime_launch.watch import SIGNALS, Watch
 from slime_launch.worker_process import prepare
@@ -250,3 +250,15 @@ def test_a_cluster_that_does_not_answer():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9" in done.stdout, done.stderr
+
+
+def test_a_cluster_without_a_token_is_warned_of(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert cluster_notices(None) == []
+    [line] = cluster_notices("10.0.0.1:6379")
+    assert "10.0.0.1:6379" in line and "RAY_AUTH_MODE=token" in line
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("abc")
+    assert cluster_notices("10.0.0.1:6379") == []

@@ -68,11 +68,29 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
         if address is None:
             options = _embedded_options(cluster, stack.enter_context(_temp_dir()))
         else:
+            if _cluster_token():
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
             options = {"address": address}
         ray = _start(options)
         stack.callback(ray.shutdown)
         processes = _own_processes() if address is None else {}
         yield RayRuntime(cuda=ray.cluster_resources().get("GPU", 0) > 0, processes=processes)
+
+
+def cluster_notices(address: str | None) -> list[str]:
+    """A warning if the cluster at ``address`` takes commands from everybody who reaches it."""
+    if address is None or _cluster_token():
+        return []
+    return [
+        f"the Ray cluster at RAY_ADDRESS={address} is used without a token: whoever reaches its ports can run code on "
+        "it; make one with `ray get-auth-token --generate`, and start every node with RAY_AUTH_MODE=token"
+    ]
+
+
+def _cluster_token() -> bool:
+    """Whether Ray will find a token for the cluster: in the environment, or in ~/.ray/auth_token."""
+    given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(given) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def _own_processes() -> dict[int, str]:
@@ -118,7 +136,9 @@ def _knock(address: str) -> None:
 
 
 def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
-    # Ray listens on all of the machine's addresses; a token of our own keeps strangers out.
+    # The setting by which Ray's processes listen on 127.0.0.1 alone, whatever its name says: outside of Windows and
+    # macOS it is on by default. The token keeps out other users of this machine.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     bundles = len(plan_layout(cluster, cuda=False).bundles)

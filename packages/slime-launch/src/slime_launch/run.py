@@ -18,6 +18,7 @@ from slime_launch.files import locked
 from slime_launch.flags.command import parse_train
 from slime_launch.loop import Parts, run_sync
 from slime_launch.preflight import Checked, preflight
+from slime_launch.ray_runtime import cluster_notices
 from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resume import RunState
 from slime_launch.startup import Startup
@@ -78,7 +79,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
         console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
     elif read_rows(output_dir):
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
-    for notice in notices(settings):
+    for notice in (*notices(settings), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None:
         console.line("no --save: this run writes no checkpoint and cannot be continued")

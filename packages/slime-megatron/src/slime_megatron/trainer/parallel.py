@@ -25,15 +25,25 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
         ConfigError: The number of ranks is no multiple of the model-parallel size.
     """
     config.data_parallel_size(rendezvous.world_size)
-    if device.is_cpu and ipaddress.ip_address(socket.gethostbyname(rendezvous.address)).is_loopback:
-        # gloo talks through the interface that the host's name leads to; a laptop's may be down, or lead elsewhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    address = socket.gethostbyname(rendezvous.address)
+    listen: int | None = None
+    if ipaddress.ip_address(address).is_loopback:
+        # gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+        if rendezvous.rank == 0:  # torch's store listens on every interface unless it is given a socket
+            listen = socket.create_server((address, rendezvous.port)).detach()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        rendezvous.address,
+        rendezvous.port,
+        rendezvous.world_size,
+        rendezvous.rank == 0,
+        timeout,
+        master_listen_fd=listen,
+    )
     dist.init_process_group(
-        device.backend,
-        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+        device.backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=timeout
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -49,8 +49,18 @@ class BroadcastGroup:
         self._thread: threading.Thread | None = None
 
     def _store(self, port: int, *, is_server: bool) -> Any:
+        listen: int | None = None
+        if is_server:  # without a socket of its own it listens on every interface
+            server = socket.create_server((self.address, port))
+            port, listen = server.getsockname()[1], server.detach()
         return dist.TCPStore(  # type: ignore[attr-defined]
-            self.address, port, self.world_size, is_server, timeout=self.timeout, wait_for_workers=False
+            self.address,
+            port,
+            self.world_size,
+            is_server,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen,
         )
 
     @property

@@ -1,6 +1,7 @@
 """Hooks that SGLang's plugin framework applies in each of its processes before the server starts."""
 
 import multiprocessing
+import socket
 
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -16,6 +17,7 @@ def register():
     _allow_reproducible_sampling()
     _attend_to_many_sequences_at_once()
     _fork_children()
+    _meet_on_loopback()
 
 
 def _allow_reproducible_sampling():
@@ -47,6 +49,20 @@ def _fork_children():
         lambda _result, *_args: multiprocessing.set_start_method("fork", force=True),
         HookType.AFTER,
     )
+
+
+def _meet_on_loopback():
+    """Have torch's store, by which the ranks of an engine meet, listen on the address they meet at, not on all."""
+    HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store, HookType.AROUND)
+
+
+def _store(original, hostname, port, rank, world_size, timeout, *args, **kwargs):
+    if rank != 0 or not socket.gethostbyname(hostname).startswith("127."):
+        return original(hostname, port, rank, world_size, timeout, *args, **kwargs)
+    from torch.distributed import TCPStore
+
+    listen = socket.create_server((hostname, port)).detach()
+    return TCPStore(hostname, port, world_size, True, timeout, master_listen_fd=listen)
 
 
 def _replace(target, function):

@@ -1,0 +1,25 @@
+"""On one machine nothing of a run can be reached from another: every socket listens on the loopback interface."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from ended import Ended
+
+PARTS = ("gcs_server", "raylet", "sglang", "router", "Trainer", "Rollout")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address is in 127.0.0.0/8 or ::1; also as an IPv4 address written as IPv6."""
+    parsed = ipaddress.ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_every_socket_listens_on_loopback(learned_run: Ended) -> None:
+    commands = " ".join(command for command, _, _ in learned_run.listening)
+    assert all(part in commands for part in PARTS), commands
+    outside = sorted(socket for socket in learned_run.listening if not is_loopback(socket[1]))
+    assert not outside, "\n".join(map(str, outside))
