@@ -11,6 +11,7 @@ from launching import engine_python
 from slime_launch.flags.command import parse_train
 from slime_launch.flags.settings import Settings
 from slime_launch.validate import check_settings
+from slime_rollout.eval_sets import read_eval_sets
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = ["--hf-checkpoint", "/m", "--load", "/m_torch_dist", "--ref-load", "/m_torch_dist", "--save", "/runs/m"]
@@ -48,11 +49,12 @@ def test_held_out_sets_by_repeated_flags() -> None:
         GRPO + "--eval-interval 50 --eval-prompt-data aime /a.jsonl --eval-prompt-data gsm8k /g.jsonl "
         "--n-samples-per-eval-prompt 16"
     )
-    assert [(held_out.name, held_out.path) for held_out in settings.rollout.eval_sets] == [
+    held_out_sets = read_eval_sets(settings.rollout)
+    assert [(held_out.name, held_out.path) for held_out in held_out_sets] == [
         ("aime", "/a.jsonl"),
         ("gsm8k", "/g.jsonl"),
     ]
-    assert {held_out.n_samples_per_eval_prompt for held_out in settings.rollout.eval_sets} == {16}
+    assert {held_out.n_samples_per_eval_prompt for held_out in held_out_sets} == {16}
 
 
 def test_colocation_and_flags_of_megatron_and_sglang() -> None:

@@ -27,6 +27,7 @@ from quickstart_parts import (
 )
 
 from slime_launch.flags.command import parse_train
+from slime_rollout.eval_sets import read_eval_sets
 
 REPORT = {
     "steps": 40,
@@ -117,7 +118,7 @@ def test_the_launcher_knows_every_flag(places: Places) -> None:
     settings = parse_train([word for name, values in flags.items() for word in (name, *values)])
     assert settings.run.num_rollout == 3
     assert settings.megatron.seed == 9
-    (held_out,) = settings.rollout.eval_sets
+    (held_out,) = read_eval_sets(settings.rollout)
     assert (held_out.name, held_out.path) == (EVAL_NAME, str(places.held_out_data))
     assert settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt == 128
     assert settings.algorithm.use_kl_loss and settings.algorithm.kl_loss_coef == 0.001

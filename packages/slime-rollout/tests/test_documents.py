@@ -17,7 +17,7 @@ from slime_core.flags import flag_specs
 from slime_rollout.cli import main
 from slime_rollout.config import RULES, RolloutConfig
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.eval_config import KEYS
+from slime_rollout.eval_sets import KEYS, read_eval_sets
 from slime_rollout.hooks.contracts import TIME_LIMIT
 
 PACKAGE = Path(__file__).parents[1]
@@ -154,7 +154,7 @@ def test_the_held_out_sets_on_their_page(tmp_path):
     config = RolloutConfig(
         hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, eval_config=str(tmp_path / "sets.yaml")
     )
-    aime, gpqa, style = config.eval_sets
+    aime, gpqa, style = read_eval_sets(config)
     assert (aime.n_samples_per_eval_prompt, aime.temperature, aime.config.rm_type) == (16, 0.6, "math")
     assert (gpqa.config.label_key, gpqa.config.rm_type, style.config.custom_rm_path) == ("answer", "gpqa", "style.py")
     (table,) = re.findall(r"\| key of a set .*?\n(?=\n)", text, re.DOTALL)

@@ -86,7 +86,7 @@ def check_settings(settings: Settings) -> None:
             "the trainer has no weights to start from: give --load DIR, a checkpoint that "
             "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
         )
-    if settings.run.eval_interval is not None and not settings.rollout.eval_sets:
+    if settings.run.eval_interval is not None and not settings.rollout.has_eval_sets:
         raise ConfigError(
             f"--eval-interval {settings.run.eval_interval} needs held-out prompts; "
             "give --eval-prompt-data or --eval-config"

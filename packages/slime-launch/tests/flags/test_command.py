@@ -8,6 +8,7 @@ from slime_launch.errors import FlagError
 from slime_launch.flags.command import command, parse_train
 from slime_launch.flags.settings import Settings
 from slime_launch.flags.sglang import sglang_python
+from slime_rollout.eval_sets import read_eval_sets
 
 CLI = [sys.executable, "-m", "slime_launch.cli"]
 
@@ -36,7 +37,7 @@ def test_held_out_sets_come_from_repeated_flags_and_a_file(flags, to_words, tmp_
     (tmp_path / "sets.yaml").write_text("eval: {datasets: {c: {path: 3.jsonl, temperature: 0}}}")
     words = ["--eval-prompt-data", "a", "1.jsonl", "--eval-temperature", "0.5", "--eval-prompt-data", "b", "2.jsonl"]
     settings = parse_train([*to_words(flags), *words, "--eval-config", str(tmp_path / "sets.yaml")])
-    assert [(held_out.name, held_out.path, held_out.temperature) for held_out in settings.rollout.eval_sets] == [
+    assert [(held_out.name, held_out.path, held_out.temperature) for held_out in read_eval_sets(settings.rollout)] == [
         ("a", "1.jsonl", 0.5),
         ("b", "2.jsonl", 0.5),
         ("c", "3.jsonl", 0.0),

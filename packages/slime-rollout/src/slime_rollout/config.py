@@ -6,12 +6,10 @@ import json
 import math
 import urllib.parse
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
-from slime_rollout.eval_sets import EvalSet, make_eval_sets
 
 COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa")
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
@@ -214,7 +212,6 @@ class RolloutConfig:
         self._check_sampling()
         self._check_rewards()
         self._check_teacher()
-        self.eval_sets  # noqa: B018  checks what it reads
 
     @property
     def prompt_paths(self) -> tuple[str, ...]:
@@ -248,10 +245,10 @@ class RolloutConfig:
             )
         return values
 
-    @cached_property
-    def eval_sets(self) -> tuple[EvalSet, ...]:
-        """The held-out sets with all their settings. The file of ``--eval-config`` was read when this was built."""
-        return make_eval_sets(self)
+    @property
+    def has_eval_sets(self) -> bool:
+        """Whether there are held-out sets; `slime_rollout.eval_sets.read_eval_sets` reads them."""
+        return bool(self.eval_prompt_data) or self.eval_config is not None
 
     @property
     def rule(self) -> str | None:

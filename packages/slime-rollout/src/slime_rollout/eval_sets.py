@@ -1,40 +1,100 @@
-"""The held-out sets of a run, each with its own settings, from flags and from the file of ``--eval-config``.
+"""The held-out sets of a run, each with its own settings, from flags and from the YAML file of ``--eval-config``:
 
-What a set is read, sampled and scored with is looked for in its own entry of the file, then in the file's defaults, in
-the flags of evaluation (``--eval-temperature`` …), and in those of rollouts. Nothing here imports torch.
+    eval:
+      defaults: {temperature: 0.6, max_response_len: 8192}
+      datasets:
+        - {name: aime, path: aime.jsonl, n_samples_per_eval_prompt: 16, rm_type: math}
+        - {name: gsm8k, path: gsm8k.parquet, temperature: 0}
+
+``datasets`` may also be a mapping from name to settings. A setting is looked up in the set's entry, then in the file's
+defaults, the flags of evaluation (``--eval-temperature`` …) and those of rollouts. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import yaml
+from msgspec import Meta
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.eval_metrics import set_name_problem
-from slime_rollout.eval_config import KEYS, read_eval_config
-
-if TYPE_CHECKING:
-    from slime_rollout.config import RolloutConfig
+from slime_rollout.config import RolloutConfig
 
 FLAG = "--eval-prompt-data"
+FILE_FLAG = "--eval-config"
 _DATA_FILE = re.compile(r"\.(?:jsonl|json|gz|bz2|xz|zst|parquet)(?:@\[.*\])?\Z", re.IGNORECASE)
 
-# Settings of the rows, of the reward, and how responses are made: fields of `RolloutConfig` by the same name.
+# The words of each type stand in messages after "must be".
+_QUOTES = "put it in quotes where YAML reads something else"
+_Text = Annotated[str, Meta(min_length=1, description=f"a text that is not empty; {_QUOTES}")]
+_Switch = Annotated[bool, Meta(description="true or false")]
+_Count = Annotated[int, Meta(ge=1, description="a whole number, 1 or more")]
+_TopK = Annotated[int, Meta(ge=-1, description="a whole number, 1 or more, or -1 to leave no token out")]
+_MinTokens = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
+_Temperature = Annotated[float, Meta(ge=0, le=1e9, description="a number, 0 (greedy) or more")]
+_TopP = Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1")]
+_Texts = Annotated[tuple[_Text, ...], Meta(description="a list of texts that are not empty, or one of them")]
+_TokenIds = Annotated[
+    tuple[Annotated[int, Meta(ge=0)], ...],
+    Meta(description="a list of token ids, which count from 0, or one of them"),
+]
+_JsonObject = Annotated[
+    dict[str, Any],
+    Meta(description="a mapping of what JSON can hold: texts, numbers, true, false, null, lists and mappings"),
+]
+
+KEYS: Mapping[str, Any] = {
+    "name": _Text,
+    "path": _Text,
+    "n_samples_per_eval_prompt": _Count,
+    "temperature": _Temperature,
+    "top_p": _TopP,
+    "top_k": _TopK,
+    "max_prompt_len": _Count,
+    "max_response_len": _Count,
+    "max_context_len": _Count,
+    "min_new_tokens": _MinTokens,
+    "stop": _Texts,
+    "stop_token_ids": _TokenIds,
+    "input_key": _Text,
+    "label_key": _Text,
+    "metadata_key": _Text,
+    "tool_key": _Text,
+    "apply_chat_template": _Switch,
+    "apply_chat_template_kwargs": _JsonObject,
+    "rm_type": _Text,
+    "custom_generate_function_path": _Text,
+    "custom_rm_path": _Text,
+    "custom_rm_kwargs": _JsonObject,
+    "group_rm": _Switch,
+    "rm_url": _Text,
+    "reward_key": _Text,
+    "metadata_overrides": _JsonObject,
+}
+"""Every key of a set in the file, and its type."""
+
+# Keys that are fields of `RolloutConfig`: how rows are read, how responses are made and scored.
 _OF_CONFIG = (
     *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template", "apply_chat_template_kwargs"),
     *("rm_type", "custom_rm_path", "custom_rm_kwargs", "group_rm", "rm_url", "reward_key"),
     "custom_generate_function_path",
 )
-# Settings of sampling: fields of `RolloutConfig` by the same name with `rollout_` before it.
+# Keys whose default is the field with `rollout_` before the name.
 _OF_ROLLOUTS = (
     *("temperature", "top_p", "top_k", "max_response_len", "max_context_len", "max_prompt_len"),
     *("stop", "stop_token_ids"),
 )
-# Those for which evaluation has a flag of its own: `eval_` before the name.
+# Keys whose default is, where it is set, the field with `eval_` before the name.
 _OF_EVALUATION = (
     *("temperature", "top_p", "top_k", "max_response_len", "max_context_len", "max_prompt_len", "min_new_tokens"),
     *("input_key", "label_key", "tool_key", "reward_key"),
@@ -47,7 +107,7 @@ class EvalSet:
     """A held-out set, and how it is read, sampled and scored.
 
     Attributes:
-        name: What its metrics are called after.
+        name: Prefix of its metrics.
         path: Its prompt file, perhaps with a slice.
         n_samples_per_eval_prompt: Samples of each prompt.
         temperature: 0 is greedy.
@@ -55,11 +115,11 @@ class EvalSet:
         top_k: Likeliest tokens kept, -1 for all.
         max_response_len: Longest response, in tokens.
         max_context_len: Longest prompt and response together, in tokens; ``None`` leaves it to the engine.
-        min_new_tokens: Tokens before which no response ends by itself.
+        min_new_tokens: A response does not end before this many tokens.
         stop: Strings that end a response.
         stop_token_ids: Token ids that end a response, besides the model's own.
-        metadata_overrides: Entries that are written over those of every prompt's metadata.
-        config: The run's settings with this set's own ones of rows and reward in their place, and no held-out sets.
+        metadata_overrides: Entries that replace those of every prompt's metadata.
+        config: The run's settings with this set's settings of rows and reward in their place, and no held-out sets.
 
     Raises:
         ConfigError: Two settings contradict each other.
@@ -88,7 +148,7 @@ class EvalSet:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Put the set's name before the message of whatever goes wrong inside."""
+        """Put the set's name in front of the message of any error inside."""
         try:
             yield
         except SlimeError as error:
@@ -96,11 +156,11 @@ class EvalSet:
             raise
 
 
-def make_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
-    """The held-out sets: those of ``--eval-prompt-data``, then those of ``--eval-config``, in the order given.
+def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
+    """The held-out sets: those of ``--eval-prompt-data``, then those of the file, which is read now, in order.
 
     Raises:
-        ConfigError: A name has no path, two sets have one name, or the file or a setting cannot be used.
+        ConfigError: A name has no path, two sets have the same name, or the file or a setting is invalid.
     """
     base = _settings_of_flags(config)
     sets = [
@@ -114,7 +174,7 @@ def make_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
             for entry in given.sets
         ]
     if repeated := [name for name, count in Counter(one.name for one in sets).items() if count > 1]:
-        flags = FLAG if config.eval_config is None else f"--eval-config {config.eval_config}"
+        flags = FLAG if config.eval_config is None else f"{FILE_FLAG} {config.eval_config}"
         flags += f" and {FLAG}" if config.eval_config is not None and config.eval_prompt_data else ""
         raise ConfigError(f"{flags}: the name {repeated[0]} is given twice; give every set its own name")
     return tuple(sets)
@@ -135,35 +195,35 @@ def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _settings_of_flags(config: RolloutConfig) -> dict[str, Any]:
-    """What a set has that says nothing itself."""
+    """The settings of a set that has none itself."""
     settings: dict[str, Any] = {"min_new_tokens": 0, "metadata_overrides": {}}
     settings |= {key: getattr(config, key) for key in _OF_CONFIG}
     if config.opd_type is not None:
         settings["rm_url"] = None  # the teacher's
     settings |= {key: getattr(config, f"rollout_{key}") for key in _OF_ROLLOUTS}
     settings["n_samples_per_eval_prompt"] = config.n_samples_per_eval_prompt
-    own = {key: getattr(config, f"eval_{key}") for key in _OF_EVALUATION}
-    return settings | {key: value for key, value in own.items() if value is not None}
+    evaluation = {key: getattr(config, f"eval_{key}") for key in _OF_EVALUATION}
+    return settings | {key: value for key, value in evaluation.items() if value is not None}
 
 
-def _merge(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``own`` settings over others. Another reward, or no template, leaves behind what the others said about theirs."""
+def _merge(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others over them. Another reward, or no template, discards what came with the one before."""
     merged = dict(settings)
-    if "rm_type" in own or "custom_rm_path" in own:
+    if "rm_type" in over or "custom_rm_path" in over:
         merged |= _NO_REWARD
-    if own.get("apply_chat_template") is False:
+    if over.get("apply_chat_template") is False:
         merged["apply_chat_template_kwargs"] = "{}"
-    return {**merged, **own}
+    return {**merged, **over}
 
 
 def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> EvalSet:
     name = settings["name"]
     if problem := set_name_problem(name):
         raise ConfigError(f"{where}: the name {name!r} {problem}; choose another")
-    own = {key: settings.pop(key) for key in _OF_CONFIG}
-    own["rollout_max_prompt_len"] = settings.pop("max_prompt_len")
+    changes = {key: settings.pop(key) for key in _OF_CONFIG}
+    changes["rollout_max_prompt_len"] = settings.pop("max_prompt_len")
     try:
-        config = dataclasses.replace(config, eval_prompt_data=(), eval_config=None, opd_type=None, **own)
+        config = dataclasses.replace(config, eval_prompt_data=(), eval_config=None, opd_type=None, **changes)
         return EvalSet(config=config, **settings)
     except ConfigError as error:
         message = str(error) if where.startswith(FLAG) else _in_keys(str(error))
@@ -171,10 +231,126 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
 
 
 def _in_keys(message: str) -> str:
-    """A message about flags, with keys of the file in their place where there are some."""
+    """A message with keys of the file in place of flags."""
 
     def key_of(match: re.Match[str]) -> str:
         key = match[1].replace("-", "_")
         return key if key in KEYS else match[0]
 
     return re.sub(r"--([a-z][a-z-]*)", key_of, message)
+
+
+class EvalFile(NamedTuple):
+    """What the file of ``--eval-config`` says: settings of all sets, and those of each, its name and path included."""
+
+    defaults: dict[str, Any]
+    sets: list[dict[str, Any]]
+
+
+def read_eval_config(path: str) -> EvalFile:
+    """Read and check the file. Values are those of an `EvalSet`.
+
+    Raises:
+        ConfigError: It cannot be read, has an unknown key or an invalid value; says where and why.
+    """
+    where = f"{FILE_FLAG} {path}"
+    whole = _mapping(f"{where}: the file", _load(path), ("eval",), where)
+    if "eval" not in whole:
+        raise ConfigError(f"{where} has no key eval; write eval: {{datasets: [{{name: …, path: …}}]}}")
+    given = _mapping(f"{where}: eval", whole["eval"], ("defaults", "datasets"))
+    return EvalFile(
+        defaults=_settings(f"{path}: defaults", given.get("defaults", {}), KEYS.keys() - {"name", "path"}),
+        sets=[_settings(place, entry, KEYS) for place, entry in _entries(path, given.get("datasets"))],
+    )
+
+
+def _entries(path: str, datasets: Any) -> list[tuple[str, dict[Any, Any]]]:
+    """The sets and where each is, for messages."""
+    if not isinstance(datasets, list | dict) or not datasets:
+        raise ConfigError(
+            f"{FILE_FLAG} {path}: eval needs datasets: a list of {{name: …, path: …}}, or a mapping by name"
+        )
+    entries = []
+    for key, value in datasets.items() if isinstance(datasets, dict) else enumerate(datasets, 1):
+        place = f"{path}: set {key}" if isinstance(datasets, dict) else f"{path}: entry {key} of datasets"
+        entry = _mapping(place, value)
+        if isinstance(datasets, dict):
+            if "name" in entry:
+                raise ConfigError(f"{place}: name is given twice; leave it out, the key before it is the name")
+            entry = {"name": key, **entry}
+        for needed in ("name", "path"):
+            if needed not in entry:
+                raise ConfigError(f"{place} has no {needed}; give one")
+        entries.append((f"{path}: set {entry['name']}", entry))
+    return entries
+
+
+def _settings(where: str, given: Any, known: Collection[str]) -> dict[str, Any]:
+    settings = {}
+    for key, value in _mapping(where, given, known).items():
+        try:
+            settings[key] = _value(key, value)
+        except (msgspec.ValidationError, TypeError, ValueError, RecursionError):
+            allowed = KEYS[key].__metadata__[0].description
+            raise ConfigError(f"{where}: {key} {_shown(value)} must be {allowed}") from None
+    return settings
+
+
+def _value(key: str, given: Any) -> Any:
+    kind = KEYS[key]
+    value = msgspec.convert([given] if kind in (_Texts, _TokenIds) and not isinstance(given, list) else given, kind)
+    if kind is _TopK and value == 0:
+        raise ValueError
+    if kind is not _JsonObject:
+        return value
+    text = json.dumps(value, allow_nan=False)
+    if json.loads(text) != value:
+        raise ValueError  # a key that is no text
+    return text if key.endswith("_kwargs") else value  # as the flags have it
+
+
+def _mapping(what: str, value: Any, known: Collection[str] | None = None, where: str | None = None) -> dict[Any, Any]:
+    """``value``, if it is a mapping that has only ``known`` keys."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} must be a mapping of keys to values, got {_shown(value)}")
+    for key in value:
+        if known is not None and key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(sorted(known))}"
+            raise ConfigError(f"{where or what}: the key {key} is unknown; {hint}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a repeated key, of which YAML's readers silently take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _load(path: str) -> Any:
+    where = f"{FILE_FLAG} {path}"
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"{where} does not exist; give a YAML file that names held-out sets") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}; give a readable YAML file in UTF-8") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{where}{line}: no valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply") from None

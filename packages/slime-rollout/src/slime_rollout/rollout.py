@@ -18,6 +18,7 @@ from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
 from slime_rollout.continuous import ContinuousCollector
 from slime_rollout.data import PromptEncoder, RolloutDataSource, load_source, load_tokenizer
+from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import FilterCalls, make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate
@@ -61,7 +62,7 @@ class RolloutData:
         """
         tokenizer = load_tokenizer(config.hf_checkpoint)
         source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or HookArgs.from_configs(config))
-        return cls(source, [HeldOutPrompts.load(held_out, tokenizer) for held_out in config.eval_sets], tokenizer)
+        return cls(source, [HeldOutPrompts.load(held_out, tokenizer) for held_out in read_eval_sets(config)], tokenizer)
 
 
 class RolloutManager:
@@ -108,7 +109,8 @@ class RolloutManager:
         self._run_seed = run_seed
         self._on_progress = on_progress
         self._hook_args = with_router(hook_args or HookArgs.from_configs(config), router_url)
-        scorers = Scorers(config, self._hook_args)
+        data = data or RolloutData.load(config, self._hook_args)
+        scorers = Scorers(config, self._hook_args, [one.held_out for one in data.eval_sets])
         scorer = scorers.of(config)
         generate = make_generate(config)
         self._blocked = BlockWatch(generate)
@@ -123,7 +125,6 @@ class RolloutManager:
         self._filter = None if keep is None else FilterCalls(keep, config)
         self._thread: ContinuousCollector | None = None
         self._last_time: float | None = None
-        data = data or RolloutData.load(config, self._hook_args)
         self._source, self._tokenizer = data.source, data.tokenizer
         self._calls = SourceCalls(data.source, config)
         self._evaluator = Evaluator(

@@ -1,4 +1,5 @@
 from slime_rollout.config import RolloutConfig
+from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.generate import SamplingParams
 
 GIVEN = {
@@ -16,7 +17,7 @@ ROLLOUT = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=64
 
 
 def evaluation(**changes):
-    (held_out,) = RolloutConfig(**GIVEN, eval_prompt_data=("held_out.jsonl",), **changes).eval_sets
+    (held_out,) = read_eval_sets(RolloutConfig(**GIVEN, eval_prompt_data=("held_out.jsonl",), **changes))
     return SamplingParams.for_evaluation(held_out)
 
 

@@ -9,6 +9,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data.check import check_row
 from slime_rollout.data.rows import RawRow
 from slime_rollout.errors import RewardError
+from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.http import HttpError
 from slime_rollout.rewards import RemoteReward, RowRuleReward, RuleRewards, Scorers, by_rule, tolerant
 
@@ -95,8 +96,9 @@ def test_processes_are_made_once_for_each_rule_of_a_run_and_its_held_out_sets(tm
     monkeypatch.setattr(by_rule, "VerifierPool", lambda target, **limits: made.append(target) or make(target, **limits))
     (tmp_path / "sets.yaml").write_text("eval: {datasets: {a: {path: x, rm_type: f1}, b: {path: x, rm_type: math}}}")
     given = config(rm_type="math", eval_config=str(tmp_path / "sets.yaml"))
-    scorers = Scorers(given, HookArgs({}))
-    rewards = [scorers.of(one).reward for one in (given, *(held_out.config for held_out in given.eval_sets))]
+    sets = read_eval_sets(given)
+    scorers = Scorers(given, HookArgs({}), sets)
+    rewards = [scorers.of(one).reward for one in (given, *(held_out.config for held_out in sets))]
     assert made == []
     for reward in rewards:
         assert score(reward, sample(r"\boxed{2}", rule="math"), sample("2", rule="f1")) == [1.0, 1.0]

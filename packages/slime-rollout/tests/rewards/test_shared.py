@@ -6,6 +6,7 @@ from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
+from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.rewards import Scorers
 
 GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
@@ -25,8 +26,8 @@ def test_only_what_is_scored_alike_is_shared(config):
         "{same: {path: x, temperature: 0}, named: {path: x, rm_type: math}, other: {path: x, rm_type: f1}}",
         rm_type="math",
     )
-    scorers = Scorers(given, HookArgs({}))
-    same, named, other = (scorers.of(held_out.config) for held_out in given.eval_sets)
+    scorers = Scorers(given, HookArgs({}), read_eval_sets(given))
+    same, named, other = (scorers.of(held_out.config) for held_out in read_eval_sets(given))
     assert scorers.of(given) is same is named
     assert other.reward is not same.reward
 
@@ -43,8 +44,8 @@ def test_models_made_with_other_arguments_are_others(config, tmp_path):
         custom_rm_path=f"{tmp_path}/own.py",
         custom_rm_kwargs='{"size": 1, "name": "a"}',
     )
-    scorers = Scorers(given, HookArgs({}))
-    same, smaller = (scorers.of(held_out.config) for held_out in given.eval_sets)
+    scorers = Scorers(given, HookArgs({}), read_eval_sets(given))
+    same, smaller = (scorers.of(held_out.config) for held_out in read_eval_sets(given))
     assert scorers.of(given) is same
     assert smaller.reward is not same.reward
 
@@ -54,15 +55,15 @@ def test_a_group_reward_is_for_those_who_ask_for_it(config, tmp_path):
     given = config(
         "{a: {path: x, group_rm: false}, b: {path: x}}", custom_rm_path=f"{tmp_path}/own.py:score", group_rm=True
     )
-    scorers = Scorers(given, HookArgs({}))
-    assert [scorers.of(one.config).group_reward is None for one in given.eval_sets] == [True, False]
+    scorers = Scorers(given, HookArgs({}), read_eval_sets(given))
+    assert [scorers.of(one.config).group_reward is None for one in read_eval_sets(given)] == [True, False]
 
 
 def test_a_function_that_cannot_be_used_is_told_at_once_with_its_set(config, tmp_path):
     (tmp_path / "own.py").write_text("def score(args): return 1.0\n")
     given = config(f"{{aime: {{path: x, custom_rm_path: '{tmp_path}/own.py:score'}}}}")
     with pytest.raises(ConfigError, match=r"^held-out set aime: --custom-rm-path .*own\.py:score takes \(args\)"):
-        Scorers(given, HookArgs({}))
+        Scorers(given, HookArgs({}), read_eval_sets(given))
 
 
 def test_what_fails_before_there_is_a_reward_suits_all_who_share_what_scores(config, tmp_path):
@@ -72,11 +73,11 @@ def test_what_fails_before_there_is_a_reward_suits_all_who_share_what_scores(con
         f"{{style: {{{own}:other', reward_key: style}}, tone: {{{own}:other', reward_key: tone}}}}",
         custom_rm_path=f"{tmp_path}/own.py:score",
     )
-    scorers = Scorers(given, HookArgs({}))
-    for one in (given, *(held_out.config for held_out in given.eval_sets)):
+    scorers = Scorers(given, HookArgs({}), read_eval_sets(given))
+    for one in (given, *(held_out.config for held_out in read_eval_sets(given))):
         sample = Sample(index=0, group_index=0, prompt="a", response="b")
         sample.reward = asyncio.run(scorers.of(one).reward(sample))
         assert sample.scalar_reward(one.reward_key) == 0.0
         assert isinstance(sample.reward, float) == (one.reward_key is None)
     shared = config("{named: {path: x, reward_key: style}}", custom_rm_path=f"{tmp_path}/own.py:score")
-    assert asyncio.run(Scorers(shared, HookArgs({})).of(shared).reward(sample)) == 0.0
+    assert asyncio.run(Scorers(shared, HookArgs({}), read_eval_sets(shared)).of(shared).reward(sample)) == 0.0

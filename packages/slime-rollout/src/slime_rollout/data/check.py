@@ -10,6 +10,7 @@ from slime_rollout.data.faults import Faults
 from slime_rollout.data.read import raw_rows
 from slime_rollout.data.rows import PromptRow, RawRow, RowFields, make_row
 from slime_rollout.data.stream_file import Mark, StreamFile
+from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.rewards.registry import check_scoring
 
 _FIRST_ROWS = 100
@@ -34,7 +35,7 @@ def check_prompt_data(config: RolloutConfig, *, tell: bool = True) -> dict[str, 
             check_stream(path, config)
         else:
             counts[path] = len(check_prompt_file(path, config, tell=tell))
-    for held_out in config.eval_sets:
+    for held_out in read_eval_sets(config):
         with held_out.named():
             counts[held_out.path] = len(check_prompt_file(held_out.path, held_out.config, tell=tell))
     return counts

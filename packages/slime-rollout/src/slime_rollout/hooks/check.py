@@ -12,6 +12,7 @@ from typing import Any
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
+from slime_rollout.eval_sets import read_eval_sets
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class GivenHook:
 def given_hooks(config: RolloutConfig) -> list[GivenHook]:
     """The hooks that a configuration names: the run's, then those that held-out sets have of their own."""
     found = [GivenHook(hook, config) for hook in HOOKS if hook.path(config) is not None]
-    for one in config.eval_sets:
+    for one in read_eval_sets(config):
         own = [hook for hook in HOOKS if hook.path(one.config) is not None and hook.differs(one.config, config)]
         found += [GivenHook(hook, one.config, f"held-out set {one.name}: ") for hook in own]
     return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, Reward
 from slime_rollout.config import RolloutConfig
+from slime_rollout.eval_sets import EvalSet
 from slime_rollout.rewards.by_rule import RuleRewards
 from slime_rollout.rewards.reward import make_group_reward, make_reward
 
@@ -28,19 +30,20 @@ class Scorers:
     Args:
         config: The run's settings.
         hook_args: Every flag by its name, for own functions.
+        eval_sets: The run's held-out sets.
 
     Raises:
         ConfigError: An own function cannot be loaded, or does not take the arguments it will get.
     """
 
-    def __init__(self, config: RolloutConfig, hook_args: HookArgs) -> None:
+    def __init__(self, config: RolloutConfig, hook_args: HookArgs, eval_sets: Sequence[EvalSet] = ()) -> None:
         self._made: dict[tuple[object, ...], Scorer] = {}
         self._rules = RuleRewards()
         self._keys: dict[tuple[object, ...], set[str | None]] = {}
-        for one in (config, *(held_out.config for held_out in config.eval_sets)):
+        for one in (config, *(held_out.config for held_out in eval_sets)):
             self._keys.setdefault(_choice(one), set()).add(one.reward_key)
         self._make(config, hook_args)
-        for held_out in config.eval_sets:
+        for held_out in eval_sets:
             with held_out.named():
                 self._make(held_out.config, hook_args)
 
