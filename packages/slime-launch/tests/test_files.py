@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from slime_launch.errors import ManifestError
-from slime_launch.files import LOCK, locked, write_whole
+from slime_launch.files import LOCK, locked
 from slime_launch.run import run
 from slime_launch.watch import Watch
 
@@ -109,9 +109,3 @@ def test_a_second_launcher_starts_nothing(tmp_path, holder, capsys, monkeypatch)
     said = capsys.readouterr().err
     assert said.startswith("slime-launch: --save") and f"in use by another run (process {holder.pid}" in said
     assert said.count("\n") == 1 and {path.name for path in tmp_path.rglob("*")} == before
-
-
-def test_a_file_is_whole(tmp_path):
-    write_whole(tmp_path / "file", "old")
-    write_whole(tmp_path / "file", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "new"

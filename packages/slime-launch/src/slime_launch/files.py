@@ -1,4 +1,4 @@
-"""Small files that are either whole or not there, and a directory that one run uses at a time."""
+"""A directory that one run uses at a time."""
 
 from __future__ import annotations
 
@@ -18,26 +18,6 @@ LOCK = "run.lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What a file system says that has no locks, as some of clusters have not; a run there goes without."""
 LOCK_SECONDS = 20.0  # longer than what is left of a killed run takes to end
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader finds either the old one or this one, even after a power cut.
-
-    Args:
-        path: The file; its directory must exist. One process writes to it at a time.
-        text: All that it holds.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)  # a rename is data of the directory
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 @contextlib.contextmanager

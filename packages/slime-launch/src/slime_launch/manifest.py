@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slime_core.files import write_whole
 from slime_launch.errors import ManifestError
-from slime_launch.files import write_whole
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"

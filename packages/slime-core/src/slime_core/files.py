@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all, even after a power failure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader finds either the old one or this one.
+
+    Args:
+        path: The file; its directory must exist. One process writes to it at a time.
+        text: All that it holds.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)  # a rename is data of the directory
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a directory is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
