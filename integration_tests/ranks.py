@@ -109,7 +109,8 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
         raw_reward=0.0,
     )
     with torch.no_grad():
-        rows = worker.trainer.model(pack([sample], share_prompts=False))
+        model = worker.trainer.model
+        rows = model.hidden_states(pack([sample], share_prompts=False)) @ model.output_weight.t()
     return rows.float()[:, : worker.trainer.shape.vocab_size].tolist()
 
 

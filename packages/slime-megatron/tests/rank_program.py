@@ -135,11 +135,52 @@ class Rank:
         sequence_parallel = trainer.config.tensor_model_parallel_size if trainer.config.sequence_parallel else 1
         batch = pack(samples, share_prompts=share_prompts, multiple_of=sequence_parallel)
         with torch.no_grad():
-            local = trainer.model(batch).float()
+            local = (trainer.model.hidden_states(batch) @ trainer.model.output_weight.t()).float()
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
         return torch.cat(parts, dim=-1)[:, : trainer.shape.vocab_size].numpy()
+
+    def gradients(self, samples, temperature, through_logits):
+        """Log-probs, entropies, and the gradient of their weighted sum, by parameter."""
+        import torch
+        from megatron.core import parallel_state
+
+        from slime_core.ops import log_probs_and_entropy
+        from slime_megatron.packing import pack
+
+        trainer = self.worker.trainer
+        model = trainer.model
+        batch = pack(samples, share_prompts=True, multiple_of=trainer.config.tensor_model_parallel_size)
+        trainer._wrapped.zero_grad_buffer()
+        if through_logits:
+            from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+            hidden = copy_to_tensor_model_parallel_region(model.hidden_states(batch))
+            log_probs, entropy = log_probs_and_entropy(
+                hidden @ model.output_weight.t(),
+                batch.targets_N,
+                temperature=temperature,
+                group=parallel_state.get_tensor_model_parallel_group(),
+                vocab_size=trainer.shape.vocab_size,
+                with_entropy=True,
+            )
+        else:
+            log_probs, entropy = trainer._wrapped(batch, temperature=temperature, with_entropy=True)
+        upstream = torch.linspace(-1, 1, len(log_probs))
+        (log_probs @ upstream + 0.3 * entropy @ upstream.flip(0)).backward()
+        grads = {name: param.main_grad for name, param in model.named_parameters()}
+        return _plain({"log_probs": log_probs, "entropy": entropy}), _plain(grads)
+
+    def peak_of_training(self, shards):
+        """Bytes by which this process grew at most while it trained."""
+        import ctypes
+
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far (proc(5))
+        before = _status("VmRSS")
+        self.train(shards)
+        return _status("VmHWM") - before
 
     def attention_calls(self, shards):
         """Train, and count how often a core attention was computed."""
@@ -207,6 +248,12 @@ class Rank:
 def _plain(tensors):
     """Tensors as arrays; bfloat16, which NumPy does not know, as float32."""
     return {name: tensor.detach().float().numpy().copy() for name, tensor in tensors.items()}
+
+
+def _status(field):
+    """A number of bytes from /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def main():

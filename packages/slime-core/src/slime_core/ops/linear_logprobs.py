@@ -79,7 +79,7 @@ def linear_log_probs_and_entropy(
         columns=shard.columns,
         dtype=hidden_TD.dtype,
         device=hidden_TD.device,
-        hidden_gradient=hidden_TD.requires_grad and torch.is_grad_enabled(),
+        hidden_gradient=True,  # the same chunks with and without, so that both give the same log-probs to the last bit
     )
     call = _Call(shard.columns, temperature, group, with_entropy, plan)
     log_probs_T, entropy_T = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]

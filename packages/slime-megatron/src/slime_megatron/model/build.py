@@ -40,6 +40,7 @@ def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, ra
     layer = _layer_spec(shape)
     return PackedGPT(
         inverse_frequencies_E=rotary_frequencies(shape),
+        true_vocab_size=shape.vocab_size,
         config=transformer,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * shape.num_layers, layer_norm=RMSNorm),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),

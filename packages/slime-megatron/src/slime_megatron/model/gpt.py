@@ -1,7 +1,7 @@
-"""`PackedGPT`: Megatron's GPT over a packed batch, with logits only where a token is predicted.
+"""`PackedGPT`: Megatron's GPT over a packed batch, from tokens to log-probs, without ever holding the logits.
 
-Notation: T packed tokens, D hidden channels, N rows whose logits are wanted, V the rank's part of the (padded)
-    vocabulary, E rotary channels.
+Notation: T packed tokens, D hidden channels, N targets, V the rank's part of the (padded) vocabulary, E rotary
+    channels.
 """
 
 from __future__ import annotations
@@ -12,28 +12,49 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from slime_core.ops import linear_log_probs_and_entropy
 from slime_megatron.model.attention import LayoutParams
 from slime_megatron.packing import PackedBatch
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
-    """A decoder-only model that takes :class:`PackedBatch` and gives the logits of its ``logit_rows_N``.
+    """A decoder-only model that takes a :class:`PackedBatch` and returns the log-probs of its targets.
 
     Args:
         inverse_frequencies_E: Rotary frequencies of half the rotated channels, radians per position.
+        true_vocab_size: Token ids from here on are padding.
         kwargs: What :class:`GPTModel` takes. The model has no position embedding of Megatron's own.
     """
 
-    def __init__(self, *, inverse_frequencies_E: torch.Tensor, **kwargs: Any) -> None:
+    def __init__(self, *, inverse_frequencies_E: torch.Tensor, true_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(position_embedding_type="none", **kwargs)
         self.inverse_frequencies_E = inverse_frequencies_E
-        # Under sequence parallelism the hidden states are gathered before rows are picked, here and not in the
-        # output layer, so that only the wanted rows are multiplied with the vocabulary.
-        self.output_layer.sequence_parallel = False
-        self.output_layer.allreduce_dgrad = self.config.tensor_model_parallel_size > 1
+        self.true_vocab_size = true_vocab_size
 
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits of the wanted rows, N × V, this rank's part of the vocabulary."""
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer, which may be those of the embedding."""
+        tied = self.share_embeddings_and_output_weights
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
+    def forward(
+        self, batch: PackedBatch, *, temperature: float, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs (nats) of the targets [N], and entropies [N] if wanted; the same on all tensor-parallel ranks."""
+        group = self.pg_collection.tp
+        return linear_log_probs_and_entropy(
+            self.hidden_states(batch),
+            self.output_weight,
+            batch.targets_N,
+            temperature=temperature,
+            group=group if group.size() > 1 else None,
+            vocab_size=self.true_vocab_size,
+            with_entropy=with_entropy,
+        )
+
+    def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
+        """The hidden states that predict the targets, N × D."""
         hidden_T1D = self.embedding(input_ids=batch.tokens_T[None], position_ids=None)
         hidden_T1D = self.decoder(
             hidden_states=hidden_T1D,
@@ -42,13 +63,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             packed_seq_params=LayoutParams(qkv_format="sbhd", layout=batch.attention),
         )
         if self.config.sequence_parallel:
+            # The log-probs' gradient is already that of the whole vocabulary, so it is split here and not summed.
             hidden_T1D = gather_from_sequence_parallel_region(
                 hidden_T1D, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        hidden_N1D = hidden_T1D.index_select(0, batch.logit_rows_N)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits_N1V: torch.Tensor = self.output_layer(hidden_N1D, weight=weight)[0]
-        return logits_N1V.squeeze(1)
+        hidden_ND: torch.Tensor = hidden_T1D.squeeze(1).index_select(0, batch.logit_rows_N)
+        return hidden_ND
 
     def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Rotary angles of every token, T × 1 × 1 × 2E."""

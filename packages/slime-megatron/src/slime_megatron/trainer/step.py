@@ -17,7 +17,6 @@ from slime_core.config import AlgorithmConfig
 from slime_core.ops import (
     Statistics,
     drift_statistics,
-    log_probs_and_entropy,
     loss_weights,
     mis_weight_sums,
     policy_objective,
@@ -39,25 +38,7 @@ _DRIFT_WEIGHT = "drift_weight"
 _DRIFT = ("mismatch_", "train_rollout_logprob_")
 
 
-def log_probs(
-    model: Any, batch: PackedBatch, *, temperature: float, vocab_size: int, with_entropy: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs (and entropies) of a batch's targets under ``model``; the same on all tensor-parallel ranks."""
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
-    return log_probs_and_entropy(
-        model(batch),
-        batch.targets_N,
-        temperature=temperature,
-        group=parallel_state.get_tensor_model_parallel_group() if tensor_parallel else None,
-        vocab_size=vocab_size,
-        with_entropy=with_entropy,
-        overwrite_logits=True,
-    )
-
-
-def forward_backward(
-    model: Any, plan: StepPlan, algorithm: AlgorithmConfig, *, temperature: float, vocab_size: int
-) -> dict[str, float]:
+def forward_backward(model: Any, plan: StepPlan, algorithm: AlgorithmConfig, *, temperature: float) -> dict[str, float]:
     """Fill the gradient buffers with the gradient of the step's loss over all ranks.
 
     The loss is a sum over tokens under weights whose denominators are the whole step's, so neither the division
@@ -77,12 +58,8 @@ def forward_backward(
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
         micro_batch = next(batches)
-        log_probs_N, entropy_N = log_probs(
-            model,
-            micro_batch.batch,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            with_entropy=algorithm.entropy_coef != 0,
+        log_probs_N, entropy_N = model(
+            micro_batch.batch, temperature=temperature, with_entropy=algorithm.entropy_coef != 0
         )
         return log_probs_N, partial(_loss, micro_batch, plan.step, algorithm, scale, entropy_N, mis_sums)
 

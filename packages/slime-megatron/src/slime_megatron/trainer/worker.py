@@ -26,7 +26,7 @@ from slime_megatron.packing import PackedBatch, pack
 from slime_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_model
 from slime_megatron.trainer.parallel import join_ranks, leave_ranks, seed_everything
 from slime_megatron.trainer.plan import Planner, StepPlan
-from slime_megatron.trainer.step import forward_backward, log_probs
+from slime_megatron.trainer.step import forward_backward
 from slime_megatron.trainer.timing import PhaseTimer
 
 
@@ -154,16 +154,15 @@ class RankTrainer:
 
     @torch.no_grad()
     def _evaluate(self, model: PackedGPT, batch: PackedBatch, temperature: float) -> torch.Tensor:
-        return log_probs(model, batch, temperature=temperature, vocab_size=self.shape.vocab_size)[0]
+        log_probs_N: torch.Tensor = model(batch, temperature=temperature)[0]
+        return log_probs_N
 
     def _optimize(self, plan: StepPlan, temperature: float, timer: PhaseTimer) -> dict[str, float]:
         """One optimizer step, and its metrics."""
         with timer.phase("forward_backward", plan.tokens):
             self._wrapped.zero_grad_buffer()
             self._optimizer.zero_grad()
-            metrics = forward_backward(
-                self._wrapped, plan, self.algorithm, temperature=temperature, vocab_size=self.shape.vocab_size
-            )
+            metrics = forward_backward(self._wrapped, plan, self.algorithm, temperature=temperature)
         with timer.phase("optimizer"):
             learning_rate = float(self._optimizer.param_groups[0]["lr"])
             _, grad_norm, _ = self._optimizer.step()

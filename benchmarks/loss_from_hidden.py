@@ -1,0 +1,98 @@
+"""A train step of the quick start's model: its loss from hidden states, as the trainer takes it, against from logits.
+
+SmolLM2-135M's shape with random weights, bf16, one micro-batch of 16 prompts with 8 samples each. Sides alternate.
+Times are CPU seconds of the process, the least of the rounds; `extra` is by how much a step raises the resident size at
+most.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+from _measure import Side, rounds_of
+from _records import Record
+
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_core.ops import log_probs_and_entropy
+from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
+from slime_megatron.config import MegatronConfig
+from slime_megatron.packing import PackedBatch
+from slime_megatron.worker import MegatronWorker
+
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=30,
+    hidden_size=576,
+    ffn_hidden_size=1536,
+    num_attention_heads=9,
+    num_query_groups=3,
+    kv_channels=64,
+    vocab_size=49_152,
+    max_position_embeddings=8192,
+)
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Train with either loss in turn.
+
+    Args:
+        out: Not used.
+        quick: Two rounds, of which the first warms up.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
+    worker = MegatronWorker(MegatronConfig(bf16=True, share_prompts=True), AlgorithmConfig(), SHAPE, meeting)
+    model: Any = worker.trainer.model
+    shard, from_hidden = rollout(), model.forward
+
+    def from_logits(batch: PackedBatch, *, temperature: float, with_entropy: bool) -> Any:
+        logits_NV = model.hidden_states(batch) @ model.output_weight.t()
+        return log_probs_and_entropy(
+            logits_NV, batch.targets_N, temperature=temperature, with_entropy=with_entropy, overwrite_logits=True
+        )
+
+    def step(forward: Any) -> None:
+        model.forward = forward
+        worker.train(shard)
+
+    sides: dict[str, Side] = {"hidden states": lambda: step(from_hidden), "logits": lambda: step(from_logits)}
+    for warm_up in sides.values():
+        warm_up()
+    figures = rounds_of(sides, lambda: None, 2 if quick else 8)
+    worker.close()
+    records = []
+    for side, measured in figures.items():
+        records.append(Record(side, "time", measured["seconds"], "s", more_is_better=False))
+        records.append(Record(side, "extra", measured["extra"] / 2**20, "MiB", more_is_better=False))
+    ratio = figures["hidden states"]["seconds"] / figures["logits"]["seconds"]
+    return [*records, Record("hidden states / logits", "time", ratio, "x", more_is_better=False, goal=1.05)]
+
+
+def rollout() -> TrainShard:
+    """What a rank trains on in a step of the quick start: 1,280 tokens with shared prompts, 768 of them trained."""
+    rng = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(SHAPE.vocab_size) for _ in range(count)]
+
+    prompts = [tokens(40) for _ in range(16)]
+    samples = [
+        TrainSample(
+            index=index,
+            group_index=index // 8,
+            tokens=prompts[index // 8] + tokens(6),
+            response_length=6,
+            loss_mask=[1] * 6,
+            trajectory_tokens=6,
+            reward=index % 8 - 3.5,
+            raw_reward=float(index % 8),
+        )
+        for index in range(128)
+    ]
+    step = TrainStep(micro_batches=[list(range(len(samples)))], global_trajectories=len(samples), global_tokens=768)
+    return TrainShard(rollout_id=0, temperature=1.0, samples=samples, steps=[step])

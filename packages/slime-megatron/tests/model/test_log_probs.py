@@ -1,0 +1,56 @@
+"""Log-probs and entropies come from hidden states: the same gradients as through the logits, which are never held."""
+
+import numpy as np
+import pytest
+
+from slime_convert.shape import ModelShape
+
+VOCABULARY = 151_936
+
+
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [
+        (1, {}),
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=["one", "tp2", "tp2 + sp"],
+)
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+def test_gradients_equal_those_through_the_logits(ranks, tiny_model, tiny_config, make_samples, name, world, values):
+    model, samples = tiny_model(name), make_samples(masks=True)
+    ranks.start(world, tiny_config(load=model.checkpoint, **values), model.shape)
+    ours = ranks.call("gradients", samples, temperature=0.7, through_logits=False)
+    theirs = ranks.call("gradients", samples, temperature=0.7, through_logits=True)
+    for (values, grads), (expected, expected_grads) in zip(ours, theirs, strict=True):
+        for key, value in expected.items():
+            np.testing.assert_allclose(values[key], value, rtol=1e-6, atol=1e-6, err_msg=key)
+        for key, value in expected_grads.items():
+            norm = np.linalg.norm(value.astype(np.float64))
+            assert norm > 1e-3, key
+            assert np.linalg.norm(grads[key].astype(np.float64) - value) <= 1e-6 * norm, key
+
+
+@pytest.mark.parametrize(
+    ("responses", "limit"), [(4, 300e6), pytest.param(64, 1e9, marks=pytest.mark.full)], ids=["2k tokens", "32k tokens"]
+)
+def test_memory_of_the_loss_at_a_large_vocabulary(ranks, tiny_config, make_samples, make_shards, responses, limit):
+    """Logits alone would take 1.2 and 20 GB, and as much again for their gradient."""
+    shape = ModelShape(
+        family="llama",
+        num_layers=1,
+        hidden_size=16,
+        ffn_hidden_size=16,
+        num_attention_heads=1,
+        num_query_groups=1,
+        kv_channels=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+    )
+    samples = make_samples(groups=1, per_group=responses, prompt=2, response=512, vocab=VOCABULARY)
+    ranks.start(1, tiny_config(), shape)
+    peak = ranks.first("peak_of_training", make_shards(samples))
+    tokens = sum(sample.response_length for sample in samples)
+    print(f"{tokens} tokens: {peak / 1e6:.0f} MB")
+    assert peak < limit
