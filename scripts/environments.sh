@@ -43,14 +43,32 @@ use_tools() {
     export PATH="$TOOLS/bin:$PATH"
 }
 
-# The five packages, to train with, and what reads every format of prompt files. Leaves alone what a developer has added.
+# Every package that uv installs from here on has the version that uv.lock names. The file stays as it is: `uv sync`
+# would write the address of this machine's package index into it.
+use_pins() {
+    UV_CONSTRAINT="$TOOLS/pins.txt"
+    (cd "$ROOT" && uv export --frozen --quiet --all-packages --all-extras --no-emit-workspace --no-hashes --no-annotate \
+        --no-header --output-file "$UV_CONSTRAINT") || return
+    export UV_CONSTRAINT
+}
+
+# An environment with some of the packages in it, as they are in the source tree. Leaves alone what a developer has added.
+install_packages() {
+    local environment="$ROOT/$1" python="$ROOT/$1/bin/python" package
+    shift
+    use_pins || return
+    [ -x "$python" ] || uv venv --quiet "$environment" || return
+    (cd "$ROOT" && uv pip install --quiet --python "$python" "${@/#/--editable=packages/}")
+}
+
+# The five packages, to train with, and what reads every format of prompt files.
 sync_trainer() {
     echo "environment .venv: the five packages, Megatron-core and Ray"
-    (cd "$ROOT" && uv sync --all-packages --extra gguf --extra parquet --extra datasets --extra zstd --inexact)
+    install_packages .venv slime-core "slime-convert[gguf]" "slime-rollout[parquet,datasets,zstd]" slime-megatron slime-launch
 }
 
 # The engine's own interpreter, as in real deployments: SGLang's needs do not touch the trainer's.
 sync_engine() {
     echo "environment .venv-engine: SGLang"
-    (cd "$ROOT" && UV_PROJECT_ENVIRONMENT=.venv-engine uv sync --package slime-rollout --extra sglang)
+    install_packages .venv-engine slime-core "slime-rollout[sglang]"
 }

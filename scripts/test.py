@@ -223,8 +223,8 @@ def build_engine(processes: Processes) -> int:
 
 
 def settings_digest() -> str:
-    """Changes when any pyproject.toml does; tox itself does not see what an editable package declares."""
-    files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    """Changes when uv.lock or a pyproject.toml does; tox itself does not see what an editable package declares."""
+    files = [ROOT / "uv.lock", ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -23,6 +23,8 @@ FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.~}/-])/(?:work|opt|root|home/\w+|Users/\w+)/\w"),
 }
 
+LOCKED_HOST = re.compile(r'\bregistry = "(?!https://index\.invalid/)[^"]*|^(?:sdist|wheels) = |\burl = "[^"]*')
+
 
 def find(path: str, text: str) -> Iterator[str]:
     """Findings in one file, as `path:line: what`.
@@ -32,8 +34,11 @@ def find(path: str, text: str) -> Iterator[str]:
         text: The file's content.
     """
     lines = text.splitlines()
+    forbidden = FORBIDDEN
+    if path.endswith(".lock"):
+        forbidden = {**FORBIDDEN, "where packages were found (write the file with scripts/lock)": LOCKED_HOST}
     for number, line in enumerate(lines, 1):
-        for what, pattern in FORBIDDEN.items():
+        for what, pattern in forbidden.items():
             if match := pattern.search(line):
                 yield f"{path}:{number}: {what}: {match.group()}"
     if not path.endswith(".py"):
