@@ -16,7 +16,7 @@ from slime_launch.loop import Parts, push_weights, watch_rollout, watch_trainers
 from slime_launch.rollouts import ChannelSpec, Progress, retry_delays
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
-from slime_rollout.generate.retry import RETRY_DELAYS
+from slime_rollout.http import RETRY_DELAYS
 
 
 class Rollout:

@@ -1,12 +1,14 @@
+import asyncio
 import http.server
+import itertools
 import json
+import logging
 import threading
 import time
-import urllib.request
 
 import pytest
 
-from slime_rollout.http import HttpError, call
+from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, call, patient_delays, retry_after_seconds
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -31,6 +33,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if status == 204:
             answer = b""
         self.send_header("Content-Length", str(len(answer)))
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer)
 
@@ -41,7 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.over = threading.Event()
+    server.over, server.headers = threading.Event(), {}
     server.url = f"http://127.0.0.1:{server.server_port}/path"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -103,7 +107,6 @@ def test_a_proxy_of_the_environment_is_not_asked(server, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the proxies of its first request
     server.statuses = [200]
     assert call("POST", server.url, 1) == {"echo": 1}
 
@@ -122,3 +125,108 @@ def test_nobody_there(server, caplog):
     with pytest.raises(HttpError, match=r"no answer: .*refused"):
         call("GET", server.url, attempts=2)
     assert "attempt 1 of 2 failed" in caplog.text
+
+
+def test_a_call_inside_an_event_loop(server):
+    async def inside():
+        return call("POST", server.url, 1)
+
+    server.statuses = [200]
+    assert asyncio.run(inside()) == {"echo": 1}
+
+
+def test_a_server_may_ask_for_more_time(server):
+    server.statuses = [429, 200]
+    server.headers = {"Retry-After": "1"}
+    start = time.monotonic()
+    assert call("POST", server.url, 1, attempts=2) == {"echo": 1}
+    assert time.monotonic() - start >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (None, 0.0),
+        ("0", 0.0),
+        (" 7 ", 7.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0),
+        ("Thu, 01 Jan 1970 00:00:05 GMT", 0.0),
+        ("-3", 0.0),
+        ("1.5", 0.0),
+        ("٣", 0.0),
+        ("9" * 400, 0.0),
+        ("soon", 0.0),
+        ("Thu, 99 Foo 1970 00:01:40 GMT", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_retry_after(value, seconds):
+    assert retry_after_seconds(value, now=10.0) == seconds
+
+
+def failed(body="busy", **more):
+    return HttpError("POST", "http://a", 503, body, **more)
+
+
+def test_waiting_times_grow_and_are_spread():
+    retries = Retries(RETRY_DELAYS)
+    waits = [retries.wait_after(attempt, failed()) for attempt in range(1, len(RETRY_DELAYS) + 1)]
+    assert waits != list(RETRY_DELAYS)
+    assert all(0.75 * mean <= wait <= 1.25 * mean for mean, wait in zip(RETRY_DELAYS, waits, strict=True))
+    assert all(later > earlier for earlier, later in itertools.pairwise(waits[:5]))
+    assert 240 < sum(waits) < 400
+
+
+def test_requests_that_failed_together_do_not_come_back_together():
+    retries = Retries([1.0])
+    assert len({retries.wait_after(1, failed()) for _ in range(100)}) == 100
+
+
+def test_equal_runs_wait_equally():
+    one, other = ([each.wait_after(1, failed()) for _ in range(3)] for each in (Retries([1.0]), Retries([1.0])))
+    assert one == other
+
+
+def test_the_server_may_ask_for_more_but_not_for_less():
+    retries = Retries([1.0, 1.0])
+    assert retries.wait_after(1, failed(retry_after=50.0)) == 50.0
+    assert retries.wait_after(2, failed(retry_after=0.1)) >= 0.75
+    assert retries.count == 2
+    last = failed()
+    with pytest.raises(HttpError) as caught:
+        retries.wait_after(3, last)
+    assert caught.value is last and retries.count == 2
+
+
+def test_a_hundred_failures_at_once_are_two_lines(caplog, monkeypatch):
+    clock = iter([100.0] * 100 + [106.0])
+    monkeypatch.setattr("slime_rollout.http.time.monotonic", lambda: next(clock))
+    retries = Retries([1.0])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(101):
+            retries.wait_after(1, failed())
+    first, second = [record.getMessage() for record in caplog.records]
+    assert first.startswith("attempt 1 of 2 failed: POST http://a: HTTP 503: busy; trying again in")
+    assert second.endswith("; so did 99 other attempts")
+
+
+@pytest.mark.parametrize(
+    ("status", "may_pass", "may_run"),
+    [
+        *((None, True, True), (408, True, True), (429, True, False)),
+        *((500, True, True), (502, True, True), (503, True, False), (504, True, True)),
+        *((501, False, True), (404, False, True), (302, False, True), (200, False, True)),
+    ],
+)
+def test_what_a_status_says(status, may_pass, may_run):
+    error = HttpError("POST", "http://a", status, "why")
+    assert (error.may_pass, error.may_run) == (may_pass, may_run)
+    assert error.problem == ("why" if status is None else f"HTTP {status}: why")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 320.0, 1000.0])
+def test_patience_goes_on_as_it_began(seconds):
+    delays = patient_delays(seconds)
+    assert delays[: len(RETRY_DELAYS)] == RETRY_DELAYS
+    assert set(delays[len(RETRY_DELAYS) :]) <= {10.0}
+    assert max(seconds, sum(RETRY_DELAYS)) <= sum(delays) < max(seconds, sum(RETRY_DELAYS)) + 10.0

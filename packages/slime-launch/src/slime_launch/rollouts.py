@@ -267,7 +267,7 @@ class RolloutHost:
 
 def retry_delays(engine: EngineConfig) -> tuple[float, ...]:
     """Seconds before each retry of a request: with fault tolerance, until an engine has failed for good."""
-    from slime_rollout.generate.retry import RETRY_DELAYS, patient_delays
+    from slime_rollout.http import RETRY_DELAYS, patient_delays
 
     if not engine.use_fault_tolerance:
         return RETRY_DELAYS

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime_rollout.generate import Trajectory, current, generate_single
-    from slime_rollout.generate.requests import GenerateState, get_model_url, post
+    from slime_rollout.generate.custom import GenerateState, get_model_url, post
 
 __all__ = ["GenerateState", "Trajectory", "current", "generate_single", "get_model_url", "post"]
 
 _MODULES = {
-    "GenerateState": "requests",
+    "GenerateState": "custom",
     "Trajectory": "trajectory",
-    "current": "hook_call",
-    "generate_single": "conversation",
-    "get_model_url": "requests",
-    "post": "requests",
+    "current": "context",
+    "generate_single": "trajectory",
+    "get_model_url": "custom",
+    "post": "custom",
 }
 
 

@@ -1,62 +1,218 @@
-"""Control traffic to engines and the router: time limits, and few, logged retries for refused connections and 5xx."""
+"""HTTP to engines, routers and services: one session, one error and one retry policy."""
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import email.utils
 import logging
+import math
+import os
+import random
 import time
-import urllib.error
-import urllib.request
-from typing import Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from slime_core.errors import SlimeError
 
+if TYPE_CHECKING:  # slow to import, and whoever only reads flags needs none of it
+    import aiohttp
+
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_SECONDS = 60.0
-_BACKOFF_SECONDS = 0.2
-_SHOWN_CHARACTERS = 500
-_PIECE = 2**20  # bytes
-# Engines and the router are asked directly: a proxy of the environment (`http_proxy`) knows nothing of this machine's
-# loopback address, and would see every weight update of a cluster.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, *(10.0,) * 30)
+"""Mean seconds before each retry of a generation request: five minutes, as long as an engine may take to restart."""
+QUICK_DELAYS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+"""Mean seconds before each retry of any other request, as far as it is given that many attempts."""
+
+_LONGEST_DELAY = RETRY_DELAYS[-1]
+_JITTER = 0.25
+_QUIET_SECONDS = 5.0
+_CONNECT_SECONDS = 10.0
+_KEEP_ALIVE_SECONDS = 4.0  # uvicorn, and so SGLang, closes a connection that was idle for 5 s
+_READ_AHEAD = 2**20  # bytes
+_SHOWN = 300  # characters
+_JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class HttpError(SlimeError):
-    """A request that got no good answer.
+    """A request without a good answer.
 
     Attributes:
         url: Where it went.
         status: HTTP status, or ``None`` if there was no answer.
-        body: The answer's text.
+        body: The answer's text, or why there is none.
         timed_out: Whether there was no answer within the time limit.
+        retry_after: Seconds that the server asks to wait; 0 if it does not ask.
+        may_run: Whether the server may still work on the request.
     """
 
-    def __init__(self, method: str, url: str, status: int | None, body: str, *, timed_out: bool = False) -> None:
-        self.url = url
-        self.status = status
-        self.body = body
-        self.timed_out = timed_out
-        answer = f"HTTP {status}" if status is not None else "no answer"
-        super().__init__(f"{method} {url}: {answer}: {body[:_SHOWN_CHARACTERS]}")
+    def __init__(
+        self,
+        method: str,
+        url: str,
+        status: int | None,
+        body: str,
+        *,
+        timed_out: bool = False,
+        taken: bool = True,
+        retry_after: float = 0.0,
+    ) -> None:
+        self.url, self.status, self.body = url, status, body
+        self.timed_out, self.retry_after = timed_out, retry_after
+        self.may_run = taken and status not in (429, 503)
+        super().__init__(f"{method} {url}: {'no answer: ' if status is None else ''}{self.problem}")
+
+    @property
+    def problem(self) -> str:
+        """What went wrong, on one line: ``HTTP 503: busy``, or why there is no answer."""
+        text = excerpt(self.body)
+        return text if self.status is None else f"HTTP {self.status}: {text}"
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request could succeed later: no answer, a server error, 408 or 429, but no other 4xx."""
-        return self.status is None or self.status >= 500 or self.status in (408, 429)
+        """Whether the same request could succeed later: no answer, a server error, 408 or 429."""
+        # sglang-router answers 408 and 429 when its queue is full.
+        return self.status is None or self.status in (408, 429) or (self.status >= 500 and self.status != 501)
+
+
+class Retries:
+    """Decides which failed requests are sent again and when, and logs them. One object serves a client's requests.
+
+    Args:
+        delays: Mean seconds before each retry. Each varies by a quarter, in the same way in every run, so that
+            requests that failed together do not come back together.
+        quiet_seconds: Shortest time between two lines of the log.
+
+    Attributes:
+        count: How many attempts were repeated.
+    """
+
+    def __init__(self, delays: Sequence[float], *, quiet_seconds: float = _QUIET_SECONDS) -> None:
+        self.count = 0
+        self._delays = tuple(delays)
+        self._quiet_seconds = quiet_seconds
+        self._random = random.Random(0)
+        self._last_logged = -math.inf
+        self._unlogged = 0
+
+    def wait_after(self, attempt: int, error: HttpError) -> float:
+        """Seconds to wait before the next attempt.
+
+        Args:
+            attempt: Number of the attempt that failed, from 1.
+            error: How it failed.
+
+        Raises:
+            HttpError: ``error`` itself: it would be the same again, or that was the last attempt.
+        """
+        if not error.may_pass or attempt > len(self._delays):
+            raise error
+        wait = max(self._delays[attempt - 1] * self._random.uniform(1 - _JITTER, 1 + _JITTER), error.retry_after)
+        self.count += 1
+        self._log(f"attempt {attempt} of {len(self._delays) + 1} failed: {error}", wait)
+        return wait
+
+    def _log(self, failure: str, wait: float) -> None:
+        now = time.monotonic()
+        if now - self._last_logged < self._quiet_seconds:
+            self._unlogged += 1  # hundreds of requests fail at once where an engine dies
+            return
+        others = f"; so did {self._unlogged} other attempts" if self._unlogged else ""
+        logger.warning("%s; trying again in %.3g s%s", failure, wait, others)
+        self._last_logged, self._unlogged = now, 0
+
+
+def patient_delays(seconds: float) -> tuple[float, ...]:
+    """`RETRY_DELAYS`, extended to at least ``seconds`` in all: for runs that replace failed engines."""
+    more = max(0.0, seconds - sum(RETRY_DELAYS))
+    return (*RETRY_DELAYS, *(_LONGEST_DELAY,) * math.ceil(more / _LONGEST_DELAY))
+
+
+def make_session(timeout: float | None = None) -> aiohttp.ClientSession:
+    """A session for one event loop. It ignores proxies of the environment, which do not know this machine's loopback.
+
+    Args:
+        timeout: Time limit of each request in seconds; without one only connecting is limited.
+    """
+    import aiohttp
+
+    connect = _CONNECT_SECONDS if timeout is None else None
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=connect),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+        read_bufsize=_READ_AHEAD,
+    )
+
+
+async def exchange(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: bytes | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    strict: bool = False,
+) -> bytes:
+    """One attempt: the body of a good answer.
+
+    Args:
+        session: From `make_session`.
+        method: ``GET``, ``POST`` …
+        url: Full address.
+        body: JSON; nothing if ``None``.
+        headers: Further headers.
+        strict: Take status 200 alone for good, and follow no redirects.
+
+    Raises:
+        HttpError: There was no good answer. Its cause is aiohttp's error, if there was one.
+    """
+    import aiohttp
+
+    if body is not None:
+        headers = {**_JSON_HEADERS, **headers} if headers else _JSON_HEADERS
+    try:
+        async with session.request(method, url, data=body, headers=headers, allow_redirects=not strict) as answer:
+            content = await answer.read()
+    except aiohttp.ConnectionTimeoutError as error:
+        raise HttpError(method, url, None, _late(session), timed_out=True, taken=False) from error
+    except TimeoutError as error:
+        raise HttpError(method, url, None, _late(session), timed_out=True) from error
+    except aiohttp.ClientConnectorError as error:
+        raise HttpError(method, url, None, f"no connection ({_reason(error)})", taken=False) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise HttpError(method, url, None, f"{type(error).__name__}: {error}") from error
+    if answer.status == 200 or (not strict and 200 <= answer.status < 300):
+        return content
+    after = retry_after_seconds(answer.headers.get("Retry-After"))
+    raise HttpError(method, url, answer.status, content.decode(errors="backslashreplace"), retry_after=after)
+
+
+async def request(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None, retries: Retries) -> Any:
+    """Send a request until it has a good answer; returns that parsed.
+
+    Raises:
+        HttpError: The last attempt had no good answer, or another would not have one.
+    """
+    attempt = 1
+    while True:
+        try:
+            return parse_body(await exchange(session, method, url, body))
+        except HttpError as error:
+            wait = retries.wait_after(attempt, error)
+        await asyncio.sleep(min(wait, _LONGEST_DELAY))
+        attempt += 1
 
 
 def call(
-    method: str,
-    url: str,
-    payload: Any = None,
-    *,
-    timeout: float = CONTROL_TIMEOUT_SECONDS,
-    attempts: int = 1,
+    method: str, url: str, payload: Any = None, *, timeout: float = CONTROL_TIMEOUT_SECONDS, attempts: int = 1
 ) -> Any:
-    """Send one request and wait for its answer.
+    """Send one request and wait for its answer, for code that is not asynchronous.
 
     Args:
         method: ``GET``, ``POST`` …
@@ -69,50 +225,21 @@ def call(
         The parsed answer; its text if it is not JSON; ``None`` if it is empty.
 
     Raises:
-        HttpError: The answer was no success, or there was none.
+        HttpError: There was no good answer.
     """
-    for attempt in range(1, attempts + 1):
-        try:
-            return parse_body(_exchange(method, url, payload, timeout))
-        except HttpError as error:
-            if not error.may_pass or attempt == attempts:
-                raise
-            logger.warning("attempt %d of %d failed: %s", attempt, attempts, error)
-            time.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1))
-    raise AssertionError("attempts must be 1 or more")
-
-
-def _exchange(method: str, url: str, payload: Any, timeout: float) -> bytes:
+    retries = Retries(QUICK_DELAYS[: attempts - 1], quiet_seconds=0.0)
     body = None if payload is None else orjson.dumps(payload)
-    headers = {} if body is None else {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data=body, headers=headers, method=method)
+
+    async def work() -> Any:
+        async with make_session(timeout) as session:
+            return await request(session, method, url, body, retries)
+
     try:
-        end = time.monotonic() + timeout
-        with _DIRECT.open(request, timeout=timeout) as answer:
-            return _read(answer, end)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise HttpError(method, url, error.code, error.read().decode(errors="replace")) from None
-    except TimeoutError:
-        raise HttpError(method, url, None, f"time limit of {timeout:g} s", timed_out=True) from None
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError) as error:
-        reason = getattr(error, "reason", error)
-        late = isinstance(reason, TimeoutError)
-        text = f"time limit of {timeout:g} s" if late else str(reason)
-        raise HttpError(method, url, None, text, timed_out=late) from None
-
-
-def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
-    """The body, as far as it comes before ``end``: the socket's own time limit begins anew with every piece."""
-    pieces = []
-    while piece := answer.read1(_PIECE):
-        pieces.append(piece)
-        if time.monotonic() > end:
-            raise TimeoutError
-    content = b"".join(pieces)
-    if answer.length:
-        raise http.client.IncompleteRead(content, answer.length)
-    return content
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    with ThreadPoolExecutor(1) as thread:  # an event loop cannot run inside another
+        return thread.submit(asyncio.run, work()).result()
 
 
 def parse_body(content: bytes) -> Any:
@@ -123,3 +250,41 @@ def parse_body(content: bytes) -> Any:
         return orjson.loads(content)
     except orjson.JSONDecodeError:
         return content.decode(errors="replace")
+
+
+def excerpt(content: bytes | str) -> str:
+    """The beginning of a body or message on one line that can be printed and logged, whatever it is."""
+    start = content[: 10 * _SHOWN]
+    start = start.encode(errors="backslashreplace") if isinstance(start, str) else start
+    text = " ".join(start.decode(errors="backslashreplace").split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
+
+
+def retry_after_seconds(value: str | None, *, now: float | None = None) -> float:
+    """The header ``Retry-After`` in seconds from now (RFC 9110, 10.2.3): a number of seconds or a date.
+
+    Args:
+        value: The header; ``None`` where there is none.
+        now: Seconds since the epoch, for a date; the clock's by default.
+
+    Returns:
+        0 or more; 0 for anything else.
+    """
+    text = (value or "").strip()
+    if text.isascii() and text.isdigit() and len(text) <= 9:
+        return float(text)
+    try:
+        moment = email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError, TypeError, IndexError):
+        return 0.0
+    return max(0.0, moment - (time.time() if now is None else now))
+
+
+def _late(session: aiohttp.ClientSession) -> str:
+    total = session.timeout.total
+    return f"no connection within {_CONNECT_SECONDS:g} s" if total is None else f"time limit of {total:g} s"
+
+
+def _reason(error: aiohttp.ClientConnectorError) -> str:
+    number = error.os_error.errno
+    return os.strerror(number) if number is not None and number > 0 else str(error.os_error)

@@ -22,9 +22,8 @@ from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import FilterCalls, make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate
-from slime_rollout.generate.blocked import BlockWatch
 from slime_rollout.generate.context import with_router
-from slime_rollout.generate.retry import RETRY_DELAYS
+from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
 from slime_rollout.rewards.tolerant import FAILURE_KEY
@@ -112,10 +111,8 @@ class RolloutManager:
         data = data or RolloutData.load(config, self._hook_args)
         scorers = Scorers(config, self._hook_args, [one.held_out for one in data.eval_sets])
         scorer = scorers.of(config)
-        generate = make_generate(config)
-        self._blocked = BlockWatch(generate)
         self._pipeline = GroupPipeline(
-            generate,
+            make_generate(config),
             scorer.reward,
             scorer.group_reward,
             teacher=teacher or make_teacher(config),
@@ -249,8 +246,7 @@ class RolloutManager:
                 tokenizer=self._tokenizer,
                 args=self._hook_args,
             )
-            with self._blocked.here():
-                yield Collector(self._config, self._calls, self._pipeline, self._filter, context, self._on_progress)
+            yield Collector(self._config, self._calls, self._pipeline, self._filter, context, self._on_progress)
 
     async def _collect_once(self, rollout_id: int) -> tuple[Collected, str | None, dict[str, Any]]:
         async with self._open_collector() as collector:

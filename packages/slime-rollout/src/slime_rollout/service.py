@@ -1,4 +1,4 @@
-"""A service of the user's that is asked about samples, one request for each."""
+"""A service that is asked about samples, one request for each: a reward service, or a teacher."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from slime_rollout.http import QUICK_DELAYS, Retries, make_session, request
+from slime_rollout.loop_thread import LoopThread
+
 if TYPE_CHECKING:
-    from slime_rollout.connections import Connections
+    import aiohttp
 
 REQUESTS = 64  # at once
 ATTEMPTS = 4
@@ -20,9 +23,8 @@ ATTEMPTS = 4
 class Service:
     """Asks from any event loop: at most 64 requests at once, each tried up to four times.
 
-    Refused connections, time-outs, 408, 429 and 5xx are tried again; any other 4xx is not. Connections are kept and
-    used again, on an event loop of the service's own, which starts with the first request and ends with the last
-    reference.
+    Connections are kept and used again, on an event loop of the service's own, which starts with the first request and
+    ends with the last reference.
 
     Args:
         url: Address of the service.
@@ -33,24 +35,45 @@ class Service:
         self.url = url
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._connections: Connections | None = None
+        self._connections: _Connections | None = None
 
     async def ask(self, payload: Any) -> Any:
-        """What the service answers to a POST of ``payload``: parsed JSON, its text if it is none, ``None`` if empty.
+        """What the service answers to a POST of ``payload``: parsed JSON, its text if it is not, ``None`` if empty.
 
         Raises:
-            HttpError: The answer was no success, or there was none.
+            HttpError: There was no good answer.
         """
-        return await asyncio.wrap_future(self._connected().submit(_dump(payload)))
-
-    def _connected(self) -> Connections:
-        from slime_rollout.connections import Connections  # aiohttp is much to import for those who only check
-
         with self._lock:
             if self._connections is None:
-                self._connections = Connections(self.url, timeout=self._timeout, at_once=REQUESTS, attempts=ATTEMPTS)
+                self._connections = _Connections(self.url, self._timeout)
                 weakref.finalize(self, self._connections.close)
-            return self._connections
+            connections = self._connections
+        return await asyncio.wrap_future(connections.thread.submit(connections.post(_dump(payload))))
+
+
+class _Connections:
+    """What lives on the service's own event loop. It refers to no `Service`, so that one can end."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._url, self._timeout = url, timeout
+        self._turns = asyncio.Semaphore(REQUESTS)
+        self._retries = Retries(QUICK_DELAYS[: ATTEMPTS - 1])
+        self._session: aiohttp.ClientSession | None = None
+        self.thread = LoopThread("slime-service")
+
+    async def post(self, body: bytes) -> Any:
+        if self._session is None:
+            self._session = make_session(self._timeout)
+        async with self._turns:
+            return await request(self._session, "POST", self._url, body, self._retries)
+
+    def close(self) -> None:
+        """Close the connections and end the thread. Does not wait."""
+        self.thread.close(self._close_session)
+
+    async def _close_session(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
 
 def _dump(payload: Any) -> bytes:

@@ -26,8 +26,7 @@ from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
 from slime_rollout.engine.events import read_events
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.retry import patient_delays
-from slime_rollout.http import call
+from slime_rollout.http import call, patient_delays
 from slime_rollout.rewards.tolerant import FAILURE_KEY
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper

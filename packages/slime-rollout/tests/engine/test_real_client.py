@@ -134,7 +134,7 @@ def test_abort_all_ends_everything_at_once(fleet):
 
 def test_what_runs_is_told_once_and_stops(fleet, monkeypatch):
     """Not when it is told again: by then it would have come to its end here, and gone on for long elsewhere."""
-    monkeypatch.setattr("slime_rollout.generate.client._TELL_AGAIN", ())
+    monkeypatch.setattr("slime_rollout.generate.client._ABORT_AGAIN", ())
 
     async def script(client):
         tasks = [asyncio.create_task(client.generate([5, 6, 7 + i], params(LONG, i))) for i in range(4)]

@@ -16,8 +16,7 @@ from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.events import read_events
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.generate import EngineClient
-from slime_rollout.generate.retry import patient_delays
-from slime_rollout.http import call
+from slime_rollout.http import call, patient_delays
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel, engine_weight_version
 

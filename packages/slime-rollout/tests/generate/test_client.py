@@ -161,13 +161,13 @@ def test_something_that_speaks_no_http(banner):
 
         thread = threading.Thread(target=greet)
         thread.start()
-        with pytest.raises(GenerationError, match=f"{url}/generate is no address of a router or engine"):
+        with pytest.raises(GenerationError, match=f"{url}/generate is not the address of a router or engine"):
             ask(url)
         thread.join(20)
 
 
 def test_an_address_that_is_none():
-    with pytest.raises(GenerationError, match="is no address of a router or engine"):
+    with pytest.raises(GenerationError, match="is not the address of a router or engine"):
         ask("router:30000")
 
 

@@ -83,7 +83,7 @@ def test_only_the_named_request_is_aborted(engine, reply):
 
 def test_an_abort_that_came_before_the_request_is_repeated(engine, reply, monkeypatch):
     """An engine that does not know the request yet ignores its abort."""
-    monkeypatch.setattr(client_module, "_TELL_AGAIN", (0.02,) * 3)
+    monkeypatch.setattr(client_module, "_ABORT_AGAIN", (0.02,) * 3)
 
     async def answer(number, body):
         await until(lambda: len(engine.aborts) >= 3)
@@ -252,7 +252,7 @@ def test_leaving_the_client_stops_what_nobody_waited_for(engine):
 
 
 def test_an_engine_that_takes_no_abort_delays_nobody_for_long(engine, monkeypatch):
-    monkeypatch.setattr("slime_rollout.generate.control.CONTROL_SECONDS", 0.3)
+    monkeypatch.setattr("slime_rollout.generate.client.CONTROL_SECONDS", 0.3)
     engine.answer = forever
     engine.abort_delay = 600.0
     began = time.monotonic()

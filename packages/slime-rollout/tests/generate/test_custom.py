@@ -254,7 +254,7 @@ NONSENSE = {
     "no rewards": ("sample.response, sample.reward = 'a', {}", "sample 10 has the reward {}"),
     "log-probs": (
         "sample.tokens += [7]; sample.response_length, sample.rollout_log_probs = 1, [float('-inf')]",
-        "sample 10 has rollout_log_probs that are no finite numbers",
+        "sample 10 has rollout_log_probs that are not finite",
     ),
     "no prompt": ("sample.tokens, sample.response_length = [7], 1", "a response of 1 tokens and none of the prompt"),
     "an object": ("sample.response, sample.metadata['x'] = 'a', object()", "left sample 10: metadata"),

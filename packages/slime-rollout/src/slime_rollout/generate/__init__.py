@@ -2,15 +2,18 @@
 
 from slime_rollout.generate.client import EngineClient
 from slime_rollout.generate.completion import Completion
-from slime_rollout.generate.context import GenerateGroup, GenerationContext
-from slime_rollout.generate.conversation import generate_single
+from slime_rollout.generate.context import (
+    GenerateGroup,
+    GenerationContext,
+    HookCall,
+    SamplingParams,
+    current,
+    sampling_seed,
+)
 from slime_rollout.generate.custom import make_generate
-from slime_rollout.generate.hook_call import HookCall, current
 from slime_rollout.generate.returned import by_trajectory, number_parts
-from slime_rollout.generate.sampling import SamplingParams
-from slime_rollout.generate.seed import sampling_seed
 from slime_rollout.generate.single_turn import generate_sample, single_turn
-from slime_rollout.generate.trajectory import Trajectory
+from slime_rollout.generate.trajectory import Trajectory, generate_single
 
 __all__ = [
     "Completion",

@@ -1,4 +1,4 @@
-"""The HTTP client of `/generate`: bounded, with a deadline, retries of what may pass, and aborts that reach engines."""
+"""The client of `/generate`: bounded, with a deadline, retries of what may pass, and aborts that reach the engines."""
 
 from __future__ import annotations
 
@@ -17,35 +17,33 @@ import orjson
 
 from slime_core.types import Status
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.completion import Completion, excerpt, of_failed_update
-from slime_rollout.generate.control import EngineControl
-from slime_rollout.generate.in_flight import InFlight
-from slime_rollout.generate.retry import RETRIED_STATUSES, RETRY_DELAYS, BackOff, Failure
+from slime_rollout.generate.completion import Completion, of_failed_update
+from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, excerpt, exchange, make_session
 
 logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 30.0
 """Longest time from :meth:`EngineClient.abort` until the requests it is about have returned."""
-
-_TELL_AGAIN = (0.5, 2.0, 8.0)  # an engine ignores the abort of a request that has not reached it yet
-_LEAVING_SECONDS = 1.0
-_CONNECT_SECONDS = 10.0
-_KEEP_ALIVE_SECONDS = 4.0  # SGLang closes a connection that was idle for 5 s
-_READ_AHEAD = 2**20
+CONTROL_SECONDS = 5.0
+"""Longest time that sending aborts to the engines takes."""
 ROUTING_KEY = "X-SMG-Routing-Key"
+
+_ABORT_AGAIN = (0.5, 2.0, 8.0)  # an engine ignores the abort of a request that has not reached it yet
+_LEAVING_SECONDS = 1.0
+_KNOWN_SECONDS = 2.0  # then the router is asked for its engines again
+_ASKING_SECONDS = 2.0
+_ABORTS_AT_ONCE = 8  # to one engine
 
 
 class EngineClient:
     """Sends generation requests to a router, or straight to an engine. An asynchronous context manager.
 
-    Sent again are requests whose connection was refused or broke, and those answered with 408, 429, 500, 502, 503 or
-    504, or with weights of an update that failed, after increasing times or when ``Retry-After`` says. The seed makes a
-    repeated request give the same tokens as long as the weights are the same, and the answer says which weights gave
-    it. It has a request id of its own, and engines are told to abort the one before, which may still run. Any other
-    answer is an error at once: it would be the same again.
+    A request that may pass is sent again (see :class:`~slime_rollout.http.Retries`), also after an answer with weights
+    of an update that failed. Its seed gives the same tokens as long as the weights are the same, and the answer says
+    which weights gave it. Each attempt has an id of its own, and engines abort the one before, which may still run.
 
-    A request that nobody waits for any more, because its task was cancelled or its time is over, is aborted at the
-    engines in the background. Leaving the client waits for that, five seconds at most, and stops what is in flight.
+    A request whose task was cancelled or whose deadline is over is aborted at the engines in the background. Leaving
+    the client waits for that, five seconds at most, and stops what is in flight.
 
     Args:
         url: Address of the router or engine, such as ``http://127.0.0.1:30000``.
@@ -53,7 +51,7 @@ class EngineClient:
         timeout: Time limit of one request with all its retries, in seconds.
         retry_delays: Mean seconds before each retry.
         cache_namespace: Asked before each attempt: engines share cached prefixes only among requests of one namespace
-            (SGLang's ``extra_key``); ``None`` is one, too.
+            (SGLang's ``extra_key``); ``None`` is a namespace, too.
     """
 
     def __init__(
@@ -66,40 +64,32 @@ class EngineClient:
         cache_namespace: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._url = url.rstrip("/")
+        self._where = f"{self._url}/generate"
         self._cache_namespace = cache_namespace
         # A queue of free places: a semaphore takes longer the more wait for it.
         self._places: asyncio.Queue[None] = asyncio.Queue()
         for _ in range(concurrency):
             self._places.put_nowait(None)
         self._timeout = timeout
-        self._back_off = BackOff(retry_delays)
+        self._retries = Retries(retry_delays)
         self._prefix = f"{uuid.uuid4().hex}-"
         self._numbers = itertools.count()
-        self._in_flight: dict[str, InFlight] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._in_flight: dict[str, _Request] = {}
         self._control: EngineControl | None = None
 
     @property
     def retries(self) -> int:
         """How many attempts failed and were repeated, of all requests."""
-        return self._back_off.retries
+        return self._retries.count
 
     async def __aenter__(self) -> EngineClient:
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            headers={"Content-Type": "application/json"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-            read_bufsize=_READ_AHEAD,
-        )
-        self._control = EngineControl(self._session, self._url)
+        self._control = EngineControl(make_session(), self._url)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        session, control = self._opened()
+        control = self._opened()
         try:
             for request in self._in_flight.values():  # of tasks that nobody waited for
                 request.stop()
@@ -107,8 +97,8 @@ class EngineClient:
             await _unfinished(list(self._in_flight.values()), _LEAVING_SECONDS)
             await control.close()
         finally:
-            self._session = self._control = None
-            await session.close()
+            self._control = None
+            await control.session.close()
 
     async def generate(
         self,
@@ -123,31 +113,48 @@ class EngineClient:
         Args:
             input_ids: Token ids to continue.
             sampling_params: SGLang's, such as :meth:`SamplingParams.to_request` gives.
-            rid: Name of the request for :meth:`abort`, like no other in flight and the beginning of none: an engine
-                aborts all that begin with it. Made here if not given.
+            rid: Name of the request for :meth:`abort`, unlike any other in flight and not the beginning of one: an
+                engine aborts all that begin with it. Made here by default.
             session_id: Requests of one session go to the same engine, if the router's policy heeds that.
 
         Returns:
             What was sampled; if it was aborted, with that status and :meth:`Completion.certain` of the tokens so far.
 
         Raises:
-            GenerationError: The engine refused, did not answer in time or not at all, or answered something else; or
-                ``rid`` is in flight already.
+            GenerationError: The engine refused, did not answer in time or at all, or its answer is invalid; or ``rid``
+                is in flight already.
         """
+        control, request = self._opened(), self._enter(rid)
         body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
-        content = await self._post("/generate", body, rid=rid, session_id=session_id)
+        content: bytes | None = None
+        try:
+            async with request.scope:
+                await self._places.get()
+                try:
+                    content = await self._attempts(control, request, body, _headers(session_id))
+                finally:
+                    self._places.put_nowait(None)
+        except TimeoutError:
+            control.abort_later(request.sent)
+            if not request.stopped:
+                raise self._too_late(request) from None
+        except asyncio.CancelledError:
+            control.abort_later(request.sent)
+            raise
+        finally:
+            del self._in_flight[request.rid]
+            request.finished.set_result(None)
         done = Completion.nothing() if content is None else Completion.from_json(content)
         return done.certain(sampling_params) if done.status is Status.ABORTED else done
 
     async def abort(self, rid: str) -> None:
-        """Stop one request, wherever it is. Its :meth:`generate` returns the tokens that it has got.
+        """Stop one request, wherever it is. Its :meth:`generate` returns the tokens so far.
 
         Returns when it has, after at most :data:`ABORT_SECONDS`; an engine that does not answer within them is left,
-        and the tokens with it. For a request of another client: returns when the engines were told.
+        and the tokens with it. For a request of another client: returns when the engines were asked.
         """
-        _, control = self._opened()
         if (request := self._in_flight.get(rid)) is None:
-            await control.abort([rid])
+            await self._opened().abort([rid])
         else:
             await self._stop([request])
 
@@ -155,15 +162,15 @@ class EngineClient:
         """Stop all requests of this client as :meth:`abort` does, and nobody else's."""
         await self._stop(list(self._in_flight.values()))
 
-    async def _stop(self, requests: Sequence[InFlight]) -> None:
-        """Stop requests, each by its name: SGLang drops an abort of what only begins one."""
-        _, control = self._opened()
+    async def _stop(self, requests: Sequence[_Request]) -> None:
+        """Stop requests, each by its name: SGLang drops an abort of a mere beginning."""
+        control = self._opened()
         for request in requests:
             request.stop()
         try:
             async with asyncio.timeout(ABORT_SECONDS):
                 await control.abort(_sent(requests))
-                for pause in (*_TELL_AGAIN, ABORT_SECONDS):
+                for pause in (*_ABORT_AGAIN, ABORT_SECONDS):
                     if not (requests := await _unfinished(requests, pause)):
                         return
                     await control.abort(_sent(requests))
@@ -173,34 +180,9 @@ class EngineClient:
                 request.leave()
             await _unfinished(requests, _LEAVING_SECONDS)
 
-    async def _post(
-        self, path: str, body: dict[str, Any], *, rid: str | None = None, session_id: str | None = None
-    ) -> bytes | None:
-        """The content of a good answer; ``None`` if the request was aborted and there is none."""
-        _, control = self._opened()
-        request = self._enter(rid)
-        try:
-            async with request.scope:
-                await self._places.get()
-                try:
-                    return await self._attempts(request, path, body, _headers(session_id))
-                finally:
-                    self._places.put_nowait(None)
-        except TimeoutError:
-            control.abort_later(request.sent)
-            if request.stopped:
-                return None
-            raise self._too_late(path, request) from None
-        except asyncio.CancelledError:
-            control.abort_later(request.sent)
-            raise
-        finally:
-            del self._in_flight[request.rid]
-            request.finished.set_result(None)
-
-    def _enter(self, rid: str | None) -> InFlight:
+    def _enter(self, rid: str | None) -> _Request:
         # Of one length: an engine takes the name of one request for all that begin so.
-        request = InFlight(f"{self._prefix}{next(self._numbers):012}" if rid is None else rid)
+        request = _Request(f"{self._prefix}{next(self._numbers):012}" if rid is None else rid)
         if not request.rid or request.rid in self._in_flight:
             raise GenerationError(
                 f"the request id {request.rid!r} is {'in flight already' if request.rid else 'empty'}; "
@@ -210,72 +192,236 @@ class EngineClient:
         return request
 
     async def _attempts(
-        self, request: InFlight, path: str, body: dict[str, Any], headers: dict[str, str] | None
+        self, control: EngineControl, request: _Request, body: dict[str, Any], headers: dict[str, str] | None
     ) -> bytes | None:
-        _, control = self._opened()
-        where, waits = self._url + path, self._back_off.waits()
+        """The content of a good answer; ``None`` if the request was aborted and there is none."""
         request.begin(self._timeout)
         while not request.stopped:
             request.name_attempt()
             sent = body | {"rid": request.sent}
             if (namespace := self._cache_namespace()) is not None:
                 sent["extra_key"] = namespace
-            outcome = await self._attempt(where, _dump(sent), headers)
-            if isinstance(outcome, bytes):
-                return outcome
-            request.problem = outcome.problem
-            if outcome.may_run:
-                control.abort_later(request.sent)
-            if not request.stopped and not await request.pause(self._back_off.next_wait(waits, where, outcome)):
-                raise self._too_late(path, request)
+            try:
+                content = await exchange(
+                    control.session, "POST", self._where, _dump(sent), headers=headers, strict=True
+                )
+                if not of_failed_update(content):
+                    return content
+                raise HttpError("POST", self._where, None, "weights of an update that failed", taken=False)
+            except HttpError as error:
+                wait = self._wait_after(control, request, error)
+            if not request.stopped and not await request.pause(wait):
+                raise self._too_late(request)
         return None
 
-    async def _attempt(self, where: str, body: bytes, headers: dict[str, str] | None) -> bytes | Failure:
-        """One request: the body of a good answer, or what went wrong if that is worth another try."""
-        session, _ = self._opened()
-        try:
-            async with session.post(where, data=body, headers=headers, allow_redirects=False) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                raise GenerationError(
-                    f"{where}: this process may open no more files, and each of {len(self._in_flight)} requests is "
-                    "one; raise `ulimit -n` or lower --rollout-concurrency"
-                ) from error
-            return Failure(f"no connection ({excerpt(str(error))})", may_run=False)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            return Failure(f"the connection broke ({excerpt(str(error))})")
-        except aiohttp.ClientError as error:
-            raise GenerationError(f"{where} is no address of a router or engine ({excerpt(str(error))})") from error
-        if answer.status == 200:
-            if of_failed_update(content):
-                return Failure("an engine answered with weights of an update that failed", may_run=False)
-            return content
-        if answer.status in RETRIED_STATUSES:
-            return Failure.of_status(answer.status, excerpt(content), answer.headers.get("Retry-After"))
-        raise GenerationError(f"{where} refused a request (HTTP {answer.status}): {excerpt(content)}")
+    def _wait_after(self, control: EngineControl, request: _Request, error: HttpError) -> float:
+        """Seconds until the next attempt.
 
-    def _too_late(self, path: str, request: InFlight) -> GenerationError:
+        Raises:
+            GenerationError: There is none.
+        """
+        request.problem = error.problem
+        if (hopeless := self._hopeless(error)) is not None:
+            raise hopeless from error
+        if error.may_run:
+            control.abort_later(request.sent)
+        if request.stopped:
+            return 0.0
+        try:
+            return self._retries.wait_after(request.attempts, error)
+        except HttpError:
+            raise GenerationError(
+                f"{self._where} failed {request.attempts} times, at last with: {error.problem}; "
+                "see the logs of router and engines"
+            ) from error
+
+    def _hopeless(self, error: HttpError) -> GenerationError | None:
+        """Why another attempt would fail in the same way, if it would."""
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
+            return GenerationError(
+                f"{self._where}: this process may open no more files, and each of {len(self._in_flight)} requests is "
+                "one; raise `ulimit -n` or lower --rollout-concurrency"
+            )
+        if not isinstance(cause, TimeoutError | aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | None):
+            return GenerationError(f"{self._where} is not the address of a router or engine ({error.problem})")
+        if error.may_pass:
+            return None
+        return GenerationError(f"{self._where} refused a request (HTTP {error.status}): {excerpt(error.body)}")
+
+    def _too_late(self, request: _Request) -> GenerationError:
         history = f" (attempt {request.attempts}: {request.problem})" if request.problem else ""
         return GenerationError(
-            f"{self._url}{path} gave no answer within {self._timeout:g} s{history}; shorten "
+            f"{self._where} gave no answer within {self._timeout:g} s{history}; shorten "
             "--rollout-max-response-len, lower --rollout-concurrency or raise --rollout-request-timeout"
         )
 
-    def _opened(self) -> tuple[aiohttp.ClientSession, EngineControl]:
-        if self._session is None or self._control is None:
+    def _opened(self) -> EngineControl:
+        if self._control is None:
             raise RuntimeError("EngineClient is used outside `async with`")
-        return self._session, self._control
+        return self._control
 
 
-async def _unfinished(requests: Sequence[InFlight], seconds: float) -> list[InFlight]:
+class _Request:
+    """One call of `EngineClient.generate`.
+
+    Attributes:
+        rid: The request's name for the caller.
+        sent: Its name for the engines, which differs from attempt to attempt; empty before the first.
+        attempts: How many were sent.
+        problem: What was wrong with the last one that failed.
+        stopped: Whether it is to stop.
+        finished: Done as soon as the call returns.
+        scope: Entered around everything; ends at the deadline, or when the answer is not waited for.
+    """
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.sent = ""
+        self.attempts = 0
+        self.problem = ""
+        self.stopped = False
+        self.scope = asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
+        self._waits_here = True
+
+    def begin(self, seconds: float) -> None:
+        """There is room for it: its time limit begins."""
+        self._waits_here = False
+        if not self.stopped:
+            self.scope.reschedule(self._loop.time() + seconds)
+
+    def name_attempt(self) -> None:
+        """Name the next attempt. No name is the beginning of another: engines abort all that begin alike."""
+        self.attempts += 1
+        self.sent = self.rid if self.attempts == 1 else f"{self.attempts}~{self.rid}"
+
+    async def pause(self, seconds: float) -> bool:
+        """Wait before the next attempt; ``False`` at once if the deadline comes before that."""
+        if (end := self.scope.when()) is not None and self._loop.time() + seconds >= end:
+            return False
+        self._waits_here = True
+        await asyncio.sleep(seconds)
+        self._waits_here = False
+        return True
+
+    def stop(self) -> None:
+        """Cancel: immediately if it waits here, otherwise when the engine replies."""
+        self.stopped = True
+        if self._waits_here:
+            self.leave()
+
+    def leave(self) -> None:
+        """End it now, without the engine's answer."""
+        if not (self.finished.done() or self.scope.expired()):
+            self.scope.reschedule(self._loop.time())
+
+
+class EngineControl:
+    """Sends aborts to the engines behind an address; sglang-router does not. Errors are logged, not raised.
+
+    Args:
+        session: What to send with.
+        url: Address of a router, or of one engine.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self._url = url
+        self._known: tuple[str, ...] = ()
+        self._known_until = 0.0
+        self._later: list[str] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """Ask every engine to abort these requests, and those whose names begin with one of theirs.
+
+        Takes at most :data:`CONTROL_SECONDS`.
+        """
+        try:
+            async with asyncio.timeout(CONTROL_SECONDS):
+                urls = await self.engine_urls()
+                if not await self._abort_at(urls, rids):
+                    self._known_until = 0.0  # one may have been restarted elsewhere
+                    await self._abort_at(sorted(set(await self.engine_urls()) - set(urls)), rids)
+        except TimeoutError:
+            logger.warning("the engines of %s took no abort within %g s", self._url, CONTROL_SECONDS)
+
+    def abort_later(self, rid: str) -> None:
+        """As :meth:`abort`, in the background; :meth:`close` waits for it.
+
+        Nothing happens for an empty ``rid``, that of a request that was never sent: it would be all requests.
+        """
+        if not rid:
+            return
+        self._later.append(rid)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._abort_pending())
+
+    async def close(self) -> None:
+        """Finish what :meth:`abort_later` began; takes at most :data:`CONTROL_SECONDS`."""
+        if self._task is None:
+            return
+        try:
+            await asyncio.wait({self._task}, timeout=CONTROL_SECONDS)
+        finally:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def engine_urls(self) -> tuple[str, ...]:
+        """The router's engines, or the address itself if it is an engine; at most two seconds old.
+
+        Without an answer: those that were known before.
+        """
+        now = asyncio.get_running_loop().time()
+        if now >= self._known_until:
+            try:
+                async with asyncio.timeout(_ASKING_SECONDS):
+                    self._known = await self._ask()
+                self._known_until = now + _KNOWN_SECONDS
+            except (HttpError, TimeoutError, ValueError, KeyError, TypeError) as error:
+                logger.warning("%s/workers does not list the engines: %s", self._url, excerpt(repr(error)))
+        return self._known
+
+    async def _ask(self) -> tuple[str, ...]:
+        try:
+            content = await exchange(self.session, "GET", f"{self._url}/workers", strict=True)
+        except HttpError as error:
+            if error.status in (404, 405):  # an engine
+                return (self._url,)
+            raise
+        return tuple(str(worker["url"]).rstrip("/") for worker in orjson.loads(content)["workers"])
+
+    async def _abort_pending(self) -> None:
+        while self._later:
+            rids, self._later = self._later, []
+            await self.abort(rids)
+
+    async def _abort_at(self, urls: Sequence[str], rids: Sequence[str]) -> bool:
+        """Whether all of these engines took all aborts."""
+        lanes = [rids[lane::_ABORTS_AT_ONCE] for lane in range(min(_ABORTS_AT_ONCE, len(rids)))]
+        return all(await asyncio.gather(*(self._abort_in_turn(url, lane) for url in urls for lane in lanes)))
+
+    async def _abort_in_turn(self, url: str, rids: Sequence[str]) -> bool:
+        try:
+            for rid in rids:
+                body = orjson.dumps({"rid": rid})
+                await exchange(self.session, "POST", f"{url}/abort_request", body, strict=True)
+        except HttpError as error:
+            logger.warning("%s/abort_request failed: %s", url, error.problem)
+            return False
+        return True
+
+
+async def _unfinished(requests: Sequence[_Request], seconds: float) -> list[_Request]:
     """Those that have not returned after so many seconds."""
     if waiting := [request.finished for request in requests if not request.finished.done()]:
         await asyncio.wait(waiting, timeout=seconds)
     return [request for request in requests if not request.finished.done()]
 
 
-def _sent(requests: Sequence[InFlight]) -> list[str]:
+def _sent(requests: Sequence[_Request]) -> list[str]:
     return [request.sent for request in requests if request.sent]
 
 

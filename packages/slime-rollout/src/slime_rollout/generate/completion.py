@@ -11,6 +11,7 @@ import msgspec
 
 from slime_core.types import Status
 from slime_rollout.errors import GenerationError
+from slime_rollout.http import excerpt
 from slime_rollout.weight_version import INCOMPLETE, UNVERSIONED
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -152,14 +153,6 @@ class Completion:
             status=_STATUS[meta.finish_reason.type],
             reason=meta.finish_reason.message or meta.finish_reason.type,
         )
-
-
-def excerpt(content: bytes | str) -> str:
-    """The beginning of a body or message on one line that can be printed and logged, whatever it is."""
-    start = content[: 10 * _SHOWN]
-    start = start.encode(errors="backslashreplace") if isinstance(start, str) else start
-    text = " ".join(start.decode(errors="backslashreplace").split())
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + " …"
 
 
 def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:

@@ -5,7 +5,8 @@ Two forms, told apart by their arguments:
     async def custom_generate(args, sample, sampling_params, evaluation=False)  # one sample
     async def custom_generate(args, samples, evaluation=False)  # all samples of a prompt
 
-Either may leave ``evaluation`` out.
+Either may leave ``evaluation`` out. Functions written for other loops find a `post`, the router's address and the
+tokenizer here.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable
-from types import FrameType
 from typing import Any
 
+import orjson
+
 from slime_core.errors import ConfigError, SlimeError
+from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.event_loop import PerLoop
-from slime_rollout.generate.context import GenerateGroup, GenerationContext
-from slime_rollout.generate.hook_call import HookCall, running
+from slime_rollout.generate.context import GenerateGroup, GenerationContext, HookCall, current
 from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted, begin_anew, by_trajectory
 from slime_rollout.generate.single_turn import FINISHED, single_turn
+from slime_rollout.http import HttpError, excerpt, exchange, make_session
 
 FLAG = "--custom-generate-function-path"
 USUAL_NAMES = ("custom_generate", "generate")
 CONTINUES = "continues_aborted"
-"""Attribute of a function that wants samples that were cut off (``ABORTED``) as they are, instead of begun anew."""
+"""Attribute of a function that wants samples that were cut off (``ABORTED``) unchanged, instead of as their prompts."""
 
 
 def make_generate(config: RolloutConfig) -> GenerateGroup:
@@ -47,10 +50,10 @@ def make_generate(config: RolloutConfig) -> GenerateGroup:
 
 
 class CustomGenerate:
-    """A function of the user's that generates. Is a :data:`~slime_rollout.generate.context.GenerateGroup`.
+    """A user-defined function that generates. Is a :data:`~slime_rollout.generate.context.GenerateGroup`.
 
-    The function gets samples that are their prompts, and what was given back finished it does not see. One that raises,
-    or passes the time limit, ends the rollout.
+    The function gets samples that are their prompts, and none that came finished. If it raises or passes the time
+    limit, the rollout ends.
 
     Args:
         path: ``pkg.mod.fn``, ``pkg.mod:fn``, ``file.py:fn``, or ``file.py`` with a function ``custom_generate``.
@@ -69,65 +72,53 @@ class CustomGenerate:
         self._timeout = timeout
         self._slots = PerLoop(lambda: asyncio.Semaphore(calls))
 
-    @property
-    def name(self) -> str:
-        """The flag and the path, for messages."""
-        return self._where
-
-    @property
-    def file(self) -> str | None:
-        """The file that the function is written in, as its code names it."""
-        function = inspect.unwrap(self._function)
-        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-        return None if code is None else str(code.co_filename)
-
-    def is_call(self, frame: FrameType) -> bool:
-        """Whether a frame of a thread's stack is that of a call of the function, which is then further in."""
-        return frame.f_code is CustomGenerate._limited.__code__
-
     def __call__(self, group: Group, context: GenerationContext) -> list[Awaitable[list[Sample]]]:
         """One piece of work for each sample, or one for the group."""
-        if self.takes_group:
-            return [self._generate_unfinished(group, context)]
-        return [self._generate_unfinished([sample], context) for sample in group]
+        units = [group] if self.takes_group else [[sample] for sample in group]
+        return [self._generate(unit, context) for unit in units]
 
-    async def _generate_unfinished(self, group: Group, context: GenerationContext) -> list[Sample]:
+    async def _generate(self, group: Group, context: GenerationContext) -> list[Sample]:
+        """What to train on of some samples: finished ones unchanged, and what the function made of the others."""
         unfinished = [sample for sample in group if sample.status not in FINISHED]
         if not unfinished:
             return group
-        made = by_trajectory(await self._generate(unfinished, context))
-        return [part for sample in group for part in made.get(sample.trajectory, [sample])]
-
-    async def _generate(self, samples: list[Sample], context: GenerationContext) -> list[Sample]:
         async with self._slots.here():
             if context.stop.is_set():
-                return samples
-            for sample in samples:
-                self._prepare(sample)
-            call = HookCall(context, samples)
+                return group
+            for sample in unfinished:
+                if self._continues and sample.status is Status.ABORTED:
+                    sample.metadata.pop(TOKENIZED_KEY, None)
+                else:
+                    begin_anew(sample)
+            call = HookCall(context, unfinished)
             accepted = Accepted(self._where, call, keeps_aborted=self._continues)
             try:
-                with running(call):
+                with call.running():
                     value = await self._limited(call)
                 for conversation in call.conversations.values():
                     conversation.close()
-                return accepted.parts(value)
+                made = by_trajectory(accepted.parts(value))
             except BaseException:
                 accepted.restore()
                 raise
-
-    def _prepare(self, sample: Sample) -> None:
-        if self._continues and sample.status is Status.ABORTED:
-            sample.metadata.pop(TOKENIZED_KEY, None)
-        else:
-            begin_anew(sample)
+        return [part for sample in group for part in made.get(sample.trajectory, [sample])]
 
     async def _limited(self, call: HookCall) -> Any:
-        names = f"sample {call.samples[0].index}" if len(call.samples) == 1 else f"{len(call.samples)} samples"
+        """Call the function within the time limit.
+
+        Raises:
+            GenerationError: It raised, or was not done in time.
+        """
+        context, count = call.context, len(call.samples)
+        names = f"sample {call.samples[0].index}" if count == 1 else f"{count} samples"
+        named = {"evaluation": context.evaluation} if self._takes_evaluation else {}
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
-                return await self._function(*self._positional(call), **self._named(call))
+                if self.takes_group:
+                    return await self._function(context.args, list(call.samples), **named)
+                params = context.params.to_request(context.seed(call.sample))
+                return await self._function(context.args, call.sample, params, **named)
         except SlimeError:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -143,18 +134,9 @@ class CustomGenerate:
                 f"{self._where} raised {type(error).__name__} for {names}: {text}{_place(error)}"
             ) from error
 
-    def _positional(self, call: HookCall) -> tuple[Any, ...]:
-        context = call.context
-        if self.takes_group:
-            return context.args, list(call.samples)
-        return context.args, call.sample, context.params.to_request(context.seed(call.sample))
-
-    def _named(self, call: HookCall) -> dict[str, Any]:
-        return {"evaluation": call.context.evaluation} if self._takes_evaluation else {}
-
 
 def _form(function: Callable[..., Any], where: str) -> tuple[bool, bool]:
-    """Whether a function takes a group, and whether it wants to know of evaluation.
+    """Whether a function takes a group, and whether it takes ``evaluation``.
 
     Raises:
         ConfigError: It has neither form.
@@ -179,7 +161,7 @@ def _form(function: Callable[..., Any], where: str) -> tuple[bool, bool]:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody asked the task to end, as opposed to a hook that awaited something else that was cancelled."""
+    """Whether the task is to end, as opposed to a hook that awaited something else that was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -188,3 +170,46 @@ def _place(error: BaseException) -> str:
     """Where an error comes from: the innermost line."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
+    """POST something as JSON to a tool's server, or to the router's ``/generate``, and return the answer's JSON.
+
+    To sample from the engines, :class:`~slime_rollout.generate.Trajectory` is better: it keeps connections, retries,
+    aborts what was cancelled, and checks the reply.
+
+    Args:
+        url: The address.
+        payload: What JSON can hold.
+        timeout: Time limit, in seconds.
+
+    Raises:
+        GenerationError: There was no answer in time, or it was an error or not JSON.
+    """
+    try:
+        async with make_session(timeout) as session:
+            content = await exchange(session, "POST", url, orjson.dumps(payload))
+        return orjson.loads(content)
+    except HttpError as error:
+        how = "failed" if error.status is None else "was refused"
+        raise GenerationError(f"POST {url} {how}: {error.problem}") from error
+    except orjson.JSONDecodeError as error:
+        raise GenerationError(f"POST {url} answered with no JSON: {excerpt(content)}") from error
+
+
+def get_model_url(args: HookArgs, endpoint: str = "/generate") -> str:
+    """Address of an endpoint of the router, from the ``args`` that a function was called with."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+class GenerateState:
+    """The tokenizer, in the place where other loops keep it. Inside a custom generate function only.
+
+    Attributes:
+        args: What the function was called with.
+        tokenizer: The model's.
+    """
+
+    def __init__(self, args: HookArgs) -> None:
+        self.args = args
+        self.tokenizer = current().context.tokenizer

@@ -1,4 +1,4 @@
-"""What a custom generate function gives back: checked, and completed to what is trained on."""
+"""What a custom generate function returns: checked, and completed to what is trained on."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.types import Group, Sample, Status
+from slime_core.types import Group, Prompt, Sample, Status
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.hook_call import HookCall
+from slime_rollout.generate.context import HookCall
 from slime_rollout.generate.single_turn import clear_response
 
 TOKENIZED_KEY = "tokenized_by_slime"
-"""Entry of a sample's metadata: true where a function set its response as text alone. No engine's log-probs and weight
-versions are known then, and the tokens may be others than the model's own."""
+"""Entry of a sample's metadata: true where a function set its response as text alone. Then there are no log-probs and
+weight versions of an engine, and the tokens may be others than the model's own."""
 ROWS_PROMPT_KEY = "rows_prompt"
-"""Entry of a sample's metadata until it is trained on: prompt and tokens as its row has them, where a function gave the
-first sample of its trajectory others. What is generated anew begins with them."""
+"""Entry of a sample's metadata until it is trained on: prompt and tokens as its row has them, where a function changed
+those of the first sample of its trajectory. If the sample is generated again, it begins with them."""
 
 
 class Accepted:
@@ -32,11 +32,7 @@ class Accepted:
 
     def __init__(self, where: str, call: HookCall, *, keeps_aborted: bool = False) -> None:
         self._where, self._call, self._keeps_aborted = where, call, keeps_aborted
-        self._prompts = [sample.prompt_tokens for sample in call.samples]
-        self._rows = [sample.metadata.get(ROWS_PROMPT_KEY) for sample in call.samples]
-        self._handed = [sample.prompt for sample in call.samples]
-        self._trajectories = [sample.trajectory for sample in call.samples]
-        self._numbers = [(sample.index, sample.group_index, sample.trajectory_id) for sample in call.samples]
+        self._given = [_Given(sample, prompt) for sample, prompt in zip(call.samples, call.prompts, strict=True)]
 
     def parts(self, value: Any) -> list[Sample]:
         """What to train on, in the samples' order.
@@ -47,62 +43,61 @@ class Accepted:
             GenerationError: Something else than samples of these trajectories, one or more of each, was returned; or a
                 sample lacks a response, or has fields that contradict each other.
         """
-        returned = self._as_list(value)
-        result: list[Sample] = []
-        for place, trajectory in enumerate(self._trajectories):
-            own = [part for part in returned if part.trajectory == trajectory]
+        returned, result = self._as_list(value), []
+        for given in self._given:
+            own = [part for part in returned if part.trajectory == given.trajectory]
             if not own:
                 raise GenerationError(
-                    f"{self._where} returned nothing for sample {self._numbers[place][0]}; return it with the status "
-                    "`failed` to have it left out"
+                    f"{self._where} returned nothing for sample {given.index}; return it with the status `failed` to "
+                    "have it left out"
                 )
             if len({id(part) for part in own}) < len(own):
                 raise GenerationError(
-                    f"{self._where} returned sample {self._numbers[place][0]} twice; make a copy (copy.deepcopy) for "
-                    "each part of its trajectory"
+                    f"{self._where} returned sample {given.index} twice; make a copy (copy.deepcopy) for each part of "
+                    "its trajectory"
                 )
             for part in own:
-                if part is self._call.samples[place] or part.prompt is self._handed[place]:
-                    part.prompt = copy.deepcopy(self._call.prompts[place])
-                self._complete(part, place)
-            whole = own if len(own) == 1 and not self._begins_anew(own[0], place) else self._split(own, place)
-            if not self._call.context.evaluation:
-                self._keep_rows_prompt(whole[0], place)
-            result += whole
+                self._complete(part, given)
+            result += self._whole(own, given)
         return result
 
     def restore(self) -> None:
         """Make the samples their prompts again, after a function that failed or was stopped."""
-        for place, sample in enumerate(self._call.samples):
-            if not (self._keeps_aborted and sample.status is Status.ABORTED):
-                self._reset(sample, place)
+        for given in self._given:
+            if not (self._keeps_aborted and given.sample.status is Status.ABORTED):
+                given.reset()
 
     def _as_list(self, value: Any) -> list[Sample]:
+        first, last = self._given[0].index, self._given[-1].index
+        names = f"sample {first}" if first == last else f"samples {first} to {last}"
         if value is None:
             value = list(self._call.samples)
         elif isinstance(value, Sample):
             value = [value]
-        parts = value if isinstance(value, list | tuple) else None
-        flat = [one for part in parts or () for one in (part if isinstance(part, list | tuple) else (part,))]
+        parts = value if isinstance(value, list | tuple) else ()
+        flat = [one for part in parts for one in (part if isinstance(part, list | tuple) else (part,))]
         if not flat or not all(isinstance(one, Sample) for one in flat):
             raise GenerationError(
-                f"{self._where} returned {str(value)[:100]!r} for {self._names()}; return what it was called with"
+                f"{self._where} returned {str(value)[:100]!r} for {names}; return what it was called with"
             )
-        if strangers := [one for one in flat if one.trajectory not in self._trajectories]:
+        trajectories = {given.trajectory for given in self._given}
+        if strangers := [one for one in flat if one.trajectory not in trajectories]:
             raise GenerationError(
                 f"{self._where} returned sample {strangers[0].index} of trajectory {strangers[0].trajectory} for "
-                f"{self._names()}; leave index and trajectory_id as they are, in all parts of a trajectory"
+                f"{names}; leave index and trajectory_id as they are, in all parts of a trajectory"
             )
         return flat
 
-    def _complete(self, part: Sample, place: int) -> None:
-        index, group_index, _ = self._numbers[place]
-        where = f"{self._where}: sample {index}"
-        if part.group_index != group_index:
-            raise GenerationError(f"{where} was returned in group {part.group_index}, not {group_index}")
+    def _complete(self, part: Sample, given: _Given) -> None:
+        """Check a part, and fill in what a function may leave out: tokens of a text, and a status."""
+        where = f"{self._where}: sample {given.index}"
+        if part is given.sample or part.prompt is given.handed_prompt:
+            part.prompt = copy.deepcopy(given.prompt)
+        if part.group_index != given.group_index:
+            raise GenerationError(f"{where} was returned in group {part.group_index}, not {given.group_index}")
         text: Any = part.response  # functions set what they like
         if isinstance(text, str) and text and part.response_length == 0 and part.status is not Status.ABORTED:
-            self._tokenize(part, place, where)
+            self._tokenize(part, given, where)
         try:
             part.to_bytes()  # checks each field, and that metadata can be written down
         except DataError as error:
@@ -120,9 +115,9 @@ class Accepted:
             raise GenerationError(f"{where} has a response of {part.response_length} tokens and none of the prompt")
         _check_numbers(part, where)
 
-    def _tokenize(self, part: Sample, place: int, where: str) -> None:
+    def _tokenize(self, part: Sample, given: _Given, where: str) -> None:
         """The tokens of a response that is there as text alone, with the end token of a finished one."""
-        if part.tokens != self._prompts[place]:
+        if part.tokens != given.tokens:
             raise GenerationError(
                 f"{where} has other tokens than its prompt's and response_length 0; set response_length, or leave "
                 "tokens alone and set response only"
@@ -139,41 +134,57 @@ class Accepted:
         part.rollout_log_probs, part.weight_versions = None, []
         part.metadata[TOKENIZED_KEY] = True
 
-    def _begins_anew(self, part: Sample, place: int) -> bool:
-        """Whether a part that was cut off is needed as its prompt, and has another one: the function's own."""
-        return part.status is Status.ABORTED and not self._keeps_aborted and part.prompt_tokens != self._prompts[place]
+    def _whole(self, own: list[Sample], given: _Given) -> list[Sample]:
+        """The parts of a trajectory, or its sample as the row's prompt if it has to begin again.
 
-    def _split(self, own: list[Sample], place: int) -> list[Sample]:
-        """Several samples of one trajectory; as long as one is unfinished, the trajectory begins anew."""
-        if any(part.status is Status.ABORTED for part in own):
-            sample = self._call.samples[place]
-            self._reset(sample, place)
-            sample.status = Status.ABORTED
-            return [sample]
-        for part in own:
-            part.index, part.trajectory_id = self._numbers[place][0], self._trajectories[place]
+        It has to if one of several parts is unfinished, or if the one part is and its function changed the prompt.
+        """
+        cut_off = any(part.status is Status.ABORTED for part in own)
+        if cut_off and (len(own) > 1 or (not self._keeps_aborted and own[0].prompt_tokens != given.tokens)):
+            given.reset()
+            given.sample.status = Status.ABORTED
+            own = [given.sample]
+        elif len(own) > 1:
+            for part in own:
+                part.index, part.trajectory_id = given.index, given.trajectory
+        if not self._call.context.evaluation:
+            given.note_rows_prompt(own[0])
         return own
 
-    def _keep_rows_prompt(self, first: Sample, place: int) -> None:
-        rows = self._rows[place] or {"prompt": self._call.prompts[place], "tokens": self._prompts[place]}
-        if (first.prompt, first.prompt_tokens) == (rows["prompt"], rows["tokens"]):
-            first.metadata.pop(ROWS_PROMPT_KEY, None)
-        else:
-            first.metadata[ROWS_PROMPT_KEY] = copy.deepcopy(rows)
 
-    def _reset(self, sample: Sample, place: int) -> None:
-        sample.index, sample.group_index, sample.trajectory_id = self._numbers[place]
-        sample.prompt, sample.tokens = copy.deepcopy(self._call.prompts[place]), list(self._prompts[place])
+class _Given:
+    """A sample as it was when the function was called.
+
+    Args:
+        sample: The sample; the function may change it.
+        prompt: A copy of its prompt.
+    """
+
+    def __init__(self, sample: Sample, prompt: Prompt) -> None:
+        self.sample, self.prompt = sample, prompt
+        self.handed_prompt, self.tokens = sample.prompt, sample.prompt_tokens
+        self.index, self.group_index, self.trajectory = sample.index, sample.group_index, sample.trajectory
+        self._trajectory_id = sample.trajectory_id
+        self._rows = sample.metadata.get(ROWS_PROMPT_KEY) or {"prompt": prompt, "tokens": self.tokens}
+
+    def reset(self) -> None:
+        """Make the sample its prompt again."""
+        sample = self.sample
+        sample.index, sample.group_index, sample.trajectory_id = self.index, self.group_index, self._trajectory_id
+        sample.prompt, sample.tokens = copy.deepcopy(self.prompt), list(self.tokens)
         sample.response_length = 0
         clear_response(sample)
 
-    def _names(self) -> str:
-        first, last = self._numbers[0][0], self._numbers[-1][0]
-        return f"sample {first}" if first == last else f"samples {first} to {last}"
+    def note_rows_prompt(self, first: Sample) -> None:
+        """Keep the row's prompt on the first sample of the trajectory if that has another one now."""
+        if (first.prompt, first.prompt_tokens) == (self._rows["prompt"], self._rows["tokens"]):
+            first.metadata.pop(ROWS_PROMPT_KEY, None)
+        else:
+            first.metadata[ROWS_PROMPT_KEY] = copy.deepcopy(self._rows)
 
 
 def begin_anew(sample: Sample) -> None:
-    """Make the first sample of a trajectory its row's prompt again, whatever a function made of that."""
+    """Make the first sample of a trajectory its row's prompt again, even if a function changed that."""
     clear_response(sample)
     sample.metadata.pop(TOKENIZED_KEY, None)
     if (rows := sample.metadata.pop(ROWS_PROMPT_KEY, None)) is not None:
@@ -181,7 +192,7 @@ def begin_anew(sample: Sample) -> None:
 
 
 def forget_rows_prompts(groups: Iterable[Group]) -> None:
-    """What is trained on is not generated anew."""
+    """Remove the rows' prompts of samples that are trained on, and so not generated again."""
     for group in groups:
         for sample in group:
             sample.metadata.pop(ROWS_PROMPT_KEY, None)
@@ -196,7 +207,7 @@ def by_trajectory(group: Iterable[Sample]) -> dict[int, list[Sample]]:
 
 
 def number_parts(groups: Iterable[Group], fresh: Callable[[], int]) -> None:
-    """Give each sample of a trajectory an ``index`` of its own: the first keeps what it has.
+    """Give each sample of a trajectory its own ``index``: the first keeps what it has.
 
     Args:
         groups: What was collected, in its final order, so that a resumed run numbers alike.
@@ -215,4 +226,4 @@ def _check_numbers(part: Sample, where: str) -> None:
     if not rewards or not all(map(math.isfinite, rewards.values())):
         raise GenerationError(f"{where} has the reward {part.reward}; set a finite number, numbers by name, or None")
     if part.rollout_log_probs is not None and not all(map(math.isfinite, part.rollout_log_probs)):
-        raise GenerationError(f"{where} has rollout_log_probs that are no finite numbers")
+        raise GenerationError(f"{where} has rollout_log_probs that are not finite")

@@ -14,33 +14,37 @@ FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 def single_turn(group: Group, context: GenerationContext) -> list[Awaitable[list[Sample]]]:
     """The response of each sample of a group. Is a :data:`~slime_rollout.generate.context.GenerateGroup`."""
-    return [_finish(sample, context) for sample in group]
+    return [generate_sample(sample, context) for sample in group]
 
 
-async def generate_sample(sample: Sample, context: GenerationContext) -> None:
+async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sample]:
     """Sample the response of a sample, or the rest of one that was cut off, and fill it in.
 
     Sets ``tokens``, ``response``, ``response_length``, ``rollout_log_probs``, ``weight_versions`` and ``status``.
 
     Args:
-        sample: Fresh, or ``ABORTED`` with the response as far as it came: that is kept, and counts towards the longest
-            response. The response of any other sample is thrown away.
+        sample: Pending, or ``ABORTED`` with the response so far: that is kept, and counts towards the longest
+            response. A finished one stays as it is, and so does any once ``context.stop`` is set.
         context: Where the request goes, and how tokens are drawn.
+
+    Returns:
+        The sample.
 
     Raises:
         GenerationError: See :meth:`EngineClient.generate`.
     """
+    if sample.status in FINISHED or context.stop.is_set():
+        return [sample]
     if sample.status is not Status.ABORTED:
         clear_response(sample)
-    room = context.params.max_new_tokens - sample.response_length
-    if context.params.max_context is not None:
-        room = min(room, context.params.max_context - len(sample.tokens))
-    if room <= 0:
+    room = context.params.room(sample)
+    if not room:
         sample.status = Status.TRUNCATED
-        return
+        return [sample]
     request = context.params.to_request(context.seed(sample), max_new_tokens=room)
     done = await context.client.generate(sample.tokens, request, session_id=sample.session_id)
-    extend(sample, done, context.tokenizer)
+    _extend(sample, done, context.tokenizer)
+    return [sample]
 
 
 def clear_response(sample: Sample) -> None:
@@ -52,15 +56,8 @@ def clear_response(sample: Sample) -> None:
     sample.reward, sample.status = None, Status.PENDING
 
 
-def extend(sample: Sample, done: Completion, tokenizer: Any = None) -> None:
-    """Add what an engine sampled to a sample's response.
-
-    Args:
-        sample: Grows.
-        done: What to add.
-        tokenizer: Where a response is cut off or goes on, its text is decoded as a whole: a character may have bytes
-            on both sides of the cut. Without one nothing is added of a response that is cut off.
-    """
+def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
+    """Add what an engine sampled to a sample's response. Without a tokenizer an aborted one adds nothing."""
     if tokenizer is None and done.status is Status.ABORTED:
         done = Completion.nothing()
     if tokenizer is not None and (sample.response_length or done.status is Status.ABORTED):
@@ -76,15 +73,10 @@ def extend(sample: Sample, done: Completion, tokenizer: Any = None) -> None:
 
 
 def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
+    """The text of the whole response: a character may have bytes on both sides of a cut."""
     whole: str = tokenizer.decode([*sample.response_tokens, *done.tokens], skip_special_tokens=True)
     if done.status is Status.ABORTED:
         return whole
     last: str = tokenizer.decode(done.tokens, skip_special_tokens=True)
     # The engine leaves a stop string out of the text, not out of the tokens.
     return whole[: len(whole) - (len(last) - len(done.text))] if last.startswith(done.text) else whole
-
-
-async def _finish(sample: Sample, context: GenerationContext) -> list[Sample]:
-    if sample.status not in FINISHED and not context.stop.is_set():
-        await generate_sample(sample, context)
-    return [sample]

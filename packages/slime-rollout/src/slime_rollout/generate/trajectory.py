@@ -1,4 +1,7 @@
-"""An interaction of several turns, recorded token by token: what the model wrote is never tokenized again."""
+"""Interactions of several turns, recorded token by token: what the model wrote is never tokenized again.
+
+A custom generate function drives a `Trajectory`, or asks `generate_single` for the next message of a conversation.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from slime_core.types import Message, Sample, Status
+from slime_core.types import Message, Prompt, Sample, Status
 from slime_rollout.data.continuation import ChatTurns, as_messages
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
-from slime_rollout.generate.context import GenerationContext
-from slime_rollout.generate.hook_call import current
-from slime_rollout.generate.sampling import DISTRIBUTION
+from slime_rollout.generate.context import DISTRIBUTION, GenerationContext, HookCall, current
 
 TURNS_KEY = "turns"
 """Entry of a sample's metadata: how many turns the model has had."""
@@ -30,18 +31,18 @@ class Trajectory:
     ...         trajectory.observe(f"<result>{calculate(expression)}</result>")
     ...     return sample
 
-    Turns are sampled with a seed of their own each, and trained on; their log-probs and weight versions are the
-    engine's. What is observed has loss mask 0. Both count towards the longest response and the longest context.
+    Each turn is sampled with its own seed and trained on; log-probs and weight versions are the engine's. What is
+    observed has loss mask 0. Both count towards the longest response and the longest context.
     ``sample.metadata["turns"]`` counts the turns.
 
     Args:
-        sample: Fresh; or ``ABORTED``, and then its last turn goes on first.
+        sample: Without a response; or ``ABORTED``, and then its last turn is continued first.
         context: Where requests go, and how tokens are drawn.
         max_turns: Most turns of the model; by default ``--max-turns``.
 
     Attributes:
         sample: The sample; up to date after each call.
-        last: What the engine said in the last turn; ``None`` before the first.
+        last: What the engine sampled in the last turn; ``None`` before the first.
     """
 
     def __init__(self, sample: Sample, context: GenerationContext, *, max_turns: int | None = None) -> None:
@@ -66,36 +67,28 @@ class Trajectory:
 
     @classmethod
     def start(cls, sample: Sample | None = None, *, max_turns: int | None = None) -> Trajectory:
-        """The trajectory of a sample, from inside a custom generate function.
-
-        Args:
-            sample: By default the one that the function was called with.
-            max_turns: Most turns of the model; by default ``--max-turns``.
+        """The trajectory of a sample, by default the one that the running custom generate function was called with.
 
         Raises:
             GenerationError: No custom generate function runs here, it got several samples, or the sample has a
-                response that is not to go on.
+                response already.
         """
         call = current()
         return cls(call.sample if sample is None else sample, call.context, max_turns=max_turns)
 
     @property
     def turns(self) -> int:
-        """How many turns the model has had, one that was cut off included."""
+        """How many turns the model has had, including one that was cut off."""
         return int(self.sample.metadata.get(TURNS_KEY, 0))
 
     @property
     def room(self) -> int:
         """How many tokens the response may still grow by."""
-        params, sample = self._context.params, self.sample
-        room = params.max_new_tokens - sample.response_length
-        if params.max_context is not None:
-            room = min(room, params.max_context - len(sample.tokens))
-        return max(room, 0)
+        return self._context.params.room(self.sample)
 
     @property
     def done(self) -> bool:
-        """Whether there can be no further turn: no turn or no room is left, or the rollout was told to stop."""
+        """Whether there can be no further turn: no turn or no room is left, or the rollout is to stop."""
         if self.sample.status is Status.ABORTED:
             return not self._goes_on
         return self._no_more or self.room == 0 or (self._max_turns is not None and self.turns >= self._max_turns)
@@ -103,13 +96,13 @@ class Trajectory:
     async def generate(self, **changes: Any) -> str:
         """The model's next turn, or the rest of one that was cut off.
 
-        Where :attr:`done` says that there is none, nothing is asked, and the sample is ``TRUNCATED``. Where the rollout
-        was told to stop (it has enough samples), the sample is ``ABORTED``: return it as it is.
+        If :attr:`done`, nothing is sampled and the sample is ``TRUNCATED``. If the rollout has enough samples and is
+        to stop, the sample is ``ABORTED``: return it unchanged.
 
         Args:
             **changes: Sampling settings of this turn, by SGLang's names, such as ``stop=["</call>"]`` and
-                ``max_new_tokens``, which counts for no more than the room there is. Those that change the distribution,
-                such as ``temperature``, only in evaluation: the trainer takes every token from one distribution.
+                ``max_new_tokens``, which is bounded by :attr:`room`. Those that change the distribution, such as
+                ``temperature``, only in evaluation: the trainer computes one distribution for all tokens.
 
         Returns:
             The whole turn as text, without special tokens; with the stop string that ended it.
@@ -119,14 +112,7 @@ class Trajectory:
                 them drawn from another distribution than the rollout's.
         """
         sample = self.sample
-        usual = self._context.params.to_request(0)
-        other = [name for name in DISTRIBUTION & changes.keys() if changes[name] != usual.get(name)]
-        if other and not self._context.evaluation:
-            raise GenerationError(
-                f"generate({', '.join(f'{name}={changes[name]!r}' for name in sorted(other))}) draws this turn from "
-                "another distribution than the one that is trained, which is allowed in evaluation only; leave it out, "
-                "or set it for the whole run, such as --rollout-temperature"
-            )
+        self._check_distribution(changes)
         if self.done:
             if sample.status is not Status.ABORTED:
                 sample.status = Status.TRUNCATED
@@ -140,9 +126,14 @@ class Trajectory:
             sample.status = Status.ABORTED
         elif room > 0:
             request = self._context.params.to_request(self._context.seed(sample, turn), max_new_tokens=room) | changes
-            self.last = await self._context.client.generate(sample.tokens, request, session_id=sample.session_id)
-            self._record(self.last)
-            begun += len(self.last.tokens)
+            done = await self._context.client.generate(sample.tokens, request, session_id=sample.session_id)
+            self.last = done
+            if done.tokens:
+                sample.append_response(done.tokens, log_probs=done.log_probs, weight_version=done.weight_versions)
+            elif sample.rollout_log_probs is None:
+                sample.rollout_log_probs = [0.0] * sample.response_length
+            sample.status = done.status
+            begun += len(done.tokens)
         else:  # what was cut off had just filled the room
             sample.status = Status.TRUNCATED
         sample.metadata[TURNS_KEY] = turn + 1
@@ -153,7 +144,7 @@ class Trajectory:
     def observe(self, content: str | Sequence[int]) -> None:
         """Show the model something: it is added to the response, and not trained on.
 
-        What no turn can follow, because no turn or not enough room is left, is not added: the sample is then
+        If no turn can follow, because no turn or not enough room is left, it is not added: the sample is then
         ``TRUNCATED`` and the trajectory :attr:`done`.
 
         Args:
@@ -165,10 +156,9 @@ class Trajectory:
             self._observe(list(content), self._decode(list(content)))
 
     def observe_messages(self, messages: Sequence[Message]) -> None:
-        """Show the model chat messages, such as ``{"role": "tool", "content": "42"}``, as its template writes them.
+        """:meth:`observe` chat messages, such as ``{"role": "tool", "content": "42"}``, as the template writes them:
 
-        That is the end of the model's turn, if it did not write it itself, the messages, and the beginning of the
-        model's next turn. Counts as :meth:`observe` does.
+        the end of the model's turn, if it did not write it itself, the messages, and the beginning of its next turn.
 
         Raises:
             GenerationError: The template refuses the messages, or does not show where a turn ends.
@@ -188,13 +178,15 @@ class Trajectory:
             return
         self.sample.append_response(tokens, text=text, trained=False)
 
-    def _record(self, done: Completion) -> None:
-        sample = self.sample
-        if done.tokens:
-            sample.append_response(done.tokens, log_probs=done.log_probs, weight_version=done.weight_versions)
-        elif sample.rollout_log_probs is None:
-            sample.rollout_log_probs = [0.0] * sample.response_length
-        sample.status = done.status
+    def _check_distribution(self, changes: dict[str, Any]) -> None:
+        usual = self._context.params.to_request(0)
+        other = [name for name in DISTRIBUTION & changes.keys() if changes[name] != usual.get(name)]
+        if other and not self._context.evaluation:
+            raise GenerationError(
+                f"generate({', '.join(f'{name}={changes[name]!r}' for name in sorted(other))}) draws this turn from "
+                "another distribution than the one that is trained, which is allowed in evaluation only; leave it out, "
+                "or set it for the whole run, such as --rollout-temperature"
+            )
 
     def _text_before(self, begun: int) -> str:
         """The response as text without its last ``begun`` tokens, the beginning of a turn."""
@@ -210,7 +202,142 @@ class Trajectory:
         return self._context.tokenizer
 
 
+async def generate_single(conversation: Prompt, *, sample: Sample | None = None, **changes: Any) -> str:
+    """The model's next message in a conversation. For custom generate functions only.
+
+    The sample gets the tokens, log-probs and weight versions of what the model writes. In the next call, what was
+    appended to the conversation since is rendered and added with loss mask 0.
+
+    Args:
+        conversation: Chat messages, or a text prompt. At first the sample's prompt, or another, which then replaces
+            its tokens. From then on, the same with the model's reply as an ``assistant`` message, and at least one
+            further message.
+        sample: The sample it belongs to. Needed only by a function for several samples that makes its own list, if
+            several conversations are equal so far.
+        **changes: As for :meth:`Trajectory.generate`.
+
+    Returns:
+        What the model wrote, without special tokens; empty if no turn or no room is left, and then the sample is
+        ``TRUNCATED``.
+
+    Raises:
+        GenerationError: It is not clear which sample this belongs to, it does not continue the last turn, or the chat
+            template cannot; or as :meth:`EngineClient.generate`.
+    """
+    call = current()
+    owner = sample if sample is not None else _owner(call, conversation)
+    if not any(own is owner for own in call.samples):
+        raise GenerationError(f"this function was not called with sample {owner.index}")
+    talk = call.conversations.get(owner.index)
+    if talk is None:
+        talk = call.conversations[owner.index] = Conversation(call, owner, conversation)
+    messages = as_messages(conversation)
+    if talk.seen:
+        talk.observe(messages)
+    talk.given, talk.seen = conversation, copy.deepcopy(messages)
+    talk.reply = await talk.trajectory.generate(**changes)
+    return talk.reply
+
+
+class Conversation:
+    """A sample's conversation, as `generate_single` knows it.
+
+    Attributes:
+        trajectory: The sample's turns.
+        given: The list or text of the last call.
+        seen: Its messages then; empty before the first call.
+        reply: What the model wrote.
+    """
+
+    def __init__(self, call: HookCall, sample: Sample, conversation: Prompt) -> None:
+        if sample.response_length:
+            raise GenerationError(
+                f"sample {sample.index} has a response already; generate_single begins with the prompt alone"
+            )
+        self._sample = sample
+        self._chat = ChatTurns(call.context.tokenizer, call.context.args)
+        self._tools = sample.metadata.get("tools")
+        self._replace_prompt(call, conversation)
+        self.trajectory = Trajectory(sample, call.context)
+        self.given: Prompt = conversation
+        self.seen: list[Message] = []
+        self.reply = ""
+
+    def continues_in(self, messages: list[Message]) -> bool:
+        """Whether messages are these, the model's reply, and more."""
+        place = len(self.seen)
+        return len(messages) > place and messages[:place] == self.seen and self._is_reply(messages)
+
+    def close(self) -> None:
+        """The function has returned. If it had appended more for the model, the interaction was cut off."""
+        if len(as_messages(self.given)) > len(self.seen) + 1 and self._sample.status is Status.COMPLETED:
+            self._sample.status = Status.TRUNCATED
+
+    def observe(self, messages: list[Message]) -> None:
+        """Add what was appended since the last call.
+
+        Raises:
+            GenerationError: It does not continue the last turn.
+        """
+        where, place = f"the conversation of sample {self._sample.index}", len(self.seen)
+        if messages[:place] != self.seen:
+            raise GenerationError(
+                f"{where} does not continue the last turn: its first {place} messages have changed; append to it, "
+                "and keep one conversation for each sample"
+            )
+        if len(messages) == place or not self._is_reply(messages):
+            raise GenerationError(
+                f"{where} continues with {str(messages[place : place + 1])[:200]}; first append what generate_single "
+                'returned, as {"role": "assistant", "content": …} and unchanged: the tokens are those the model wrote'
+            )
+        if len(messages) == place + 1:
+            raise GenerationError(f"{where} has nothing new for the model; append a message after the assistant's")
+        last_token = self._sample.tokens[-1]
+        tokens = self._chat.continuation(self.seen, messages[place + 1 :], last_token=last_token, tools=self._tools)
+        self.trajectory.observe(tokens)
+
+    def _is_reply(self, messages: list[Message]) -> bool:
+        message = messages[len(self.seen)]
+        return message.get("role") == "assistant" and str(message.get("content") or "").strip() == self.reply.strip()
+
+    def _replace_prompt(self, call: HookCall, conversation: Prompt) -> None:
+        sample, prompt = self._sample, call.prompt_of(self._sample)
+        same = conversation == prompt or as_messages(conversation) == as_messages(prompt)
+        if same and sample.tokens:
+            return
+        if isinstance(conversation, str):
+            raise GenerationError(
+                f"generate_single got a text that is not the prompt of sample {sample.index}; give chat messages"
+            )
+        sample.tokens = self._chat.prompt(as_messages(conversation), self._tools)
+
+
 def _sampled_at_end(sample: Sample) -> int:
-    """How many tokens at the end an engine sampled without anything observed between them."""
+    """How many tokens an engine sampled after the last observation."""
     versions = sample.weight_versions
     return next((count for count, version in enumerate(reversed(versions)) if version < 0), len(versions))
+
+
+def _owner(call: HookCall, conversation: Prompt) -> Sample:
+    """The sample that a conversation belongs to: by the list itself, or else by what it says."""
+    if len(call.samples) == 1:
+        return call.samples[0]
+    if isinstance(conversation, list):
+        for sample in call.samples:
+            talk = call.conversations.get(sample.index)
+            if sample.prompt is conversation or (talk is not None and talk.given is conversation):
+                return sample
+    fitting = [sample for sample in call.samples if _fits(call, sample, conversation)]
+    if len(fitting) == 1:
+        return fitting[0]
+    raise GenerationError(
+        f"generate_single cannot tell which of {len(call.samples)} samples this conversation belongs to: "
+        f"{len(fitting) or 'none'} of them could have it; give sample.prompt itself, or add sample=sample"
+    )
+
+
+def _fits(call: HookCall, sample: Sample, conversation: Prompt) -> bool:
+    messages, talk = as_messages(conversation), call.conversations.get(sample.index)
+    if talk is None:
+        return messages == as_messages(call.prompt_of(sample))
+    return bool(talk.continues_in(messages))

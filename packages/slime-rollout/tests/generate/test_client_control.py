@@ -2,15 +2,14 @@ import asyncio
 import logging
 import time
 
-import aiohttp
-
-from slime_rollout.generate import control as control_module
-from slime_rollout.generate.control import EngineControl
+from slime_rollout.generate import client as client_module
+from slime_rollout.generate.client import EngineControl
+from slime_rollout.http import make_session
 
 
 def in_control(url, script):
     async def run():
-        async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
+        async with make_session() as session:
             control = EngineControl(session, url)
             try:
                 return await script(control)
@@ -41,7 +40,7 @@ def test_the_list_is_remembered_for_a_while(engine, monkeypatch):
         for _ in range(3):
             await control.abort(["a"])
         assert engine.times_asked == 1
-        monkeypatch.setattr(control_module, "_KNOWN_SECONDS", 0.0)
+        monkeypatch.setattr(client_module, "_KNOWN_SECONDS", 0.0)
         control._known_until = 0.0
         await control.abort(["a"])
         await control.abort(["a"])
@@ -61,11 +60,11 @@ def test_an_engine_that_moved_is_found(engine, other_engine, caplog):
     with caplog.at_level(logging.WARNING):
         in_control(engine.url, script)
     assert engine.aborts == other_engine.aborts == [{"rid": "a"}]
-    assert "http://127.0.0.1:9/abort_request failed: ClientConnectorError" in caplog.text
+    assert "http://127.0.0.1:9/abort_request failed: no connection (Connection refused)" in caplog.text
 
 
 def test_a_router_that_is_gone_is_remembered_for_its_engines(engine, other_engine, monkeypatch, caplog):
-    monkeypatch.setattr(control_module, "_KNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(client_module, "_KNOWN_SECONDS", 0.0)
     engine.workers = [other_engine.url]
 
     async def script(control):
@@ -76,7 +75,7 @@ def test_a_router_that_is_gone_is_remembered_for_its_engines(engine, other_engin
     with caplog.at_level(logging.WARNING):
         in_control(engine.url, script)
     assert other_engine.aborts == [{"rid": "a"}]
-    assert "http://127.0.0.1:9/workers does not tell the engines" in caplog.text
+    assert "http://127.0.0.1:9/workers does not list the engines" in caplog.text
 
 
 def test_an_engine_that_refuses_does_not_keep_the_others_from_it(engine, other_engine, caplog):
@@ -85,7 +84,7 @@ def test_an_engine_that_refuses_does_not_keep_the_others_from_it(engine, other_e
     with caplog.at_level(logging.WARNING):
         in_control(engine.url, lambda control: control.abort(["a"]))
     assert other_engine.aborts == [{"rid": "a"}]
-    assert f"{engine.url}/abort_request failed: ValueError: HTTP 500" in caplog.text
+    assert f"{engine.url}/abort_request failed: HTTP 500" in caplog.text
 
 
 def test_a_list_that_is_none(engine, caplog):
@@ -93,11 +92,11 @@ def test_a_list_that_is_none(engine, caplog):
         engine.workers_body = {"workers": workers}
         with caplog.at_level(logging.WARNING):
             assert in_control(engine.url, lambda control: control.engine_urls()) == ()
-    assert caplog.text.count("does not tell the engines") == 2
+    assert caplog.text.count("does not list the engines") == 2
 
 
 def test_telling_ends_in_time(engine, monkeypatch, caplog):
-    monkeypatch.setattr(control_module, "CONTROL_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "CONTROL_SECONDS", 0.3)
     engine.abort_delay = 600.0
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
