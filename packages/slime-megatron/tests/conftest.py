@@ -22,6 +22,7 @@ from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
 from slime_megatron.config import MegatronConfig
 
 TIME_LIMIT = 120
+sys.path.insert(0, str(Path(__file__).parent))  # for plain.py
 
 
 class RankError(Exception):

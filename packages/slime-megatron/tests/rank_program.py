@@ -184,7 +184,7 @@ class Rank:
 
     def attention_calls(self, shards):
         """Train, and count how often a core attention was computed."""
-        from slime_megatron.model.attention import PackedAttention
+        from slime_megatron.attention import PackedAttention
 
         calls = []
         layers = [module for module in self.worker.trainer.model.modules() if isinstance(module, PackedAttention)]

@@ -15,7 +15,7 @@ from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import SyncReport
-from slime_megatron.model.gpt import PackedGPT
+from slime_megatron.model import PackedGPT
 
 NamedTensor = tuple[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard
 from slime_megatron.config import MegatronConfig
 
 if TYPE_CHECKING:
-    from slime_megatron.trainer.worker import RankTrainer
+    from slime_megatron.rank_trainer import RankTrainer
 
 
 class MegatronWorker:
@@ -47,7 +47,7 @@ class MegatronWorker:
         with warnings.catch_warnings():
             # Megatron warns six times that it goes on without these two, as we mean it to.
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")
-            from slime_megatron.trainer.worker import RankTrainer
+            from slime_megatron.rank_trainer import RankTrainer
 
         self.trainer: RankTrainer = RankTrainer(config, algorithm, shape, rendezvous, device, resume_from)
 

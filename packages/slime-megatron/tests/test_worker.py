@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from plain import ADAM_EPS, close, plain_adamw, plain_log_probs, same_step
 
+from plain import ADAM_EPS, close, plain_adamw, plain_log_probs, same_step
 from slime_core.config import AlgorithmConfig
 
 GRPO_WITH_KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")

@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_megatron.config import MegatronConfig
-from slime_megatron.model.gpt import PackedGPT
+from slime_megatron.model import PackedGPT
 
 
 def wrap_model(model: PackedGPT, config: MegatronConfig) -> Any:

@@ -25,9 +25,9 @@ from slime_core.ops import (
 from slime_core.ops.corrections import weighted_sum
 from slime_core.ops.needed import needed
 from slime_core.types import TrainStep
+from slime_megatron.advantages import teacher_log_probs
 from slime_megatron.packing import PackedBatch
-from slime_megatron.trainer.advantages import teacher_log_probs
-from slime_megatron.trainer.plan import MicroBatch, StepPlan
+from slime_megatron.plan import MicroBatch, StepPlan
 
 # The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens that were
 # computed: samples that contribute nothing are not, and what they would have said is not known.

@@ -1,9 +1,38 @@
-"""Log-probs and entropies come from hidden states: the same gradients as through the logits, which are never held."""
+"""The model: transformers' logits and rotary frequencies; log-probs from hidden states, without holding logits."""
 
 import numpy as np
 import pytest
+import torch
 
 from slime_convert.shape import ModelShape
+from slime_megatron.model import rotary_frequencies
+
+LAYOUTS = {
+    "tp1": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama3-rope", "qwen2-tied", "qwen3", "glm", "glm4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_equal_transformers(ranks, tiny_model, tiny_config, make_samples, hf_logits, name, layout):
+    model = tiny_model(name)
+    samples = make_samples(groups=2, per_group=3, prompt=20)
+    config = tiny_config(load=model.checkpoint, **LAYOUTS[layout])
+    ranks.start(config.tensor_model_parallel_size, config, model.shape)
+    with torch.no_grad():
+        expected = hf_logits(model.hf, samples)
+    assert expected.abs().max() > 1
+    for logits in ranks.call("logits", samples):
+        assert (torch.from_numpy(logits) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "glm4"])
+def test_frequencies_are_those_of_transformers(tiny_model, name):
+    model = tiny_model(name)
+    torch.testing.assert_close(rotary_frequencies(model.shape), model.hf.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+
 
 VOCABULARY = 151_936
 

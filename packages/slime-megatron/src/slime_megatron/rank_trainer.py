@@ -15,19 +15,18 @@ from slime_core.interfaces import WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard
 from slime_megatron import sync
 from slime_megatron.algorithm import check_algorithm
-from slime_megatron.checkpoint.find import find_checkpoint, reference_source
-from slime_megatron.checkpoint.store import load_checkpoint, load_weights, save_checkpoint
+from slime_megatron.checkpoint import find_checkpoint, reference_source
+from slime_megatron.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
-from slime_megatron.model.build import build_model
-from slime_megatron.model.gpt import PackedGPT
+from slime_megatron.model import PackedGPT, build_model
+from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
 from slime_megatron.packing import PackedBatch, pack
-from slime_megatron.trainer.optimizer import build_optimizer, build_scheduler, wrap_model
-from slime_megatron.trainer.parallel import join_ranks, leave_ranks, seed_everything
-from slime_megatron.trainer.plan import Planner, StepPlan
-from slime_megatron.trainer.step import forward_backward
-from slime_megatron.trainer.timing import PhaseTimer
+from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
+from slime_megatron.plan import Planner, StepPlan
+from slime_megatron.step import forward_backward
+from slime_megatron.timing import PhaseTimer
 
 
 class RankTrainer:

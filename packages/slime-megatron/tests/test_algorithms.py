@@ -10,8 +10,8 @@ import random
 
 import pytest
 import torch
-from plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
 
+from plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
 from slime_core.config import AlgorithmConfig
 from slime_core.ops import loss_weights, mis_weight_sums, policy_advantages, policy_objective
 from slime_core.schedule import FILLER_INDEX, build_shards

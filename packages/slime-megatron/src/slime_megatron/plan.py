@@ -14,9 +14,9 @@ from slime_core.config import AlgorithmConfig
 from slime_core.errors import DataError
 from slime_core.ops import AdvantageEstimator
 from slime_core.types import TrainSample, TrainShard, TrainStep
+from slime_megatron.advantages import contributes, sample_advantages
 from slime_megatron.packing import PackedBatch
-from slime_megatron.trainer.advantages import contributes, sample_advantages
-from slime_megatron.trainer.timing import PhaseTimer
+from slime_megatron.timing import PhaseTimer
 
 Evaluate = Callable[[PackedBatch], torch.Tensor]
 """Log-probs (nats) of a batch's targets [N], without gradient."""

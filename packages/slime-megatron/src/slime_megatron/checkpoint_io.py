@@ -1,4 +1,4 @@
-"""Write and read checkpoints, together with the other ranks."""
+"""Write and read checkpoints in Megatron's ``torch_dist`` format, together with the other ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from slime_convert.shape import ModelShape
-from slime_megatron.checkpoint.find import TRACKER, CheckpointInfo, iteration_directory
-from slime_megatron.checkpoint.writer import InProcessSave
+from slime_megatron.checkpoint import TRACKER, CheckpointInfo, iteration_directory
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
-from slime_megatron.model.gpt import PackedGPT
-from slime_megatron.trainer.optimizer import load_optimizer
+from slime_megatron.model import PackedGPT
+from slime_megatron.optimizer import load_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -277,3 +284,25 @@ def _publish(temporary: Path, final: Path, iteration: int) -> None:
     newer = tracker.with_name(tracker.name + ".tmp")
     newer.write_text(str(iteration))
     newer.replace(tracker)
+
+
+class InProcessSave(SaveShardedStrategy):  # type: ignore[misc]
+    """The same files as Megatron-core's own strategy, written by torch's plain writer.
+
+    Megatron-core's starts a manager process, which stays for as long as the rank lives, and forks writers; when one of
+    them fails, the other ranks wait for it forever. Here no process is started, and a failure is raised on every rank.
+    """
+
+    can_handle_sharded_objects = True
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Write this rank's part; all ranks together."""
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )

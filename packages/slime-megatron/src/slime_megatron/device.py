@@ -1,10 +1,10 @@
-"""Stand-ins that let Megatron-core, which speaks to ``torch.cuda``, run on a CPU-only torch.
+"""What the trainer computes on: CUDA with NCCL, or a CPU with gloo. Importing this changes nothing.
 
-They change the whole process, so they are installed only inside trainer workers, and never where CUDA is available.
-What they cover is what Megatron-core 0.16.1 touches on this package's paths, found by running it: the current
-device, streams and synchronisation that have nothing to wait for, a generator for the "device" random state,
-``device="cuda"`` in five tensor factories, ``.cuda()``, and type names such as ``torch.cuda.FloatTensor``, by which
-its optimizers tell precisions apart.
+On a CPU-only torch, stand-ins answer what Megatron-core asks of ``torch.cuda``. They change the whole process, so they
+are installed only inside trainer workers, and never where CUDA is available. What they cover is what Megatron-core
+0.16.1 touches on this package's paths, found by running it: the current device, streams and synchronisation that have
+nothing to wait for, a generator for the "device" random state, ``device="cuda"`` in five tensor factories, ``.cuda()``,
+and type names such as ``torch.cuda.FloatTensor``, by which its optimizers distinguish precisions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,44 @@ _MARK = "_slime_cpu_device"
 
 class DeviceError(SlimeError):
     """The device layer was asked for where it cannot work."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device that a trainer rank runs on.
+
+    Attributes:
+        torch_device: Where tensors live.
+        backend: Process group backend: ``nccl`` or ``gloo``.
+        synchronize: Waits until all queued work is done, so that wall times mean something.
+    """
+
+    torch_device: torch.device
+    backend: str
+    synchronize: Callable[[], None]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is a CPU standing in for a GPU."""
+        return self.torch_device.type == "cpu"
+
+
+def select_device(threads: int | None = None) -> Device:
+    """Make this process ready for Megatron: call it once, before anything imports Megatron.
+
+    With CUDA, the process takes the first GPU it may see (the launcher gives each rank one) and NCCL; this branch
+    has not been run on CUDA. Without CUDA, the CPU stand-ins are installed and gloo is used.
+
+    Args:
+        threads: CPU threads of this rank; torch's own choice unless given.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        return Device(torch.device("cuda", 0), "nccl", torch.cuda.synchronize)
+    install_cpu_device()
+    return Device(torch.device("cpu"), "gloo", lambda: None)
 
 
 def install_cpu_device() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slime_megatron.model.attend import attend
+from slime_megatron.attention import attend
 
 
 def reference(query, key, value, mask):

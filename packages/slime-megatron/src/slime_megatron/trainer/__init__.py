@@ -1,1 +1,0 @@
-"""The train step on one rank. `slime_megatron.trainer.worker` is its entrance."""
