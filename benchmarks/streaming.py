@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
-    EncoderPool,
     Fate,
     PromptDataset,
     PromptEncoder,
@@ -145,20 +144,19 @@ def rates(path: Path, tokenizer_dir: Path, encoder: PromptEncoder, seconds: floa
     """Prompts a second with each number of processes."""
     config, records = settings(path, tokenizer_dir, shuffle=False), []
     for workers in WORKERS:
-        pool = EncoderPool(config, workers) if workers else None
-        source = open_stream(config, encoder, pool)
+        encoding = RowEncoder(config, encoder, workers)
+        source = open_stream(config, encoder, encoding)
         for _ in range(200):  # until the processes run
             take(source)
         rate = counted(lambda source=source: take(source), seconds)  # type: ignore[misc]
         records.append(Record(f"{workers} processes", "prompts", rate, "1/s", True))
-        if pool is not None:
-            pool.close()
+        encoding.close()
     return records
 
 
-def open_stream(config: RolloutConfig, encoder: PromptEncoder, pool: EncoderPool | None = None) -> RolloutDataSource:
+def open_stream(config: RolloutConfig, encoder: PromptEncoder, encoding: RowEncoder | None = None) -> RolloutDataSource:
     """A source of a stream."""
-    prompts = StreamingPrompts(config, encoder, encoding=pool or RowEncoder(config, encoder))
+    prompts = StreamingPrompts(config, encoder, encoding=encoding)
     return RolloutDataSource(prompts, samples_per_prompt=1, shuffle=config.rollout_shuffle)
 
 

@@ -61,7 +61,7 @@ def test_missing_data_file(refused, flags, workspace):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("{not json", "train.jsonl:3: no valid JSON"),
+        ("{not json", "train.jsonl:3: invalid JSON"),
         (
             json.dumps({"prompt": 7, "label": "1"}),
             "train.jsonl:3: 'prompt' must be a string or a list of chat messages",

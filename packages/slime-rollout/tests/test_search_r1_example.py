@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.check import check_prompt_data
+from slime_rollout.data import check_prompt_data
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "search-r1"
 CORPUS, TRAIN, EVAL = (EXAMPLE / f"{name}.jsonl" for name in ("corpus", "train", "eval"))

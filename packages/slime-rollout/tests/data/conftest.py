@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import EncoderPool, PromptEncoder, load_tokenizer
+from slime_rollout.data import PromptEncoder, RowEncoder, load_tokenizer
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -251,8 +251,8 @@ def encoder(config_of, tokenizer):
 
 
 @pytest.fixture(scope="session")
-def pool(config_of):
+def pool(config_of, encoder):
     """Two processes that tokenize."""
-    pool = EncoderPool(config_of(prompt_data="none"), 2)
+    pool = RowEncoder(config_of(prompt_data="none"), encoder, processes=2)
     yield pool
     pool.close()

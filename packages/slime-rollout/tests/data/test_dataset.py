@@ -20,12 +20,17 @@ def load(tokenizer_dir):
     return build
 
 
+def token_counts(dataset):
+    groups = (dataset.group(place, group_index=0, first_index=0, size=1) for place in range(len(dataset)))
+    return [len(sample.tokens) for (sample,) in groups]
+
+
 def test_long_prompts_are_left_out_and_counted(load, write_rows, caplog):
     path = write_rows([{"prompt": "12 + 30 = " * times, "label": "42"} for times in (1, 9, 2)])
-    lengths = [len(prompt.tokens) for prompt in load(path)._prompts]
+    lengths = token_counts(load(path))
     with caplog.at_level(logging.WARNING):
         kept = load(path, rollout_max_prompt_len=lengths[2])
-    assert [len(prompt.tokens) for prompt in kept._prompts] == [lengths[0], lengths[2]]
+    assert token_counts(kept) == [lengths[0], lengths[2]]
     assert f"left out 1 of 3 prompts, longer than {lengths[2]} tokens" in caplog.text
 
 

@@ -1,4 +1,4 @@
-import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.errors import DataError
-from slime_rollout.data import EncoderPool, PromptDataset, RowEncoder
-from slime_rollout.data.encoder_pool import CHUNK
-from slime_rollout.data.rows import RawRow
+from slime_core.errors import ConfigError, DataError
+from slime_rollout.data import PromptDataset, RowEncoder
+from slime_rollout.data.encode import CHUNK
+from slime_rollout.data.files import RawRow
 
 LIMIT = 60.0
 
@@ -88,56 +88,70 @@ def test_two_streams_share_the_processes(pool):
     assert [place for place, _ in first] == list(range(100, 200))
 
 
-@pytest.mark.timeout(120)
-def test_a_process_that_dies_is_one_error_and_the_next_rows_get_a_new_one(pool):
-    list(pool.outcomes(rows(4 * CHUNK)))
-    before = set(pool.pids)
-    for pid in before:
-        os.kill(pid, signal.SIGKILL)
-    outcomes = pool.outcomes(rows(1))
-    with pytest.raises(DataError, match=r"^a process of --num-data-workers ended with signal SIGKILL while .*f:1"):
-        next(outcomes)
-    while pool.pids and before & set(pool.pids):  # the other one is found out as soon as rows come to it
-        with contextlib.suppress(DataError):
-            list(pool.outcomes(rows(4 * CHUNK)))
-    assert [place for place, _ in pool.outcomes(rows(40))] == list(range(40))
+@pytest.fixture
+def own_pool(config_of, encoder):
+    """Makes a pool that no other test uses, and its processes."""
+    made = []
+
+    def build(processes, **changes):
+        before = set(multiprocessing.active_children())
+        made.append(RowEncoder(config_of(prompt_data="none", **changes), encoder, processes))
+        return made[-1], lambda: set(multiprocessing.active_children()) - before
+
+    yield build
+    for one in made:
+        one.close()
 
 
 @pytest.mark.timeout(120)
-def test_a_closed_pool_is_told_and_its_processes_end(config_of):
-    closed = EncoderPool(config_of(prompt_data="none"), 1)
-    outcomes = closed.outcomes(rows(3 * CHUNK))
+def test_a_process_that_dies_is_one_error_and_the_next_rows_get_a_new_one(own_pool):
+    pool, children = own_pool(2)
+    outcomes = pool.outcomes(rows(10**6))
     next(outcomes)
-    (pid,) = closed.pids
-    closed.close()
-    closed.close()
-    wait_until(lambda: not is_running(pid))
-    with pytest.raises(DataError, match=r"ended"):
+    before = children()
+    for child in before:
+        child.kill()
+    with pytest.raises(DataError, match=r"^a process of --num-data-workers died .* tokenized f:\d+ and what follows"):
         list(outcomes)
-    with pytest.raises(DataError, match=r"were ended"):
-        next(closed.outcomes(rows(1)))
+    assert [place for place, _ in pool.outcomes(rows(40))] == list(range(40))
+    assert children() and not before & children()
 
 
 @pytest.mark.timeout(120)
-def test_a_process_that_cannot_start_says_why(config_of, tmp_path):
-    broken = EncoderPool(config_of(prompt_data="none", hf_checkpoint=str(tmp_path / "none")), 1)
-    with pytest.raises(DataError, match=r"ended with exit code 1 \(.*ConfigError: --hf-checkpoint .* is no directory"):
-        next(broken.outcomes(rows(1)))
-    broken.close()
+def test_the_processes_of_a_closed_pool_end(own_pool):
+    pool, children = own_pool(1)
+    outcomes = pool.outcomes(rows(3 * CHUNK))
+    for _ in range(CHUNK):
+        next(outcomes)
+    (child,) = children()
+    pool.close()
+    pool.close()
+    assert not is_running(child.pid)
+    for rest in (outcomes, pool.outcomes(rows(1))):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            next(rest)
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_cannot_load_the_tokenizer_says_why(own_pool, tmp_path):
+    pool, _ = own_pool(1, hf_checkpoint=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint .*none is no directory"):
+        next(pool.outcomes(rows(1)))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["SIGKILL", "exit", "forgotten", "forked"])
 def test_the_processes_end_with_this_one(config_of, how):
-    """Whether it is killed in the middle, ends by itself, or only drops the pool; also if a fork has its pipes open."""
+    """Whether it is killed in the middle, ends by itself, or drops the pool; also if a fork keeps its pipes open."""
     config = config_of(prompt_data="none")
     code = f"""
-        import gc, os, pickle, sys, time
-        from slime_rollout.data import EncoderPool
-        from slime_rollout.data.rows import RawRow
-        pool = EncoderPool(pickle.loads({pickle.dumps(config)!r}), 2)
+        import gc, multiprocessing, os, pickle, sys, time
+        from slime_rollout.data import RowEncoder
+        from slime_rollout.data.files import RawRow
+        pool = RowEncoder(pickle.loads({pickle.dumps(config)!r}), None, 2)
         outcomes = pool.outcomes((n, RawRow(where="f", value=b'{{"prompt": "a", "label": "1"}}')) for n in range(10**6))
-        print(*pool.pids, flush=True)
+        next(outcomes)
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         if {how!r} == "forked":
             print(os.fork() or time.sleep(100), flush=True)
             time.sleep(100)
@@ -190,4 +204,4 @@ def test_data_in_memory_is_the_same_with_processes(pool, config_of, encoder, wri
             PromptDataset.load(str(path), config, encoder, encoding=one)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
-    assert ":101: no valid JSON" in errors[0]
+    assert ":101: invalid JSON" in errors[0]

@@ -27,7 +27,7 @@ def test_one_bad_row_is_told_as_it_is(write_lines):
     path = write_lines(GOOD, "{")
     with pytest.raises(DataError) as caught:
         read_prompts(path)
-    assert str(caught.value).startswith(f"{path}:2: no valid JSON")
+    assert str(caught.value).startswith(f"{path}:2: invalid JSON")
     assert "rows" not in str(caught.value)
 
 
@@ -49,7 +49,7 @@ def test_skipped_rows_are_counted_and_located(write_lines, caplog):
     with caplog.at_level(logging.WARNING):
         assert check_prompt_data(config(path, on_bad_data="skip")) == {path: 2}
     (message,) = caplog.messages
-    assert message.startswith(f"{path}: skipped 4 of 6 rows: {path}:1: no valid JSON")
+    assert message.startswith(f"{path}: skipped 4 of 6 rows: {path}:1: invalid JSON")
     assert f"; {path}:3: 'prompt' must be a string" in message
     assert f"; {path}:4: 'label' must be a string or a number, got a list" in message
     assert message.endswith("; and 1 more")
@@ -68,11 +68,11 @@ def test_what_the_template_refuses_is_skipped_and_told_once(write_lines, tokeniz
     assert len(dataset) == 2
     (message,) = caplog.messages
     assert "skipped 2 of 4 rows" in message
-    assert f"{path}:2: the chat template refuses the messages: no x; {path}:3: no valid JSON" in message
+    assert f"{path}:2: the chat template refuses the messages: no x; {path}:3: invalid JSON" in message
 
 
 def test_a_damaged_file_is_an_error_even_when_skipping(tmp_path):
     path = tmp_path / "p.jsonl.gz"
     path.write_bytes(b"not packed")
-    with pytest.raises(DataError, match="is damaged or cut off and cannot be unpacked"):
+    with pytest.raises(DataError, match="is damaged or cut off and cannot be decompressed"):
         read_prompts(str(path), on_bad_data="skip")

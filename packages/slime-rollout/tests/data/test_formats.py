@@ -149,7 +149,11 @@ def test_a_directory_of_several_data_sets_names_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("suffix", "module", "extra"),
-    [(".parquet", "pyarrow.parquet", "parquet"), ("", "datasets", "datasets"), (".jsonl.zst", zstd.__name__, "zstd")],
+    [
+        (".parquet", "pyarrow.parquet", "parquet"),
+        ("", "pyarrow.parquet", "parquet"),
+        (".jsonl.zst", zstd.__name__, "zstd"),
+    ],
 )
 def test_a_format_whose_extra_is_missing_names_it(tmp_path, monkeypatch, suffix, module, extra, write):
     path = tmp_path / f"p{suffix}"

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from slime_core.errors import DataError
-from slime_rollout.data.read import raw_rows, read_prompts, split_slice
-from slime_rollout.data.rows import RowFields
+from slime_rollout.data import RowFields, read_prompts
+from slime_rollout.data.files import PromptFile, split_slice
 
 
 def test_a_row_keeps_all_it_says(write_rows):
@@ -40,9 +40,9 @@ def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"prompt": "a"', "no valid JSON"),
-        ('{"prompt": NaN}', "no valid JSON"),
-        (b'{"prompt": "\xff"}', "no valid JSON"),
+        ('{"prompt": "a"', "invalid JSON"),
+        ('{"prompt": NaN}', "invalid JSON"),
+        (b'{"prompt": "\xff"}', "invalid JSON"),
         ('["a"]', "must be a JSON object, got a list"),
         ('{"text": "a"}', "no field 'prompt' or 'input' for the prompt; the row has ['text']"),
         ('{"prompt": 7}', "'prompt' must be a string or a list of chat messages, got a number"),
@@ -123,12 +123,12 @@ def test_windows_line_ends_and_a_byte_order_mark(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (gzip.compress(b"{}", mtime=0), "packed with gzip; let its name end in .gz"),
-        (bz2.compress(b"{}"), "packed with bzip2; let its name end in .bz2"),
-        (lzma.compress(b"{}"), "packed with xz; let its name end in .xz"),
-        (b"\x28\xb5\x2f\xfd", "packed with Zstandard; let its name end in .zst"),
-        (b"PK\x03\x04", "packed with zip; pack it with gzip instead"),
-        (b"PAR1", "a Parquet file; let its name end in .parquet"),
+        (gzip.compress(b"{}", mtime=0), "gzip; rename it to end in .gz"),
+        (bz2.compress(b"{}"), "bzip2; rename it to end in .bz2"),
+        (lzma.compress(b"{}"), "xz; rename it to end in .xz"),
+        (b"\x28\xb5\x2f\xfd", "Zstandard; rename it to end in .zst"),
+        (b"PK\x03\x04", "zip; compress it with gzip instead"),
+        (b"PAR1", "Parquet; rename it to end in .parquet"),
         ('{"prompt": "a"}\n'.encode("utf-16"), "UTF-16; write it in UTF-8"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_file_whose_name_hides_its_format(tmp_path, content, words):
     for policy in ("error", "skip"):
         with pytest.raises(DataError) as caught:
             read_prompts(str(path), on_bad_data=policy)
-        assert str(caught.value) == f"{path} is no JSON Lines: it is {words}"
+        assert str(caught.value) == f"{path} is not JSON Lines but {words}"
 
 
 def test_of_a_key_that_comes_twice_the_last_counts(tmp_path):
@@ -165,7 +165,7 @@ def test_a_slice_keeps_no_other_rows_in_memory(tmp_path):
     path.write_bytes((b'{"prompt": "' + b"x" * 9980 + b'"}\n') * 6400)
     for text, count in (("[0:5]", 5), ("[6390:]", 10), ("[6000:6003]", 3)):
         tracemalloc.start()
-        assert len(list(raw_rows(f"{path}@{text}"))) == count
+        assert len(list(PromptFile(f"{path}@{text}").rows())) == count
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 4e6

@@ -37,7 +37,7 @@ def test_a_row_keeps_all_it_says(write_rows):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"messages": [', "no valid JSON"),
+        ('{"messages": [', "invalid JSON"),
         ("[]", "must be a JSON object, got a list"),
         ('{"text": "a"}', "no field 'messages' or 'conversations' for the conversation; the row has ['text']"),
         ('{"messages": "a"}', "'messages' must be a list of chat messages, got a string"),

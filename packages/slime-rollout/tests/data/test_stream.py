@@ -218,7 +218,7 @@ def test_a_file_that_breaks_off_is_told_where_it_is_reached(stream, write, tmp_p
     path.write_bytes(path.read_bytes()[:-2000])
     source = stream(path)
     take(source, 100)
-    with pytest.raises(DataError, match="is damaged or cut off and cannot be unpacked"):
+    with pytest.raises(DataError, match="is damaged or cut off and cannot be decompressed"):
         take(source, *[500] * 6)
 
 

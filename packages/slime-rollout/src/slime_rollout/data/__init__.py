@@ -2,23 +2,22 @@
 
 from slime_rollout.data.buffer import RolloutDataSourceWithBuffer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
-from slime_rollout.data.check import check_prompt_data, check_prompt_file
 from slime_rollout.data.choose import find_data_source, make_data_source
 from slime_rollout.data.dataset import PromptDataset
 from slime_rollout.data.encode import RowEncoder, TokenizedPrompt
-from slime_rollout.data.encoder_pool import EncoderPool
 from slime_rollout.data.group_state import copied_group
 from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.load import load_source
-from slime_rollout.data.preference import PreferenceFields, PreferenceRow, read_preferences
-from slime_rollout.data.preference_batch import (
+from slime_rollout.data.preference import (
     PreferenceBatch,
     PreferenceDataset,
     PreferenceEncoder,
+    PreferenceFields,
+    PreferenceRow,
     preference_batch,
+    read_preferences,
 )
-from slime_rollout.data.read import read_prompts
-from slime_rollout.data.rows import PromptRow, RowFields
+from slime_rollout.data.prompts import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
 from slime_rollout.data.sft import SftDataset, SftFields, SftRow, read_sft, sft_sample
 from slime_rollout.data.source import RolloutDataSource
 from slime_rollout.data.stream import StreamingPrompts
@@ -27,7 +26,6 @@ from slime_rollout.data.tokenizer import PromptEncoder, load_tokenizer
 __all__ = [
     "ChatEncoder",
     "EncodedChat",
-    "EncoderPool",
     "Fate",
     "Ledger",
     "PreferenceBatch",

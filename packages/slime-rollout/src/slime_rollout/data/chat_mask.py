@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.types import Message, Sample, Status
-from slime_rollout.data.fields import TURN_MASK_KEY
+from slime_rollout.data.rows import TURN_MASK_KEY
 from slime_rollout.data.template_forms import suited
 from slime_rollout.data.turns import Render, Turn, TurnFinder
 

@@ -1,61 +1,121 @@
-"""Prompts of one or several files, tokenized."""
+"""Data in memory, and the feeds that a data source draws fresh groups from."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 
 from slime_core.errors import DataError
 from slime_core.types import Group
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.encode import Encoding, Outcome, RowEncoder, TokenizedPrompt, fresh_group
-from slime_rollout.data.faults import Faults
+from slime_rollout.data.encode import RowEncoder, TokenizedPrompt, fresh_group
+from slime_rollout.data.files import PromptFile
 from slime_rollout.data.order import epoch_order
-from slime_rollout.data.read import raw_rows
+from slime_rollout.data.rows import usable
 from slime_rollout.data.tokenizer import PromptEncoder
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class PromptDataset:
-    """Prompts in the file's order.
+class Feed(Protocol):
+    """Endless fresh groups in a fixed order, and a position that can be saved."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a saved position belongs to, as plain values: data, order and seed."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last prompt; where an epoch begins, of the next one. From 0."""
+
+    @property
+    def position(self) -> Any:
+        """The place in that epoch, as plain values that share nothing with this object."""
+
+    def seek(self, epoch: int, position: Any) -> None:
+        """Go to a place that :attr:`epoch` and :attr:`position` named before."""
+
+    def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
+        """Fresh samples of the next prompt, numbered from ``first_index``.
+
+        Raises:
+            DataError: There is none, because of a row that cannot be used. The position stays before that row.
+        """
+
+
+class Dataset(ABC, Generic[T]):
+    """Data in memory, in the file's order: prompts, conversations or preference pairs.
 
     Args:
-        prompts: The prompts, at least one.
+        items: At least one.
     """
 
-    def __init__(self, prompts: Iterable[TokenizedPrompt]) -> None:
-        self._prompts = list(prompts)
-        if not self._prompts:
-            raise DataError("a data set needs at least one prompt")
-        self._sizes = [len(self._prompts)]
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = list(items)
+        if not self._items:
+            raise DataError("a data set needs at least one row")
+        self._sizes = [len(self._items)]
         self._weights: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all items and weights: equal for equal data sets, in every process."""
+        hasher = hashlib.blake2b(digest_size=16)
+        if self._weights is not None:
+            hasher.update(orjson.dumps([self._sizes, self._weights]))
+        for item in self._items:
+            hasher.update(orjson.dumps(self._hashed(item)))
+        return hasher.hexdigest()
+
+    def feed(self, *, shuffle: bool, seed: int) -> DatasetFeed:
+        """Its groups from the beginning on, each epoch shuffled by its own order if ``shuffle``."""
+        return DatasetFeed(self, shuffle=shuffle, seed=seed)
+
+    def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+        """Places of the items that one epoch hands out, in order; see `order.epoch_order`."""
+        return epoch_order(self._sizes, self._weights, epoch=epoch, shuffle=shuffle, seed=seed)
+
+    @abstractmethod
+    def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
+        """Fresh samples of one place from 0, numbered from ``first_index``."""
+
+    @abstractmethod
+    def _hashed(self, item: T) -> Any:
+        """What the digest depends on, as plain values."""
+
+
+class PromptDataset(Dataset[TokenizedPrompt]):
+    """Tokenized prompts."""
 
     @classmethod
     def load(
-        cls, path: str, config: RolloutConfig, encoder: PromptEncoder, *, encoding: Encoding | None = None
+        cls, path: str, config: RolloutConfig, encoder: PromptEncoder, *, encoding: RowEncoder | None = None
     ) -> PromptDataset:
         """Read, check and tokenize a file, leaving out prompts longer than ``--rollout-max-prompt-len``.
 
-        Rows that cannot be used are an error, or left out and told with ``--on-bad-data skip``.
+        Rows that cannot be used are an error, or left out and logged with ``--on-bad-data skip``.
 
         Args:
             path: The file, perhaps with a slice.
             config: How it is to be used.
             encoder: The tokenizer.
-            encoding: What checks and tokenizes rows in place of this process, for the same config and tokenizer.
+            encoding: What checks and tokenizes rows, for the same config and tokenizer; unset: this process.
 
         Raises:
             DataError: The file breaks its format, or no prompt is short enough.
         """
-        faults = Faults(path, config.on_bad_data)
-        outcomes = (encoding or RowEncoder(config, encoder)).outcomes((None, raw) for raw in raw_rows(path))
-        caught = [faults.catch(_prompt_of, outcome) for _, outcome in outcomes]
-        faults.settle()
-        prompts = [prompt for prompt in caught if prompt is not None]
+        rows = ((None, raw) for _, raw in PromptFile(path).rows())
+        outcomes = (encoding or RowEncoder(config, encoder)).outcomes(rows)
+        prompts = usable(path, (outcome for _, outcome in outcomes), config.on_bad_data)
         limit = config.rollout_max_prompt_len
         kept = [prompt for prompt in prompts if limit is None or len(prompt.tokens) <= limit]
         if not kept:
@@ -74,44 +134,63 @@ class PromptDataset:
 
         Args:
             parts: The data sets, at least one.
-            weights: How the prompts of an epoch are shared among them, as `order.epoch_order` says; without them
-                every prompt comes once.
+            weights: How the prompts of an epoch are shared among them, see `order.epoch_order`; unset: each comes once.
         """
-        joined = cls(prompt for part in parts for prompt in part._prompts)
+        joined = cls(prompt for part in parts for prompt in part._items)
         joined._sizes = [len(part) for part in parts]
         joined._weights = list(weights) if weights else None
         return joined
 
-    def __len__(self) -> int:
-        return len(self._prompts)
+    def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
+        """Fresh samples of one prompt, numbered from ``first_index``."""
+        return fresh_group(self._items[place], group_index=group_index, first_index=first_index, size=size)
+
+    def _hashed(self, item: TokenizedPrompt) -> Any:
+        return [item.row.prompt, item.row.label, item.row.metadata, item.tokens]
+
+
+class DatasetFeed:
+    """Epoch after epoch of data in memory. Implements `Feed`.
+
+    The order of an epoch depends on its number, the seed and the data alone (see `slime_rollout.data.order`), so the
+    epoch's number and the position in it are all that has to be saved.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, shuffle: bool, seed: int) -> None:
+        self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
+        self._identity = {"prompts": len(dataset), "digest": dataset.digest, "shuffle": shuffle, "seed": seed}
+        self._epoch = self._position = 0
+        self._order = self._epoch_order()
 
     @property
-    def digest(self) -> str:
-        """A hash of all prompts, labels, token ids and weights: equal for equal data sets, in every process."""
-        hasher = hashlib.blake2b(digest_size=16)
-        if self._weights is not None:
-            hasher.update(orjson.dumps([self._sizes, self._weights]))
-        for prompt in self._prompts:
-            hasher.update(orjson.dumps([prompt.row.prompt, prompt.row.label, prompt.row.metadata, prompt.tokens]))
-        return hasher.hexdigest()
+    def identity(self) -> dict[str, Any]:
+        """As for `Feed`."""
+        return dict(self._identity)
 
-    def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
-        """Places of the prompts that one epoch hands out, in order; see `order.epoch_order`."""
-        return epoch_order(self._sizes, self._weights, epoch=epoch, shuffle=shuffle, seed=seed)
+    @property
+    def epoch(self) -> int:
+        """As for `Feed`."""
+        return self._epoch
 
-    def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
-        """Fresh samples of one prompt.
+    @property
+    def position(self) -> int:
+        """Prompts of the epoch that were handed out."""
+        return self._position
 
-        Args:
-            place: Which prompt, from 0.
-            group_index: Number of the group.
-            first_index: Number of its first sample; the others count on from there.
-            size: Number of samples.
-        """
-        return fresh_group(self._prompts[place], group_index=group_index, first_index=first_index, size=size)
+    def seek(self, epoch: int, position: int) -> None:
+        """As for `Feed`."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self._epoch_order()
+        self._position = position
 
+    def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
+        """As for `Feed`; never fails."""
+        if self._position == len(self._order):
+            self.seek(self._epoch + 1, 0)
+        place = self._order[self._position]
+        self._position += 1
+        return self._dataset.group(place, group_index=group_index, first_index=first_index, size=size)
 
-def _prompt_of(outcome: Outcome) -> TokenizedPrompt:
-    if isinstance(outcome, DataError):
-        raise outcome
-    return outcome
+    def _epoch_order(self) -> list[int]:
+        return self._dataset.epoch_order(self._epoch, shuffle=self._shuffle, seed=self._seed)

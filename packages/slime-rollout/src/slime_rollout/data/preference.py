@@ -5,34 +5,42 @@
     {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": [{"role": "user", …}, …]}
 
 In chat pairs the prompt may stand in its own field or at the beginning of both conversations, or in both places.
+They are tokenized and batched as the DPO and reward-model losses of slime_core take them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.types import Message, Prompt
-from slime_rollout.data.conversations import ChatFields, ChatRow, chat_row, field_name, read_rows
-from slime_rollout.data.fields import described, read_messages
-from slime_rollout.data.plain import kind
+from slime_core.types import Group, Message, Prompt, Sample
+from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
+from slime_rollout.data.dataset import Dataset
+from slime_rollout.data.files import RawRow
+from slime_rollout.data.rows import Fields, Row, common_values, field_name, kind, read_messages, read_rows, row_values
 
+logger = logging.getLogger(__name__)
+
+CHOSEN_REWARD, REJECTED_REWARD = 1.0, 0.0
 _PROMPT_KEYS = ("prompt", "question", "instruction", "input")
 _CHOSEN_KEYS = ("chosen", "chosen_response", "preferred")
 _REJECTED_KEYS = ("rejected", "rejected_response", "dispreferred")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceFields(ChatFields):
-    """Which fields of a row hold what, besides those of `ChatFields`; ``None`` stands for the usual names.
+class PreferenceFields(Fields):
+    """Which fields of a row hold what, besides those of `Fields`.
 
     Attributes:
-        prompt_key: Field of the prompt; without it ``prompt``, ``question``, ``instruction``, then ``input``.
-        chosen_key: Field of the better response; without it ``chosen``, ``chosen_response``, then ``preferred``.
-        rejected_key: Field of the other; without it ``rejected``, ``rejected_response``, then ``dispreferred``.
+        prompt_key: Field of the prompt; unset: ``prompt``, ``question``, ``instruction``, then ``input``.
+        chosen_key: Field of the better response; unset: ``chosen``, ``chosen_response``, then ``preferred``.
+        rejected_key: Field of the other; unset: ``rejected``, ``rejected_response``, then ``dispreferred``.
         margin_key: Field of a number, how much better it is; optional in a row.
     """
 
@@ -43,8 +51,8 @@ class PreferenceFields(ChatFields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceRow(ChatRow):
-    """One pair of a file, with what any `ChatRow` has: text throughout, or messages throughout.
+class PreferenceRow(Row):
+    """One pair of a file, with what any `Row` has: text throughout, or messages throughout.
 
     Attributes:
         prompt: What both respond to.
@@ -67,37 +75,215 @@ def read_preferences(
     Args:
         path: The file.
         fields: The names of the fields.
-        on_bad_data: What to do about rows that break the format: ``error``, or ``skip`` and log how many and which.
+        on_bad_data: For rows that break the format: ``error``, or ``skip`` and log how many and which.
 
     Raises:
         DataError: The file is missing or empty, or a line breaks the format; says which and how.
     """
-    return read_rows(path, functools.partial(preference_row, fields or PreferenceFields()), on_bad_data)
+    return read_rows(path, functools.partial(_row, fields=fields or PreferenceFields()), on_bad_data)
 
 
-def preference_row(fields: PreferenceFields, where: str, values: dict[str, Any]) -> PreferenceRow:
-    """One row of a file.
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatch:
+    """P pairs: chosen, rejected, chosen, rejected, …; T tokens of their 2P responses, one after the other.
+
+    Attributes:
+        samples: 2P samples.
+        lengths: Tokens of each response, 2P numbers that add up to T: ``lengths`` of ``slime_core.ops.dpo_loss``.
+        loss_mask: T numbers, 1 where a token counts: its ``mask_T``.
+        score_positions: Per sample, the place in its ``tokens`` of the last token that counts, where a reward model's
+            score is read.
+        margins: P numbers, 0 for a pair without one; ``None`` if no pair has one: ``margins_P`` of
+            ``slime_core.ops.reward_model_loss``.
+    """
+
+    samples: list[Sample]
+    lengths: list[int]
+    loss_mask: list[int]
+    score_positions: list[int]
+    margins: list[float] | None
+
+
+def preference_batch(groups: Sequence[Group]) -> PreferenceBatch:
+    """Batch pairs, such as a `RolloutDataSource` over a :class:`PreferenceDataset` gives them.
+
+    Args:
+        groups: P pairs, each of the chosen and the rejected sample.
 
     Raises:
-        DataError: It breaks the format; says where and how.
+        DataError: A group is no such pair.
     """
-    chosen_key = field_name(where, values, fields.chosen_key, _CHOSEN_KEYS, "the chosen response")
-    rejected_key = field_name(where, values, fields.rejected_key, _REJECTED_KEYS, "the rejected response")
-    chosen = _text_or_messages(f"{where}: {chosen_key!r}", values[chosen_key])
-    rejected = _text_or_messages(f"{where}: {rejected_key!r}", values[rejected_key])
+    for group in groups:
+        if [sample.reward for sample in group] != [CHOSEN_REWARD, REJECTED_REWARD]:
+            rewards = [sample.reward for sample in group]
+            raise DataError(f"a preference pair is a chosen and a rejected sample, rewards 1 and 0; got {rewards}")
+    samples = [sample for group in groups for sample in group]
+    given = [group[0].train_metadata.get("margin") for group in groups]
+    return PreferenceBatch(
+        samples=samples,
+        lengths=[sample.response_length for sample in samples],
+        loss_mask=[entry for sample in samples for entry in sample.trained_mask],
+        score_positions=[_score_position(sample) for sample in samples],
+        margins=None if all(margin is None for margin in given) else [margin or 0.0 for margin in given],
+    )
+
+
+class PreferenceEncoder:
+    """Turns pairs into tokens.
+
+    In chat pairs the assistant's turns after the prompt are trained on. In text pairs the prompt is tokenized as for
+    generation and the response behind it, so both sides of a pair have the same prompt tokens; then comes the
+    tokenizer's end token.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        chat: What encodes messages; ``None`` for text pairs alone.
+    """
+
+    def __init__(self, tokenizer: Any, chat: ChatEncoder | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+
+    def encode(self, row: PreferenceRow, *, max_length: int | None = None) -> tuple[EncodedChat, EncodedChat]:
+        """The chosen and the rejected side of a pair.
+
+        Raises:
+            DataError: The template cannot be used for it, or it is chat and the encoder is for text.
+        """
+        try:
+            chosen, rejected = self._side(row, row.chosen), self._side(row, row.rejected)
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from None
+        return chosen.cut(max_length), rejected.cut(max_length)
+
+    def response(self, encoded: EncodedChat) -> str:
+        """The response of one side as text."""
+        return str(self._tokenizer.decode(encoded.tokens[encoded.prompt_length :], skip_special_tokens=False))
+
+    def _side(self, row: PreferenceRow, response: Any) -> EncodedChat:
+        if isinstance(row.prompt, str):
+            return self._text(row.prompt, response)
+        if self._chat is None:
+            raise DataError("the pair is chat messages; give a ChatEncoder, or write it as text")
+        messages = [*row.prompt, *response]
+        return self._chat.encode(messages, tools=row.tools, first_trained=len(row.prompt))
+
+    def _text(self, prompt: str, response: str) -> EncodedChat:
+        special = not prompt.startswith(self._tokenizer.bos_token or "\0")
+        before = list(self._tokenizer(prompt, add_special_tokens=special)["input_ids"])
+        end = self._tokenizer.eos_token_id
+        if before and before[-1] == end:
+            before.pop()
+        after = list(self._tokenizer(response, add_special_tokens=False)["input_ids"])
+        if end is not None and after[-1:] != [end]:
+            after.append(end)
+        return EncodedChat(tokens=before + after, loss_mask=[0] * len(before) + [1] * len(after))
+
+
+class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]]):
+    """Pairs, tokenized. A `RolloutDataSource` with ``samples_per_prompt=2`` deals them out: order, epochs, state.
+
+    Args:
+        pairs: Rows with their chosen and rejected tokens, at least one.
+        encoder: What made the tokens.
+    """
+
+    def __init__(
+        self, pairs: Iterable[tuple[PreferenceRow, EncodedChat, EncodedChat]], encoder: PreferenceEncoder
+    ) -> None:
+        super().__init__(pairs)
+        self._encoder = encoder
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        encoder: PreferenceEncoder,
+        *,
+        max_length: int | None = None,
+        fields: PreferenceFields | None = None,
+        on_bad_data: str = "error",
+    ) -> PreferenceDataset:
+        """Read, check and tokenize a file.
+
+        Left out are pairs of which ``max_length`` leaves a side without a response, or both sides the same.
+
+        Args:
+            path: The file, perhaps with a slice.
+            encoder: Makes the tokens.
+            max_length: Most tokens of a side; what is longer loses its end.
+            fields: The names of the fields.
+            on_bad_data: As for `read_preferences`; a pair that the template refuses is bad, too.
+
+        Raises:
+            DataError: The file breaks its format, the template cannot be used, or no pair is left.
+        """
+
+        def encoded_pair(raw: RawRow) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
+            row = _row(raw, fields or PreferenceFields())
+            return row, *encoder.encode(row, max_length=max_length)
+
+        pairs = read_rows(path, encoded_pair, on_bad_data)
+        kept = [pair for pair in pairs if _differs(*pair[1:])]
+        if not kept:
+            raise DataError(f"{path}: none of the {len(pairs)} pairs differs within {max_length} tokens")
+        cut = sum(chosen.truncated or rejected.truncated for _, chosen, rejected in kept)
+        if cut or len(kept) < len(pairs):
+            logger.warning(
+                "%s: of %d pairs left out %d that do not differ within %s tokens, and cut %d",
+                *(path, len(pairs), len(pairs) - len(kept), max_length, cut),
+            )
+        return cls(kept, encoder)
+
+    def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
+        """The chosen (reward 1) and the rejected sample (reward 0) of one pair.
+
+        Raises:
+            DataError: ``size`` is not 2.
+        """
+        if size != 2:
+            raise DataError(f"a preference pair has 2 samples, not {size}; set samples_per_prompt to 2")
+        row, *sides = self._items[place]
+        rewards = (CHOSEN_REWARD, REJECTED_REWARD)
+        return [
+            side.sample(
+                index=first_index + offset,
+                group_index=group_index,
+                prompt=copy.deepcopy(row.prompt),
+                response=self._encoder.response(side),
+                reward=rewards[offset],
+                metadata=copy.deepcopy(row.metadata),
+                train_metadata={} if row.margin is None else {"margin": row.margin},
+            )
+            for offset, side in enumerate(sides)
+        ]
+
+    def _hashed(self, item: tuple[PreferenceRow, EncodedChat, EncodedChat]) -> Any:
+        row, *sides = item
+        return [row.metadata, row.margin, [[side.tokens, side.loss_mask] for side in sides]]
+
+
+def _row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
+    where, values = raw.where, row_values(raw)
+
+    def text_or_messages(given: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Prompt]:
+        key = field_name(where, values, given, usual, what, "name the field")
+        return key, _text_or_messages(f"{where}: {key!r}", values[key])
+
+    chosen_key, chosen = text_or_messages(fields.chosen_key, _CHOSEN_KEYS, "the chosen response")
+    rejected_key, rejected = text_or_messages(fields.rejected_key, _REJECTED_KEYS, "the rejected response")
     if chosen == rejected:
         raise DataError(f"{where}: {chosen_key!r} and {rejected_key!r} are the same, so nothing is preferred")
-    prompt_key = None
+    prompt_key, prompt = None, None
     if fields.prompt_key or isinstance(chosen, str) or any(values.get(key) is not None for key in _PROMPT_KEYS):
-        prompt_key = field_name(where, values, fields.prompt_key, _PROMPT_KEYS, "the prompt")
-    prompt = None if prompt_key is None else _text_or_messages(f"{where}: {prompt_key!r}", values[prompt_key])
+        prompt_key, prompt = text_or_messages(fields.prompt_key, _PROMPT_KEYS, "the prompt")
     prompt, chosen, rejected = _split(where, prompt, chosen, rejected)
     return PreferenceRow(
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
         margin=_margin(f"{where}: {fields.margin_key!r}", values.get(fields.margin_key)),
-        **chat_row(where, values, fields, {prompt_key, chosen_key, rejected_key, fields.margin_key}),
+        **common_values(where, values, fields, {prompt_key, chosen_key, rejected_key, fields.margin_key}),
     )
 
 
@@ -139,7 +325,7 @@ def _text_or_messages(where: str, value: Any) -> Prompt:
     if isinstance(value, dict):  # one message, as some data sets write a response
         return read_messages(where, [value])
     if not isinstance(value, str) or not value:
-        raise DataError(f"{where} must be a string or chat messages, got {described(value)}")
+        raise DataError(f"{where} must be a string or chat messages, got {kind(value)}")
     return value
 
 
@@ -149,3 +335,12 @@ def _margin(where: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"{where} must be a number, got {kind(value)}")
     return float(value)
+
+
+def _differs(chosen: EncodedChat, rejected: EncodedChat) -> bool:
+    return 1 in chosen.loss_mask and 1 in rejected.loss_mask and chosen.tokens != rejected.tokens
+
+
+def _score_position(sample: Sample) -> int:
+    mask = sample.trained_mask
+    return len(sample.tokens) - 1 - mask[::-1].index(1)

@@ -1,145 +1,259 @@
-"""One row of a prompt file, whatever the file's format: its fields, checked strictly.
+"""What rows of prompts, conversations and preference pairs share, whatever the file's format: all checked strictly.
 
-    {"prompt": "57 + 26 =", "label": "83", "metadata": {"source": "sums"}}
-    {"prompt": [{"role": "user", "content": "57 + 26?"}], "label": 83}
-
-Fields that are neither prompt, label, tools nor metadata are kept beside the metadata's own entries.
+Messages are ``{"role": …, "content": …}``; ShareGPT's ``{"from": "human", "value": …}`` is read as the same.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import logging
+import math
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from slime_core.errors import DataError
-from slime_core.types import Prompt
-from slime_rollout.data.fields import described, read_messages, read_metadata, read_tools
-from slime_rollout.data.plain import kind, plain_values
+from slime_core.types import Message
+from slime_rollout.data.files import PromptFile, RawRow
 
-_DEFAULT_INPUT_KEYS = ("prompt", "input")
-_DEFAULT_LABEL_KEY = "label"
-# Integers beyond 64 bits are read as floats; from here on a float is not every integer's own.
-_INEXACT = 2.0**53
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+TURN_MASK_KEY = "step_loss_mask"
+"""Field of an assistant message that is 0 where its turn is not to be trained on. Templates do not see it."""
 
-@dataclass(frozen=True, kw_only=True)
-class RawRow:
-    """A row as its file holds it.
-
-    Attributes:
-        where: File and line or row, for messages.
-        value: A line of JSON, the columns' values, or what is wrong if they cannot even be taken out of the file.
-    """
-
-    where: str
-    value: bytes | dict[str, Any] | DataError
+_SHOWN = 3  # bad rows that are named in a message
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptRow:
-    """One row of a prompt file.
+class Fields:
+    """Names of the fields that any row may have.
+
+    Attributes:
+        tool_key: Field of a list of tools (or its JSON text), optional in a row.
+        metadata_key: Field of an object with further values, optional in a row.
+    """
+
+    tool_key: str = "tools"
+    metadata_key: str = "metadata"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What any row has.
 
     Attributes:
         where: File and line or row, for messages.
-        prompt: Text, or chat messages.
-        label: The expected answer as text, if the row has one.
-        tools: Descriptions of the tools that the model may call, for the chat template; ``None`` without.
-        metadata: The row's further values; the tools again under ``tools``, for generate functions.
+        tools: Descriptions of tools for the chat template, if the row has some.
+        metadata: The row's further values.
     """
 
     where: str
-    prompt: Prompt
-    label: str | None = None
     tools: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowFields:
-    """Which fields of a row hold what; ``None`` stands for the usual names.
+def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, log: bool = True) -> list[T]:
+    """Read a file of any format, or the slice of it that ``path`` names.
 
-    Attributes:
-        input_key: Field of the prompt; without it ``prompt``, then ``input``.
-        label_key: Field of the answer, then required; without it ``label`` in rows that have it.
-        metadata_key: Field of an object with further values, optional in a row.
-        tool_key: Field of a list of tools, optional in a row.
-    """
-
-    input_key: str | None = None
-    label_key: str | None = None
-    metadata_key: str = "metadata"
-    tool_key: str = "tools"
-
-
-def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
-    """Check a row and take it apart.
+    Args:
+        path: The file.
+        make: Makes the result of one row. Its `DataError` means that the row is bad.
+        on_bad_data: As for :func:`usable`.
+        log: As for :func:`usable`.
 
     Raises:
-        DataError: It breaks the format; says where and how.
+        DataError: The file is missing, empty or damaged, or a row is bad; says which and how.
     """
-    where, values = raw.where, row_values(raw)
-    input_key = _input_key(where, values, fields.input_key)
-    label_key = fields.label_key or _DEFAULT_LABEL_KEY
-    if fields.label_key is not None and values.get(label_key) is None:
-        raise DataError(f"{where}: no field {label_key!r}, which --label-key names; the row has {sorted(values)}")
-    known = (input_key, label_key, fields.metadata_key, fields.tool_key)
-    metadata = {key: value for key, value in values.items() if key not in known}
-    metadata |= read_metadata(f"{where}: {fields.metadata_key!r}", values.get(fields.metadata_key))
-    tools = read_tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key))
-    return PromptRow(
-        where=where,
-        prompt=_prompt(f"{where}: {input_key!r}", values[input_key]),
-        label=_label(f"{where}: {label_key!r}", values.get(label_key)),
-        tools=tools,
-        metadata=metadata if tools is None else metadata | {"tools": tools},
-    )
+
+    def attempt(raw: RawRow) -> T | DataError:
+        try:
+            return make(raw)
+        except DataError as error:
+            return error
+
+    return usable(path, (attempt(raw) for _, raw in PromptFile(path).rows()), on_bad_data, log=log)
+
+
+def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str, *, log: bool = True) -> list[T]:
+    """The rows of a file that can be used.
+
+    Args:
+        path: The file, for messages.
+        rows: Every row, or why it cannot be used.
+        on_bad_data: ``error``, or ``skip``: log how many rows cannot be used, and the first ones.
+        log: Whether to log.
+
+    Raises:
+        DataError: Rows are bad and not to be skipped, or no row is good.
+    """
+    good: list[T] = []
+    reasons: list[str] = []
+    bad = 0
+    for row in rows:
+        if not isinstance(row, DataError):
+            good.append(row)
+            continue
+        bad += 1
+        if bad <= _SHOWN:
+            reasons.append(str(row))
+    total = bad + len(good)
+    if bad and on_bad_data == "skip" and good:
+        if log:
+            more = f"; and {bad - _SHOWN} more" if bad > _SHOWN else ""
+            logger.warning("%s: skipped %d of %d rows: %s%s", path, bad, total, "; ".join(reasons), more)
+    elif bad:
+        counts = f"({bad} of {total} rows of {path} are bad; fix them, or leave them out with --on-bad-data skip)"
+        counts = counts if good else f"(all {total} rows of {path} are bad)"
+        raise DataError(reasons[0] if bad == 1 else f"{reasons[0]} {counts}")
+    return good
 
 
 def row_values(raw: RawRow) -> dict[str, Any]:
-    """The fields of a row. Of a JSON key that comes twice, the last value counts, as for every parser.
+    """The fields of a row. If a JSON key comes twice, the last value counts, as for every parser.
 
     Raises:
-        DataError: It is no JSON object; says where and how.
+        DataError: It is not a JSON object; says where and how.
     """
     if isinstance(raw.value, DataError):
         raise raw.value
     if isinstance(raw.value, dict):
-        return plain_values(raw.where, raw.value)
+        return _plain_row(raw.where, raw.value)
     try:
         values = orjson.loads(raw.value)
     except orjson.JSONDecodeError as error:
         raise DataError(
-            f"{raw.where}: no valid JSON: {error.msg} (column {error.colno}); write one object per line"
+            f"{raw.where}: invalid JSON: {error.msg} (column {error.colno}); write one object per line"
         ) from None
     if not isinstance(values, dict):
         raise DataError(f"{raw.where}: a row must be a JSON object, got {kind(values)}")
     return values
 
 
-def _input_key(where: str, values: dict[str, Any], given: str | None) -> str:
-    wanted = (given,) if given is not None else _DEFAULT_INPUT_KEYS
-    there = [key for key in wanted if key in values]
+def field_name(
+    where: str, values: dict[str, Any], given: str | None, usual: tuple[str, ...], what: str, advice: str
+) -> str:
+    """Which field of a row holds ``what``: the given one, or the first of the usual ones that is there and not null.
+
+    Raises:
+        DataError: There is none.
+    """
+    wanted = usual if given is None else (given,)
+    there = [name for name in wanted if name in values]
     if there:  # columns cannot tell null from absent
-        return next((key for key in there if values[key] is not None), there[0])
-    names = " or ".join(repr(key) for key in wanted)
-    raise DataError(f"{where}: no field {names} for the prompt; the row has {sorted(values)}; name it with --input-key")
+        return next((name for name in there if values[name] is not None), there[0])
+    names = " or ".join(map(repr, wanted))
+    raise DataError(f"{where}: no field {names} for {what}; the row has {sorted(values)}; {advice}")
 
 
-def _prompt(where: str, value: Any) -> Prompt:
-    if isinstance(value, str) and value:
+def common_values(where: str, values: dict[str, Any], fields: Fields, used: set[str | None]) -> dict[str, Any]:
+    """The fields of `Row`. Values that are not ``used`` otherwise are kept beside the metadata's.
+
+    Raises:
+        DataError: Tools or metadata are something else.
+    """
+    known = used | {fields.tool_key, fields.metadata_key}
+    metadata = values.get(fields.metadata_key)
+    if not isinstance(metadata, dict | None):
+        raise DataError(f"{where}: {fields.metadata_key!r} must be an object, got {kind(metadata)}")
+    others = {name: value for name, value in values.items() if name not in known}
+    tools = _tools(f"{where}: {fields.tool_key!r}", values.get(fields.tool_key))
+    return {"where": where, "tools": tools, "metadata": others | (metadata or {})}
+
+
+def read_messages(where: str, value: Any) -> list[Message]:
+    """Check a list of messages, and write ShareGPT's as the others.
+
+    Raises:
+        DataError: It is something else; names the message.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where} must be a list of chat messages, got {kind(value)}")
+    return [_message(f"{where}, message {place}", message) for place, message in enumerate(value, 1)]
+
+
+def kind(value: Any) -> str:
+    """What JSON calls a value, for messages."""
+    if value in ("", []):
+        return f"an empty {'list' if isinstance(value, list) else 'string'}"
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
+    """A list of objects, or its JSON text: columns need the text, because they cannot hold schemas that differ."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value or "null")
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{where} is a string, but not the JSON of a list of tools: {error.msg}") from None
+    if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise DataError(f"{where} must be a list of objects that describe tools, got {kind(value)}")
+    return value or None
+
+
+def _message(where: str, value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise DataError(f'{where} must be an object such as {{"role": "user", "content": "…"}}, got {kind(value)}')
+    message = dict(value)
+    if "role" not in message and "from" in message:
+        role, content = message.pop("from"), message.pop("value", None)
+        message |= {"role": _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
+    # Templates ask whether the content is none; columns cannot tell null from absent.
+    message.setdefault("content", None)
+    if not (isinstance(message.get("role"), str) and message["role"]):
+        raise DataError(f"{where} needs a 'role' (a string such as 'user'); it has {sorted(value)}")
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        raise DataError(f"{where}: 'tool_calls' must be a list of objects with a 'function' that has a 'name'")
+    if not (isinstance(message["content"], str) or (calls and message["content"] is None)):
+        raise DataError(f"{where} needs 'content' as a string, got {kind(message['content'])}")
+    if not isinstance(message.get("reasoning_content"), str | None):
+        raise DataError(f"{where}: 'reasoning_content' must be a string, got {kind(message['reasoning_content'])}")
+    if message.get(TURN_MASK_KEY, 1) not in (0, 1):
+        raise DataError(f"{where}: {TURN_MASK_KEY!r} must be 0 or 1, got {message[TURN_MASK_KEY]!r}")
+    return message
+
+
+def _is_call(value: Any) -> bool:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _plain_row(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A table's row as a JSON object, so that a row is the same in every format.
+
+    Columns cannot tell an absent field from null, and give every object the fields of all: what is null, or NaN as
+    pandas writes it, is left out. Dates become ISO text; decimals and UUIDs text.
+    """
+    return {key: _plain(f"{where}: {key!r}", value) for key, value in row.items() if not _is_null(value)}
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _plain(where: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(where, item) for key, item in value.items() if not _is_null(item)}
+    if isinstance(value, list | tuple):
+        return [None if _is_null(item) else _plain(where, item) for item in value]
+    if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, list) and value:
-        return read_messages(where, value)
-    raise DataError(f"{where} must be a string or a list of chat messages, got {described(value)}")
-
-
-def _label(where: str, value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, float) and abs(value) >= _INEXACT:
-        raise DataError(f"{where} is a number of too many digits to be read exactly; write it as a string")
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal | uuid.UUID):
         return str(value)
-    raise DataError(f"{where} must be a string or a number, got {kind(value)}")
+    got = str(value) if isinstance(value, float) else f"a value of the type {type(value).__name__}"
+    raise DataError(f"{where} holds {got}, which JSON cannot; leave the column out of the data set, or make it text")

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Sample
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
-from slime_rollout.data.conversations import ChatFields, ChatRow, chat_row, field_name, read_rows
-from slime_rollout.data.fields import read_messages
-from slime_rollout.data.order import epoch_order
+from slime_rollout.data.dataset import Dataset
+from slime_rollout.data.files import RawRow
+from slime_rollout.data.rows import Fields, Row, common_values, field_name, read_messages, read_rows, row_values
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +25,19 @@ _MESSAGE_KEYS = ("messages", "conversations")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftFields(ChatFields):
-    """Which fields of a row hold what, besides those of `ChatFields`.
+class SftFields(Fields):
+    """Which fields of a row hold what, besides those of `Fields`.
 
     Attributes:
-        messages_key: Field of the messages; without it ``messages``, then ``conversations``.
+        messages_key: Field of the messages; unset: ``messages``, then ``conversations``.
     """
 
     messages_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftRow(ChatRow):
-    """One conversation of a file, with what any `ChatRow` has.
+class SftRow(Row):
+    """One conversation of a file, with what any `Row` has.
 
     Attributes:
         messages: The conversation, with an assistant's message in it.
@@ -55,12 +52,12 @@ def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "
     Args:
         path: The file.
         fields: The names of the fields.
-        on_bad_data: What to do about rows that break the format: ``error``, or ``skip`` and log how many and which.
+        on_bad_data: For rows that break the format: ``error``, or ``skip`` and log how many and which.
 
     Raises:
         DataError: The file is missing or empty, or a line breaks the format; says which and how.
     """
-    return read_rows(path, functools.partial(_row, fields or SftFields()), on_bad_data)
+    return read_rows(path, functools.partial(_row, fields=fields or SftFields()), on_bad_data)
 
 
 def sft_sample(row: SftRow, encoder: ChatEncoder, *, index: int, max_length: int | None = None) -> Sample:
@@ -85,7 +82,7 @@ def sft_sample(row: SftRow, encoder: ChatEncoder, *, index: int, max_length: int
     return _sample(row, encoder, encoded, index=index, group_index=index)
 
 
-class SftDataset:
+class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
     """Conversations, tokenized. A `RolloutDataSource` takes it as it takes prompts: order, epochs, exact state.
 
     Args:
@@ -94,10 +91,8 @@ class SftDataset:
     """
 
     def __init__(self, rows: Iterable[tuple[SftRow, EncodedChat]], encoder: ChatEncoder) -> None:
-        self._rows = list(rows)
+        super().__init__(rows)
         self._encoder = encoder
-        if not self._rows:
-            raise DataError("a data set needs at least one conversation")
 
     @classmethod
     def load(
@@ -122,8 +117,8 @@ class SftDataset:
             DataError: The file breaks its format, the template cannot be used, or no row is left.
         """
 
-        def encoded_row(where: str, values: dict[str, Any]) -> tuple[SftRow, EncodedChat]:
-            row = _row(fields or SftFields(), where, values)
+        def encoded_row(raw: RawRow) -> tuple[SftRow, EncodedChat]:
+            row = _row(raw, fields or SftFields())
             return row, _encode(row, encoder, max_length)
 
         rows = read_rows(path, encoded_row, on_bad_data)
@@ -138,28 +133,17 @@ class SftDataset:
             )
         return cls(kept, encoder)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def digest(self) -> str:
-        """A hash of all tokens, masks and metadata: equal for equal data sets, in every process."""
-        hasher = hashlib.blake2b(digest_size=16)
-        for row, encoded in self._rows:
-            hasher.update(orjson.dumps([row.metadata, encoded.tokens, encoded.loss_mask]))
-        return hasher.hexdigest()
-
-    def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
-        """Places of the conversations that one epoch hands out, in order; see `order.epoch_order`."""
-        return epoch_order([len(self)], None, epoch=epoch, shuffle=shuffle, seed=seed)
-
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
-        """Samples of one conversation: as many as asked for, usually one."""
-        row, encoded = self._rows[place]
+        """Samples of one conversation: ``size`` of them, usually one."""
+        row, encoded = self._items[place]
         return [
             _sample(row, self._encoder, encoded, index=first_index + offset, group_index=group_index)
             for offset in range(size)
         ]
+
+    def _hashed(self, item: tuple[SftRow, EncodedChat]) -> Any:
+        row, encoded = item
+        return [row.metadata, encoded.tokens, encoded.loss_mask]
 
 
 def _encode(row: SftRow, encoder: ChatEncoder, max_length: int | None) -> EncodedChat:
@@ -180,12 +164,13 @@ def _sample(row: SftRow, encoder: ChatEncoder, encoded: EncodedChat, *, index: i
     )
 
 
-def _row(fields: SftFields, where: str, values: dict[str, Any]) -> SftRow:
-    key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation")
+def _row(raw: RawRow, fields: SftFields) -> SftRow:
+    where, values = raw.where, row_values(raw)
+    key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation", "name the field")
     messages = read_messages(f"{where}: {key!r}", values[key])
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on; roles: {roles}")
     if roles[0] == "assistant":
         raise DataError(f"{where}: message 1 is the assistant's; begin with a system or user message")
-    return SftRow(messages=messages, **chat_row(where, values, fields, {key}))
+    return SftRow(messages=messages, **common_values(where, values, fields, {key}))

@@ -11,7 +11,7 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Group
-from slime_rollout.data.feed import Dataset, DatasetFeed, Feed
+from slime_rollout.data.dataset import Dataset, Feed
 from slime_rollout.data.group_state import groups_from_plain, plain_groups
 from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.stream import StreamingPrompts
@@ -38,7 +38,7 @@ class RolloutDataSource:
 
     def __init__(
         self,
-        dataset: Dataset | StreamingPrompts,
+        dataset: Dataset[Any] | StreamingPrompts,
         *,
         samples_per_prompt: int,
         shuffle: bool = False,
@@ -48,11 +48,7 @@ class RolloutDataSource:
         self.args = args or HookArgs({})
         self._size = samples_per_prompt
         self._seed = seed
-        self._feed: Feed = (
-            dataset.feed(shuffle=shuffle, seed=seed)
-            if isinstance(dataset, StreamingPrompts)
-            else DatasetFeed(dataset, shuffle=shuffle, seed=seed)
-        )
+        self._feed: Feed = dataset.feed(shuffle=shuffle, seed=seed)
         self._next_group = self._next_sample = 0
         self._ledger = Ledger()
         self._unfinished: deque[Group] = deque()

@@ -1,9 +1,9 @@
-"""Prompts read from their files as they are needed, in bounded memory, with a position that can be written down.
+"""Prompts read from their files as they are needed, in bounded memory, with a position that can be saved.
 
     files ─▶ rows of one pass after another ─▶ shuffled block by block ─▶ tokenized, perhaps ahead ─▶ groups
 
-Nothing is known of rows that were not reached: neither how many there are, nor whether they can be used. What makes the
-order is therefore the rows themselves: a prompt that is left out leaves no other trace.
+Nothing is known of rows ahead: neither how many there are, nor whether they can be used. The order therefore depends on
+the rows alone: a prompt that is left out has no other effect.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import orjson
 from slime_core.errors import DataError
 from slime_core.types import Group
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.encode import Encoding, Outcome, RowEncoder, TokenizedPrompt, fresh_group
+from slime_rollout.data.encode import Outcome, RowEncoder, TokenizedPrompt, fresh_group
+from slime_rollout.data.files import Mark, PromptFile, RawRow, split_slice
 from slime_rollout.data.order import rank
-from slime_rollout.data.read import split_slice
-from slime_rollout.data.rows import RawRow
-from slime_rollout.data.stream_file import Mark, StreamFile
 from slime_rollout.data.tokenizer import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
-_BEGIN = Mark()
-_TOLD_EACH = 3  # bad rows of a pass that are told one by one, before only every tenth, hundredth … is
+_LOGGED = 3  # bad rows of a pass that are logged one by one, before only every tenth, hundredth … is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +37,14 @@ class _Cursor:
     Attributes:
         lap: Passes through all files before.
         file: Which of the files.
-        mark: Where in it; where the block begins if rows are shuffled.
+        mark: Where in it the block begins; a block is one row if rows are not shuffled.
         number: Rows of this pass before ``mark``.
         done: Rows of the block that were handed out, in its shuffled order.
     """
 
     lap: int = 0
     file: int = 0
-    mark: Mark = _BEGIN
+    mark: Mark = dataclasses.field(default_factory=Mark)
     number: int = 0
     done: int = 0
 
@@ -65,20 +62,20 @@ class _Counts:
         return self.used + self.bad + self.long
 
 
-def _lap(files: Sequence[StreamFile], cursor: _Cursor) -> Iterator[tuple[_Cursor, RawRow]]:
-    """The rest of a pass, each row with what comes after it."""
+def _lap(files: Sequence[PromptFile], cursor: _Cursor) -> Iterator[tuple[_Cursor, RawRow]]:
+    """The rest of a pass in the files' order, each row with what comes after it."""
     number, begin = cursor.number, cursor.mark
     for place in range(cursor.file, len(files)):
         for mark, raw in files[place].rows(begin):
             number += 1
             yield _Cursor(cursor.lap, place, mark, number), raw
-        begin = _BEGIN
+        begin = Mark()
 
 
 def _shuffled_lap(
-    files: Sequence[StreamFile], cursor: _Cursor, block: int, salt: str
+    files: Sequence[PromptFile], cursor: _Cursor, block: int, salt: str
 ) -> Iterator[tuple[_Cursor, RawRow]]:
-    """The same in blocks of so many rows, each in an order of its own."""
+    """The same in blocks of so many rows, each shuffled by itself."""
     start, done = dataclasses.replace(cursor, done=0), cursor.done
     rows = _lap(files, start)
     while held := list(islice(rows, block)):
@@ -98,13 +95,13 @@ class _Lane:
     Args:
         files: The files.
         encoding: What tokenizes.
-        block: Rows that are shuffled among each other, or ``None`` for the files' order.
+        block: Rows that are shuffled among each other; 1 for the files' order.
         salt: What the shuffle depends on, besides the pass and the row.
         config: Longest prompt, and what to do about bad rows.
     """
 
     def __init__(
-        self, files: Sequence[StreamFile], encoding: Encoding, *, block: int | None, salt: str, config: RolloutConfig
+        self, files: Sequence[PromptFile], encoding: RowEncoder, *, block: int, salt: str, config: RolloutConfig
     ) -> None:
         self._files, self._encoding, self._block, self._salt = files, encoding, block, salt
         self._limit, self._skips = config.rollout_max_prompt_len, config.on_bad_data == "skip"
@@ -114,7 +111,7 @@ class _Lane:
 
     @property
     def lap(self) -> int:
-        """The pass that the last prompt was of."""
+        """The pass of the last prompt."""
         return self._cursor.lap
 
     def next(self) -> TokenizedPrompt:
@@ -144,7 +141,7 @@ class _Lane:
 
     def load(self, state: dict[str, Any]) -> None:
         if state == self.state():
-            return  # with what was read ahead
+            return  # keep what was read ahead
         mark = Mark(**state["mark"])
         self._cursor = _Cursor(state["lap"], state["file"], mark, state["number"], state["done"])
         self._counts = _Counts(state["used"], state["bad"], state["long"])
@@ -154,10 +151,7 @@ class _Lane:
     def _rows(self) -> Iterator[tuple[_Cursor, RawRow]]:
         cursor = self._cursor
         while True:
-            if self._block is None:
-                yield from _lap(self._files, cursor)
-            else:
-                yield from _shuffled_lap(self._files, cursor, self._block, self._salt)
+            yield from _shuffled_lap(self._files, cursor, self._block, self._salt)
             cursor = _Cursor(lap=cursor.lap + 1)
 
     def _judge(self, outcome: Outcome) -> TokenizedPrompt | None:
@@ -166,7 +160,7 @@ class _Lane:
                 raise DataError(f"{outcome} (or leave such rows out with --on-bad-data skip)")
             self._counts.bad += 1
             bad = self._counts.bad
-            if bad <= _TOLD_EACH or bad == 10 ** (len(str(bad)) - 1):
+            if bad <= _LOGGED or bad == 10 ** (len(str(bad)) - 1):
                 logger.warning("skipped %d of %d rows so far: %s", bad, self._counts.rows, outcome)
             return None
         if self._limit is not None and len(outcome.tokens) > self._limit:
@@ -187,16 +181,11 @@ class _Lane:
 
 
 class StreamFeed:
-    """Endless groups of a stream. Implements `slime_rollout.data.feed.Feed`.
+    """Endless groups of a stream. Implements `slime_rollout.data.dataset.Feed`.
 
-    Without weights the data sets come one behind the other. With weights the one comes next that is furthest behind its
+    Without weights the data sets come one behind the other. With weights the next one is the one furthest behind its
     share of what was handed out, which spreads them evenly; each has epochs of its own, and the feed's is that of the
     slowest.
-
-    Args:
-        lanes: The data sets that are drawn from by weight; only one without weights.
-        weights: Their weights.
-        identity: As for `Feed`.
     """
 
     def __init__(self, lanes: Sequence[_Lane], weights: Sequence[float], identity: dict[str, Any]) -> None:
@@ -209,7 +198,7 @@ class StreamFeed:
 
     @property
     def epoch(self) -> int:
-        """As for `DatasetFeed`."""
+        """As for `Feed`."""
         return min(lane.lap for lane in self._lanes)
 
     @property
@@ -218,7 +207,7 @@ class StreamFeed:
         return [lane.state() for lane in self._lanes]
 
     def seek(self, epoch: int, position: list[dict[str, Any]]) -> None:
-        """As for `Feed`. What was read or tokenized ahead is dropped, unless that is the place it is at."""
+        """As for `Feed`. What was read or tokenized ahead is dropped, unless that is the current place."""
         for lane, state in zip(self._lanes, position, strict=True):
             lane.load(state)
 
@@ -233,48 +222,36 @@ class StreamFeed:
 
 
 class StreamingPrompts:
-    """The prompts of ``--prompt-data``, read as they are needed. It takes the place of a `PromptDataset`.
+    """The prompts of ``--prompt-data``, read as they are needed, in place of a `PromptDataset`.
 
     It has no length, and no places to ask for: only :meth:`feed`.
 
     Args:
         config: Files, weights, fields, limits, and the size of the shuffle's blocks.
         encoder: The tokenizer.
-        encoding: What checks and tokenizes rows in place of this process, for the same config and tokenizer.
+        encoding: What checks and tokenizes rows, for the same config and tokenizer; unset: this process.
 
     Raises:
-        DataError: A file is missing or none of its format, or a slice cannot be streamed. The rows are not looked at.
+        DataError: A file is missing or not of its format, or a slice cannot be streamed. The rows are not looked at.
     """
 
-    def __init__(self, config: RolloutConfig, encoder: PromptEncoder, *, encoding: Encoding | None = None) -> None:
+    def __init__(self, config: RolloutConfig, encoder: PromptEncoder, *, encoding: RowEncoder | None = None) -> None:
         self._config = config
         self._encoding = encoding or RowEncoder(config, encoder)
-        self._files = [StreamFile(path) for path in config.prompt_paths]
+        self._files = [PromptFile(path, streamed=True) for path in config.prompt_paths]
         self._digest = encoder.digest
 
     def feed(self, *, shuffle: bool, seed: int) -> StreamFeed:
-        """Prompts from the beginning on.
-
-        Args:
-            shuffle: Shuffle each epoch in blocks of ``--streaming-shuffle-buffer`` rows.
-            seed: Seed of the shuffle.
-        """
-        block = self._config.shuffle_block if shuffle else None
-        weights = self._config.prompt_data_weights
-        groups = [[file] for file in self._files] if weights else [self._files]
+        """Prompts from the beginning on, each epoch shuffled in blocks of ``--streaming-shuffle-buffer`` rows."""
+        config, weights = self._config, self._config.prompt_data_weights
+        block = config.shuffle_block if shuffle else 1
         lanes = [
-            _Lane(
-                files,
-                self._encoding,
-                block=block,
-                salt=f"{seed}:{place}" if weights else str(seed),
-                config=self._config,
-            )
-            for place, files in enumerate(groups)
+            _Lane(files, self._encoding, block=block, salt=f"{seed}:{place}" if weights else str(seed), config=config)
+            for place, files in enumerate([[file] for file in self._files] if weights else [self._files])
         ]
-        return StreamFeed(lanes, weights or (1.0,), self._identity(block, seed))
+        return StreamFeed(lanes, weights or (1.0,), self._identity(block if shuffle else False, seed))
 
-    def _identity(self, block: int | None, seed: int) -> dict[str, Any]:
+    def _identity(self, shuffle: int, seed: int) -> dict[str, Any]:
         """All that the order and the samples depend on, apart from what the files' samples do not show."""
         config = self._config
         settings = [
@@ -288,7 +265,7 @@ class StreamingPrompts:
             "bytes": sum(file.size for file in self._files),
             "digest": _hash([file.digest for file in self._files]),
             "settings": _hash(settings),
-            "shuffle": block or False,
+            "shuffle": shuffle,
             "seed": seed,
         }
 
