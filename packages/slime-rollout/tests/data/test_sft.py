@@ -38,7 +38,7 @@ def test_a_row_keeps_all_it_says(write_rows):
     ("line", "words"),
     [
         ('{"messages": [', "invalid JSON"),
-        ("[]", "must be a JSON object, got a list"),
+        ("[]", "must be a JSON object, got an empty list"),
         ('{"text": "a"}', "no field 'messages' or 'conversations' for the conversation; the row has ['text']"),
         ('{"messages": "a"}', "'messages' must be a list of chat messages, got a string"),
         ('{"messages": []}', "got an empty list"),

@@ -305,8 +305,9 @@ class _Table:
         if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
             raise DataError(f"{file} has several columns of the same name ({', '.join(twice)}); rename or remove some")
 
-    def rows(self, start: int, stop: int) -> Iterator[tuple[int, RawRow]]:
+    def rows(self, start: int, stop: int | None) -> Iterator[tuple[int, RawRow]]:
         """Rows ``start`` to ``stop``, each with its number from 1; few of them are in memory at a time."""
+        stop = self.size if stop is None else stop
         if start >= stop:
             return
         with self._open() as opened:
