@@ -1,5 +1,128 @@
-"""Hooks of the user's, looked at before a run: whether they load, take their arguments, and keep their contracts."""
+"""User-defined hooks by their flags: found and checked before a run, but not called (see `hooks.contracts`).
 
-from slime_rollout.hooks.check import HOOKS, GivenHook, Hook, check_hooks, given_hooks
+What a hook needs is imported only if the hook is given, so a run without any pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime_core.errors import ConfigError
+from slime_core.hooks import HookArgs
+from slime_rollout.config import RolloutConfig
+from slime_rollout.eval_sets import read_eval_sets
 
 __all__ = ["HOOKS", "GivenHook", "Hook", "check_hooks", "given_hooks"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A kind of hook.
+
+    Attributes:
+        field: The path's field in `RolloutConfig`.
+        load: Finds and checks it. Raises ConfigError if it cannot be used.
+        settings: Fields that say, beside the path, how it is called.
+    """
+
+    field: str
+    load: Callable[[RolloutConfig, HookArgs], Any]
+    settings: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """The flag that gives the path."""
+        return "--" + self.field.replace("_", "-")
+
+    def key(self, config: RolloutConfig) -> list[Any]:
+        """The path and how it is called; equal where two configurations have the same hook."""
+        return [getattr(config, name) for name in (self.field, *self.settings)]
+
+
+@dataclass(frozen=True)
+class GivenHook:
+    """A hook that a configuration names.
+
+    Attributes:
+        kind: What it is.
+        config: The settings that it is used with: a held-out set has its own.
+        of: Prefix of messages: the held-out set it belongs to, or nothing for the run.
+    """
+
+    kind: Hook
+    config: RolloutConfig
+    of: str = ""
+
+    @property
+    def name(self) -> str:
+        """The flag and the path."""
+        return f"{self.of}{self.kind.flag} {getattr(self.config, self.kind.field)}"
+
+    def load(self, hook_args: HookArgs) -> Any:
+        """Find it and check its arguments.
+
+        Raises:
+            ConfigError: It cannot be used.
+        """
+        try:
+            return self.kind.load(self.config, hook_args)
+        except ConfigError as error:
+            raise ConfigError(f"{self.of}{error}") from error
+
+
+def given_hooks(config: RolloutConfig) -> list[GivenHook]:
+    """The hooks that a configuration names: the run's, then those of held-out sets that differ from them."""
+    found = [GivenHook(hook, config) for hook in HOOKS]
+    for one in read_eval_sets(config):
+        other = [hook for hook in HOOKS if hook.key(one.config) != hook.key(config)]
+        found += [GivenHook(hook, one.config, f"held-out set {one.name}: ") for hook in other]
+    return [given for given in found if given.kind.key(given.config)[0] is not None]
+
+
+def check_hooks(config: RolloutConfig, hook_args: HookArgs) -> None:
+    """Find every hook that a configuration names, and check its arguments, before anything is started.
+
+    Args:
+        config: The settings.
+        hook_args: Every flag by its name, as hooks get them.
+
+    Raises:
+        ConfigError: One does not load, is not of the kind that is needed, or does not take what it will be called with.
+    """
+    for hook in given_hooks(config):
+        hook.load(hook_args)
+
+
+def _generate(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.generate import make_generate
+
+    return make_generate(config)
+
+
+def _reward(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.rewards import make_group_reward, make_reward
+
+    return make_group_reward(config, hook_args) or make_reward(config, hook_args)
+
+
+def _source(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.data import find_data_source
+
+    return find_data_source(config)
+
+
+def _filter(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.filters import make_filter
+
+    return make_filter(config, hook_args)
+
+
+HOOKS = (
+    Hook("data_source_path", _source),
+    Hook("buffer_filter_path", _source),
+    Hook("custom_generate_function_path", _generate),
+    Hook("custom_rm_path", _reward, ("custom_rm_kwargs", "group_rm")),
+    Hook("dynamic_sampling_filter_path", _filter),
+)

@@ -1,4 +1,4 @@
-"""Contract tests of the user's own hooks: each is called as a rollout would, before an engine that stands in."""
+"""Contract tests of user-defined hooks: each is called as in a rollout, with a stand-in for the engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+from aiohttp import web
+
 from slime_core.errors import SlimeError
 from slime_core.hooks import HookArgs
-from slime_core.types import Group, Keep, Status
+from slime_core.types import Group, Keep, Prompt, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
     Fate,
@@ -36,9 +39,8 @@ from slime_rollout.generate import (
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.returned import TOKENIZED_KEY
 from slime_rollout.generate.single_turn import single_turn
-from slime_rollout.hooks.check import GivenHook
+from slime_rollout.hooks import GivenHook
 from slime_rollout.hooks.limits import call_within
-from slime_rollout.hooks.stand_in import StandInEngine, make_tokenizer, write_prompts
 from slime_rollout.pipeline import all_of
 from slime_rollout.rewards import make_group_reward, make_reward
 from slime_rollout.source_calls import checked_groups
@@ -49,10 +51,15 @@ _GROUPS = 2
 _PROMPTS = 8
 _BLOCKED_SECONDS = 1.0
 _TICK = 0.05
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SUMS = (("2 + 2", "4"), ("3 + 4", "7"), ("5 + 5", "10"), ("1 + 8", "9"))
 
 
 class ContractError(SlimeError):
-    """A hook that loads, and does not do what it must."""
+    """A hook that loads, but breaks its contract."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Trial:
         replies: Sequence[str] = REPLIES,
         time_limit: float = TIME_LIMIT,
     ) -> Trial:
-        """The trial of a configuration; where it has no model or no prompts, small ones stand in.
+        """The trial of a configuration, with a small tokenizer or prompts in place of missing ones.
 
         Raises:
             SlimeError: Its model or its prompts cannot be used.
@@ -108,7 +115,7 @@ class Trial:
 
     @property
     def size(self) -> int:
-        """Samples of a group: two at least."""
+        """Samples of a group, at least two."""
         return max(self.config.n_samples_per_prompt, 2)
 
 
@@ -150,7 +157,7 @@ def _try_generate(trial: Trial) -> str:
 
 
 def _try_reward(trial: Trial) -> str:
-    # As in a run: what the last reply ends is scored, where a custom function generates.
+    # As in a run, the custom generate function makes what is scored, if there is one.
     groups = asyncio.run(_generate(trial, make_generate(trial.config), ROLLOUT_STREAM)).groups
     samples = [sample for group in groups for sample in group]
     group_reward = make_group_reward(trial.config, trial.args, strict=True)
@@ -240,7 +247,7 @@ async def _generate(trial: Trial, make: GenerateGroup, stream: str) -> _Made:
 
 @contextlib.asynccontextmanager
 async def _longest_gap() -> AsyncIterator[list[float]]:
-    """Within the block, the longest time that the event loop was not free, in seconds."""
+    """The longest time within the block that the event loop was blocked, in seconds."""
     gap = [0.0]
 
     async def tick() -> None:
@@ -265,3 +272,94 @@ _TRIALS: dict[str, Callable[[Trial], str]] = {
     "custom_rm_path": _try_reward,
     "dynamic_sampling_filter_path": _try_filter,
 }
+
+
+def make_tokenizer() -> Any:
+    """A tokenizer of bytes with a ChatML template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only,
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE,
+    )
+
+
+def write_prompts(path: Path, *, chat: bool) -> str:
+    """A prompt file of small sums."""
+    rows = []
+    for question, answer in _SUMS:
+        prompt: Prompt = [{"role": "user", "content": f"{question}?"}] if chat else f"{question} ="
+        rows.append({"prompt": prompt, "label": answer})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+class StandInEngine:
+    """Answers ``/generate`` as SGLang does, with given texts in turn.
+
+    A request that continues an answer, as the next turn of an interaction does, gets the next text: so every sample
+    gets the same texts in the same order.
+
+    Args:
+        tokenizer: Turns texts into tokens.
+        replies: A text for each turn; after the last they begin again.
+    """
+
+    def __init__(self, tokenizer: Any, replies: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._replies = list(replies)
+        self._said: list[tuple[list[int], int]] = []
+        self.requests = 0
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        """Serve within the block; gives the address."""
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        runner = web.AppRunner(app, shutdown_timeout=1.0, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            yield f"http://{host}:{port}"
+        finally:
+            await runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.requests += 1
+        body = await request.json()
+        asked = body.get("input_ids") or self._tokenizer(str(body.get("text")), add_special_tokens=False)["input_ids"]
+        turn = max((turn + 1 for said, turn in self._said if asked[: len(said)] == said), default=0)
+        text = self._replies[turn % len(self._replies)]
+        tokens, finish = self._sample(text, body.get("sampling_params") or {})
+        self._said.append(([*asked, *tokens], turn))
+        reply = {
+            "text": self._tokenizer.decode(tokens, skip_special_tokens=True),
+            "output_ids": tokens,
+            "meta_info": {
+                "finish_reason": finish,
+                "weight_version": "1",
+                "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+            },
+        }
+        return web.Response(body=orjson.dumps(reply), content_type="application/json")
+
+    def _sample(self, text: str, params: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        tokens = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        for count in range(1, len(tokens) + 1):
+            said = self._tokenizer.decode(tokens[:count])
+            if found := [stop for stop in params.get("stop") or [] if stop in said]:
+                return tokens[:count], {"type": "stop", "matched": found[0]}
+        tokens.append(self._tokenizer.eos_token_id)
+        limit = int(params.get("max_new_tokens") or 128)
+        if len(tokens) > limit:
+            return tokens[:limit], {"type": "length", "length": limit}
+        return tokens, {"type": "stop", "matched": tokens[-1]}
