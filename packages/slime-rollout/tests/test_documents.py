@@ -24,13 +24,12 @@ PACKAGE = Path(__file__).parents[1]
 PAGES = [PACKAGE / "README.md", *sorted((PACKAGE / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(PACKAGE).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 FLAGS = {spec.name for config in (RolloutConfig, EngineConfig) for spec in flag_specs(config)}
-# Those of the launcher and the trainer (a test of the whole command line looks for them there), of check-hooks, SGLang,
-# uv and receive-weights.
+# Those of the launcher and the trainer (a test of the whole command line looks for them there), of check-hooks, SGLang
+# and receive-weights.
 ELSEWHERE = {
     *("--colocate", "--opd-kl-coef", "--rollout-num-gpus", "--use-opd", "--use-tis"),
     *("--reply", "--run", "--time-limit"),
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
-    *("--extra", "--package"),
     *("--from", "--listen", "--once", "--patience", "--timeout", "--to", "--url"),
 }
 THEIRS = {"CustomRewardModel"}  # of the user's
