@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_core.types import RolloutBatch
+from slime_core.types import RolloutBatch, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import sampling_seed
@@ -214,6 +214,37 @@ def test_a_function_that_speaks_to_the_router_itself(manager, engine, reply):
     batch = manager(OTHER_LOOP).generate(0)
     assert [sample.response_tokens for sample in batch.samples] == [[7, 8]] * 4
     assert batch.metrics["raw_reward"] == 1.0
+
+
+UPSTREAM = """
+from slime_core.types import Sample
+from slime_rollout import GenerateState, get_model_url, post
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    tokenizer = GenerateState(args).tokenizer
+    for observation in ("<42>", None):
+        payload = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+        output = await post(get_model_url(args), payload)
+        log_probs, tokens, _ = zip(*output["meta_info"]["output_token_logprobs"])
+        sample.append_response(tokens, log_probs=log_probs, text=output["text"])
+        if output["meta_info"]["finish_reason"]["type"] == "length":
+            sample.status = Sample.Status.TRUNCATED
+            return sample
+        if observation is not None:
+            seen = tokenizer(observation, add_special_tokens=False)["input_ids"]
+            sample.append_response(seen, text=observation, trained=False)
+    sample.status = Sample.Status.COMPLETED
+    return sample
+"""
+
+
+def test_a_function_written_for_upstream_needs_what_the_page_says(manager, engine, reply):
+    engine.answer = lambda number, body: reply(text="1", tokens=(7, 8))
+    for sample in manager(UPSTREAM).generate(0).samples:
+        assert (sample.status, sample.response) == (Status.COMPLETED, "1<42>1")
+        seen = sample.response_length - 4
+        assert seen > 0 and sample.loss_mask == [1, 1, *[0] * seen, 1, 1]
+        assert [value < 0 for value in sample.rollout_log_probs] == [mask == 1 for mask in sample.loss_mask]
 
 
 @pytest.mark.parametrize(

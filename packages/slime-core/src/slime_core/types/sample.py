@@ -312,6 +312,9 @@ class Sample:
         return packed.unpack_sample(data)
 
 
+# Hooks written for the upstream system say `Sample.Status.COMPLETED`.
+Sample.Status = Status  # type: ignore[attr-defined]
+
 _FIELDS = dict.fromkeys(field.name for field in dataclasses.fields(Sample)).keys()
 _NEEDED = {"index", "group_index", "prompt"}
 
