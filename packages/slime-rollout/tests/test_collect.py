@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -354,7 +355,8 @@ def test_what_goes_back_shares_nothing_with_a_hook_that_was_left_behind(manager,
         "    return 0.5\n"
     )
     given_ = manager(over_sampling_batch_size=3, rm_type=None, custom_rm_path=f"{tmp_path}/own.py:score")
-    own = given_._pipeline._reward._reward._calls._function.__globals__
+    loaded = (module for module in sys.modules.values() if getattr(module, "__file__", "") == f"{tmp_path}/own.py")
+    own = vars(next(loaded))
     try:
         given_.generate(0)
         (group,) = given_.source._buffered()

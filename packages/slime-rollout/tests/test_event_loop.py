@@ -7,7 +7,7 @@ import pytest
 from slime_core.types import Sample
 from slime_rollout.event_loop import PerLoop, run
 from slime_rollout.rewards import BatchedReward
-from slime_rollout.rewards.calls import AT_ONCE, FunctionCalls
+from slime_rollout.rewards.custom import AT_ONCE, FunctionCalls
 
 
 class Large:

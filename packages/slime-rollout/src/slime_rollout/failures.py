@@ -1,16 +1,30 @@
-"""What a sample's metadata says of why it could not be scored, or has no log-probs of the teacher."""
+"""Samples that could not be scored, or got no log-probs from the teacher: the cost for them, and when the run ends."""
 
 from __future__ import annotations
 
-from slime_core.types import Sample
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from slime_core.interfaces import GroupReward, Reward, RewardValue
+from slime_core.types import Group, Sample
+from slime_rollout.errors import RewardError, VerifierError
+
+logger = logging.getLogger(__name__)
 
 REWARD = "reward_failure"
+"""Entry of a sample's metadata that says why it could not be scored."""
 TEACHER = "teacher_failure"
+"""Entry of a sample's metadata that says why the teacher gave no log-probs."""
 KEYS = (REWARD, TEACHER)
+
+Outcome = RewardValue | VerifierError
+"""A sample's reward, or why it has none."""
 
 
 def withdraw(sample: Sample, key: str, *, drop: bool = True) -> None:
-    """It worked this time: of a sample that came back the reason goes, and with the last one its being left out.
+    """It worked this time: the reason goes, and if it was the last one, the sample is trained on again.
 
     Args:
         sample: Where the reason may be.
@@ -20,3 +34,127 @@ def withdraw(sample: Sample, key: str, *, drop: bool = True) -> None:
     was_there = sample.metadata.pop(key, None) is not None
     if was_there and drop and not any(other in sample.metadata for other in KEYS):
         sample.remove_sample = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureLimit:
+    """When failures without a success in between end the run: once all three are reached.
+
+    Attributes:
+        calls: Failed calls in a row.
+        samples: Samples in a row that were not scored.
+        seconds: Time since the first of these calls failed.
+    """
+
+    calls: int = 1
+    samples: int = 1
+    seconds: float = 0.0
+
+
+class Tolerance:
+    """Gives samples that could not be scored the reward of a wrong answer, with a log line; ends the run at a limit.
+
+    Args:
+        wrong: Reward of a wrong answer; ``None`` for 0, with the names that the last reward had.
+        names: Names that rewards are taken to have until there is one.
+        drop: Also mark such samples ``remove_sample``, so that none of their tokens is trained on.
+        name: What scores, for messages.
+        limit: When failures end the run; ``None`` for never.
+        strict: Raise failures instead.
+    """
+
+    def __init__(
+        self,
+        wrong: RewardValue | None = None,
+        *,
+        drop: bool,
+        names: Iterable[str] = (),
+        name: str = "",
+        limit: FailureLimit | None = None,
+        strict: bool = False,
+    ) -> None:
+        self._learns = wrong is None
+        self._wrong: RewardValue = wrong if wrong is not None else dict.fromkeys(names, 0.0) or 0.0
+        self._drop, self._name, self._limit, self._strict = drop, name, limit, strict
+        self._failed_calls = self._failed_samples = 0
+        self._failed_since, self._has_scored = 0.0, False
+
+    def each(self, reward: Reward) -> Reward:
+        """``reward`` with this tolerance of its `VerifierError`; its other errors end the run."""
+
+        async def scored(sample: Sample) -> RewardValue:
+            outcome: Outcome
+            try:
+                outcome = await reward(sample)
+            except VerifierError as error:
+                outcome = error
+            return self.settle([sample], [outcome])[0]
+
+        return scored
+
+    def group(self, score: Callable[[Group], Awaitable[Sequence[Outcome]]]) -> GroupReward:
+        """The same for samples that are scored in one call."""
+
+        async def scored(group: Group) -> list[RewardValue]:
+            outcomes: Sequence[Outcome]
+            try:
+                outcomes = await score(group)
+            except VerifierError as error:
+                outcomes = [error] * len(group)
+            return self.settle(group, outcomes)
+
+        return scored
+
+    def settle(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[RewardValue]:
+        """The rewards of the samples of one call; ``metadata["reward_failure"]`` of those without one has the reason.
+
+        Raises:
+            RewardError: No sample was scored, and the limit of failures is reached.
+            VerifierError: One was not scored, and the tolerance is strict.
+        """
+        errors = [outcome for outcome in outcomes if isinstance(outcome, VerifierError)]
+        if errors and self._strict:
+            raise errors[0]
+        if len(errors) == len(outcomes):
+            self._count_failure(len(errors), errors[-1])
+        else:
+            self._failed_calls, self._failed_samples, self._has_scored = 0, 0, True
+        for outcome in outcomes:
+            if self._learns and not isinstance(outcome, VerifierError):
+                self._wrong = dict.fromkeys(outcome, 0.0) if isinstance(outcome, dict) else 0.0
+        for error in dict.fromkeys(errors):
+            hit = [sample for sample, outcome in zip(samples, outcomes, strict=True) if outcome is error]
+            count = "counts" if len(hit) == 1 else "count"
+            logger.warning("%s could not be scored and %s as wrong: %s", name_samples(hit), count, error)
+        return [self._settle_one(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def _settle_one(self, sample: Sample, outcome: Outcome) -> RewardValue:
+        if isinstance(outcome, VerifierError):
+            sample.metadata[REWARD] = str(outcome)
+            sample.remove_sample = sample.remove_sample or self._drop
+            return dict(self._wrong) if isinstance(self._wrong, dict) else self._wrong
+        withdraw(sample, REWARD, drop=self._drop)
+        return outcome
+
+    def _count_failure(self, samples: int, error: VerifierError) -> None:
+        now, limit = time.monotonic(), self._limit
+        if not self._failed_calls:
+            self._failed_since = now
+        self._failed_calls += 1
+        self._failed_samples += samples
+        seconds = now - self._failed_since
+        if limit is None or self._failed_calls < limit.calls:
+            return
+        if self._failed_samples < limit.samples or seconds < limit.seconds:
+            return
+        how_long = f", for {seconds / 60:.0f} min" if limit.seconds else ""
+        before = "" if self._has_scored else " and has never given a reward"
+        raise RewardError(
+            f"{self._name} has failed {self._failed_calls} times in a row{how_long}{before}; at last: {error}"
+        ) from error
+
+
+def name_samples(samples: Sequence[Sample]) -> str:
+    """Samples in a few words, for messages."""
+    first, last = samples[0].index, samples[-1].index
+    return f"sample {first}" if len(samples) == 1 else f"{len(samples)} samples, {first} to {last}"

@@ -13,7 +13,7 @@ from typing import Any
 from slime_core.hooks import HookArgs
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample
-from slime_rollout import event_loop
+from slime_rollout import event_loop, failures
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
 from slime_rollout.continuous import ContinuousCollector
@@ -26,7 +26,6 @@ from slime_rollout.generate.context import with_router
 from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
-from slime_rollout.rewards.tolerant import FAILURE_KEY
 from slime_rollout.source_calls import SourceCalls
 from slime_rollout.teacher import TeacherLogProbs, make_teacher
 
@@ -284,8 +283,8 @@ def _engine_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, floa
 
 def _failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """``reward_failures``: samples that could not be scored, if there are any."""
-    failures = sum(FAILURE_KEY in sample.metadata for sample in samples)
-    return {"reward_failures": float(failures)} if failures else {}
+    failed = sum(failures.REWARD in sample.metadata for sample in samples)
+    return {"reward_failures": float(failed)} if failed else {}
 
 
 def _age_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:

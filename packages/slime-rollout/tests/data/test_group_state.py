@@ -2,6 +2,8 @@ import copy
 import decimal
 import gc
 import math
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -154,3 +156,24 @@ def test_a_state_of_fewer_fields_is_read():
         for row in group_of_rows:
             del row["train_metadata"], row["session_id"]
     assert groups_from_plain(state) == numbered([2, 2], {})
+
+
+def test_a_sample_is_copied_while_somebody_adds_to_its_metadata():
+    sample, over = Sample(index=3, group_index=0, prompt="a", metadata={"row": {"a": [1]}}), threading.Event()
+
+    def add():
+        number = 0
+        while not over.is_set():
+            number += 1
+            sample.metadata[f"{number % 5000}"] = []
+            sample.metadata.pop(f"{(number * 7) % 5000}", None)
+
+    thread = threading.Thread(target=add, daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            copied_group([sample])
+    finally:
+        over.set()
+        thread.join(20)

@@ -26,8 +26,8 @@ from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
 from slime_rollout.engine.events import read_events
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError
+from slime_rollout.failures import REWARD
 from slime_rollout.http import call, patient_delays
-from slime_rollout.rewards.tolerant import FAILURE_KEY
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel
@@ -393,7 +393,7 @@ def check_batch(manager, batch, trainer, versions):
 
 def check_rewards(samples, bad):
     for sample in samples:
-        failure = sample.metadata.get(FAILURE_KEY)
+        failure = sample.metadata.get(REWARD)
         if sample.label in bad:
             assert sample.reward == 0.0
             assert bad[sample.label] in failure

@@ -103,12 +103,12 @@ def test_many_failures_at_once_leave_every_other_score(pool):
 @pytest.mark.parametrize("response", ["object", "long", "many"])
 def test_what_is_no_reward_costs_its_own_score_alone(pool, response):
     ask(pool, "right", "wrong")
-    before = _below(pool._link._process.pid)
+    before = _below(pool._keeper.process.pid)
     bad, named = ask(pool, response, "named")
     assert isinstance(bad, VerifierError)
     assert str(bad).startswith("it returned ") and str(bad).endswith(", which is no finite number")
     assert named == {"score": 1.0, "acc": True}
-    assert _below(pool._link._process.pid) == before
+    assert _below(pool._keeper.process.pid) == before
 
 
 def test_a_value_that_is_kept_is_nobodys_own(pool):
@@ -145,17 +145,17 @@ def test_what_is_kept_does_not_grow_with_the_responses(pool, monkeypatch):
     responses = [letter * 100_000 for letter in "abcd"]
     assert ask(pool, *responses) == [0.0] * 4
     assert len(pool._scores) == 3 and all(len(key) == 16 for key in pool._scores)
-    assert pool._asked == {}
+    assert pool._pending == {}
 
 
 def test_idle_workers_that_die_are_replaced_when_they_are_needed(pool):
     ask(pool, "right", "wrong")
-    keeper, *workers = _below(pool._link._process.pid)
+    keeper, *workers = _below(pool._keeper.process.pid)
     for pid in workers:
         os.kill(pid, 9)
     _wait_until_gone(workers)
     assert ask(pool, "right again", "wrong again") == [0.0, 0.0]
-    assert _below(keeper)[0] == pool._link._process.pid
+    assert _below(keeper)[0] == pool._keeper.process.pid
     assert not set(_below(keeper)) & set(workers)
 
 
@@ -170,7 +170,7 @@ def test_workers_that_cannot_live_cost_scores_and_no_time(tmp_path):
     pool = VerifierPool(f"{path}:verify", workers=2, time_limit=LIMIT, memory_limit=GIB)
     errors = ask(pool, *map(str, range(20)))
     assert {str(error) for error in errors} == {"its process ended with exit code 3"}
-    keeper = Path(f"/proc/{pool._link._process.pid}/stat")
+    keeper = Path(f"/proc/{pool._keeper.process.pid}/stat")
     before = keeper.read_text().rpartition(")")[2].split()[11:13]
     time.sleep(0.3)  # were they replaced at once, it would be busy now
     after = keeper.read_text().rpartition(")")[2].split()[11:13]
@@ -249,7 +249,7 @@ def _below(pid):
 
 def test_what_a_verifier_started_ends_with_it(pool):
     ask(pool, "right")
-    keeper = pool._link._process.pid
+    keeper = pool._keeper.process.pid
 
     async def started_and_stopped():
         asked = asyncio.create_task(pool.score("child", "right", {}))
@@ -266,7 +266,7 @@ def test_what_a_verifier_started_ends_with_it(pool):
 
 def test_no_process_outlives_its_pool(pool):
     ask(pool, "right", "wrong")
-    tree = _below(pool._link._process.pid)
+    tree = _below(pool._keeper.process.pid)
     assert len(tree) == 3
     pool.close()
     _wait_until_gone(tree)
@@ -282,7 +282,7 @@ async def run():
     await pool.score("right", "right", {{}})
     asyncio.create_task(pool.score("hang", "right", {{}}))
     await asyncio.sleep(0.2)
-    print(pool._link._process.pid, flush=True)
+    print(pool._keeper.process.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(run())
 """
@@ -296,7 +296,7 @@ asyncio.run(run())
 
 def test_a_killed_keeper_costs_the_open_scores_and_is_replaced(pool):
     ask(pool, "right")
-    tree = _below(pool._link._process.pid)
+    tree = _below(pool._keeper.process.pid)
 
     async def kill_it():
         asked = asyncio.create_task(pool.score("sleep", "right", {}))

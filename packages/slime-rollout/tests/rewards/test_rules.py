@@ -1,8 +1,60 @@
+import time
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_rollout.rewards.rules import exact, first_integer, parse_integer
+from slime_rollout.rewards.rules import (
+    after_thought,
+    answer_line,
+    exact,
+    first_integer,
+    last_boxed,
+    multiple_choice,
+    parse_integer,
+    read_number,
+    same_number,
+    token_f1,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{5}", "5"),
+        (r"\boxed{1} and \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
+        (r"\boxed {5}", "5"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{5", None),
+        (r"\boxed{1} then \boxed{2", None),
+        (r"\boxedx{5}", None),
+        (r"\boxed 5", None),
+        ("5", None),
+        ("\\boxed{5\\", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, answer):
+    assert last_boxed(text) == answer
+
+
+def test_a_million_open_braces_take_no_time():
+    assert last_boxed("\\boxed" + "{" * 1_000_000) is None
+    assert last_boxed("\\boxed{" * 100_000) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("a</think>b", "b"), ("a</think>b</think>c", "c"), ("a###Response b", " b"), ("a", None), ("<think>a", None)],
+)
+def test_after_thought(text, answer):
+    assert after_thought(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -75,3 +127,149 @@ def test_more_digits_than_python_converts():
 )
 def test_first_integer(response, label, reward):
     assert first_integer(response, label) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("The cat sat.", "cat sat", 1.0),
+        ("a cat", "the dog", 0.0),
+        ("Paris, France", "paris", 2 / 3),
+        ("to be or not to be", "to be", 2 * 2 / 8),
+        ("yes", "Yes.", 1.0),
+        ("yes it is", "yes", 0.0),
+        ("no", "yes", 0.0),
+        ("noanswer", "nothing", 0.0),
+        ("", "cat", 0.0),
+        ("the", "a", 0.0),
+    ],
+)
+def test_f1(response, label, score):
+    assert token_f1(response, label) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("42", "42"),
+        ("-1,234.50", "-1234.5"),
+        ("$1,234$", "1234"),
+        (r"\$42", "42"),
+        (r"\boxed{42}", "42"),
+        (r"42\text{ cm}", "42"),
+        ("42 square units.", "42"),
+        ("x = 42", "42"),
+        (r"90^\circ", "90"),
+        (r"50\%", "50"),
+        ("**42**", "42"),
+        (".5", "0.5"),
+        ("−3", "-3"),
+        ("1,23", None),
+        ("41 or 42", None),
+        ("forty", None),
+        ("", None),
+        ("-", None),
+    ],
+)
+def test_read_number(text, number):
+    assert read_number(text) == (None if number is None else Decimal(number))
+
+
+def test_a_decimal_label_is_not_cut_to_an_integer():
+    assert same_number("2.5", "2.5")
+    assert not same_number("2", "2.5")
+    assert same_number("42.0", "42")
+
+
+def test_answer_line():
+    assert answer_line("Answer: 1\nso\nanswer : 42\n") == "42"
+    assert answer_line("Answer: 42" + " " * 300) is None
+    assert answer_line("42") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        ("The answer is B", "B", 1),
+        ("The answer is (b).", "B", 0),
+        ("Answer: C", "C", 1),
+        ("ANSWER: **C**", "c", 1),
+        (r"so \boxed{\text{D}}", "D", 1),
+        (r"\boxed{(A)}", "A", 1),
+        ("<think>maybe A</think>The answer is B.", "B", 1),
+        ("<think>The answer is A</think>It is B", "B", 1),
+        ("A hydrogen atom, hence B.", "B", 1),
+        ("B. A hydrogen atom", "A", 0),
+        ("The answer is a matter of B", "B", 1),
+        ("I choose C", "C", 1),
+        ("C", "2", 1),
+        ("D", "2", 0),
+        ("Option A, or rather option B", "A", 0),
+        ("The answer is J", "J", 1),
+        ("The answer is B", "J", 0),
+        ("it is water", "water", 1),
+        ("it is fire", "water", 0),
+        ("", "A", 0),
+        ("B is correct.", "B", 1),
+        ("B is the correct option", "B", 1),
+        ("So B is right", "B", 1),
+        ("The answer is B because it is.", "B", 1),
+        ("Only C fits the data; B is wrong", "C", 1),
+        ("D was ruled out. A is correct, B is not", "A", 1),
+        ("Vitamin C deficiency, so D", "D", 1),
+        ("D, as in vitamin C deficiency", "D", 1),
+        ("A is a letter, and B isn't", "A", 1),
+    ],
+)
+def test_multiple_choice(response, label, score):
+    assert multiple_choice(response, label, {}) == score
+
+
+def test_choices_tell_the_letter():
+    choices = {"choices": ["iron", "water", "gold", "air", "fire"]}
+    assert multiple_choice("The answer is B", "water", choices) == 1.0
+    assert multiple_choice("The answer is C", "water", choices) == 0.0
+    assert multiple_choice("The answer is E", "4", choices) == 1.0
+    assert multiple_choice("Surely water", "1", choices) == 1.0
+    assert multiple_choice("The answer is B", "A", {"correct_letter": "B"}) == 1.0
+
+
+def test_choices_are_compared_whatever_their_case():
+    choices = {"choices": ["London", "Capital of France", "Berlin"]}
+    assert multiple_choice("I think the answer is B.", "capital of france", choices) == 1.0
+    assert multiple_choice("The answer is B.", "mM", {"choices": ["MM", "mM"]}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"A": "London", "B": "Paris"},
+        {"B": "Paris", "A": "London"},
+        {"(a)": "London", "(b)": "Paris"},
+        {"label": ["A", "B"], "text": ["London", "Paris"]},
+        {"first": "London", "second": "Paris"},
+        ("London", "Paris"),
+    ],
+)
+def test_choices_as_a_mapping(choices):
+    for label in ("Paris", "paris"):
+        assert multiple_choice("Answer: B", label, {"choices": choices}) == 1.0
+        assert multiple_choice("Answer: A", label, {"choices": choices}) == 0.0
+
+
+def test_a_text_is_no_list_of_choices():
+    assert multiple_choice("Answer: B", "B", {"choices": "A) London B) Paris"}) == 1.0
+
+
+def test_a_letter_that_is_left_out_keeps_its_place():
+    assert multiple_choice("Answer: C", "Paris", {"choices": {"A": "London", "C": "Paris"}}) == 1.0
+
+
+@pytest.mark.parametrize("text", ["A" * 200_000, "A " * 100_000, "answer: " * 50_000, "answer" + " " * 200_000, "**A("])
+def test_long_responses_take_linear_time(text):
+    start = time.process_time()
+    multiple_choice(text, "A", {})
+    token_f1(text, "a b c")
+    answer_line(text)
+    read_number(text)
+    assert time.process_time() - start < 5

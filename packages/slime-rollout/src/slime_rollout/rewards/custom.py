@@ -1,74 +1,136 @@
-"""Reward functions of the user's: found by path, checked before the run, kept off the event loop."""
+"""Custom reward functions and classes: found by path, checked before the run, called off the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
-from slime_core.interfaces import RewardValue
-from slime_core.types import Sample
+from slime_core.interfaces import GroupReward, RewardValue
+from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
-from slime_rollout.errors import VerifierError
-from slime_rollout.rewards.calls import FunctionCalls
-from slime_rollout.rewards.lent import lent
-from slime_rollout.rewards.tolerant import name_samples
+from slime_rollout import daemon_thread
+from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.event_loop import PerLoop
+from slime_rollout.failures import Outcome, name_samples
+from slime_rollout.loop_thread import LoopThread
 
 FLAG = "--custom-rm-path"
-USUAL_NAMES = ("custom_rm", "CustomRewardModel")
+_USUAL_NAMES = ("custom_rm", "CustomRewardModel")
+_BATCH = 64  # samples
+
+AT_ONCE = 32  # calls: enough for functions that wait, few enough that those that compute end within their limit
+MOST_STUCK = 8
+_PING_SECONDS = 0.25
+_THREAD = "slime-reward"
 
 
 class CustomReward:
-    """A function ``(args, sample) -> float | dict[str, float]``, plain or ``async``.
+    """A custom reward: a function ``(args, sample)`` or ``(args, samples)``, plain or ``async``, or a class.
+
+    A class has ``compute_reward(prompts, responses)``; its object is made, once, in the first call. A ``model_path``
+    that its constructor needs and that is not given is ``--hf-checkpoint``.
 
     Args:
-        path: ``pkg.mod.fn``, ``pkg.mod:fn``, ``file.py:fn``, or ``file.py`` with a function ``custom_rm``.
-        hook_args: Every flag by its name, the function's first argument.
+        path: As the flag has it; ``file.py`` alone means its ``custom_rm``, or else its ``CustomRewardModel``.
+        hook_args: Every flag by its name, a function's first argument.
         timeout: Time limit of one call, in seconds.
+        kwargs: Constructor arguments of a class; ``None`` if none were given.
+        group: A function takes several samples, whatever its second argument is called.
 
     Raises:
-        ConfigError: There is no such function, or it does not take two arguments.
+        ConfigError: It cannot be loaded, or does not take the arguments.
     """
 
-    def __init__(self, path: str, hook_args: HookArgs, *, timeout: float) -> None:
-        self._path = path
-        function = load_function(path, FLAG, arguments=("args", "sample"), usual_names=USUAL_NAMES)
+    def __init__(
+        self,
+        path: str,
+        hook_args: HookArgs,
+        *,
+        timeout: float,
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = False,
+    ) -> None:
+        self._path, self._timeout = path, timeout
+        self._model: _Model | None = None
+        self.is_batched = True
+        function: Callable[..., Any]
+        found = load_function(path, FLAG, usual_names=_USUAL_NAMES)
+        if inspect.isclass(found):
+            function = self._model = _Model(found, path, kwargs or {}, hook_args)
+        elif kwargs is not None:
+            raise ConfigError(
+                f"--custom-rm-kwargs is for a class; {FLAG} {path} is a function, which gets every flag in args"
+            )
+        else:
+            self.is_batched = group or list(inspect.signature(found).parameters)[1:2] == ["samples"]
+            arguments = ("args", "samples" if self.is_batched else "sample")
+            load_function(path, FLAG, arguments=arguments, usual_names=_USUAL_NAMES)
+            function = functools.partial(found, hook_args)
         self._calls = FunctionCalls(f"{FLAG} {path}", function, timeout=timeout)
-        self._args = hook_args
 
     async def __call__(self, sample: Sample) -> RewardValue:
-        """The function's value for a sample.
+        """The value of a function that takes one sample.
 
         Raises:
-            VerifierError: It raised, took too long, or returned no number.
-            RewardError: Too many calls of it go on without end.
+            VerifierError: It raised, took too long, or returned something that is not a number.
+            RewardError: Too many calls of it do not end.
         """
-        with lent([sample]) as (given,):
-            value = await self._calls(name_samples([sample]), self._args, given)
-        return checked_reward(value, self._path, sample)
+        return self._checked(await self._calls(name_samples([sample]), sample), sample)
 
+    async def score(self, group: Group) -> list[Outcome]:
+        """Of a function that takes several samples, or a class: each sample's reward, or why it has none.
 
-def checked_reward(value: Any, path: str, sample: Sample) -> RewardValue:
-    """What a user's function returned for a sample, as a number or numbers by name.
+        Raises:
+            VerifierError: The call raised, took too long, or did not return one value for each sample.
+            RewardError: The object cannot be made, or too many calls do not end.
+        """
+        try:
+            values = await self._calls(name_samples(group), list(group))
+        except VerifierError as error:
+            if self._model is not None and self._model.is_being_made:
+                raise RewardError(
+                    f"{FLAG} {self._path} takes more than {self._timeout:g} s to be made; raise --rm-timeout"
+                ) from error
+            raise
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, list | tuple) or len(values) != len(group):
+            raise VerifierError(
+                f"{FLAG} {self._path} returned {str(values)[:200]} for {name_samples(group)}; "
+                f"return a list of {len(group)} rewards"
+            )
+        return [self._outcome(value, sample) for value, sample in zip(values, group, strict=True)]
 
-    Raises:
-        VerifierError: It is neither.
-    """
-    entries = value if isinstance(value, dict) else {"": value}
-    if not entries or not all(_is_number(entry) for entry in entries.values()):
-        raise VerifierError(
-            f"{FLAG} {path} returned {_shown(value)} for sample {sample.index}; "
-            "return a finite number, or a dictionary of them by name"
-        )
-    if isinstance(value, dict):
-        return {str(key): float(entry) for key, entry in value.items()}
-    return float(value)
+    def _outcome(self, value: Any, sample: Sample) -> Outcome:
+        try:
+            return self._checked(value, sample)
+        except VerifierError as error:
+            return error
+
+    def _checked(self, value: Any, sample: Sample) -> RewardValue:
+        entries = value if isinstance(value, dict) else {"": value}
+        if not entries or not all(_is_number(entry) for entry in entries.values()):
+            raise VerifierError(
+                f"{FLAG} {self._path} returned {_shown(value)} for sample {sample.index}; "
+                "return a finite number, or a dictionary of them by name"
+            )
+        if isinstance(value, dict):
+            return {str(key): float(entry) for key, entry in value.items()}
+        return float(value)
 
 
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str) and math.isfinite(float(value))
-    except Exception:  # of a class of the user's, whatever it raises
+    except Exception:  # a user-defined class may raise anything
         return False
 
 
@@ -77,3 +139,228 @@ def _shown(value: Any) -> str:
         return repr(value)[:200]
     except Exception as error:
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+
+
+class _Model:
+    """An object of a user-defined class, made in the first call.
+
+    Raises:
+        ConfigError: The class has no ``compute_reward``, or takes other arguments.
+    """
+
+    def __init__(self, made_from: Any, path: str, kwargs: Mapping[str, Any], hook_args: HookArgs) -> None:
+        try:
+            arguments = {**_default_arguments(made_from, hook_args), **kwargs}
+            inspect.signature(made_from).bind(**arguments)
+            inspect.signature(made_from.compute_reward).bind(None, "prompts", "responses")
+        except AttributeError:
+            raise ConfigError(f"{FLAG} {path} is a class without compute_reward(self, prompts, responses)") from None
+        except TypeError as error:
+            raise ConfigError(
+                f"{FLAG} {path}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
+                "and called as compute_reward(prompts, responses)"
+            ) from None
+        self._make = functools.partial(made_from, **arguments)
+        self._path = path
+        self._made: Any = None
+        self._lock = threading.Lock()
+        self.is_being_made = False
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._new()
+        return self._made.compute_reward([sample.prompt for sample in samples], [sample.response for sample in samples])
+
+    def _new(self) -> Any:
+        self.is_being_made = True
+        try:
+            return self._make()
+        except BaseException as error:  # nothing can be scored, so it is not the failure of one sample
+            raise RewardError(f"{FLAG} {self._path} cannot be made: {type(error).__name__}: {error}") from error
+        finally:
+            self.is_being_made = False
+
+
+def _default_arguments(made_from: Any, hook_args: HookArgs) -> dict[str, Any]:
+    """The run's model, for a constructor that needs a ``model_path``."""
+    wanted = inspect.signature(made_from).parameters.get("model_path")
+    if wanted is None or wanted.default is not wanted.empty or "hf_checkpoint" not in hook_args:
+        return {}
+    return {"model_path": hook_args.hf_checkpoint}
+
+
+class BatchedReward:
+    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64.
+
+    Args:
+        score: Returns the rewards of a batch.
+    """
+
+    def __init__(self, score: GroupReward) -> None:
+        self._score = score
+        self._queues = PerLoop(_Queue)
+
+    async def __call__(self, sample: Sample) -> RewardValue:
+        """The sample's reward.
+
+        Raises:
+            RewardError: The call of its batch raised it.
+        """
+        queue = self._queues.here()
+        answer: asyncio.Future[RewardValue] = asyncio.get_running_loop().create_future()
+        queue.waiting.append((sample, answer))
+        try:
+            async with queue.turn:
+                await asyncio.sleep(0)  # samples that arrive at the same moment join
+                while not answer.done():
+                    await self._score_next(queue)
+            return await answer
+        except asyncio.CancelledError:
+            queue.waiting = [pair for pair in queue.waiting if pair[1] is not answer]
+            answer.cancel()
+            raise
+
+    async def _score_next(self, queue: _Queue) -> None:
+        batch, queue.waiting = queue.waiting[:_BATCH], queue.waiting[_BATCH:]
+        try:
+            values = await self._score([sample for sample, _ in batch])
+        except RewardError as error:
+            for _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        except BaseException:  # cancelled: the others of the batch still wait
+            queue.waiting[:0] = batch
+            raise
+        for (_, answer), value in zip(batch, values, strict=True):
+            if not answer.done():
+                answer.set_result(value)
+
+
+class _Queue:
+    """Of one event loop: pending samples, and a lock that the next call needs."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Sample, asyncio.Future[RewardValue]]] = []
+        self.turn = asyncio.Lock()
+
+
+class FunctionCalls:
+    """Calls a user-defined function off the event loop, at most 32 times at once, each within a time limit.
+
+    A plain function gets a thread for each call. A coroutine runs on an event loop in another thread; when a call
+    blocks that loop, the next ones get a new one. A call cannot be stopped at its time limit: it is left behind and no
+    longer counts as running. Once eight calls go on after twice their time limit, there are no more calls.
+
+    Args:
+        name: The function's, for messages.
+        function: Takes the arguments of a call; returns a value, or an awaitable of it.
+        timeout: Time limit of one call, in seconds. Waiting in the queue is not counted.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], *, timeout: float) -> None:
+        self._name, self._function, self._timeout = name, function, timeout
+        self._turns = PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
+        self._lock = threading.Lock()
+        self._running: dict[object, tuple[LoopThread | None, float]] = {}
+        self._loop: LoopThread | None = None
+        self._closing: weakref.finalize[[], Any] | None = None
+        self._blocked: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+    async def __call__(self, about: str, *args: Any) -> Any:
+        """The function's value.
+
+        Args:
+            about: What the call is about, for messages.
+            args: Its arguments.
+
+        Raises:
+            VerifierError: It raised or took too long.
+            RewardError: Too many earlier calls do not end.
+        """
+        async with self._turns.here():
+            self._refuse_if_stuck()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    value, error = await self._call(args)
+            except TimeoutError:
+                await self._replace_blocked_loop()
+                raise VerifierError(
+                    f"{self._name} took more than {self._timeout:g} s for {about}; make it faster or raise --rm-timeout"
+                ) from None
+        if isinstance(error, RewardError):
+            raise error
+        if error is not None:
+            raise VerifierError(f"{self._name} raised {type(error).__name__} for {about}: {error}") from error
+        return value
+
+    async def _call(self, args: tuple[Any, ...]) -> daemon_thread.Outcome:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._on_loop(functools.partial(self._function, *args))
+        value, error = await self._in_thread(functools.partial(self._function, *args))
+        return await self._on_loop(lambda: value) if inspect.isawaitable(value) else (value, error)
+
+    async def _in_thread(self, function: Callable[[], Any]) -> daemon_thread.Outcome:
+        call = object()
+
+        def run() -> Any:
+            try:
+                return function()
+            finally:
+                self._end(call)
+
+        with self._lock:
+            self._running[call] = None, time.monotonic()
+        return await asyncio.wrap_future(daemon_thread.start_call(_THREAD, run))
+
+    async def _on_loop(self, function: Callable[[], Any]) -> daemon_thread.Outcome:
+        call = object()
+
+        async def run() -> daemon_thread.Outcome:
+            try:
+                return await function(), None
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
+                return None, error  # a CancelledError too: something that it awaited was cancelled, not this call
+            finally:
+                self._end(call)
+
+        with self._lock:
+            if self._loop is None:
+                self._loop = LoopThread(_THREAD)
+                self._closing = weakref.finalize(self, self._loop.close)
+            self._running[call] = self._loop, time.monotonic()
+            answer = self._loop.submit(run())
+        return await asyncio.wrap_future(answer)
+
+    def _end(self, call: object) -> None:
+        with self._lock:
+            del self._running[call]
+
+    def _refuse_if_stuck(self) -> None:
+        late = time.monotonic() - 2 * self._timeout
+        with self._lock:
+            # A blocked loop holds up every call on it, and only one of them is to blame.
+            stuck = {
+                loop if loop in self._blocked else call for call, (loop, start) in self._running.items() if start < late
+            }
+        if len(stuck) >= MOST_STUCK:
+            raise RewardError(
+                f"{self._name}: {len(stuck)} calls go on after twice their time limit of {self._timeout:g} s, and "
+                "cannot be stopped; give what it waits for a time limit of its own"
+            )
+
+    async def _replace_blocked_loop(self) -> None:
+        loop = self._loop
+        if loop is None or await loop.responds(_PING_SECONDS):
+            return
+        with self._lock:
+            if self._loop is loop and self._closing is not None:
+                self._blocked.add(loop)
+                self._loop = None
+                self._closing()

@@ -1,30 +1,52 @@
-"""Verifiers in processes of their own: what hangs, crashes or takes all memory there costs one score, never the run."""
+"""Verifiers in other processes: one that hangs, crashes or takes all memory costs one score, never the run.
+
+    pool ──requests──▶ keeper ──one at a time──▶ worker (forked, memory limited, killed at its time limit)
+         ◀──replies──         ◀─────────────────
+
+The keeper is a process that has imported the verifier, which takes seconds; a worker that dies is replaced by a fork of
+it, in milliseconds. When the connection to the pool closes, however its process ended, the keeper ends the workers and
+itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import queue
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import IO, Any
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from slime_core.interfaces import RewardValue
+from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.rewards.registry import find_rule
+
+Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 _CACHED = 100_000  # scores
-_KEEPER = "slime_rollout.rewards.keeper"
+_KEEPER = "import sys; from slime_rollout.rewards.pool import keep; keep(*sys.argv[1:])"
+_FORK = multiprocessing.get_context("fork")
+_PR_SET_PDEATHSIG = 1
+_ERROR_CHARACTERS = 300
+_MOST_ENTRIES = 32
 
 
 class VerifierPool:
@@ -32,8 +54,8 @@ class VerifierPool:
 
     The processes start with the first request, and end with :meth:`close`, with the last reference to the pool, or
     with this process, however it ends. A request waits for a free worker without limit; the time limit begins when it
-    has one. Equal requests are scored once, while the first is open and as long as its score is among the last 100,000;
-    failures are not kept.
+    has one. Equal requests are scored once, while the first is pending and as long as its score is among the last
+    100,000; failures are not kept.
 
     Args:
         target: A rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``.
@@ -43,13 +65,11 @@ class VerifierPool:
     """
 
     def __init__(self, target: str, *, workers: int, time_limit: float, memory_limit: int) -> None:
-        self._target = target
-        self._command = [sys.executable, "-m", _KEEPER, target, "--workers", str(workers)]
-        self._command += ["--time-limit", str(time_limit), "--memory-limit", str(memory_limit)]
+        self._target, self._limits = target, (str(workers), str(time_limit), str(memory_limit))
         self._lock = threading.RLock()
-        self._link: _Link | None = None
-        self._asked: dict[bytes, Future[RewardValue]] = {}
-        self._scores: OrderedDict[bytes, RewardValue] = OrderedDict()
+        self._keeper: _KeeperProcess | None = None
+        self._pending: dict[bytes, Future[RewardValue]] = {}
+        self._scores: collections.OrderedDict[bytes, RewardValue] = collections.OrderedDict()
 
     async def score(self, response: str, label: str, metadata: Mapping[str, Any]) -> RewardValue:
         """The verifier's value.
@@ -58,119 +78,132 @@ class VerifierPool:
             VerifierError: It gave none.
             RewardError: The verifier cannot be started.
         """
-        request = json.dumps([response, label, dict(metadata)])
-        key = hashlib.blake2b(request.encode(), digest_size=16).digest()  # responses are long
+        request = json.dumps([response, label, dict(metadata)]).encode()
+        key = hashlib.blake2b(request, digest_size=16).digest()  # responses are long
         with self._lock:
             if key in self._scores:
                 self._scores.move_to_end(key)
                 return _copy(self._scores[key])
-            if key not in self._asked:
-                self._asked[key] = asked = self._linked().ask(request)
-                asked.add_done_callback(functools.partial(self._keep, key))
-            else:
-                asked = self._asked[key]
-            answer: Future[RewardValue] = Future()  # of its own: it may be cancelled
-            asked.add_done_callback(functools.partial(_pass_on, answer))
+            pending = self._pending.get(key)
+            if pending is None:
+                self._pending[key] = pending = self._running_keeper().ask(request)
+                pending.add_done_callback(functools.partial(self._keep, key))
+            answer: Future[RewardValue] = Future()  # one for each caller, who may cancel it
+            pending.add_done_callback(functools.partial(_pass_on, answer))
         return await asyncio.wrap_future(answer)
 
-    def _linked(self) -> _Link:
-        if self._link is None or self._link.ended:
+    def _running_keeper(self) -> _KeeperProcess:
+        if self._keeper is None or self._keeper.ended:
             try:
-                self._link = _Link(self._target, self._command)
+                self._keeper = _KeeperProcess(self._target, self._limits)
             except OSError as error:
                 raise RewardError(f"the verifier {self._target} does not start: {error}") from error
-            weakref.finalize(self, self._link.close)
-        return self._link
+            weakref.finalize(self, self._keeper.close)
+        return self._keeper
 
-    def _keep(self, key: bytes, asked: Future[RewardValue]) -> None:
+    def _keep(self, key: bytes, done: Future[RewardValue]) -> None:
         with self._lock:
-            if self._asked.get(key) is asked:
-                del self._asked[key]
-            if asked.exception() is None:
-                self._scores[key] = asked.result()
+            if self._pending.get(key) is done:
+                del self._pending[key]
+            if done.exception() is None:
+                self._scores[key] = done.result()
                 if len(self._scores) > _CACHED:
                     self._scores.popitem(last=False)
 
     def close(self) -> None:
-        """End the processes. Open requests fail; another request starts new ones."""
+        """End the processes. Pending requests fail; another request starts new ones."""
         with self._lock:
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-            self._asked.clear()
+            if self._keeper is not None:
+                self._keeper.close()
+                self._keeper = None
+            self._pending.clear()
 
 
-class _Link:
+def _pass_on(answer: Future[RewardValue], done: Future[RewardValue]) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    if (error := done.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(_copy(done.result()))
+
+
+def _copy(value: RewardValue) -> RewardValue:
+    return dict(value) if isinstance(value, dict) else value
+
+
+class _KeeperProcess:
     """A running keeper, with a thread that writes to it and one that reads."""
 
-    def __init__(self, target: str, command: list[str]) -> None:
+    def __init__(self, target: str, limits: tuple[str, ...]) -> None:
         self._target = target
-        self._numbers = itertools.count()
-        self._open: dict[int, Future[RewardValue]] = {}
+        self._jobs = itertools.count()
+        self._pending: dict[int, Future[RewardValue]] = {}
         self._lock = threading.Lock()
-        self._ready = False
-        self.ended = False
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._ready = self.ended = False
+        self._outbox: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for this process, which closes the pipe when it ends
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        for work, pipe in ((self._send, self._process.stdin), (self._receive, self._process.stdout)):
-            threading.Thread(target=work, args=(pipe,), name="slime-verifiers", daemon=True).start()
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _KEEPER, str(theirs.fileno()), target, *limits],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for this process, which closes the connection when it ends
+            )
+        self._sender = threading.Thread(target=self._send, name="slime-verifiers", daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._receive, name="slime-verifiers", daemon=True).start()
 
-    def ask(self, request: str) -> Future[RewardValue]:
+    def ask(self, request: bytes) -> Future[RewardValue]:
         """Send a request; never waits."""
         answer: Future[RewardValue] = Future()
         with self._lock:
             if self.ended:
                 answer.set_exception(VerifierError(f"the verifiers of {self._target} ended"))
                 return answer
-            job = next(self._numbers)
-            self._open[job] = answer
-        self._outbox.put(f"[{job}, {request}]\n".encode())
+            job = next(self._jobs)
+            self._pending[job] = answer
+        self._outbox.put((job, request))
         return answer
 
     def close(self) -> None:
-        """Close the pipe, which ends the keeper and its workers."""
+        """End the keeper and its workers."""
         self._outbox.put(None)
 
-    def _send(self, pipe: IO[bytes]) -> None:
-        with contextlib.suppress(BrokenPipeError), pipe:
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # it ended: `_receive` finds out, too
             while (message := self._outbox.get()) is not None:
-                pipe.write(message)
-                pipe.flush()
+                self._connection.send(message)
+            self._connection.send(None)
 
-    def _receive(self, pipe: IO[bytes]) -> None:
-        try:
-            with pipe:
-                for line in pipe:
-                    self._take(json.loads(line))
-        except (ValueError, KeyError):  # no reply of the keeper's, so nothing that follows can be trusted
-            self._process.kill()
-        code = self._process.wait()
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            self._ready = self._connection.recv()
+            while True:
+                job, reply = self._connection.recv()
+                self._settle(job, json.loads(reply))
+        code = self.process.wait()
         with self._lock:
             self.ended = True
-            left, self._open = self._open, {}
+            left, self._pending = self._pending, {}
         self._outbox.put(None)
         for answer in left.values():
-            _settle(answer, error=self._end(code))
+            answer.set_exception(self._end(code))
         self._errors.close()
+        self._sender.join()  # it must not write to a descriptor that is somebody else's by then
+        self._connection.close()
 
-    def _take(self, reply: dict[str, Any]) -> None:
-        if "job" not in reply:
-            self._ready = True
-            return
+    def _settle(self, job: int, reply: dict[str, Any]) -> None:
         with self._lock:
-            answer = self._open.pop(reply["job"])
-        failure = reply.get("failure")
-        _settle(answer, reply.get("value"), VerifierError(failure) if failure is not None else None)
+            answer = self._pending.pop(job)
+        if "failure" in reply:
+            answer.set_exception(VerifierError(reply["failure"]))
+        else:
+            answer.set_result(reply["value"])
 
     def _end(self, code: int) -> RewardError:
         if self._ready:
@@ -180,22 +213,175 @@ class _Link:
         return RewardError(f"the verifier {self._target} does not start: {lines[-1] if lines else f'exit code {code}'}")
 
 
-def _settle(answer: Future[RewardValue], value: Any = None, error: BaseException | None = None) -> None:
-    if not answer.set_running_or_notify_cancel():
-        return  # nobody waits any more
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(value)
+def keep(descriptor: str, target: str, workers: str, time_limit: str, memory_limit: str) -> None:
+    """The keeper's life: load the verifier, start workers, and serve until the pool's end closes."""
+    connection: Connection[Any, Any] = Connection(int(descriptor))
+    verifier = _load_verifier(target)
+    keeper = _Keeper(connection, verifier, int(workers), float(time_limit), int(memory_limit))
+    try:
+        connection.send(True)
+        keeper.run()
+    except (EOFError, OSError):  # the pool is gone
+        pass
+    finally:
+        keeper.close()
 
 
-def _pass_on(answer: Future[RewardValue], asked: Future[RewardValue]) -> None:
-    error = asked.exception()
-    if error is not None:
-        _settle(answer, error=error)
-    else:
-        _settle(answer, _copy(asked.result()))
+def _load_verifier(target: str) -> Verifier:
+    """A rule by name, or a function by path."""
+    if ":" in target:
+        return load_function(target, "verifier", arguments=("response", "label", "metadata"))
+    verifier = find_rule(target).score
+    verifier("</think>\\boxed{\\frac{1}{2}+x}", "x+0.5", {})  # imports what it needs, before the first fork
+    return verifier
 
 
-def _copy(value: RewardValue) -> RewardValue:
-    return dict(value) if isinstance(value, dict) else value
+class _Keeper:
+    """Hands requests to idle workers, watches the time, and replaces workers."""
+
+    def __init__(
+        self, pool: Connection[Any, Any], verifier: Verifier, workers: int, time_limit: float, memory_limit: int
+    ) -> None:
+        self._pool, self._verifier, self._count = pool, verifier, workers
+        self._time_limit, self._memory_limit = time_limit, memory_limit
+        self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._workers: list[_Worker] = []
+        for _ in range(workers):
+            self._add_worker()
+
+    def run(self) -> None:
+        """Until the pool ends it."""
+        while True:
+            by_connection: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers}
+            for ready in wait([self._pool, *by_connection], self._seconds_left()):
+                if ready is not self._pool:
+                    self._hear(by_connection[ready])
+                elif (request := self._pool.recv()) is None:
+                    return
+                else:
+                    self._waiting.append(request)
+            self._end_late_ones()
+            self._hand_out()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            reply, is_last = worker.connection.recv()
+        except (EOFError, OSError):
+            self._remove(worker)
+            return
+        self._pool.send((worker.job, reply))
+        worker.job = None
+        if is_last:
+            self._remove(worker)
+            self._add_worker()
+
+    def _remove(self, worker: _Worker, failure: str | None = None) -> None:
+        """End a worker. One that was idle is replaced when it is needed: one that cannot live would be forever."""
+        self._workers.remove(worker)
+        code = worker.end()
+        if worker.job is not None:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._pool.send((worker.job, json.dumps({"failure": failure or f"its process ended with {how}"})))
+            self._add_worker()
+
+    def _add_worker(self) -> _Worker:
+        self._workers.append(_Worker(self._verifier, self._memory_limit))
+        return self._workers[-1]
+
+    def _end_late_ones(self) -> None:
+        now = time.monotonic()
+        for worker in [one for one in self._workers if one.job is not None and one.deadline <= now]:
+            self._remove(worker, f"it took more than {self._time_limit:g} s")
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            worker = next((one for one in self._workers if one.job is None), None)
+            if worker is None and len(self._workers) == self._count:
+                return
+            job, request = self._waiting.popleft()
+            (worker or self._add_worker()).start(job, request, self._time_limit)
+
+    def _seconds_left(self) -> float | None:
+        deadlines = [worker.deadline for worker in self._workers if worker.job is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+
+class _Worker:
+    """A forked process that scores one request at a time."""
+
+    def __init__(self, verifier: Verifier, memory_limit: int) -> None:
+        self.connection, theirs = _FORK.Pipe()
+        self._process = _FORK.Process(target=_work, args=(verifier, theirs, memory_limit, os.getpid()))
+        self._process.start()
+        theirs.close()
+        self.job: int | None = None
+        self.deadline = 0.0
+
+    def start(self, job: int, request: bytes, time_limit: float) -> None:
+        self.job, self.deadline = job, time.monotonic() + time_limit
+        with contextlib.suppress(OSError):  # it died, which reading its reply shows
+            self.connection.send_bytes(request)
+
+    def end(self) -> int:
+        """Kill it and all of its process group; its exit code, negative for a signal."""
+        pid = self._process.pid or 0
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        self._process.join()
+        self.connection.close()
+        return self._process.exitcode or 0
+
+
+def _work(verifier: Verifier, connection: Connection[Any, Any], memory_limit: int, keeper: int) -> None:
+    """A worker's life. The verifier's standard streams lead nowhere; its memory is limited."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        return
+    os.setpgid(0, 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    own = connection.fileno()  # the only other descriptor that stays: those of the keeper are not for verifiers
+    os.closerange(3, own)
+    os.closerange(own + 1, os.sysconf("SC_OPEN_MAX"))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = memory_limit if most == resource.RLIM_INFINITY else min(memory_limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    grown = False
+    while not grown:
+        reply = json.dumps(_answer(verifier, json.loads(connection.recv_bytes())))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory_limit / 2
+        connection.send((reply, grown))
+
+
+def _answer(verifier: Verifier, arguments: list[Any]) -> dict[str, Any]:
+    try:
+        value = verifier(*arguments)
+        if _is_reward(value):
+            return {"value": value}
+        return {"failure": f"it returned {value!r}"[:_ERROR_CHARACTERS] + ", which is no finite number"}
+    except MemoryError:
+        return {"failure": "it reached the memory limit"}
+    except RecursionError:
+        return {"failure": "it nests too deep"}
+    except BaseException as error:
+        return {"failure": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+
+
+def _is_reward(value: Any) -> bool:
+    """Whether it is a number, or a few by name: the keeper reads a reply at once, so it must be short."""
+    if isinstance(value, dict):
+        names = all(isinstance(name, str) for name in value) and sum(map(len, value)) < _ERROR_CHARACTERS
+        return 0 < len(value) <= _MOST_ENTRIES and names and all(map(is_finite, value.values()))
+    return is_finite(value)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value from JSON or a verifier is a finite number."""
+    return isinstance(value, int | float) and abs(value) <= 1e300  # which NaN is not either

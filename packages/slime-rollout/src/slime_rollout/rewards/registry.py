@@ -1,18 +1,27 @@
-"""The rules by name. Those that may take long are scored in other processes: see `slime_rollout.rewards.pool`."""
+"""The rules by name, and whether rows can be scored by them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.interfaces import RewardValue
 from slime_rollout.config import REMOTE_RULES, RULES, RolloutConfig
-from slime_rollout.rewards.answers import after_thought, last_boxed
-from slime_rollout.rewards.mathematics import math_equal
-from slime_rollout.rewards.rules import exact, first_integer, parse_integer
-from slime_rollout.rewards.text_answers import answer_line, multiple_choice, read_number, same_number, token_f1
+from slime_rollout.rewards.rules import (
+    after_thought,
+    answer_line,
+    exact,
+    first_integer,
+    last_boxed,
+    math_equal,
+    multiple_choice,
+    parse_integer,
+    read_number,
+    same_number,
+    token_f1,
+)
 
 BOXED = "boxed_"
 ROW_KEY = "rm_type"
@@ -20,82 +29,61 @@ ROW_KEY = "rm_type"
 Metadata = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Rule:
-    r"""How a response is scored.
+    """How a response is scored.
 
     Attributes:
-        score: Takes response, label and metadata.
-        compare: Takes the answer alone, such as the content of ``\boxed{…}``, label and metadata.
-        wrong: What a wrong answer gets, and one that could not be scored.
-        metadata_keys: Entries of ``sample.metadata`` that take part.
-        instant: Linear in the response's length and small: scored in place.
+        compare: Takes the answer, the label and the metadata.
+        find: Finds the answer in a response; ``None`` if there is none.
+        wrong: Reward of a wrong answer, and of one that could not be scored.
+        metadata_keys: Entries of ``sample.metadata`` that ``compare`` needs.
+        instant: Fast whatever the response: scored in place, not in another process.
     """
 
-    score: Callable[[str, str, Metadata], RewardValue]
     compare: Callable[[str, str, Metadata], RewardValue]
+    find: Callable[[str], str | None] = str
     wrong: RewardValue = 0.0
     metadata_keys: tuple[str, ...] = ()
     instant: bool = False
 
-
-def _whole(compare: Callable[[str, str], float], *, instant: bool = False) -> Rule:
-    """A rule that compares the whole response."""
-
-    def score(response: str, label: str, metadata: Metadata) -> float:
-        return compare(response, label)
-
-    return Rule(score, score, instant=instant)
+    def score(self, response: str, label: str, metadata: Metadata) -> RewardValue:
+        """The reward of a response."""
+        answer = self.find(response)
+        return self.wrong if answer is None else self.compare(answer, label, metadata)
 
 
-def _math(answer: str, label: str, metadata: Metadata) -> float:
-    return float(math_equal(answer, label))
+def _by_label(compare: Callable[[str, str], float]) -> Callable[[str, str, Metadata], float]:
+    return lambda answer, label, metadata: float(compare(answer, label))
 
 
-def _boxed_math(response: str, label: str, metadata: Metadata) -> float:
-    answer = last_boxed(response)
-    return 0.0 if answer is None else _math(answer, label, metadata)
-
-
-def _math_after_thought(response: str, label: str, metadata: Metadata) -> float:
+def _boxed_after_thought(response: str) -> str | None:
     answer = after_thought(response)
-    return 0.0 if answer is None else _boxed_math(answer, label, metadata)
+    return None if answer is None else last_boxed(answer)
 
 
 _DAPO_WRONG: RewardValue = {"score": -1.0, "acc": 0.0}
 
 
-def _dapo_answer(answer: str, label: str, metadata: Metadata) -> RewardValue:
+def _dapo(answer: str, label: str, metadata: Metadata) -> RewardValue:
     return {"score": 1.0, "acc": 1.0} if same_number(answer, label) else _DAPO_WRONG
 
 
-def _dapo(response: str, label: str, metadata: Metadata) -> RewardValue:
-    answer = answer_line(response)
-    return _DAPO_WRONG if answer is None else _dapo_answer(answer, label, metadata)
-
-
 _RULES = {
-    "exact": _whole(exact, instant=True),
-    "first_integer": _whole(first_integer, instant=True),
-    "math": Rule(_boxed_math, _math),
-    "deepscaler": Rule(_math_after_thought, _math),
-    "dapo": Rule(_dapo, _dapo_answer, wrong=_DAPO_WRONG),
-    "f1": _whole(token_f1),
-    "gpqa": Rule(multiple_choice, multiple_choice, metadata_keys=("choices", "correct_letter")),
+    "exact": Rule(_by_label(exact), instant=True),
+    "first_integer": Rule(_by_label(first_integer), instant=True),
+    "math": Rule(_by_label(math_equal), last_boxed),
+    "deepscaler": Rule(_by_label(math_equal), _boxed_after_thought),
+    "dapo": Rule(_dapo, answer_line, wrong=_DAPO_WRONG),
+    "f1": Rule(_by_label(token_f1)),
+    "gpqa": Rule(multiple_choice, metadata_keys=("choices", "correct_letter")),
 }
 
 
 def find_rule(name: str) -> Rule:
     r"""The rule of a name. ``boxed_`` before it compares what the last ``\boxed{…}`` holds."""
-    if not name.startswith(BOXED):
-        return _RULES[name]
     rule = _RULES[name.removeprefix(BOXED)]
-
-    def score(response: str, label: str, metadata: Metadata) -> RewardValue:
-        answer = last_boxed(response)
-        return rule.wrong if answer is None else rule.compare(answer, label, metadata)
-
-    return Rule(score, rule.compare, rule.wrong, rule.metadata_keys, rule.instant)
+    return dataclasses.replace(rule, find=last_boxed) if name.startswith(BOXED) else rule
 
 
 def rule_of_row(metadata: Metadata, rule: str) -> str:
@@ -113,7 +101,7 @@ def rule_of_row(metadata: Metadata, rule: str) -> str:
 
 
 def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) -> str | None:
-    """What keeps a row from being scored, as the end of a message; ``None`` if nothing does."""
+    """Why a row cannot be scored, as the end of a message; ``None`` if it can."""
     if config.rule is None:
         return None
     try:
@@ -131,7 +119,7 @@ def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) 
 
 
 def check_label(rule: str, label: str | None, source: str = "--rm-type") -> str | None:
-    """What is wrong with a label for a rule that ``source`` names, as the end of a message; ``None`` if nothing is."""
+    """Why a label is invalid for a rule that ``source`` names, as the end of a message; ``None`` if it is valid."""
     if rule == "random" or rule in REMOTE_RULES:
         return None
     name = rule.removeprefix(BOXED)

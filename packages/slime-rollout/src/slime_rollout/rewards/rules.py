@@ -1,13 +1,56 @@
-"""Rules that compare the text of a response with its label. Each gives 0.0 or 1.0."""
+"""What rules compare: answers found in responses, as text, numbers, words, letters and mathematics.
+
+All take time linear in the response's length, except `math_equal`, which may never end: `pool` runs it.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+_BOXES = ("\\boxed", "\\fbox")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{…}`` holds; ``None`` if there is none, or it is not closed."""
+    start = max(text.rfind(box) for box in _BOXES)
+    if start < 0:
+        return None
+    opening = text.find("{", start)
+    if opening < 0 or text[start:opening].strip() not in _BOXES:
+        return None
+    depth, place = 0, opening
+    while place < len(text):
+        if text[place] == "\\":
+            place += 1  # \{ and \} are no braces
+        elif text[place] == "{":
+            depth += 1
+        elif text[place] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[opening + 1 : place].strip()
+        place += 1
+    return None
+
+
+def after_thought(text: str) -> str | None:
+    """What follows the reasoning: after the last ``</think>``, or else the last ``###Response``; ``None`` without."""
+    for mark in ("</think>", "###Response"):
+        _, found, answer = text.rpartition(mark)
+        if found:
+            return answer
+    return None
+
 
 # A sign counts when it touches its digits and nothing that could be an operand: in "5-3" and "a-3" it is none.
 # Commas belong to a number when they part it into threes. A lone point before digits begins a decimal number, several
 # points do not. ASCII digits only.
-_NUMBER = re.compile(
+_FIRST_NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]])[-+−])?(?P<point>(?<![\w.])\.)?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?P<fraction>\.[0-9]+)?"
 )
@@ -33,9 +76,188 @@ def parse_integer(text: str) -> str | None:
 
     Text, not ``int``: a model may write more digits than Python converts.
     """
-    match = _NUMBER.search(text)
+    match = _FIRST_NUMBER.search(text)
     if match is None or match["fraction"] or match["point"]:
         return None
     digits = match["digits"].replace(",", "").lstrip("0") or "0"
     negative = match["sign"] in ("-", "−") and digits != "0"
     return f"-{digits}" if negative else digits
+
+
+_WHOLE_OR_NOTHING = {"yes", "no", "noanswer"}
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+_DAPO_TAIL = 300  # characters
+_ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*([^\n]+)", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{[^{}]*\}|\\[!,;: ]|\^\s*(?:\{\\circ\}|\\circ)")
+_NUMBER = re.compile(r"([-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?)[ ]*(?:%|[A-Za-z][A-Za-z ]*)?\.?")
+
+_LETTERS = string.ascii_uppercase
+# A letter before a lower-case word is an article, a pronoun or part of a name ("vitamin C deficiency"), unless the word
+# says why it is chosen, or that it is right.
+_REASON = r"because|since|as"
+_RIGHT = rf"(?:{_REASON}|is|was|must|would|seems|looks|fits)\b(?![ ](?:not|never|wrong|incorrect|false)\b)"
+_SAID_LETTER = re.compile(
+    rf"(?:answer|choice|option)(?:[ ]is)?[ ]?:?[ ]?[*$]{{0,2}}\(?([A-Z])\b(?![ ](?!(?:{_REASON})\b)[a-z])"
+)
+_LONE_LETTER = re.compile(rf"\b([A-Z])\b(?!['’]|[ ](?!{_RIGHT})[a-z])")
+
+
+def token_f1(response: str, label: str) -> float:
+    """F1 of the words that response and label share (SQuAD: case, punctuation and articles aside).
+
+    ``yes``, ``no`` and ``noanswer`` count only as the whole answer.
+    """
+    given, wanted = _words(response), _words(label)
+    if given != wanted and _WHOLE_OR_NOTHING & {" ".join(given), " ".join(wanted)}:
+        return 0.0
+    shared = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def answer_line(response: str) -> str | None:
+    """What the last ``Answer: …`` says within the last 300 characters; ``None`` without one."""
+    found = _ANSWER_LINE.findall(response[-_DAPO_TAIL:])
+    return found[-1].strip() if found else None
+
+
+def same_number(answer: str, label: str) -> bool:
+    """Whether an answer is the label's number, once LaTeX, currency, unit and ``x =`` are taken away (DAPO)."""
+    given, wanted = read_number(answer), read_number(label)
+    return given is not None and given == wanted
+
+
+def read_number(text: str) -> Decimal | None:
+    """The number that a text is; ``None`` if it is none, or more than a number."""
+    text = last_boxed(text) or text
+    text = _COMMAND.sub("", text).rpartition("=")[2]
+    text = text.replace("\\$", "").replace("$", "").replace("\\%", "%").replace("−", "-").strip(" *")
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[1] in ("", "+", "-"):
+        return None
+    return Decimal(match[1].replace(",", ""))
+
+
+def multiple_choice(response: str, label: str, metadata: Mapping[str, Any]) -> float:
+    """1 if the response chooses the right letter; without a letter, if it holds the right choice's text (GPQA).
+
+    The right letter is ``metadata["correct_letter"]``, or else the label: a letter, an index from 0, or the text of
+    one of ``metadata["choices"]`` (a list, a mapping of letters to texts, or ARC's ``label`` and ``text``). The chosen
+    letter is the last in a box, or after "answer is", "option" and the like, or else the last that stands alone; it is
+    looked for after ``</think>``.
+    """
+    choices = _choices(metadata.get("choices"))
+    right = correct_letter(label, metadata.get("correct_letter"), choices)
+    answer = after_thought(response) or response
+    usual = max(4, _LETTERS.index(right) + 1) if right else 4
+    chosen = _chosen_letter(answer, _LETTERS[: len(choices) or usual])
+    if chosen is not None and right is not None:
+        return float(chosen == right)
+    place = _LETTERS.index(right) if right else len(choices)
+    text = choices[place] if place < len(choices) else label
+    return float(len(text.strip()) > 1 and text.strip().casefold() in answer.casefold())
+
+
+def _choices(given: Any) -> list[str]:
+    """The choices' texts, in the order of their letters."""
+    if not isinstance(given, Mapping):
+        return [] if isinstance(given, str) else [str(choice) for choice in given or ()]
+    if given.keys() == {"label", "text"}:
+        given = dict(zip(given["label"], given["text"], strict=False))
+    by_letter = {str(key).strip("() .").upper(): str(text) for key, text in given.items()}
+    if not all(len(key) == 1 and key in _LETTERS for key in by_letter):
+        return list(by_letter.values())
+    return [by_letter.get(letter, "") for letter in _LETTERS[: _LETTERS.index(max(by_letter, default="A")) + 1]]
+
+
+def correct_letter(label: str, named: str | None, choices: Sequence[str]) -> str | None:
+    """The letter of the right choice; ``None`` where nothing tells it."""
+    label = (named or label).strip()
+    letter = label.strip("()").upper()
+    if len(letter) == 1 and letter in _LETTERS:
+        return letter
+    for same in (str.strip, lambda text: text.strip().casefold()):
+        texts = [same(choice) for choice in choices]
+        if same(label) in texts:
+            return _LETTERS[texts.index(same(label))]
+    if label.isascii() and label.isdigit() and int(label) < len(_LETTERS):
+        return _LETTERS[int(label)]
+    return None
+
+
+def _chosen_letter(answer: str, letters: str) -> str | None:
+    boxed = last_boxed(answer)
+    if boxed is not None:
+        inner = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r"\1", boxed).strip(" ().")
+        if len(inner) == 1 and inner in letters:
+            return inner
+    for pattern in (_SAID_LETTER, _LONE_LETTER):
+        found = [letter for letter in pattern.findall(_said_in_lower_case(answer)) if letter in letters]
+        if found:
+            return str(found[-1])
+    return None
+
+
+def _said_in_lower_case(answer: str) -> str:
+    return re.sub(r"\b(?:answer|choice|option|is)\b", lambda match: match[0].lower(), answer, flags=re.IGNORECASE)
+
+
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
+_PLAIN_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)"
+_SCIENTIFIC = re.compile(rf"({_PLAIN_NUMBER})[eE]([-+]?\d+)")
+_MIXED = re.compile(r"([-+]?\d+)\s+(?:(\d+)\s*/\s*(\d+)|\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\})")
+_LABELLED_TIME = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?: ?[ap]\.?m\.?)?", re.IGNORECASE)
+_WORDS_ONLY = re.compile(r"[^\W\d_]{3,}(?:[ '-][^\W\d_]+)*")
+
+
+def math_equal(answer: str, label: str) -> bool:
+    r"""Whether an answer means what the label says, ``\boxed{…}`` around either aside.
+
+    Equal texts are equal. Words (three letters and more) and times of day are compared as text, case aside, for
+    Math-Verify would read ``yes`` as the product e·s·y, and 10:30 as a third. All else is for Math-Verify: numbers to
+    six decimals, expressions symbolically, tuples and intervals in order, sets and lists of solutions in any.
+
+    Raises:
+        Exception: Whatever Math-Verify or SymPy raises on texts that it cannot take.
+    """
+    given, wanted = _tidy(answer), _tidy(label)
+    if not given or not wanted:
+        return False
+    if given == wanted:
+        return True
+    if any(form.fullmatch(text) for form in (_WORDS_ONLY, _LABELLED_TIME) for text in (given, wanted)):
+        return given.casefold() == wanted.casefold()
+    return _verify(given, wanted)
+
+
+def _tidy(text: str) -> str:
+    """Without box, dollar signs, text commands and a full stop; ``1e3`` and ``1 1/2`` in LaTeX."""
+    text = last_boxed(text) or text
+    text = _TEXT_COMMAND.sub(r"\1", text).strip().strip("$").strip()
+    text = text.removesuffix(".").strip()
+    if match := _SCIENTIFIC.fullmatch(text):
+        return f"{match[1]} \\times 10^{{{match[2]}}}"
+    if match := _MIXED.fullmatch(text):
+        return f"{match[1]}\\frac{{{match[2] or match[4]}}}{{{match[3] or match[5]}}}"
+    return text
+
+
+def _verify(given: str, wanted: str) -> bool:
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # Its own time limits are signals of the main thread; whoever calls has a better one. It warns of that each time.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # Only the box: its fallback would take the first number of `5 or 6`.
+    rules = [LatexExtractionConfig(boxed_match_priority=0)]
+    read = [
+        parse(f"\\boxed{{{text}}}", rules, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+        for text in (wanted, given)
+    ]
+    if not all(read):
+        return False
+    return bool(verify(*read, timeout_seconds=None, raise_on_error=True))

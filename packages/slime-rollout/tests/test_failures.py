@@ -3,10 +3,9 @@ import asyncio
 import pytest
 
 from slime_core.types import Sample
+from slime_rollout import failures
 from slime_rollout.errors import RewardError, VerifierError
-from slime_rollout.rewards import Tolerance, Tolerant, TolerantGroup
-from slime_rollout.rewards import tolerant as tolerant_module
-from slime_rollout.rewards.tolerant import NoTolerance, Patience
+from slime_rollout.failures import FailureLimit, Tolerance
 
 FAILED = VerifierError("own raised ValueError")
 
@@ -45,7 +44,7 @@ def test_what_is_told_stays():
 
 
 def test_failures_in_a_row_end_the_run_and_one_reward_starts_the_count_again():
-    tolerance = Tolerance(drop=False, name="own", patience=Patience(calls=3))
+    tolerance = Tolerance(drop=False, name="own", limit=FailureLimit(calls=3))
     for _ in range(2):
         settle(tolerance, FAILED, FAILED)
     assert settle(tolerance, FAILED, 1.0) == [0.0, 1.0]
@@ -65,12 +64,12 @@ def test_failures_in_a_row_end_the_run_and_one_reward_starts_the_count_again():
 def clock(monkeypatch):
     """Time as it is set."""
     now = [100.0]
-    monkeypatch.setattr(tolerant_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_all_of_a_patience_must_be_at_its_end(clock):
-    tolerance = Tolerance(drop=False, name="own", patience=Patience(calls=3, samples=8, seconds=60.0))
+    tolerance = Tolerance(drop=False, name="own", limit=FailureLimit(calls=3, samples=8, seconds=60.0))
     for _ in range(4):  # 8 samples in 4 calls, at once
         settle(tolerance, FAILED, FAILED)
     clock[0] += 59.0
@@ -88,7 +87,7 @@ def test_all_of_a_patience_must_be_at_its_end(clock):
 
 
 def test_few_samples_do_not_end_a_run_however_long_it_takes(clock):
-    tolerance = Tolerance(drop=False, name="own", patience=Patience(samples=8, seconds=60.0))
+    tolerance = Tolerance(drop=False, name="own", limit=FailureLimit(samples=8, seconds=60.0))
     for _ in range(7):
         settle(tolerance, FAILED)
         clock[0] += 600.0
@@ -129,13 +128,14 @@ def test_other_errors_and_cancellation_pass():
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    for kind, given in ((Tolerant, sample()), (TolerantGroup, [sample()])):
+    for kind, given in (("each", sample()), ("group", [sample()])):
+        wrap = getattr(Tolerance(drop=False), kind)
         with pytest.raises(RewardError, match=r"^no$"):
-            asyncio.run(kind(fails, Tolerance(drop=False))(given))
-        asyncio.run(asyncio.wait_for(cancelled(kind(waits, Tolerance(drop=False)), given), 20))
+            asyncio.run(wrap(fails)(given))
+        asyncio.run(asyncio.wait_for(cancelled(wrap(waits), given), 20))
 
 
 def test_without_tolerance_the_first_failure_is_raised():
     with pytest.raises(VerifierError, match="own raised"):
-        settle(NoTolerance(), 1.0, FAILED)
-    assert settle(NoTolerance(), 1.0) == [1.0]
+        settle(Tolerance(drop=False, strict=True), 1.0, FAILED)
+    assert settle(Tolerance(drop=False, strict=True), 1.0) == [1.0]

@@ -5,13 +5,14 @@ import pytest
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
+from slime_rollout import failures
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.files import RawRow
 from slime_rollout.data.prompts import check_row
 from slime_rollout.errors import RewardError
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.http import HttpError
-from slime_rollout.rewards import RemoteReward, RowRuleReward, RuleRewards, Scorers, by_rule, tolerant
+from slime_rollout.rewards import RemoteReward, RowRuleReward, Scorers, scorers
 
 GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
 
@@ -38,7 +39,7 @@ def row(rule, label="2", **changes):
 
 
 def test_a_row_chooses_its_rule():
-    reward = RowRuleReward(config(rm_type="exact", reward_key="score"), RuleRewards())
+    reward = RowRuleReward(config(rm_type="exact", reward_key="score"), {})
     given = [
         sample("2"),
         sample("2", rule=""),
@@ -66,7 +67,7 @@ def test_an_unknown_rule_is_told_with_its_row_or_its_sample(rule):
         row(rule)
     assert repr(rule) in str(caught.value)
     with pytest.raises(DataError, match=r"^sample 3: the metadata's rm_type is .*; allowed: exact, "):
-        score(RowRuleReward(config(), RuleRewards()), sample("2", rule=rule))
+        score(RowRuleReward(config(), {}), sample("2", rule=rule))
 
 
 def test_labels_are_checked_for_the_rule_of_their_row():
@@ -85,20 +86,20 @@ def test_what_a_rule_needs_of_the_run_is_told_with_the_row():
     with pytest.raises(DataError, match=r"^p\.jsonl:7: .*no service is known; give --rm-type remote_rm"):
         row("remote_rm")
     with pytest.raises(DataError, match=r"^sample 3: its rule remote_rm needs --rm-type remote_rm with --rm-url"):
-        score(RowRuleReward(config(), RuleRewards()), sample("2", rule="remote_rm"))
+        score(RowRuleReward(config(), {}), sample("2", rule="remote_rm"))
     remote = {"rm_type": "remote_rm", "rm_url": "http://a"}
     assert row("boxed_remote_rm", **remote).label == "2"
     assert row("exact", **remote).label == "2"
 
 
 def test_processes_are_made_once_for_each_rule_of_a_run_and_its_held_out_sets(tmp_path, monkeypatch):
-    made, make = [], by_rule.VerifierPool
-    monkeypatch.setattr(by_rule, "VerifierPool", lambda target, **limits: made.append(target) or make(target, **limits))
+    made, make = [], scorers.VerifierPool
+    monkeypatch.setattr(scorers, "VerifierPool", lambda target, **limits: made.append(target) or make(target, **limits))
     (tmp_path / "sets.yaml").write_text("eval: {datasets: {a: {path: x, rm_type: f1}, b: {path: x, rm_type: math}}}")
     given = config(rm_type="math", eval_config=str(tmp_path / "sets.yaml"))
     sets = read_eval_sets(given)
-    scorers = Scorers(given, HookArgs({}), sets)
-    rewards = [scorers.of(one).reward for one in (given, *(held_out.config for held_out in sets))]
+    shared = Scorers(given, HookArgs({}), sets)
+    rewards = [shared.of(one).reward for one in (given, *(held_out.config for held_out in sets))]
     assert made == []
     for reward in rewards:
         assert score(reward, sample(r"\boxed{2}", rule="math"), sample("2", rule="f1")) == [1.0, 1.0]
@@ -107,10 +108,9 @@ def test_processes_are_made_once_for_each_rule_of_a_run_and_its_held_out_sets(tm
 
 def test_a_rule_has_the_time_limit_of_its_kind(monkeypatch):
     limits = {}
-    monkeypatch.setattr(by_rule, "VerifierPool", lambda target, **given: limits.update({target: given["time_limit"]}))
-    rewards = RuleRewards()
-    for name in ("math", "f1"):
-        rewards.of(name, config(rm_type="remote_rm", rm_url="http://a"))
+    monkeypatch.setattr(scorers, "VerifierPool", lambda target, **given: limits.update({target: given["time_limit"]}))
+    reward = RowRuleReward(config(rm_type="remote_rm", rm_url="http://a"), {})
+    assert score(reward, sample(r"\boxed{2}", rule="math"), sample("2", rule="f1")) == [1.0, 1.0]
     assert limits == {"math": 10.0, "f1": 10.0}
 
 
@@ -125,7 +125,7 @@ def test_a_boxed_answer_is_all_that_a_service_sees(monkeypatch, response, sent):
         return 1.0
 
     monkeypatch.setattr("slime_rollout.service.Service.ask", ask)
-    reward = RowRuleReward(config(rm_type="boxed_remote_rm", rm_url="http://a"), RuleRewards())
+    reward = RowRuleReward(config(rm_type="boxed_remote_rm", rm_url="http://a"), {})
     assert score(reward, sample(response)) == [1.0]
     assert score(RemoteReward("http://a", timeout=1.0), sample(response)) == [1.0]
     assert [body["response"] for body in asked] == [sent, response]
@@ -140,8 +140,8 @@ def test_a_service_may_fail_for_half_an_hour_and_then_ends_the_run_once_256_samp
         raise HttpError("POST", "http://a", 503, "it starts")
 
     monkeypatch.setattr("slime_rollout.service.Service.ask", ask)
-    monkeypatch.setattr(tolerant.time, "monotonic", lambda: now[0])
-    reward = RowRuleReward(config(rm_type="remote_rm", rm_url="http://a"), RuleRewards())
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    reward = RowRuleReward(config(rm_type="remote_rm", rm_url="http://a"), {})
     assert score(reward, *[sample("1")] * 2000) == [0.0] * 2000
     now[0] += 1799.0
     assert score(reward, *[sample("1")] * 2000) == [0.0] * 2000

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from slime_rollout.errors import RewardError, VerifierError
-from slime_rollout.rewards import calls
-from slime_rollout.rewards.calls import FunctionCalls
+from slime_rollout.rewards import custom
+from slime_rollout.rewards.custom import FunctionCalls
 
 LIMIT = 0.5
 
@@ -125,8 +125,8 @@ def test_cancelling_a_call_cancels_what_it_awaits_and_frees_its_turn():
     made = FunctionCalls("own", waits, timeout=30.0)
 
     async def work():
-        asked = [asyncio.create_task(made("sample 1")) for _ in range(2 * calls.AT_ONCE)]
-        await wait_until(lambda: len(made._running) == calls.AT_ONCE)
+        asked = [asyncio.create_task(made("sample 1")) for _ in range(2 * custom.AT_ONCE)]
+        await wait_until(lambda: len(made._running) == custom.AT_ONCE)
         for task in asked:
             task.cancel()
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -169,7 +169,7 @@ def test_calls_that_are_left_behind_take_nobodys_turn_and_end_the_run_when_there
     made = FunctionCalls("own", hangs, timeout=LIMIT)
 
     async def work():
-        for number in range(calls.MOST_STUCK):
+        for number in range(custom.MOST_STUCK):
             assert await made("sample 1", number) == number
             await failure(made, "hang")
         await asyncio.sleep(2 * LIMIT)
@@ -234,7 +234,7 @@ def test_calls_on_a_loop_that_one_of_them_blocks_count_once():
         values = ["block", *range(20)]
         await asyncio.gather(*(made("sample 1", value) for value in values), return_exceptions=True)
         await asyncio.sleep(2 * LIMIT)
-        assert len(made._running) > calls.MOST_STUCK
+        assert len(made._running) > custom.MOST_STUCK
         assert await made("sample 2", 2) == 2
         release.set()
         await wait_until(lambda: not made._running)
