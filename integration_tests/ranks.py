@@ -96,7 +96,7 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
     """Logits that predict every token of a text but the first, over the true vocabulary."""
     import torch
 
-    from slime_megatron.packing import pack
+    from slime_megatron.packing import MicroBatch
 
     sample = TrainSample(
         index=0,
@@ -110,7 +110,7 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
     )
     with torch.no_grad():
         model = worker.trainer.model
-        rows = model.hidden_states(pack([sample], share_prompts=False)) @ model.output_weight.t()
+        rows = model.hidden_states(MicroBatch([sample], share_prompts=False).pack()) @ model.output_weight.t()
     return rows.float()[:, : worker.trainer.shape.vocab_size].tolist()
 
 

@@ -129,11 +129,11 @@ class Rank:
         import torch.distributed as dist
         from megatron.core import parallel_state
 
-        from slime_megatron.packing import pack
+        from slime_megatron.packing import MicroBatch
 
         trainer = self.worker.trainer
         sequence_parallel = trainer.config.tensor_model_parallel_size if trainer.config.sequence_parallel else 1
-        batch = pack(samples, share_prompts=share_prompts, multiple_of=sequence_parallel)
+        batch = MicroBatch(samples, share_prompts=share_prompts, multiple_of=sequence_parallel).pack()
         with torch.no_grad():
             local = (trainer.model.hidden_states(batch) @ trainer.model.output_weight.t()).float()
         group = parallel_state.get_tensor_model_parallel_group()
@@ -147,11 +147,12 @@ class Rank:
         from megatron.core import parallel_state
 
         from slime_core.ops import log_probs_and_entropy
-        from slime_megatron.packing import pack
+        from slime_megatron.packing import MicroBatch
 
         trainer = self.worker.trainer
         model = trainer.model
-        batch = pack(samples, share_prompts=True, multiple_of=trainer.config.tensor_model_parallel_size)
+        multiple_of = trainer.config.tensor_model_parallel_size
+        batch = MicroBatch(samples, share_prompts=True, multiple_of=multiple_of).pack()
         trainer._wrapped.zero_grad_buffer()
         if through_logits:
             from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -181,6 +182,31 @@ class Rank:
         before = _status("VmRSS")
         self.train(shards)
         return _status("VmHWM") - before
+
+    def train_and_watch_packing(self, shards):
+        """Train; how many batches were packed by each model, and how many of them were alive at once at most."""
+        import weakref
+
+        from slime_megatron.packing import MicroBatch
+
+        pack, alive, most, models = MicroBatch.pack, [], [], {"packed": 0}
+
+        def watched(batch):
+            packed = pack(batch)
+            alive[:] = [reference for reference in alive if reference() is not None]
+            alive.append(weakref.ref(packed.attention.output_rows_T))
+            most.append(len(alive))
+            return packed
+
+        model = self.worker.trainer.model
+        hook = model.register_forward_hook(lambda *call: models.update(actor=models.get("actor", 0) + 1))
+        MicroBatch.pack = watched
+        try:
+            report = self.train(shards)
+        finally:
+            MicroBatch.pack = pack
+            hook.remove()
+        return report, len(most), max(most), models["actor"]
 
     def attention_calls(self, shards):
         """Train, and count how often a core attention was computed."""

@@ -1,5 +1,6 @@
 """Packing sees exactly what each sample alone would see, and computes a shared prompt once."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +8,10 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.types import TrainSample
-from slime_megatron.packing import pack
+from slime_megatron.packing import MicroBatch
 
 
-def sample(prompt, response, group=0, index=0, mask=None):
+def sample(prompt, response, group=0, index=0, mask=None, **values):
     return TrainSample(
         index=index,
         group_index=group,
@@ -20,6 +21,7 @@ def sample(prompt, response, group=0, index=0, mask=None):
         trajectory_tokens=sum(mask or [1] * len(response)),
         reward=1.0,
         raw_reward=1.0,
+        **values,
     )
 
 
@@ -56,7 +58,8 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
         for response in responses:
             mask = data.draw(st.lists(st.integers(0, 1), min_size=len(response), max_size=len(response)))
             samples.append(sample(prompt, response, number, len(samples), mask))
-    batch = pack(samples, share_prompts=share, multiple_of=multiple_of)
+    micro_batch = MicroBatch(samples, share_prompts=share, multiple_of=multiple_of)
+    batch = micro_batch.pack()
 
     tokens, positions = batch.tokens_T.tolist(), batch.positions_T.tolist()
     assert len(tokens) % multiple_of == 0
@@ -67,7 +70,7 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
         assert query == place
         assert [positions[key] for key in keys] == list(range(positions[place] + 1))
     rows, targets = iter(batch.logit_rows_N.tolist()), iter(batch.targets_N.tolist())
-    for one, count in zip(batch.samples, batch.target_lengths, strict=True):
+    for one, count in zip(micro_batch.samples, micro_batch.target_lengths, strict=True):
         assert count == sum(one.loss_mask)
         for number, kept in enumerate(one.loss_mask):
             if kept:
@@ -82,26 +85,38 @@ def test_sharing_computes_a_prompt_once():
     samples = [
         sample(range(40), range(100, 106), group, group * 8 + member) for group in range(16) for member in range(8)
     ]
-    assert pack(samples, share_prompts=False).computed_tokens == 16 * 8 * 45
-    assert pack(samples, share_prompts=True).computed_tokens == 16 * (40 + 8 * 5)
+    assert MicroBatch(samples, share_prompts=False).pack().computed_tokens == 16 * 8 * 45
+    assert MicroBatch(samples, share_prompts=True).pack().computed_tokens == 16 * (40 + 8 * 5)
 
 
 def test_only_equal_prompts_of_one_group_are_shared():
     other_group = [sample([1, 2], [3, 4]), sample([1, 2], [3, 4], group=1)]
     other_prompt = [sample([1, 2], [3, 4]), sample([1, 5], [3, 4])]
     for samples in (other_group, other_prompt):
-        assert pack(samples, share_prompts=True).computed_tokens == 6
+        assert MicroBatch(samples, share_prompts=True).pack().computed_tokens == 6
 
 
 def test_values_go_to_targets_and_back():
-    samples = [sample([1], [2, 3, 4], mask=[1, 0, 1]), sample([1], [5], index=1)]
-    batch = pack(samples, share_prompts=True)
-    picked = batch.trained([[0.5, 9.0, 0.25], [2.0]])
+    samples = [
+        sample([1], [2, 3, 4], mask=[1, 0, 1], rollout_log_probs=[0.5, 9.0, 0.25]),
+        sample([1], [5], index=1, rollout_log_probs=[2.0]),
+    ]
+    batch = MicroBatch(samples, share_prompts=True)
+    picked = batch.values("rollout_log_probs")
     torch.testing.assert_close(picked, torch.tensor([0.5, 0.25, 2.0]))
-    assert batch.per_sample(picked) == [[0.5, 0.0, 0.25], [2.0]]
+    assert [row.tolist() for row in batch.per_sample(picked)] == [[0.5, 0.0, 0.25], [2.0]]
+    assert all(row.dtype == np.float32 for row in batch.per_sample(picked))
+    assert batch.values("teacher_log_probs") is None
 
 
-@pytest.mark.parametrize("broken", [[], [sample([], [1])], [sample([1], [])]])
+@pytest.mark.parametrize("multiple_of", [1, 2])
+def test_a_filler_computes_one_token_and_trains_none(multiple_of):
+    batch = MicroBatch([], share_prompts=True, multiple_of=multiple_of).pack()
+    assert (len(batch.tokens_T), batch.computed_tokens, len(batch.targets_N)) == (multiple_of, 1, 0)
+    assert visible(batch)[0] == (0, [0])
+
+
+@pytest.mark.parametrize("broken", [[sample([], [1])], [sample([1], [])]])
 def test_what_cannot_be_trained_on_is_refused(broken):
     with pytest.raises(DataError):
-        pack(broken, share_prompts=True)
+        MicroBatch(broken, share_prompts=True)

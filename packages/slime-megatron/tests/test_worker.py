@@ -219,7 +219,7 @@ def test_samples_that_contribute_nothing_are_skipped(ranks, tiny_model, tiny_con
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated optimizer", "distributed optimizer"])
 @pytest.mark.parametrize("idle", ["one rank has less to do", "one rank has nothing to do"])
-def test_ranks_may_have_different_numbers_of_micro_batches(
+def test_every_rank_runs_equally_many_micro_batches(
     ranks, tiny_model, tiny_config, make_samples, make_shards, distributed, idle
 ):
     """Rank 1 of two has the odd samples: some or all of them contribute nothing and are left out."""
@@ -234,12 +234,26 @@ def test_ranks_may_have_different_numbers_of_micro_batches(
     weights = ranks.first("weights")
     config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, use_distributed_optimizer=distributed)
     ranks.start(2, config, model.shape)
-    reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=1))
+    shards = make_shards(samples, data_parallel=2, micro_batch_size=1)
+    (first, *counts), (second, *others) = ranks.call("train_and_watch_packing", shards)
+    assert counts == others == [4, counts[1], 4]
+    reports = [first, second]
     same_step(reports[0].steps, expected, ("loss", "pg_loss", "grad_norm"))
     assert reports[1].steps == reports[0].steps
     assert reports[1].tokens["forward_backward"] < reports[0].tokens["forward_backward"]
     for key, value in ranks.first("weights").items():
         np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_batches_are_packed_when_they_are_due(ranks, tiny_model, tiny_config, make_samples, make_shards, share_prompts):
+    """Three passes over eight micro-batches: reference, old log-probs, training. One is computed, the next packed."""
+    model = tiny_model("qwen3")
+    ranks.start(1, tiny_config(load=model.checkpoint, share_prompts=share_prompts), model.shape, GRPO_WITH_KL)
+    shards = make_shards(make_samples(), steps=2, micro_batch_size=2)
+    _, packed, alive, passes = ranks.first("train_and_watch_packing", shards)
+    assert (packed, passes) == (3 * 8, 2 * 8)
+    assert alive <= 2
 
 
 def test_log_probs_and_their_distance_from_the_engine(ranks, tiny_model, tiny_config, make_samples, make_shards):

@@ -11,17 +11,24 @@ attention. With sharing, samples of one group with equal prompts become [prompt,
 prompt attends to itself, response i to the prompt and to itself, and its positions continue after the prompt. The
 network sees exactly what it sees without sharing, so log-probs are the same and the prompt's gradient is the sum
 over its samples: only the work is less.
+
+Here alone the trainer reads :class:`TrainShard` and :class:`TrainSample`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slime_core.errors import DataError
-from slime_core.types import TrainSample
+from slime_core.types import TrainSample, TrainShard
+
+Rows = NDArray[np.int64]
+"""Numbers of packed tokens, or tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,59 +70,135 @@ class PackedBatch:
     """A micro-batch, ready for the model.
 
     Attributes:
-        samples: The samples, in the order of ``target_lengths``.
         tokens_T: Input token ids.
         positions_T: Position of each token in its own sample, from 0.
         attention: Who attends to whom.
         logit_rows_N: Packed token whose hidden state predicts target n.
         targets_N: Trained response tokens, sample by sample.
-        target_lengths: Number of targets of each sample.
         computed_tokens: T without the padding that sequence parallelism asks for.
     """
 
-    samples: tuple[TrainSample, ...]
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     attention: AttentionLayout
     logit_rows_N: torch.Tensor
     targets_N: torch.Tensor
-    target_lengths: tuple[int, ...]
     computed_tokens: int
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on ``device``."""
         blocks = tuple(block.to(device) for block in self.attention.blocks)
         return PackedBatch(
-            self.samples,
             self.tokens_T.to(device),
             self.positions_T.to(device),
             AttentionLayout(blocks, self.attention.output_rows_T.to(device)),
             self.logit_rows_N.to(device),
             self.targets_N.to(device),
-            self.target_lengths,
             self.computed_tokens,
         )
 
-    def trained(self, values: Sequence[Sequence[float]]) -> torch.Tensor:
-        """The entries of per-response-token ``values`` (one list per sample) that belong to targets, as fp32 of
-        shape N."""
-        picked = trained_values(self.samples, values)
-        return torch.tensor(picked, dtype=torch.float32, device=self.targets_N.device)
 
-    def per_sample(self, values_N: torch.Tensor) -> list[list[float]]:
+class MicroBatch:
+    """Samples that one forward pass computes. It is packed when it is due: a packed batch may hold large masks.
+
+    Without samples it is a filler: one token is computed and nothing trained. It keeps a rank in step with others that
+    have more micro-batches.
+
+    Args:
+        samples: The samples.
+        share_prompts: Compute equal prompts of a group once.
+        multiple_of: T is padded to a multiple of this (the tensor-parallel size under sequence parallelism).
+
+    Attributes:
+        samples: The samples in packed order.
+        target_lengths: Number of targets of each of them.
+
+    Raises:
+        DataError: A sample has no prompt token or no response token.
+    """
+
+    def __init__(self, samples: Sequence[TrainSample], *, share_prompts: bool, multiple_of: int = 1) -> None:
+        self._shared = _share(samples, share_prompts)
+        self._multiple_of = multiple_of
+        self.samples = tuple(sample for shared in self._shared for sample in shared)
+        self.target_lengths = tuple(sum(sample.loss_mask) for sample in self.samples)
+
+    @property
+    def trajectory_tokens(self) -> list[int]:
+        """Trained tokens of each sample's whole trajectory."""
+        return [sample.trajectory_tokens for sample in self.samples]
+
+    def values(self, name: str) -> torch.Tensor | None:
+        """The samples' ``rollout_log_probs`` or ``teacher_log_probs`` at the targets [N]; ``None`` if one has none."""
+        return target_values(self.samples, name)
+
+    def per_sample(self, values_N: torch.Tensor) -> list[NDArray[np.float32]]:
         """Spread N values over the samples' response tokens; 0 where the mask is 0."""
-        rest = iter(values_N.tolist())
-        return [[next(rest) if kept else 0.0 for kept in sample.loss_mask] for sample in self.samples]
+        parts = torch.split(values_N.float().cpu(), list(self.target_lengths))
+        spread = [np.zeros(sample.response_length, np.float32) for sample in self.samples]
+        for row, sample, part in zip(spread, self.samples, parts, strict=True):
+            row[_mask(sample)] = part.numpy()
+        return spread
+
+    def pack(self) -> PackedBatch:
+        """Lay the samples out as one row of tokens, on the CPU."""
+        tokens, positions, rows, targets = [_NOTHING], [_NOTHING], [_NOTHING], [_NOTHING]
+        own: list[_Segment] = []
+        continued: list[_Segment] = []
+        start = 0
+        for shared in self._shared:
+            prompt = range(start, start + shared[0].prompt_length)
+            tokens.append(np.asarray(shared[0].tokens[: len(prompt)]))
+            positions.append(np.arange(len(prompt)))
+            start = prompt.stop
+            for sample in shared:
+                response = range(start, start + sample.response_length - 1)
+                response_tokens, mask = np.asarray(sample.tokens[len(prompt) :]), _mask(sample)
+                tokens.append(response_tokens[:-1])
+                positions.append(np.arange(len(prompt), len(sample.tokens) - 1))
+                rows.append(np.concatenate([[prompt[-1]], np.arange(response.start, response.stop)])[mask])
+                targets.append(response_tokens[mask])
+                start = response.stop
+                if len(shared) > 1 and response:
+                    continued.append(_Segment(prompt, response))
+            own.append(_Segment(range(0), prompt if len(shared) > 1 else range(prompt.start, start)))
+        if not own:
+            own, start = [_Segment(range(0), range(1))], 1
+        length = start + -start % self._multiple_of
+        return PackedBatch(
+            tokens_T=_joined(tokens, length),
+            positions_T=_joined(positions, length),
+            attention=_layout([own, continued], length),
+            logit_rows_N=_joined(rows),
+            targets_N=_joined(targets),
+            computed_tokens=start,
+        )
 
 
-def trained_values(samples: Sequence[TrainSample], values: Sequence[Sequence[float]]) -> list[float]:
-    """Those of the samples' per-response-token ``values`` that belong to trained tokens, one sample after the other."""
-    return [
-        value
-        for sample, row in zip(samples, values, strict=True)
-        for value, kept in zip(row, sample.loss_mask, strict=True)
-        if kept
-    ]
+def trained_samples(shard: TrainShard) -> list[TrainSample]:
+    """The samples that have a token to train on."""
+    return [sample for sample in shard.samples if any(sample.loss_mask)]
+
+
+def step_samples(shard: TrainShard, kept: Collection[int]) -> list[list[list[TrainSample]]]:
+    """By step and micro-batch, the samples whose ``id()`` is in ``kept``; micro-batches without any are left out."""
+    steps = []
+    for step in shard.steps:
+        chosen = [[shard.samples[position] for position in positions] for positions in step.micro_batches]
+        chosen = [[sample for sample in samples if id(sample) in kept] for samples in chosen]
+        steps.append([samples for samples in chosen if samples])
+    return steps
+
+
+def target_values(samples: Sequence[TrainSample], name: str) -> torch.Tensor | None:
+    """An attribute with a number per response token, at the trained tokens [N]; ``None`` if a sample has none."""
+    parts = [np.zeros(0, np.float32)]
+    for sample in samples:
+        values = getattr(sample, name)
+        if values is None:
+            return None
+        parts.append(np.asarray(values, np.float32)[_mask(sample)])
+    return torch.from_numpy(np.concatenate(parts))
 
 
 @dataclass
@@ -126,61 +209,20 @@ class _Segment:
     rows: range
 
 
-def pack(samples: Sequence[TrainSample], *, share_prompts: bool, multiple_of: int = 1) -> PackedBatch:
-    """Lay out one micro-batch.
-
-    Args:
-        samples: The samples; at least one.
-        share_prompts: Compute equal prompts of a group once.
-        multiple_of: T is padded to a multiple of this (the tensor-parallel size under sequence parallelism).
-
-    Raises:
-        DataError: There is no sample, or a sample has no prompt token or no response token.
-    """
-    if not samples:
-        raise DataError("an empty micro-batch cannot be packed")
-    tokens: list[int] = []
-    positions: list[int] = []
-    own: list[_Segment] = []
-    continued: list[_Segment] = []
-    ordered: list[TrainSample] = []
-    rows: list[int] = []
-    for shared in _share(samples, share_prompts):
-        prompt_length = shared[0].prompt_length
-        joined = len(shared) > 1
-        start = len(tokens)
-        prompt = range(start, start + prompt_length)
-        tokens += shared[0].tokens[:prompt_length]
-        for sample in shared:
-            first = len(tokens)
-            tokens += sample.tokens[prompt_length:-1]
-            response = range(first, len(tokens))
-            if joined and response:
-                continued.append(_Segment(prompt, response))
-            rows += _logit_rows(sample, prompt, response)
-        own.append(_Segment(range(0), prompt if joined else range(start, len(tokens))))
-        positions += range(prompt_length)
-        for sample in shared:
-            positions += range(prompt_length, len(sample.tokens) - 1)
-        ordered += shared
-    computed = len(tokens)
-    padding = -computed % multiple_of
-    tokens += [0] * padding
-    positions += [0] * padding
-    targets = [_trained_tokens(sample) for sample in ordered]
-    return PackedBatch(
-        samples=tuple(ordered),
-        tokens_T=torch.tensor(tokens),
-        positions_T=torch.tensor(positions),
-        attention=_layout([own, continued], len(tokens)),
-        logit_rows_N=torch.tensor(rows, dtype=torch.long),
-        targets_N=torch.tensor([token for row in targets for token in row], dtype=torch.long),
-        target_lengths=tuple(map(len, targets)),
-        computed_tokens=computed,
-    )
+_NOTHING = np.zeros(0, np.int64)
 
 
-def _share(samples: Iterable[TrainSample], share_prompts: bool) -> list[list[TrainSample]]:
+def _mask(sample: TrainSample) -> NDArray[np.bool_]:
+    return np.asarray(sample.loss_mask, bool)
+
+
+def _joined(parts: Sequence[Rows], length: int = 0) -> torch.Tensor:
+    """The parts as one tensor, filled up with zeros to ``length``."""
+    joined = np.concatenate(parts)
+    return torch.from_numpy(np.pad(joined, (0, max(length - len(joined), 0))))
+
+
+def _share(samples: Sequence[TrainSample], share_prompts: bool) -> list[list[TrainSample]]:
     """Samples that are laid out behind one prompt."""
     shared: dict[object, list[TrainSample]] = {}
     for number, sample in enumerate(samples):
@@ -189,20 +231,9 @@ def _share(samples: Iterable[TrainSample], share_prompts: bool) -> list[list[Tra
                 f"sample {sample.index} has {sample.prompt_length} prompt and {sample.response_length} response "
                 "tokens; training needs at least one of each"
             )
-        prompt = tuple(sample.tokens[: sample.prompt_length])
-        key = (sample.group_index, prompt) if share_prompts else number
+        key = (sample.group_index, tuple(sample.tokens[: sample.prompt_length])) if share_prompts else number
         shared.setdefault(key, []).append(sample)
     return list(shared.values())
-
-
-def _trained_tokens(sample: TrainSample) -> list[int]:
-    response = sample.tokens[sample.prompt_length :]
-    return [token for token, kept in zip(response, sample.loss_mask, strict=True) if kept]
-
-
-def _logit_rows(sample: TrainSample, prompt: range, response: range) -> list[int]:
-    predicting = [prompt[-1], *response]
-    return [row for row, kept in zip(predicting, sample.loss_mask, strict=True) if kept]
 
 
 def _layout(kinds: list[list[_Segment]], num_tokens: int) -> AttentionLayout:
@@ -225,10 +256,10 @@ def _layout(kinds: list[list[_Segment]], num_tokens: int) -> AttentionLayout:
 
 def _block(segments: list[_Segment]) -> AttentionBlock:
     queries = max(len(segment.rows) for segment in segments)
-    query_rows_GQ = _padded([list(segment.rows) for segment in segments])
+    query_rows_GQ = _padded([[segment.rows] for segment in segments])
     if not any(segment.prefix for segment in segments):
         return AttentionBlock(query_rows_GQ, query_rows_GQ, None)
-    key_rows_GK = _padded([[*segment.prefix, *segment.rows] for segment in segments])
+    key_rows_GK = _padded([[segment.prefix, segment.rows] for segment in segments])
     # Query q of a row sees the prefix and the row's own first q + 1 tokens; a padded one, q ≥ length, key 0 only.
     prefix_G11 = torch.tensor([len(segment.prefix) for segment in segments])[:, None, None]
     length_G11 = torch.tensor([len(segment.rows) for segment in segments])[:, None, None]
@@ -238,6 +269,12 @@ def _block(segments: list[_Segment]) -> AttentionBlock:
     return AttentionBlock(query_rows_GQ, key_rows_GK, mask_GQK[:, None])
 
 
-def _padded(rows: list[list[int]]) -> torch.Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+def _padded(rows: list[list[range]]) -> torch.Tensor:
+    """The ranges of each row one after the other; rows are filled up with zeros to the longest."""
+    padded = torch.zeros(len(rows), max(sum(map(len, row)) for row in rows), dtype=torch.long)
+    for number, row in enumerate(rows):
+        end = 0
+        for part in row:
+            padded[number, end : end + len(part)] = torch.arange(part.start, part.stop)
+            end += len(part)
+    return padded

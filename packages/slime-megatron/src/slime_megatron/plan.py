@@ -1,57 +1,41 @@
-"""What a rank computes for a rollout before its first optimizer step: packed batches, log-probs, advantages.
+"""What a rank computes for a rollout before its first optimizer step: micro-batches, log-probs, advantages.
 
-Notation: N trained response tokens of a micro-batch, one sample after the other.
+Notation: N trained response tokens, one sample after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import DataError
-from slime_core.ops import AdvantageEstimator
+from slime_core.ops import AdvantageEstimator, policy_advantages
 from slime_core.types import TrainSample, TrainShard, TrainStep
-from slime_megatron.advantages import contributes, sample_advantages
-from slime_megatron.packing import PackedBatch
-from slime_megatron.timing import PhaseTimer
-
-Evaluate = Callable[[PackedBatch], torch.Tensor]
-"""Log-probs (nats) of a batch's targets [N], without gradient."""
+from slime_megatron.losses import Loss
+from slime_megatron.packing import MicroBatch, step_samples, target_values, trained_samples
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """A packed micro-batch and what its loss is computed from.
+class PlannedBatch:
+    """A micro-batch and, as the loss takes them, the numbers that were computed for it before the first step."""
 
-    Attributes:
-        batch: The packed samples.
-        advantages_N: Advantages.
-        old_log_probs_N: What the policy ratio compares with; ``None`` for the current log-probs.
-        ref_log_probs_N: Log-probs under the reference model, if the loss needs them.
-        rollout_log_probs_N: The engine's, if all samples have them.
-    """
-
-    batch: PackedBatch
-    advantages_N: torch.Tensor
+    batch: MicroBatch
+    advantages_N: torch.Tensor | None = None
     old_log_probs_N: torch.Tensor | None = None
     ref_log_probs_N: torch.Tensor | None = None
-    rollout_log_probs_N: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step of one rank, packed."""
+    """One optimizer step of one rank. All data-parallel ranks have equally many micro-batches."""
 
     step: TrainStep
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that one pass over the step computes on this rank."""
-        return sum(micro_batch.batch.computed_tokens for micro_batch in self.micro_batches)
+    batches: list[PlannedBatch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,94 +43,116 @@ class Planner:
     """Plans a rank's steps of a rollout.
 
     Attributes:
-        algorithm: What the loss needs.
-        pack: Packs samples on the device.
-        policy: Log-probs under the weights being trained.
-        reference: Log-probs under the reference model; ``None`` without one.
-        estimator: Advantage estimator of the user's own.
+        algorithm: Settings of the loss.
+        loss: The loss, which says what it needs.
+        estimator: User-defined advantage estimator.
+        micro_batch: Makes a micro-batch of samples.
+        evaluate: Log-probs of micro-batches under the model of a role.
         device: Where advantages are computed.
     """
 
     algorithm: AlgorithmConfig
-    pack: Callable[[Sequence[TrainSample]], PackedBatch]
-    policy: Evaluate
-    reference: Evaluate | None
+    loss: Loss
     estimator: AdvantageEstimator | None
+    micro_batch: Callable[[Sequence[TrainSample]], MicroBatch]
+    evaluate: Callable[[str, list[MicroBatch]], list[torch.Tensor]]
     device: torch.device
 
-    def plan(self, shard: TrainShard, timer: PhaseTimer) -> list[StepPlan]:
+    def plan(self, shard: TrainShard) -> list[StepPlan]:
         """The steps of a rollout. Every data-parallel rank must call this: whitening needs all of them.
 
         Samples that add nothing to the loss are left out, where that is known before a forward pass.
         """
-        algorithm = self.algorithm
-        trained = [sample for sample in shard.samples if any(sample.loss_mask)]
-        _check_log_probs(trained, algorithm)
+        trained = trained_samples(shard)
         advantages: dict[int, torch.Tensor] = {}
         kept = {id(sample) for sample in trained}
-        if not algorithm.advantages_need_log_probs:
-            advantages = sample_advantages(algorithm, trained, device=self.device, estimator=self.estimator)
-            kept = {key for key, values in advantages.items() if contributes(values, algorithm)}
-        batches = [self._batches(shard, step, kept) for step in shard.steps]
-        references = self._log_probs(self.reference, "ref_log_probs", batches, timer)
-        old = self._old_log_probs(batches, timer)
-        if algorithm.advantages_need_log_probs:
-            advantages = sample_advantages(
-                algorithm,
-                [sample for step in batches for batch in step for sample in batch.samples],
-                device=self.device,
-                estimator=self.estimator,
-                old_log_probs_N=self._joined(old),
-                ref_log_probs_N=self._joined(references),
+        if self.loss.uses_advantages:
+            check_log_probs(trained, self.algorithm)
+            if not self.algorithm.advantages_need_log_probs:
+                advantages = self._advantages(trained)
+                if self.loss.skips_zero_advantages and _zero_advantages_add_nothing(self.algorithm):
+                    kept = {key for key, values_N in advantages.items() if values_N.any()}
+        steps = self.micro_batches(shard, kept)
+        batches = [batch for step in steps for batch in step]
+        reference, old = self._reference(batches), self._old_log_probs(batches, len(steps))
+        if self.loss.uses_advantages and self.algorithm.advantages_need_log_probs:
+            samples = [sample for batch in batches for sample in batch.samples]
+            advantages = self._advantages(samples, old, reference)
+        planned = iter(
+            PlannedBatch(
+                batch,
+                advantages_N=self._joined([advantages[id(sample)] for sample in batch.samples]) if advantages else None,
+                old_log_probs_N=old[number] if old else None,
+                ref_log_probs_N=reference[number] if reference else None,
             )
-        plans = []
-        for number, step in enumerate(shard.steps):
-            plan = StepPlan(step)
-            for place, batch in enumerate(batches[number]):
-                plan.micro_batches.append(
-                    MicroBatch(
-                        batch,
-                        advantages_N=torch.cat([advantages[id(sample)] for sample in batch.samples]),
-                        old_log_probs_N=old[number][place] if old else None,
-                        ref_log_probs_N=references[number][place] if references else None,
-                        rollout_log_probs_N=_rollout_log_probs(batch),
-                    )
-                )
-            plans.append(plan)
-        return plans
+            for number, batch in enumerate(batches)
+        )
+        return [StepPlan(step, [next(planned) for _ in row]) for step, row in zip(shard.steps, steps, strict=True)]
 
-    def _batches(self, shard: TrainShard, step: TrainStep, kept: set[int]) -> list[PackedBatch]:
-        """The micro-batches of a step; those without a sample that is kept are left out."""
-        chosen = [[shard.samples[position] for position in positions] for positions in step.micro_batches]
-        chosen = [[sample for sample in samples if id(sample) in kept] for samples in chosen]
-        return [self.pack(samples) for samples in chosen if samples]
+    def micro_batches(self, shard: TrainShard, kept: set[int]) -> list[list[MicroBatch]]:
+        """The micro-batches of each step, of samples whose ``id()`` is in ``kept``, and fillers.
 
-    def _old_log_probs(self, batches: list[list[PackedBatch]], timer: PhaseTimer) -> list[list[torch.Tensor]]:
+        Every data-parallel rank must call this, and gets equally many: layers that gather over ranks wait for all.
+        """
+        steps = step_samples(shard, kept)
+        counts = torch.tensor([len(step) for step in steps], dtype=torch.long, device=self.device)
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        filled = [step + [[]] * (count - len(step)) for step, count in zip(steps, counts.tolist(), strict=True)]
+        return [[self.micro_batch(samples) for samples in step] for step in filled]
+
+    def _reference(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        wanted = self.loss.uses_advantages and self.algorithm.needs_reference
+        return self.evaluate("reference", batches) if wanted else []
+
+    def _old_log_probs(self, batches: list[MicroBatch], steps: int) -> list[torch.Tensor]:
         """What the ratio compares with. Nothing where that is the policy's own log-probs at the only step."""
-        if self.algorithm.use_rollout_logprobs:
-            found = [[_rollout_log_probs(batch) for batch in step] for step in batches]
-            return [[values_N for values_N in step if values_N is not None] for step in found]
-        needed = len(batches) > 1 or self.algorithm.advantages_need_log_probs or self.algorithm.needs_step_sums
-        return self._log_probs(self.policy if needed else None, "log_probs", batches, timer)
-
-    def _log_probs(
-        self, evaluate: Evaluate | None, phase: str, batches: list[list[PackedBatch]], timer: PhaseTimer
-    ) -> list[list[torch.Tensor]]:
-        if evaluate is None:
+        if not self.loss.uses_advantages:
             return []
-        with timer.phase(phase, sum(batch.computed_tokens for step in batches for batch in step)):
-            return [[evaluate(batch) for batch in step] for step in batches]
+        if self.algorithm.use_rollout_logprobs:
+            found = [batch.values("rollout_log_probs") for batch in batches]
+            return [values_N.to(self.device) for values_N in found if values_N is not None]
+        needed = steps > 1 or self.algorithm.advantages_need_log_probs or self.algorithm.needs_step_sums
+        return self.evaluate("actor", batches) if needed else []
 
-    def _joined(self, values: list[list[torch.Tensor]]) -> torch.Tensor:
-        return torch.cat([torch.zeros(0, device=self.device), *(values_N for step in values for values_N in step)])
+    def _advantages(
+        self,
+        samples: Sequence[TrainSample],
+        old: Sequence[torch.Tensor] = (),
+        reference: Sequence[torch.Tensor] = (),
+    ) -> dict[int, torch.Tensor]:
+        """Advantages of each sample's trained tokens, by its ``id()``.
+
+        With whitening, every data-parallel rank must call this. Tokens that are not trained on take no part in any
+        estimator, so those that are stand for the whole response.
+        """
+        lengths = [sum(sample.loss_mask) for sample in samples]
+        teacher_N = target_values(samples, "teacher_log_probs") if self.algorithm.use_opd else None
+        advantages_N, _ = policy_advantages(
+            self.algorithm,
+            rewards_N=torch.tensor([sample.reward for sample in samples], dtype=torch.float32, device=self.device),
+            mask_T=torch.ones(sum(lengths), device=self.device),
+            lengths=lengths,
+            old_log_probs_T=self._joined(old),
+            ref_log_probs_T=self._joined(reference),
+            teacher_log_probs_T=None if teacher_N is None else teacher_N.to(self.device),
+            estimator=self.estimator,
+            group=parallel_state.get_data_parallel_group(),
+        )
+        return dict(zip(map(id, samples), torch.split(advantages_N, lengths), strict=True))
+
+    def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([torch.zeros(0, device=self.device), *values])
 
 
-def _rollout_log_probs(batch: PackedBatch) -> torch.Tensor | None:
-    values = [sample.rollout_log_probs for sample in batch.samples]
-    return None if None in values else batch.trained([row for row in values if row is not None])
+def _zero_advantages_add_nothing(algorithm: AlgorithmConfig) -> bool:
+    """Whether samples with advantages of 0 change neither the loss nor its gradient.
+
+    They do where the KL loss or the entropy bonus counts them, or a mean of importance weights over the step.
+    """
+    return not (algorithm.use_kl_loss or algorithm.entropy_coef != 0 or algorithm.needs_step_sums)
 
 
-def _check_log_probs(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> None:
+def check_log_probs(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> None:
     """Check that the samples carry the log-probs that the algorithm asks for.
 
     Raises:

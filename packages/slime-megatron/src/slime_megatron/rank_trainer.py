@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,13 +24,39 @@ from slime_megatron.checkpoint_io import load_checkpoint, load_weights, save_che
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
+from slime_megatron.losses import LOSSES
 from slime_megatron.model import PackedGPT, build_model
 from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
-from slime_megatron.packing import PackedBatch, pack
+from slime_megatron.packing import MicroBatch, PackedBatch, trained_samples
 from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
 from slime_megatron.plan import Planner, StepPlan
-from slime_megatron.step import forward_backward
-from slime_megatron.timing import PhaseTimer
+from slime_megatron.step import evaluate, forward_backward
+
+
+class PhaseTimer:
+    """Adds up wall time and computed tokens by phase.
+
+    Args:
+        synchronize: Waits until the device's queued work is done.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.tokens: defaultdict[str, int] = defaultdict(int)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block under ``name``."""
+        start = time.perf_counter()
+        yield
+        self._synchronize()
+        self.seconds[name] += time.perf_counter() - start
+
+    def counted(self, name: str, packed: PackedBatch) -> PackedBatch:
+        """Count the batch's tokens under ``name``; returns the batch."""
+        self.tokens[name] += packed.computed_tokens
+        return packed
 
 
 class RankTrainer:
@@ -99,7 +129,7 @@ class RankTrainer:
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout: its optimizer steps, in order."""
         timer = PhaseTimer(self._device.synchronize)
-        plans = self._planner(shard.temperature).plan(shard, timer)
+        plans = self._planner(shard.temperature, timer).plan(shard)
         steps = [self._optimize(plan, shard.temperature, timer) for plan in plans]
         return TrainReport(
             rollout_id=shard.rollout_id, steps=steps, seconds=dict(timer.seconds), tokens=dict(timer.tokens)
@@ -107,19 +137,15 @@ class RankTrainer:
 
     def log_probs(self, shard: TrainShard) -> list[list[float]]:
         """Log-probs (nats) of every sample's response tokens under the current weights; 0 where the loss mask is 0."""
-        result = [[0.0] * sample.response_length for sample in shard.samples]
-        for step in shard.steps:
-            for positions in step.micro_batches:
-                trained = {shard.samples[position].index: position for position in positions}
-                samples = [shard.samples[position] for position in positions]
-                samples = [sample for sample in samples if any(sample.loss_mask)]
-                if not samples:
-                    continue
-                batch = self._pack(samples)
-                log_probs_N = self._evaluate(self.model, batch, shard.temperature)
-                for sample, row in zip(batch.samples, batch.per_sample(log_probs_N), strict=True):
-                    result[trained[sample.index]] = row
-        return result
+        timer = PhaseTimer(self._device.synchronize)
+        kept = {id(sample) for sample in trained_samples(shard)}
+        steps = self._planner(shard.temperature, timer).micro_batches(shard, kept)
+        batches = [batch for step in steps for batch in step]
+        found: dict[int, list[float]] = {}
+        for batch, values_N in zip(batches, self._evaluate(shard.temperature, timer, "actor", batches), strict=True):
+            rows = (row.tolist() for row in batch.per_sample(values_N))
+            found |= dict(zip(map(id, batch.samples), rows, strict=True))
+        return [found.get(id(sample), [0.0] * sample.response_length) for sample in shard.samples]
 
     def push_weights(self, channel: WeightChannel, version: int) -> SyncReport:
         """Send the current weights through ``channel``: all ranks call it, rank 0 sends."""
@@ -135,33 +161,42 @@ class RankTrainer:
         """Leave the process groups."""
         leave_ranks()
 
-    def _pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
-        multiple_of = self.config.tensor_model_parallel_size if self.config.splits_sequences else 1
-        batch = pack(samples, share_prompts=self.config.share_prompts, multiple_of=multiple_of)
-        return batch.to(self._device.torch_device)
-
-    def _planner(self, temperature: float) -> Planner:
-        reference = self._reference
+    def _planner(self, temperature: float, timer: PhaseTimer) -> Planner:
         return Planner(
             algorithm=self.algorithm,
-            pack=self._pack,
-            policy=lambda batch: self._evaluate(self.model, batch, temperature),
-            reference=None if reference is None else lambda batch: self._evaluate(reference, batch, temperature),
+            loss=LOSSES["policy"],
             estimator=self._estimator,
+            micro_batch=self._micro_batch,
+            evaluate=partial(self._evaluate, temperature, timer),
             device=self._device.torch_device,
         )
 
-    @torch.no_grad()
-    def _evaluate(self, model: PackedGPT, batch: PackedBatch, temperature: float) -> torch.Tensor:
-        log_probs_N: torch.Tensor = model(batch, temperature=temperature)[0]
-        return log_probs_N
+    def _micro_batch(self, samples: Sequence[TrainSample]) -> MicroBatch:
+        multiple_of = self.config.tensor_model_parallel_size if self.config.splits_sequences else 1
+        return MicroBatch(samples, share_prompts=self.config.share_prompts, multiple_of=multiple_of)
+
+    def _packed(self, batches: Iterable[MicroBatch], timer: PhaseTimer, phase: str) -> Iterator[PackedBatch]:
+        """The batches on the device, each packed when it is asked for: those before it can be freed by then."""
+        return (timer.counted(phase, batch.pack().to(self._device.torch_device)) for batch in batches)
+
+    def _evaluate(
+        self, temperature: float, timer: PhaseTimer, role: str, batches: Sequence[MicroBatch]
+    ) -> list[torch.Tensor]:
+        model = self._wrapped if role == "actor" else self._reference
+        phase = "log_probs" if role == "actor" else "ref_log_probs"
+        with timer.phase(phase):
+            return evaluate(model, self._packed(batches, timer, phase), len(batches), temperature=temperature)
 
     def _optimize(self, plan: StepPlan, temperature: float, timer: PhaseTimer) -> dict[str, float]:
         """One optimizer step, and its metrics."""
-        with timer.phase("forward_backward", plan.tokens):
+        phase = "forward_backward"
+        with timer.phase(phase):
             self._wrapped.zero_grad_buffer()
             self._optimizer.zero_grad()
-            metrics = forward_backward(self._wrapped, plan, self.algorithm, temperature=temperature)
+            packed = self._packed((planned.batch for planned in plan.batches), timer, phase)
+            metrics = forward_backward(
+                self._wrapped, plan, packed, LOSSES["policy"], self.algorithm, temperature=temperature
+            )
         with timer.phase("optimizer"):
             learning_rate = float(self._optimizer.param_groups[0]["lr"])
             _, grad_norm, _ = self._optimizer.step()

@@ -1,0 +1,168 @@
+"""What a train step minimises: a table of losses by name. A new loss is a function and a row.
+
+Notation: N trained tokens of a micro-batch, one sample after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError
+from slime_core.ops import Statistics, drift_statistics, policy_objective, policy_statistics, sft_objective
+from slime_core.ops.corrections import weighted_sum
+from slime_core.user_functions import load_function
+
+DRIFT_WEIGHT = "drift_weight"
+"""Sum of the weights under which ``mismatch_`` and ``train_rollout_logprob_`` are means.
+
+Where a user-defined function wrote a response, the engine's log-probs are unknown: the drift is that of the others.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What the loss of a micro-batch may be computed from.
+
+    Attributes:
+        algorithm: Settings of the loss.
+        log_probs_N: Log-probs (nats) under the policy; what the gradient flows through.
+        weights_N: Weights of the tokens. Their denominators are the whole step's, so a loss is a plain sum under them.
+        lengths: Trained tokens of each sample.
+        entropy_N: Entropies (nats), with ``--entropy-coef``.
+        advantages_N: Advantages, for a loss that takes them.
+        old_log_probs_N: What the policy ratio compares with; ``None`` for the current log-probs.
+        ref_log_probs_N: Log-probs under the reference model, if the algorithm needs them.
+        rollout_log_probs_N: The engine's, if all samples have them.
+        teacher_log_probs_N: The teacher's, if all samples have them.
+        mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step, if the algorithm needs them.
+    """
+
+    algorithm: AlgorithmConfig
+    log_probs_N: torch.Tensor
+    weights_N: torch.Tensor
+    lengths: tuple[int, ...]
+    entropy_N: torch.Tensor | None = None
+    advantages_N: torch.Tensor | None = None
+    old_log_probs_N: torch.Tensor | None = None
+    ref_log_probs_N: torch.Tensor | None = None
+    rollout_log_probs_N: torch.Tensor | None = None
+    teacher_log_probs_N: torch.Tensor | None = None
+    mis_sums: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A row of the table.
+
+    Attributes:
+        compute: Returns the micro-batch's share of the step's loss and its metrics: statistics, or sums under the
+            tokens' weights by name, which are reported as means.
+        uses_advantages: Advantages are estimated, with the forward passes that they need.
+        skips_zero_advantages: Samples whose advantages are 0 may be left out, as far as the algorithm allows.
+    """
+
+    compute: Callable[[LossInputs], tuple[torch.Tensor, Statistics | Mapping[str, torch.Tensor]]]
+    uses_advantages: bool
+    skips_zero_advantages: bool = False
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
+        """The loss and its statistics, ``loss`` among them."""
+        loss, found = self.compute(inputs)
+        if not isinstance(found, Statistics):
+            found = Statistics(sums={"loss": loss.detach(), **found})
+        return loss, found
+
+
+def policy_loss(inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
+    """The policy gradient of ``--advantage-estimator``, with KL, entropy and off-policy corrections."""
+    old_N = inputs.log_probs_N.detach() if inputs.old_log_probs_N is None else inputs.old_log_probs_N
+    if inputs.advantages_N is None:
+        raise ConfigError("the policy loss needs advantages")
+    loss, sums = policy_objective(
+        inputs.algorithm,
+        log_probs_T=inputs.log_probs_N,
+        old_log_probs_T=old_N,
+        advantages_T=inputs.advantages_N,
+        weights_T=inputs.weights_N,
+        lengths=inputs.lengths,
+        ref_log_probs_T=inputs.ref_log_probs_N,
+        rollout_log_probs_T=inputs.rollout_log_probs_N,
+        entropy_T=inputs.entropy_N,
+        mis_sums=inputs.mis_sums,
+    )
+    parts = [Statistics(sums=sums), _ratio_statistics(inputs), _drift(inputs, old_N)]
+    if inputs.algorithm.use_opd and inputs.teacher_log_probs_N is not None:
+        difference_N = old_N - inputs.teacher_log_probs_N
+        parts.append(
+            Statistics(sums={"opd_reverse_kl": weighted_sum(difference_N, inputs.weights_N, inputs.weights_N)})
+        )
+    return loss, Statistics.merged(parts)
+
+
+def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Cross-entropy of the trained tokens."""
+    return sft_objective(inputs.log_probs_N, inputs.weights_N)
+
+
+LOSSES = {
+    "policy": Loss(policy_loss, uses_advantages=True, skips_zero_advantages=True),
+    "sft": Loss(sft_loss, uses_advantages=False),
+}
+_NOT_BUILT = {
+    "value": "a critic",
+    "preference": "pairs of responses in a shard",
+    "reward_model": "a model with a head for rewards",
+}
+
+
+def loss_named(name: str) -> Loss:
+    """The loss of this name, or the user-defined one at ``pkg.mod.fn`` or ``file.py:fn``.
+
+    A user-defined loss is called with :class:`LossInputs`; it returns the loss and a dictionary of sums under
+    ``weights_N``.
+
+    Raises:
+        ConfigError: There is none, or it is not built yet.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    if name in _NOT_BUILT:
+        raise ConfigError(f"loss {name} is not available yet: it needs {_NOT_BUILT[name]}; use {' or '.join(LOSSES)}")
+    return Loss(load_function(name, "loss", arguments=("inputs",)), uses_advantages=True)
+
+
+def _ratio_statistics(inputs: LossInputs) -> Statistics:
+    """How far the policy has moved in this rollout."""
+    if inputs.old_log_probs_N is None or inputs.advantages_N is None:
+        return Statistics()
+    return policy_statistics(
+        log_probs_T=inputs.log_probs_N.detach(),
+        old_log_probs_T=inputs.old_log_probs_N,
+        advantages_T=inputs.advantages_N,
+        mask_T=inputs.weights_N,
+        weights_T=inputs.weights_N,
+        eps_clip=inputs.algorithm.eps_clip,
+        eps_clip_high=inputs.algorithm.clip_high,
+        eps_clip_c=inputs.algorithm.eps_clip_c,
+    )
+
+
+def _drift(inputs: LossInputs, old_N: torch.Tensor) -> Statistics:
+    """How far the engine's log-probs are from the trainer's."""
+    if inputs.rollout_log_probs_N is None:
+        return Statistics()
+    drift = drift_statistics(
+        train_log_probs_T=old_N,
+        rollout_log_probs_T=inputs.rollout_log_probs_N,
+        mask_T=inputs.weights_N,
+        weights_T=inputs.weights_N,
+        lengths=inputs.lengths,
+    )
+    if not inputs.algorithm.get_mismatch_metrics:
+        name = "train_rollout_logprob_abs_diff"
+        drift = Statistics(sums={name: drift.sums[name]}, maxima={name: drift.maxima[name]})
+    return Statistics.merged([drift, Statistics(sums={DRIFT_WEIGHT: inputs.weights_N.sum()})])
