@@ -231,7 +231,7 @@ def test_a_last_token_for_templates_without(chat_tokenizers):
     assert encoded.tokens[:-1] == own_tokens(tokenizer, chat)
     closed = chat_tokenizers["qwen3"]
     assert ChatEncoder(closed, end_of_turn="<|im_end|>").encode(chat) == ChatEncoder(closed).encode(chat)
-    with pytest.raises(ConfigError, match="'<end>' is no special token"):
+    with pytest.raises(ConfigError, match="'<end>' is not a special token"):
         ChatEncoder(tokenizer, end_of_turn="<end>")
 
 

@@ -97,9 +97,7 @@ def test_a_torchvision_that_cannot_be_imported_does_not_matter(engine_python, to
     """As in an engine environment on a CPU, which has the CUDA build of torchvision."""
     shutil.copy(Path(tokenizer_dir) / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # for which transformers imports torchvision
-    code = (
-        "import sys; from slime_rollout.data.tokenizer import load_tokenizer; print(len(load_tokenizer(sys.argv[1])))"
-    )
+    code = "import sys; from slime_rollout.data.chat import load_tokenizer; print(len(load_tokenizer(sys.argv[1])))"
     result = subprocess.run(
         [engine_python, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150, check=False
     )

@@ -1,6 +1,7 @@
 """Prompt files in, groups of fresh samples out."""
 
 from slime_rollout.data.buffer import RolloutDataSourceWithBuffer
+from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.choose import find_data_source, make_data_source
 from slime_rollout.data.dataset import PromptDataset
@@ -21,7 +22,6 @@ from slime_rollout.data.prompts import PromptRow, RowFields, check_prompt_data, 
 from slime_rollout.data.sft import SftDataset, SftFields, SftRow, read_sft, sft_sample
 from slime_rollout.data.source import RolloutDataSource
 from slime_rollout.data.stream import StreamingPrompts
-from slime_rollout.data.tokenizer import PromptEncoder, load_tokenizer
 
 __all__ = [
     "ChatEncoder",

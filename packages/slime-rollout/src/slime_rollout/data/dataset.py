@@ -13,11 +13,11 @@ import orjson
 from slime_core.errors import DataError
 from slime_core.types import Group
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import PromptEncoder
 from slime_rollout.data.encode import RowEncoder, TokenizedPrompt, fresh_group
 from slime_rollout.data.files import PromptFile
 from slime_rollout.data.order import epoch_order
 from slime_rollout.data.rows import usable
-from slime_rollout.data.tokenizer import PromptEncoder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from typing import TypeVar
 from slime_core.errors import DataError
 from slime_core.types import Group, Sample
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.files import RawRow
 from slime_rollout.data.group_state import copied_value
 from slime_rollout.data.prompts import PromptRow, check_row
-from slime_rollout.data.tokenizer import PromptEncoder, load_tokenizer
 
 T = TypeVar("T")
 

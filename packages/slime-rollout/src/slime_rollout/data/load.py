@@ -6,12 +6,12 @@ import contextlib
 
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import PromptEncoder
 from slime_rollout.data.choose import make_data_source
 from slime_rollout.data.dataset import PromptDataset
 from slime_rollout.data.encode import RowEncoder
 from slime_rollout.data.source import RolloutDataSource
 from slime_rollout.data.stream import StreamingPrompts
-from slime_rollout.data.tokenizer import PromptEncoder
 
 
 def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> RolloutDataSource:

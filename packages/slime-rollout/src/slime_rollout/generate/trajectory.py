@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_core.types import Message, Prompt, Sample, Status
-from slime_rollout.data.continuation import ChatTurns, as_messages
+from slime_rollout.data.chat import ChatTurns, as_messages
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.context import DISTRIBUTION, GenerationContext, HookCall, current

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data.tokenizer import load_tokenizer
+from slime_rollout.data.chat import load_tokenizer
 from slime_rollout.errors import TeacherError
 from slime_rollout.http import HttpError, call
 from slime_rollout.service import ATTEMPTS

@@ -1,0 +1,309 @@
+"""Prompts and the next turns of a chat to token ids, with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime_core.errors import ConfigError, DataError
+from slime_core.hooks import HookArgs
+from slime_core.types import Message, Prompt
+from slime_rollout.config import RolloutConfig
+
+# Words, numbers, code and several scripts: two tokenizers hardly cut all of it alike.
+_PROBE = (
+    "The quick brown fox, 1234567890 + 3.14159 =\n\tdef f(x): return x**2  # naïve café 北京 Москва 🙂 <|im_start|>"
+)
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+
+Tools = list[dict[str, Any]] | None
+Rendering = Callable[[list[Message]], str]
+"""A template. Raises DataError where it refuses the messages."""
+
+
+def load_tokenizer(hf_checkpoint: str) -> Any:
+    """The tokenizer of a Hugging Face directory. transformers is imported here, not with this package.
+
+    Raises:
+        ConfigError: It is no directory, has no tokenizer that can be read, or transformers cannot be imported.
+    """
+    if not Path(hf_checkpoint).is_dir():
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} is no directory; give a model's, with tokenizer.json in it")
+    _ignore_broken_torchvision()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(hf_checkpoint)
+    except ImportError as error:
+        raise ConfigError(f"transformers in {sys.executable} is incomplete: {error.__cause__ or error}") from error
+    except Exception as error:  # whatever the many tokenizer classes raise for a broken file
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"--hf-checkpoint {hf_checkpoint} has no tokenizer that transformers can load ({reason}); "
+            "give a directory with tokenizer.json"
+        ) from error
+
+
+def _ignore_broken_torchvision() -> None:
+    """Treat a torchvision that cannot be imported as not installed; transformers would fail on it even for text.
+
+    An engine environment on a CPU has such a pair: torchvision's CUDA build beside torch's CPU build.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except Exception:  # RuntimeError: operator torchvision::nms does not exist
+            sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+
+def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how: Any) -> Any:
+    """What ``tokenizer.apply_chat_template`` returns.
+
+    Raises:
+        DataError: The template refuses the messages.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, **how)
+    except Exception as error:  # a template is a program of the model's; it raises what it likes
+        raise DataError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+
+
+def text_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Text as the tokenizer does it by itself, with a first token such as BOS once, even if the text has it already."""
+    special = not text.startswith(tokenizer.bos_token or "\0")
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def unused_character(*values: Any) -> str:
+    """A character that occurs nowhere in ``values``, to mark a place in a template's text."""
+    text = repr(values)
+    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
+
+
+def as_messages(prompt: Prompt) -> list[Message]:
+    """A prompt as chat messages; text is one message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+class PromptEncoder:
+    """Turns prompts into token ids.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        apply_chat_template: Render prompts with its chat template; text then is one user message.
+        template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
+        keep_messages: Chat messages without the template give no token ids: a custom generate function renders them.
+
+    Raises:
+        ConfigError: A template is asked for and the tokenizer has none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        apply_chat_template: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        keep_messages: bool = False,
+    ) -> None:
+        if apply_chat_template and not tokenizer.chat_template:
+            raise ConfigError(
+                f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path} has no chat template; "
+                "leave the flag out, or use a chat model's directory"
+            )
+        self._tokenizer = tokenizer
+        self._template, self._keep_messages = apply_chat_template, keep_messages
+        self._template_kwargs = {"add_generation_prompt": True, **(template_kwargs or {})}
+
+    @classmethod
+    def of(cls, config: RolloutConfig, tokenizer: Any) -> PromptEncoder:
+        """The encoder that the flags ask for.
+
+        Raises:
+            ConfigError: A template is asked for and the tokenizer has none.
+        """
+        return cls(
+            tokenizer,
+            apply_chat_template=config.apply_chat_template,
+            template_kwargs=config.chat_template_kwargs,
+            keep_messages=config.takes_messages,
+        )
+
+    @property
+    def digest(self) -> str:
+        """A hash of the template, its arguments and what the tokenizer makes of a fixed text."""
+        template = [self._tokenizer.chat_template, self._template_kwargs] if self._template else None
+        text = json.dumps([template, self._tokenizer(_PROBE)["input_ids"]], sort_keys=True, default=repr)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def encode(self, prompt: Prompt, tools: Tools = None) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+            prompt: Text, or chat messages.
+            tools: Descriptions of tools, for the chat template; without it they are ignored.
+
+        Raises:
+            DataError: The prompt gives no token, or the template refuses it.
+        """
+        if self._template:
+            messages = suited(as_messages(prompt), lambda some: self._render(some, tools))
+            tokens = list(self._tokenizer(self._render(messages, tools), add_special_tokens=False)["input_ids"])
+        elif isinstance(prompt, str):
+            tokens = text_tokens(self._tokenizer, prompt)
+        elif self._keep_messages:
+            return []
+        else:
+            raise DataError("the prompt is chat messages; add --apply-chat-template, or write it as text")
+        if not tokens:
+            raise DataError(f"the prompt {prompt!r} gives no token; write a longer one")
+        return tokens
+
+    def _render(self, messages: list[Message], tools: Tools) -> str:
+        return str(apply_template(self._tokenizer, messages, tools, tokenize=False, **self._template_kwargs))
+
+
+class ChatTurns:
+    """A chat that goes on after the model's turn, in tokens, without rendering the turn itself.
+
+    The model's own tokens stay as they were sampled, and past turns that a template would write otherwise (Qwen3 leaves
+    their reasoning out) stay as the model has seen them.
+
+    Args:
+        tokenizer: The model's.
+        args: Every flag by its name; ``apply_chat_template_kwargs`` goes to the template, if it is there.
+    """
+
+    def __init__(self, tokenizer: Any, args: HookArgs) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = json.loads(getattr(args, "apply_chat_template_kwargs", None) or "{}")
+
+    def prompt(self, messages: list[Message], tools: Tools) -> list[int]:
+        """Token ids of a conversation before the model's first turn.
+
+        Raises:
+            DataError: There is no template, or it refuses the messages.
+        """
+        self._check_template()
+        encoder = PromptEncoder(self._tokenizer, apply_chat_template=True, template_kwargs=self._kwargs)
+        return encoder.encode(messages, tools)
+
+    def continuation(
+        self, before: list[Message], messages: Sequence[Message], *, last_token: int | None, tools: Tools = None
+    ) -> list[int]:
+        """Token ids of new messages after the model's turn, with the beginning of its next one.
+
+        The template is rendered with a mark in place of what the model wrote. Whatever it writes after the mark is the
+        end of the turn, the new messages, and the beginning of the next turn.
+
+        Args:
+            before: The conversation that the turn answered.
+            messages: What is new.
+            last_token: The turn's last token: a special token that ends a turn is not written again.
+            tools: Descriptions of tools, for the template.
+
+        Raises:
+            DataError: There is no template, it refuses the messages, or leaves out what the model writes.
+        """
+        self._check_template()
+        mark = unused_character(before, messages, tools)
+        how = {"tokenize": False, "add_generation_prompt": True, **self._kwargs}
+        try:
+            conversation = [*before, {"role": "assistant", "content": mark}, *messages]
+            text = str(apply_template(self._tokenizer, conversation, tools, **how))
+        except DataError as error:
+            raise DataError(f"{error}; see which roles it knows, or observe text instead of messages") from error
+        if text.count(mark) != 1:
+            raise DataError(
+                f"the chat template writes what the model said {text.count(mark)} times when "
+                f"{len(messages)} messages follow, so a conversation cannot go on with it; observe text instead"
+            )
+        tokens = list(self._tokenizer(text.partition(mark)[2], add_special_tokens=False)["input_ids"])
+        if tokens and tokens[0] == last_token and last_token in self._tokenizer.added_tokens_decoder:
+            return tokens[1:]
+        return tokens
+
+    def _check_template(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template, so messages cannot be written; "
+                "use a chat model's directory, or text"
+            )
+
+
+def suited(messages: list[Message], render: Rendering) -> list[Message]:
+    """The messages in the form that the template expects, unchanged if it takes them as they are.
+
+    | | null content beside tool calls | arguments of a tool call |
+    |---|---|---|
+    | DeepSeek | asked for: with empty text the calls are lost | their JSON as text; an object is refused |
+    | GLM | written as the word ``None`` | an object; text is refused |
+    | Qwen, Llama | either | an object; text is written as a JSON string in JSON, except by Qwen3 |
+
+    They are unchanged if it refuses them in every form.
+    """
+    if not any(message.get("tool_calls") or message.get("content", "") is None for message in messages):
+        return messages
+
+    def flaws(some: list[Message]) -> tuple[bool, bool, int]:
+        """Whether it refuses them, whether it writes arguments as a string in JSON, and how often ``None``."""
+        try:
+            text = render(some)
+        except DataError:
+            return True, False, 0
+        texts = [one for message in some for call in _calls(message) if isinstance(one := _arguments(call), str)]
+        quoted = any(json.dumps(one, ensure_ascii=plain) in text for one in texts for plain in (True, False))
+        return False, quoted, text.count("None")
+
+    forms = [messages, _with_arguments(messages, _as_object), _with_arguments(messages, _as_text)]
+    forms += [[{**one, "content": one.get("content") or ""} for one in form] for form in forms]
+    tried: list[tuple[tuple[bool, bool, int], int]] = []
+    for place, form in enumerate(forms):
+        tried.append((flaws(form), place))
+        if not any(tried[-1][0]):
+            return form
+    return forms[min(tried)[1]]
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    """Its tool calls; none if it has something else there, which is for the template to refuse."""
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) and all(isinstance(call, dict) for call in calls) else []
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    function = call.get("function", call)
+    return function.get("arguments") if isinstance(function, dict) else None
+
+
+def _with_arguments(messages: list[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with other arguments in their tool calls."""
+
+    def call_of(call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": call_of(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+    return [
+        {**message, "tool_calls": [call_of(call) for call in _calls(message)]} if _calls(message) else message
+        for message in messages
+    ]
+
+
+def _as_object(arguments: Any) -> Any:
+    try:
+        value = orjson.loads(arguments)
+    except (orjson.JSONDecodeError, TypeError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
