@@ -1,13 +1,15 @@
 import dataclasses
+import math
 
 import pytest
 
 from slime_core.config import AlgorithmConfig
-from slime_core.flags import flag, flag_specs
+from slime_core.errors import ConfigError
+from slime_core.flags import Config, Range, flag, flag_specs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Plain:
     prompt_data: str = flag(help="where the prompts are", metavar="FILE")
     lr_decay: float | None = flag(None, help="decay", unit="per step")
     eval_prompt_data: tuple[str, ...] = flag((), help="name and path pairs")
@@ -18,7 +20,7 @@ class Config:
 
 
 def test_every_kind_of_field():
-    specs = {spec.dest: spec for spec in flag_specs(Config)}
+    specs = {spec.dest: spec for spec in flag_specs(Plain)}
     assert list(specs) == ["prompt_data", "lr_decay", "eval_prompt_data", "use_kl", "kind", "layers"]
     assert specs["prompt_data"].name == "--prompt-data"
     assert specs["prompt_data"].default is dataclasses.MISSING
@@ -49,3 +51,44 @@ def test_the_algorithms_table_is_complete_and_its_defaults_are_the_dataclass_def
         assert spec.default == getattr(config, dest)
         assert spec.help
         assert not spec.help.endswith(".")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked(Config):
+    rate: float = flag(0.5, above=0, most=1, advice="0.5 is usual", help="a rate")
+    counts: tuple[int, ...] = flag((), least=1, help="counts", may_change=True)
+    kind: str | None = flag(None, choices=("a", "b"), help="a kind")
+    both: bool = flag(False, help="needs a kind")
+
+    def contradictions(self):
+        if self.both and self.kind is None:
+            yield "--both needs --kind"
+
+
+def test_every_value_out_of_range_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Checked(rate=2.0, counts=(3, 0), kind="c", both=True)
+    assert str(caught.value).splitlines() == [
+        "--rate 2.0 must be above 0 and at most 1; 0.5 is usual",
+        "--counts 0 must be 1 or more",
+        "--kind c is unknown; allowed: a, b",
+    ]
+    with pytest.raises(ConfigError, match="--both needs --kind"):
+        Checked(both=True)
+    assert Checked(rate=1.0, counts=(1, 2), kind="b", both=True).kind == "b"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "words", "inside", "outside"),
+    [
+        (Range(), "any number", (-1e9, 0, 1.5), (math.nan, math.inf, -math.inf)),
+        (Range(least=0), "0 or more", (0, 3.5), (-1, math.nan)),
+        (Range(above=0, below=1), "above 0 and below 1", (0.5,), (0, 1)),
+        (Range(least=0, below=1), "at least 0 and below 1", (0, 0.9), (-0.1, 1)),
+        (Range(least=1, most=65535), "between 1 and 65535", (1, 65535), (0, 65536)),
+        (Range(least=1, most=1), "1", (1,), (0, 2)),
+    ],
+)
+def test_ranges(allowed, words, inside, outside):
+    assert str(allowed) == words
+    assert all(number in allowed for number in inside) and not any(number in allowed for number in outside)

@@ -10,10 +10,10 @@ from slime_core.off_policy_config import OffPolicyConfig
     ("settings", "message"),
     [
         ({"tis_mode": "drop"}, "--tis-mode drop is unknown; allowed: truncate, icepop"),
-        ({"tis_clip": 0.5, "tis_clip_low": 1.0}, "--tis-clip-low 1.0 and --tis-clip 0.5 must be finite numbers with"),
-        ({"tis_clip_low": -0.5}, "--tis-clip-low -0.5 and --tis-clip 2.0"),
-        ({"tis_clip": math.inf}, "--tis-clip inf must be finite"),
-        ({"opsm_delta": -1.0}, "--opsm-delta -1.0 must be a finite number of nats per token, 0 or more"),
+        ({"tis_clip": 0.5, "tis_clip_low": 1.0}, "--tis-clip-low 1.0 must be at most --tis-clip 0.5"),
+        ({"tis_clip_low": -0.5}, "--tis-clip-low -0.5 must be 0 or more"),
+        ({"tis_clip": math.inf}, "--tis-clip inf must be a finite number, 0 or more"),
+        ({"opsm_delta": -1.0}, "--opsm-delta -1.0 must be 0 or more"),
         ({"opsm_delta": math.nan}, "--opsm-delta nan must be"),
         ({"use_tis": True, "use_mis": True}, "--use-tis and --use-mis would weigh each token twice"),
         (

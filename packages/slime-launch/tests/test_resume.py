@@ -4,8 +4,9 @@ import pytest
 
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.errors import ManifestError
-from slime_launch.flags.command import command, parse_train
-from slime_launch.resume import FREE_FLAGS, RunState, changed_flags, find_run
+from slime_launch.flags.command import parse_train
+from slime_launch.flags.settings import free_flags
+from slime_launch.resume import RunState, changed_flags, find_run
 from slime_launch.weights import StartWeights
 from slime_rollout.engine.config import EngineConfig
 
@@ -122,14 +123,9 @@ def test_rollouts_without_a_manifest_are_refused(settings, workspace):
         find_run(settings())
 
 
-def test_every_free_flag_exists():
-    groups, _ = command([])
-    assert {spec.dest for group in groups for spec in group.flags} >= FREE_FLAGS
-
-
 def test_how_engines_run_and_are_replaced_may_differ():
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert {name for name in names if not name.startswith("sglang_")} <= FREE_FLAGS
+    assert {name for name in names if not name.startswith("sglang_")} <= free_flags()
 
 
 def test_flags_that_came_or_went_are_differences():

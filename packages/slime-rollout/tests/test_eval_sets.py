@@ -217,7 +217,10 @@ def test_a_set_without_the_template_has_no_arguments_for_it(sets):
             "set a: rm_type remote_rm and rm_url belong together; give both or neither",
         ),
         ({"datasets": {"a": {"path": "x", "rm_type": "dapo"}}}, "choose one with reward_key"),
-        ({"datasets": {"a": {"path": "x", "group_rm": True}}}, "group_rm is for an own function; give custom_rm_path"),
+        (
+            {"datasets": {"a": {"path": "x", "group_rm": True}}},
+            "group_rm is for a custom reward function; give custom_rm_path",
+        ),
         (
             {"datasets": {"a": {"path": "x", "apply_chat_template_kwargs": {"x": 1}}}},
             "apply_chat_template_kwargs has no effect without apply_chat_template",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime_core.errors import ConfigError
 from slime_core.flags import flag
 from slime_core.off_policy_config import OffPolicyConfig
 
@@ -18,7 +17,6 @@ GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 _WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-_NOT_NEGATIVE = ("eps_clip", "eps_clip_high", "value_clip", "kl_coef", "kl_loss_coef", "opd_kl_coef")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +35,30 @@ class AlgorithmConfig(OffPolicyConfig):
     disable_grpo_std_normalization: bool = flag(
         False, help="leave out dividing by the group's standard deviation of rewards (Dr.GRPO)"
     )
-    gamma: float = flag(1.0, help="discount of later rewards (ppo, reinforce_plus_plus)")
-    lambd: float = flag(1.0, help="lambda of generalised advantage estimation (ppo)")
+    gamma: float = flag(1.0, help="discount of later rewards (ppo, reinforce_plus_plus)", least=0, most=1)
+    lambd: float = flag(1.0, help="lambda of generalised advantage estimation (ppo)", least=0, most=1)
     normalize_advantages: bool = flag(
         False, help="whiten advantages over all trained tokens of a rollout; REINFORCE++ asks for it"
     )
-    kl_coef: float = flag(0.0, help="coefficient of the KL penalty in the reward, for every estimator")
+    kl_coef: float = flag(0.0, help="coefficient of the KL penalty in the reward, for every estimator", least=0)
     use_opd: bool = flag(
         False, help="on-policy distillation: add the teacher's log-probs, which the samples carry, to the advantages"
     )
-    opd_kl_coef: float = flag(1.0, help="weight of on-policy distillation")
+    opd_kl_coef: float = flag(1.0, help="weight of on-policy distillation", least=0)
     eps_clip: float = flag(
-        0.2, help="lower clip range of the policy ratio; the upper one too unless --eps-clip-high is given"
+        0.2, help="lower clip range of the policy ratio; the upper one too unless --eps-clip-high is given", least=0
     )
-    eps_clip_high: float | None = flag(None, help="upper clip range of the policy ratio (DAPO's clip-higher)")
+    eps_clip_high: float | None = flag(None, help="upper clip range of the policy ratio (DAPO's clip-higher)", least=0)
     eps_clip_c: float | None = flag(
-        None, help="most that a token of negative advantage loses, in units of it; above 1 (dual clip)"
+        None,
+        help="most that a token of negative advantage loses, in units of it; above 1 (dual clip)",
+        above=1,
+        advice="3 is usual",
     )
-    value_clip: float = flag(0.2, help="how far a critic's value may move from the old one (ppo)")
+    value_clip: float = flag(0.2, help="how far a critic's value may move from the old one (ppo)", least=0)
     entropy_coef: float = flag(0.0, help="coefficient of the entropy bonus in the loss")
     use_kl_loss: bool = flag(False, help="add the KL divergence to the reference model to the loss")
-    kl_loss_coef: float = flag(0.0, help="coefficient of the KL loss")
+    kl_loss_coef: float = flag(0.0, help="coefficient of the KL loss", least=0)
     kl_loss_type: str | None = flag(
         None, choices=KL_LOSS_TYPES, help="estimator of the KL divergence; unset: k3 in the loss, k1 in the reward"
     )
@@ -66,62 +67,40 @@ class AlgorithmConfig(OffPolicyConfig):
         False, help="average the loss over all tokens of the step instead of over samples"
     )
     loss_divisor: float | None = flag(
-        None, unit="tokens", help="divide each sample's summed loss by this instead of its length (Dr.GRPO)"
+        None,
+        unit="tokens",
+        help="divide each sample's summed loss by this instead of its length (Dr.GRPO)",
+        above=0,
+        advice="the largest response length is usual",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_ranges()
-        self._check_combinations()
-
-    def _check_ranges(self) -> None:
-        for name, allowed in (("advantage_estimator", ESTIMATORS), ("kl_loss_type", KL_LOSS_TYPES)):
-            if getattr(self, name) not in allowed and not (name == "kl_loss_type" and self.kl_loss_type is None):
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)} is unknown; allowed: {', '.join(allowed)}")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"{_flag(name)} {value} must be a finite number, 0 or more")
-        if not math.isfinite(self.entropy_coef):
-            raise ConfigError(f"--entropy-coef {self.entropy_coef} must be a finite number")
-        for name in ("gamma", "lambd"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be between 0 and 1")
-        if self.eps_clip_c is not None and not 1 < self.eps_clip_c < math.inf:
-            raise ConfigError(f"--eps-clip-c {self.eps_clip_c} must be a finite number above 1; 3 is usual")
-        if self.loss_divisor is not None and not 0 < self.loss_divisor < math.inf:
-            raise ConfigError(
-                f"--loss-divisor {self.loss_divisor} must be a finite number of tokens above 0; "
-                "the largest response length is usual"
-            )
-
-    def _check_combinations(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """Settings that need, repeat or undo each other."""
+        yield from super().contradictions()
         if self.advantage_estimator in _WHITENED and not self.normalize_advantages:
-            raise ConfigError(
+            yield (
                 f"--advantage-estimator {self.advantage_estimator} is defined with whitened advantages; "
                 "set --normalize-advantages"
             )
         if self.kl_coef and self.use_kl_loss and self.kl_loss_coef:
-            raise ConfigError(
+            yield (
                 f"--kl-coef {self.kl_coef} and --kl-loss-coef {self.kl_loss_coef} would count the KL divergence twice, "
                 "in the reward and in the loss; leave one at 0"
             )
         if self.kl_loss_type == "k1" and self.use_kl_loss and self.kl_loss_coef and not self.use_unbiased_kl:
-            raise ConfigError(
+            yield (
                 "--kl-loss-type k1 as a loss has a mean gradient of 0, and so holds the policy nowhere; give k3 or k2, "
                 "or add --use-unbiased-kl"
             )
         if self.use_unbiased_kl and not self.use_kl_loss:
-            raise ConfigError("--use-unbiased-kl is a form of the KL loss; set --use-kl-loss")
+            yield "--use-unbiased-kl is a form of the KL loss; set --use-kl-loss"
         if self.calculate_per_token_loss and self.loss_divisor is not None:
-            raise ConfigError(
+            yield (
                 f"--calculate-per-token-loss and --loss-divisor {self.loss_divisor} are two denominators of the loss; "
                 "give one of them"
             )
         if self.eps_clip_c is not None and self.advantage_estimator == "cispo":
-            raise ConfigError(
-                f"--eps-clip-c {self.eps_clip_c} bounds a clipped surrogate, which cispo has not; leave it out"
-            )
+            yield (f"--eps-clip-c {self.eps_clip_c} bounds a clipped surrogate, which cispo has not; leave it out")
 
     @property
     def clip_high(self) -> float:
@@ -148,7 +127,3 @@ class AlgorithmConfig(OffPolicyConfig):
     def advantages_need_log_probs(self) -> bool:
         """Whether advantages depend on log-probs from before the update, and so come after a forward pass."""
         return self.kl_coef != 0 or self.use_opd
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

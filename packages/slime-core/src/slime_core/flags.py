@@ -1,16 +1,58 @@
 """Flags as data: a config dataclass's field carries its own command-line text, so a table of flags needs no parser.
 
-A field made by :func:`flag` of a frozen dataclass ``lr_decay: float`` is the flag ``--lr-decay``. The launcher turns
+A field made by :func:`flag` of a frozen dataclass ``lr_decay: float`` is the flag ``--lr-decay``. It says its range,
+its choices and whether it may change when a run is continued; :class:`Config` checks values by that. The launcher turns
 such fields into one strict command line; anyone else just builds the dataclass. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from slime_core.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """Which numbers a flag takes; every number must be finite.
+
+    Attributes:
+        least: Smallest number allowed.
+        above: Every number must be above this one.
+        most: Largest number allowed.
+        below: Every number must be below this one.
+        advice: What to give instead, or why, for the error message.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    advice: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            return (
+                f"{self.least:.12g}" if self.least == self.most else f"between {self.least:.12g} and {self.most:.12g}"
+            )
+        if self.least is not None and self.below is None:
+            return f"{self.least:.12g} or more"
+        bounds = (("above", self.above), ("at least", self.least), ("below", self.below), ("at most", self.most))
+        return " and ".join(f"{word} {bound:.12g}" for word, bound in bounds if bound is not None) or "any number"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +69,8 @@ class FlagSpec:
         choices: Allowed values, or ``None``.
         nargs: ``None`` for a single value, ``"+"`` for several. A repeated flag then appends.
         metavar: Placeholder in the help text, or ``None``.
+        range: Which numbers are allowed.
+        may_change: Whether it may differ when a run is continued.
     """
 
     name: str
@@ -38,11 +82,45 @@ class FlagSpec:
     choices: tuple[str, ...] | None = None
     nargs: str | None = None
     metavar: str | None = None
+    range: Range = Range()
+    may_change: bool = False
 
     @property
     def is_switch(self) -> bool:
         """Whether the flag takes no value."""
         return self.type is bool and self.nargs is None
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with a value: what was given, what is allowed, what to do; ``None`` if nothing is."""
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is None or isinstance(item, bool):
+                continue
+            if self.choices is not None and item not in self.choices:
+                return f"{self.name} {item} is unknown; allowed: {', '.join(self.choices)}"
+            if isinstance(item, int | float) and item not in self.range:
+                finite = "" if math.isfinite(item) else "a finite number, "
+                advice = f"; {self.range.advice}" if self.range.advice else ""
+                return f"{self.name} {item} must be {finite}{self.range}{advice}"
+        return None
+
+
+class Config:
+    """Base of frozen config dataclasses: whoever has one has one that was checked."""
+
+    def __post_init__(self) -> None:
+        """Check every value by its flag, and then how they go together.
+
+        Raises:
+            ConfigError: Naming everything that is wrong, a line each.
+        """
+        problems = [spec.problem(getattr(self, spec.dest)) for spec in flag_specs(type(self))]
+        found = [problem for problem in problems if problem is not None] or list(self.contradictions())
+        if found:
+            raise ConfigError("\n".join(found))
+
+    def contradictions(self) -> Iterator[str]:
+        """What is wrong with values that are right each for itself; a line each."""
+        return iter(())
 
 
 def flag(
@@ -53,6 +131,12 @@ def flag(
     choices: Sequence[str] | None = None,
     name: str | None = None,
     metavar: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    advice: str = "",
+    may_change: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag.
 
@@ -63,33 +147,48 @@ def flag(
         choices: Allowed values.
         name: The flag as typed, when it is not ``--`` + the field's name with dashes.
         metavar: Placeholder in ``--help``.
+        least: Smallest number allowed.
+        above: Numbers must be above this.
+        most: Largest number allowed.
+        below: Numbers must be below this.
+        advice: What to give instead of a number out of range, or why.
+        may_change: Whether a run may be continued with another value: what the run is does not depend on it.
 
     Returns:
         What :func:`dataclasses.field` returns.
     """
-    metadata = {"flag": {"help": help, "unit": unit, "choices": choices, "name": name, "metavar": metavar}}
-    return dataclasses.field(default=default, metadata=metadata)
+    allowed = Range(least=least, above=above, most=most, below=below, advice=advice)
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "choices": tuple(choices) if choices else None,
+        "name": name,
+        "metavar": metavar,
+        "range": allowed,
+        "may_change": may_change,
+    }
+    return dataclasses.field(default=default, metadata={"flag": metadata})
 
 
-def flag_specs(config: type[Any]) -> Iterator[FlagSpec]:
+def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
     """The flags of a config dataclass, in field order. Fields not made by :func:`flag` are no flags."""
     hints = typing.get_type_hints(config)
+    specs = []
     for field in dataclasses.fields(config):
         meta = field.metadata.get("flag")
         if meta is None:
             continue
         item, nargs = _item_type(hints[field.name])
-        yield FlagSpec(
+        spec = FlagSpec(
             name=meta["name"] or "--" + field.name.replace("_", "-"),
             dest=field.name,
             type=item,
             default=field.default,
-            help=meta["help"],
-            unit=meta["unit"],
-            choices=tuple(meta["choices"]) if meta["choices"] else None,
             nargs=nargs,
-            metavar=meta["metavar"],
+            **{key: meta[key] for key in ("help", "unit", "choices", "metavar", "range", "may_change")},
         )
+        specs.append(spec)
+    return tuple(specs)
 
 
 def _item_type(hint: Any) -> tuple[type, str | None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime_core.errors import ConfigError
 from slime_core.flags import flag
 from slime_core.mis_config import MisConfig
 
@@ -29,35 +28,27 @@ class OffPolicyConfig(MisConfig):
     tis_mode: str = flag(
         "truncate", choices=TIS_MODES, help="weights beyond the bounds: cut to them, or set to 0 (IcePop)"
     )
-    tis_clip: float = flag(2.0, help="upper bound of the importance weights")
-    tis_clip_low: float = flag(0.0, help="lower bound of the importance weights")
+    tis_clip: float = flag(2.0, help="upper bound of the importance weights", least=0)
+    tis_clip_low: float = flag(0.0, help="lower bound of the importance weights", least=0)
     use_mis: bool = flag(
         False, help="the same by token, sequence or geometric mean, with rejection and veto (masked IS; --mis-*)"
     )
     use_opsm: bool = flag(
         False, help="leave out sequences of negative advantage that have drifted (off-policy sequence masking)"
     )
-    opsm_delta: float = flag(1e-4, unit="nats per token", help="largest drift that --use-opsm allows")
+    opsm_delta: float = flag(1e-4, unit="nats per token", help="largest drift that --use-opsm allows", least=0)
     get_mismatch_metrics: bool = flag(False, help="write how differently trainer and engine see the tokens, in detail")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tis_mode not in TIS_MODES:
-            raise ConfigError(f"--tis-mode {self.tis_mode} is unknown; allowed: {', '.join(TIS_MODES)}")
-        if not 0 <= self.tis_clip_low <= self.tis_clip < math.inf:
-            raise ConfigError(
-                f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip} must be finite numbers with "
-                "0 ≤ low ≤ high"
-            )
-        if not 0 <= self.opsm_delta < math.inf:
-            raise ConfigError(f"--opsm-delta {self.opsm_delta} must be a finite number of nats per token, 0 or more")
+    def contradictions(self) -> Iterator[str]:
+        """Bounds that cross, and two corrections of the same thing."""
+        yield from super().contradictions()
+        if self.tis_clip_low > self.tis_clip:
+            yield f"--tis-clip-low {self.tis_clip_low} must be at most --tis-clip {self.tis_clip}"
         if self.use_tis and self.use_mis:
-            raise ConfigError("--use-tis and --use-mis would weigh each token twice; give one of them")
+            yield "--use-tis and --use-mis would weigh each token twice; give one of them"
         if self.use_rollout_logprobs and (self.use_tis or self.use_mis):
             other = "--use-tis" if self.use_tis else "--use-mis"
-            raise ConfigError(
-                f"--use-rollout-logprobs and {other} would both correct for the engine's log-probs; give one of them"
-            )
+            yield f"--use-rollout-logprobs and {other} would both correct for the engine's log-probs; give one of them"
 
     @property
     def needs_rollout_log_probs(self) -> bool:

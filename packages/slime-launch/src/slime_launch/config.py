@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_core.errors import ConfigError
-from slime_core.flags import flag
-
-
-def _at_least(config: object, smallest: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < smallest:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} is too small; give {smallest} or more")
+from slime_core.flags import Config, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Config):
     """How many workers the run has and where Ray finds room for them.
 
     On a machine without CUDA a "GPU" is a CPU worker process.
@@ -25,22 +17,28 @@ class ClusterConfig:
         ConfigError: A value is outside its range.
     """
 
-    actor_num_nodes: int = flag(1, unit="nodes", help="nodes that train")
-    actor_num_gpus_per_node: int = flag(1, unit="GPUs", help="GPUs (CPU workers without CUDA) that train, per node")
+    actor_num_nodes: int = flag(1, unit="nodes", help="nodes that train", least=1, may_change=True)
+    actor_num_gpus_per_node: int = flag(
+        1, unit="GPUs", help="GPUs (CPU workers without CUDA) that train, per node", least=1, may_change=True
+    )
     rollout_num_gpus: int | None = flag(
-        None, unit="GPUs", help="GPUs that generate; with --colocate as many as train, unless given"
+        None,
+        unit="GPUs",
+        help="GPUs that generate; with --colocate as many as train, unless given",
+        least=1,
+        may_change=True,
     )
-    colocate: bool = flag(False, help="trainer and engines take turns on the same GPUs")
-    ray_placement_timeout: float = flag(120.0, unit="seconds", help="longest wait for room on the Ray cluster")
+    colocate: bool = flag(False, help="trainer and engines take turns on the same GPUs", may_change=True)
+    ray_placement_timeout: float = flag(
+        120.0, unit="seconds", help="longest wait for room on the Ray cluster", above=0, may_change=True
+    )
     ray_object_store_memory: int = flag(
-        256 * 2**20, unit="bytes", help="shared memory of an embedded Ray; unused when RAY_ADDRESS names a cluster"
+        256 * 2**20,
+        unit="bytes",
+        help="shared memory of an embedded Ray; unused when RAY_ADDRESS names a cluster",
+        least=80 * 2**20,
+        may_change=True,
     )
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
-        _at_least(self, 80 * 2**20, "ray_object_store_memory")
-        if self.ray_placement_timeout <= 0:
-            raise ConfigError(f"--ray-placement-timeout {self.ray_placement_timeout} must be above 0 seconds")
 
     @property
     def actor_gpus(self) -> int:
@@ -56,26 +54,38 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Config):
     """How long the run is, when it evaluates and where it writes.
 
     Raises:
         ConfigError: A value is outside its range.
     """
 
-    num_rollout: int = flag(unit="rollouts", help="rounds of generation and training in the whole run")
-    num_steps_per_rollout: int = flag(1, unit="steps", help="optimizer steps that train on one rollout, in order")
-    eval_interval: int | None = flag(
-        None, unit="rollouts", help="rollouts between two evaluations; first and last only unless given"
+    num_rollout: int = flag(
+        unit="rollouts", help="rounds of generation and training in the whole run", least=1, may_change=True
     )
-    skip_eval_before_train: bool = flag(False, help="leave out the evaluation before the first rollout")
+    num_steps_per_rollout: int = flag(
+        1, unit="steps", help="optimizer steps that train on one rollout, in order", least=1
+    )
+    eval_interval: int | None = flag(
+        None,
+        unit="rollouts",
+        help="rollouts between two evaluations; first and last only unless given",
+        least=1,
+        may_change=True,
+    )
+    skip_eval_before_train: bool = flag(
+        False, help="leave out the evaluation before the first rollout", may_change=True
+    )
     output_dir: str | None = flag(
-        None, metavar="DIR", help="where logs, metrics and the report go; a new directory in outputs/ unless given"
+        None,
+        metavar="DIR",
+        help="where logs, metrics and the report go; a new directory in outputs/ unless given",
+        may_change=True,
     )
     keep_rollouts: bool = flag(
-        False, help="keep the file of every rollout, not only of those since the last checkpoint"
+        False, help="keep the file of every rollout, not only of those since the last checkpoint", may_change=True
     )
-    disable_tensorboard: bool = flag(False, help="write no TensorBoard files; metrics.jsonl is always written")
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "num_rollout", "num_steps_per_rollout", "eval_interval")
+    disable_tensorboard: bool = flag(
+        False, help="write no TensorBoard files; metrics.jsonl is always written", may_change=True
+    )

@@ -8,33 +8,12 @@ from typing import Any
 
 from slime_core.types import RolloutBatch
 from slime_launch.errors import ManifestError
-from slime_launch.flags.settings import Settings
+from slime_launch.flags.settings import Settings, free_flags
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.weights import StartWeights
 from slime_rollout.store import RolloutStore
 
 ROLLOUT_DIR = "rollouts"
-
-_FREE_FLAGS = """
-num_rollout save_interval eval_interval skip_eval_before_train save output_dir disable_tensorboard keep_rollouts
-actor_num_nodes actor_num_gpus_per_node rollout_num_gpus rollout_num_gpus_per_engine colocate
-ray_placement_timeout ray_object_store_memory
-tensor_model_parallel_size sequence_parallel micro_batch_size share_prompts
-recompute_granularity recompute_method recompute_num_layers recompute_activations
-attention_backend attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 no_gradient_accumulation_fusion
-update_weight_buffer_size update_weight_mode update_weight_transport update_weight_disk_dir
-update_weight_disk_keep_files update_weight_local_checkpoint_dir update_weight_receivers
-update_weight_pause_mode update_weight_timeout check_weight_update_equal distributed_timeout_minutes
-rollout_external_engine_addrs use_fault_tolerance rollout_max_restarts
-rollout_health_check_interval rollout_health_check_timeout rollout_health_check_first_wait
-trainer_threads sglang_python engine_threads engine_startup_timeout router_policy rollout_concurrency
-rollout_request_timeout num_data_workers on_bad_data
-custom_generate_timeout hook_timeout rm_timeout rm_url rm_workers rm_memory_limit
-eval_prompt_data eval_config n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len
-eval_max_context_len eval_max_prompt_len eval_min_new_tokens eval_input_key eval_label_key eval_tool_key eval_reward_key
-"""
-FREE_FLAGS = frozenset(_FREE_FLAGS.split())
-"""Flags that may differ when a run is continued: what the run is does not depend on them."""
 
 
 def find_run(settings: Settings) -> Manifest | None:
@@ -64,7 +43,7 @@ def find_run(settings: Settings) -> Manifest | None:
 
 def changed_flags(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Flags that differ and may not, as ``--lr 1e-06 → 2e-06``. SGLang's own flags may change."""
-    names = sorted((old.keys() | new.keys()) - FREE_FLAGS)
+    names = sorted((old.keys() | new.keys()) - free_flags())
     return [
         f"--{name.replace('_', '-')} {old.get(name)} → {new.get(name)}"
         for name in names

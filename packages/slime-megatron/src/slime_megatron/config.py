@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_core.flags import flag
+from slime_core.flags import Config, flag
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
@@ -17,32 +17,9 @@ ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 CKPT_FORMATS = ("torch_dist",)
 MAX_SEED = 2**32 - 1  # NumPy's
 
-_POSITIVE = (
-    "tensor_model_parallel_size",
-    "micro_batch_size",
-    "global_batch_size",
-    "max_tokens_per_gpu",
-    "save_interval",
-    "distributed_timeout_minutes",
-    "recompute_num_layers",
-    "update_weight_buffer_size",
-    "trainer_threads",
-    "lr_decay_iters",
-)
-_NOT_NEGATIVE = ("lr", "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay", "clip_grad")
-# Flags of Megatron that have one value here: it, and what to do instead of giving another.
-_SINGLE_VALUE = {
-    "pipeline_model_parallel_size": (1, "use --tensor-model-parallel-size"),
-    "context_parallel_size": (1, "use --tensor-model-parallel-size"),
-    "expert_model_parallel_size": (1, "the supported models have no experts"),
-    "expert_tensor_parallel_size": (1, "the supported models have no experts"),
-    "attention_dropout": (0.0, "log-probs of the engine and of the trainer would differ"),
-    "hidden_dropout": (0.0, "log-probs of the engine and of the trainer would differ"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig:
+class MegatronConfig(Config):
     """How the model is trained: parallelism, optimizer, checkpoints.
 
     Flags that many Megatron command lines carry, and that say what is so here anyway, are accepted; their help says
@@ -52,95 +29,169 @@ class MegatronConfig:
         ConfigError: A value, or a combination of values, cannot work; the message says which and what to do.
     """
 
-    tensor_model_parallel_size: int = flag(1, help="ranks that share each layer's weights")
-    pipeline_model_parallel_size: int = flag(1, help="ranks that share the stack of layers; 1 is supported now")
-    context_parallel_size: int = flag(1, help="ranks that share a sequence; 1 is supported now")
-    expert_model_parallel_size: int = flag(1, help="ranks that share a layer's experts; 1 is supported now")
-    expert_tensor_parallel_size: int = flag(1, help="ranks that share an expert's weights; 1 is supported now")
-    sequence_parallel: bool = flag(
-        False, help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split"
+    tensor_model_parallel_size: int = flag(1, help="ranks that share each layer's weights", least=1, may_change=True)
+    pipeline_model_parallel_size: int = flag(
+        1,
+        help="ranks that share the stack of layers; 1 is supported now",
+        least=1,
+        most=1,
+        advice="use --tensor-model-parallel-size",
     )
-    micro_batch_size: int = flag(1, unit="samples", help="samples per forward and backward pass of one rank")
+    context_parallel_size: int = flag(
+        1,
+        help="ranks that share a sequence; 1 is supported now",
+        least=1,
+        most=1,
+        advice="use --tensor-model-parallel-size",
+    )
+    expert_model_parallel_size: int = flag(
+        1,
+        help="ranks that share a layer's experts; 1 is supported now",
+        least=1,
+        most=1,
+        advice="the supported models have no experts",
+    )
+    expert_tensor_parallel_size: int = flag(
+        1,
+        help="ranks that share an expert's weights; 1 is supported now",
+        least=1,
+        most=1,
+        advice="the supported models have no experts",
+    )
+    sequence_parallel: bool = flag(
+        False,
+        help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split",
+        may_change=True,
+    )
+    micro_batch_size: int = flag(
+        1, unit="samples", help="samples per forward and backward pass of one rank", least=1, may_change=True
+    )
     global_batch_size: int | None = flag(
         None,
         unit="samples",
         help="samples per optimizer step over all ranks; all of a rollout's, in equal steps, unless given",
+        least=1,
     )
     use_dynamic_batch_size: bool = flag(
         False, help="limit a micro-batch by --max-tokens-per-gpu instead of --micro-batch-size"
     )
     max_tokens_per_gpu: int | None = flag(
-        None, unit="tokens", help="most tokens in a micro-batch of one rank; a longer sample gets one to itself"
+        None,
+        unit="tokens",
+        help="most tokens in a micro-batch of one rank; a longer sample gets one to itself",
+        least=1,
     )
     balance_by_flops: bool = flag(
         False, help="balance ranks and micro-batches by operations, in which long sequences weigh more, not by tokens"
     )
     balance_data: bool = flag(False, help="no effect: the work is always balanced over the data-parallel ranks")
     share_prompts: bool = flag(
-        False, help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same"
+        False,
+        help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same",
+        may_change=True,
     )
 
     bf16: bool = flag(False, help="compute in bfloat16, with fp32 master weights and gradients; without it, fp32")
     recompute_granularity: str | None = flag(
-        None, choices=RECOMPUTE_GRANULARITIES, help="what the backward pass computes again instead of keeping it"
+        None,
+        choices=RECOMPUTE_GRANULARITIES,
+        help="what the backward pass computes again instead of keeping it",
+        may_change=True,
     )
     recompute_method: str | None = flag(
-        None, choices=RECOMPUTE_METHODS, help="which layers a full recomputation covers"
+        None, choices=RECOMPUTE_METHODS, help="which layers a full recomputation covers", may_change=True
     )
-    recompute_num_layers: int | None = flag(None, unit="layers", help="layers per block of a full recomputation")
-    recompute_activations: bool = flag(False, help="the same as --recompute-granularity selective")
+    recompute_num_layers: int | None = flag(
+        None, unit="layers", help="layers per block of a full recomputation", least=1, may_change=True
+    )
+    recompute_activations: bool = flag(False, help="the same as --recompute-granularity selective", may_change=True)
 
     optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled")
-    lr: float = flag(1e-6, help="peak learning rate")
-    min_lr: float = flag(0.0, help="learning rate at the end of a linear or cosine decay")
+    lr: float = flag(1e-6, help="peak learning rate", least=0)
+    min_lr: float = flag(0.0, help="learning rate at the end of a linear or cosine decay", least=0)
     lr_decay_style: str = flag("constant", choices=LR_DECAY_STYLES, help="course of the learning rate after warm-up")
     lr_warmup_iters: int = flag(
-        0, unit="steps", help="optimizer steps of linear warm-up; the first has the rate --lr-warmup-init"
+        0, unit="steps", help="optimizer steps of linear warm-up; the first has the rate --lr-warmup-init", least=0
     )
-    lr_warmup_fraction: float | None = flag(None, help="warm-up as a part of --lr-decay-iters, below 1")
-    lr_warmup_init: float = flag(0.0, help="learning rate of the first step of a warm-up")
+    lr_warmup_fraction: float | None = flag(
+        None, help="warm-up as a part of --lr-decay-iters, below 1", least=0, below=1
+    )
+    lr_warmup_init: float = flag(0.0, help="learning rate of the first step of a warm-up", least=0)
     lr_decay_iters: int | None = flag(
-        None, unit="steps", help="optimizer steps after which the rate is --min-lr; a constant rate has no decay"
+        None,
+        unit="steps",
+        help="optimizer steps after which the rate is --min-lr; a constant rate has no decay",
+        least=1,
     )
-    weight_decay: float = flag(0.01, help="decoupled weight decay of matrices; vectors get none")
-    adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient")
-    adam_beta2: float = flag(0.999, help="Adam's decay rate of the mean squared gradient")
-    adam_eps: float = flag(1e-8, help="term added to Adam's denominator")
-    clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping")
+    weight_decay: float = flag(0.01, help="decoupled weight decay of matrices; vectors get none", least=0)
+    adam_beta1: float = flag(0.9, help="Adam's decay rate of the mean gradient", least=0, below=1)
+    adam_beta2: float = flag(0.999, help="Adam's decay rate of the mean squared gradient", least=0, below=1)
+    adam_eps: float = flag(
+        1e-8,
+        help="term added to Adam's denominator",
+        above=0,
+        advice="where a gradient is 0, Adam divides by it; 1e-8 is usual",
+    )
+    clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping", least=0)
     use_distributed_optimizer: bool = flag(False, help="split the optimizer's state over the data-parallel ranks")
-    seed: int = flag(1234, help="seed of everything random: initial weights, dropout, the samples drawn")
+    seed: int = flag(
+        1234, help="seed of everything random: initial weights, dropout, the samples drawn", least=0, most=MAX_SEED
+    )
 
     load: str | None = flag(None, metavar="DIR", help="checkpoint to start from: of an earlier run, or a converted one")
     ref_load: str | None = flag(None, metavar="DIR", help="checkpoint of the reference model; --load's unless given")
-    save: str | None = flag(None, metavar="DIR", help="directory that checkpoints are written to")
-    save_interval: int | None = flag(None, unit="rollouts", help="rollouts between two checkpoints")
+    save: str | None = flag(None, metavar="DIR", help="directory that checkpoints are written to", may_change=True)
+    save_interval: int | None = flag(
+        None, unit="rollouts", help="rollouts between two checkpoints", least=1, may_change=True
+    )
     no_save_optim: bool = flag(False, help="leave the optimizer's state out of checkpoints; they cannot be resumed")
     ckpt_format: str = flag(
         "torch_dist", choices=CKPT_FORMATS, help="format of checkpoints; slime-convert makes others"
     )
 
-    update_weight_buffer_size: int = flag(512 * 2**20, unit="bytes", help="largest bucket of a weight sync")
-    distributed_timeout_minutes: int = flag(10, unit="minutes", help="how long a rank waits for the others")
+    update_weight_buffer_size: int = flag(
+        512 * 2**20, unit="bytes", help="largest bucket of a weight sync", least=1, may_change=True
+    )
+    distributed_timeout_minutes: int = flag(
+        10, unit="minutes", help="how long a rank waits for the others", least=1, may_change=True
+    )
     trainer_threads: int | None = flag(
-        None, unit="threads", help="CPU threads per rank; the launcher shares out the cores unless given"
+        None,
+        unit="threads",
+        help="CPU threads per rank; the launcher shares out the cores unless given",
+        least=1,
+        may_change=True,
     )
 
     attention_dropout: float = flag(
-        0.0, help="dropout of attention weights; 0 is supported (Megatron's default is 0.1)"
+        0.0,
+        help="dropout of attention weights; 0 is supported (Megatron's default is 0.1)",
+        least=0,
+        most=0,
+        advice="log-probs of the engine and of the trainer would differ",
     )
-    hidden_dropout: float = flag(0.0, help="dropout of hidden states; 0 is supported (Megatron's default is 0.1)")
+    hidden_dropout: float = flag(
+        0.0,
+        help="dropout of hidden states; 0 is supported (Megatron's default is 0.1)",
+        least=0,
+        most=0,
+        advice="log-probs of the engine and of the trainer would differ",
+    )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, help="no effect: gradients are accumulated and reduced in fp32 always"
+        False, help="no effect: gradients are accumulated and reduced in fp32 always", may_change=True
     )
-    attention_softmax_in_fp32: bool = flag(False, help="no effect: attention's softmax is computed in fp32 always")
-    no_gradient_accumulation_fusion: bool = flag(False, help="no effect: gradient accumulation is never fused")
+    attention_softmax_in_fp32: bool = flag(
+        False, help="no effect: attention's softmax is computed in fp32 always", may_change=True
+    )
+    no_gradient_accumulation_fusion: bool = flag(
+        False, help="no effect: gradient accumulation is never fused", may_change=True
+    )
     attention_backend: str = flag(
-        "auto", choices=ATTENTION_BACKENDS, help="no effect: the attention over packed rows is slime's own"
+        "auto",
+        choices=ATTENTION_BACKENDS,
+        help="no effect: the attention over packed rows is slime's own",
+        may_change=True,
     )
-
-    def __post_init__(self) -> None:
-        self._check_ranges()
-        self._check_combinations()
 
     @property
     def recompute(self) -> str | None:
@@ -159,89 +210,40 @@ class MegatronConfig:
             return self.lr_warmup_iters
         return self.lr_warmup_fraction * self.lr_decay_iters
 
-    def _check_ranges(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{_flag(field.name)} {value} is not a finite number; give one")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} {value} must be at least 1")
-        for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)} is negative; give 0 or more")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be at least 0 and less than 1")
-        if self.adam_eps <= 0:
-            raise ConfigError(
-                f"--adam-eps {self.adam_eps} must be above 0: where a gradient is 0, Adam divides by it; give 1e-8"
-            )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ConfigError(f"--seed {self.seed} must be between 0 and {MAX_SEED}")
-        self._check_choices()
-
-    def _check_choices(self) -> None:
-        choices = {
-            "lr_decay_style": LR_DECAY_STYLES,
-            "recompute_granularity": (None, *RECOMPUTE_GRANULARITIES),
-            "recompute_method": (None, *RECOMPUTE_METHODS),
-            "optimizer": OPTIMIZERS,
-            "attention_backend": ATTENTION_BACKENDS,
-            "ckpt_format": CKPT_FORMATS,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                names = ", ".join(choice for choice in allowed if choice)
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)} is unknown; allowed: {names}")
-        for name, (only, advice) in _SINGLE_VALUE.items():
-            if getattr(self, name) != only:
-                raise ConfigError(
-                    f"{_flag(name)} {getattr(self, name)} is not supported; leave it at {only:g}: {advice}"
-                )
-
-    def _check_combinations(self) -> None:
-        self._check_learning_rate()
+    def contradictions(self) -> Iterator[str]:
+        """Settings that need, repeat or undo each other."""
+        yield from self._learning_rate_contradictions()
         if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
-            raise ConfigError(
-                "--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none"
-            )
+            yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
         if self.save_interval is not None and self.save is None:
-            raise ConfigError(f"--save-interval {self.save_interval} needs --save, the directory to write to")
+            yield f"--save-interval {self.save_interval} needs --save, the directory to write to"
         if self.recompute_activations and self.recompute_granularity == "full":
-            raise ConfigError(
+            yield (
                 "--recompute-activations means --recompute-granularity selective, but full is given; "
                 "leave one of the two out"
             )
         full = self.recompute_granularity == "full"
         if full != (self.recompute_method is not None) or full != (self.recompute_num_layers is not None):
-            raise ConfigError(
+            yield (
                 "--recompute-granularity full, --recompute-method and --recompute-num-layers go together; "
                 "give all three or none"
             )
 
-    def _check_learning_rate(self) -> None:
+    def _learning_rate_contradictions(self) -> Iterator[str]:
         if self.min_lr > self.lr:
-            raise ConfigError(f"--min-lr {self.min_lr} is above --lr {self.lr}; give at most {self.lr}")
+            yield f"--min-lr {self.min_lr} is above --lr {self.lr}; give at most {self.lr}"
         if self.lr_warmup_init > self.lr:
-            raise ConfigError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}; give at most {self.lr}")
+            yield f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}; give at most {self.lr}"
         if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
-            raise ConfigError(
-                f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps"
-            )
+            yield (f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps")
         if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            raise ConfigError(
-                f"--lr-warmup-iters {self.lr_warmup_iters} must be less than --lr-decay-iters {self.lr_decay_iters}"
-            )
+            yield (f"--lr-warmup-iters {self.lr_warmup_iters} must be less than --lr-decay-iters {self.lr_decay_iters}")
         if self.lr_warmup_fraction is None:
             return
-        if not 0 <= self.lr_warmup_fraction < 1:
-            raise ConfigError(f"--lr-warmup-fraction {self.lr_warmup_fraction} must be at least 0 and less than 1")
         if self.lr_decay_iters is None:
-            raise ConfigError("--lr-warmup-fraction needs --lr-decay-iters, the number of steps that it is a part of")
+            yield "--lr-warmup-fraction needs --lr-decay-iters, the number of steps that it is a part of"
         if self.lr_warmup_iters:
-            raise ConfigError(
+            yield (
                 f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-iters {self.lr_warmup_iters} both say "
                 "how long the warm-up is; give one of them"
             )
@@ -306,7 +308,3 @@ _TRAINED = {
     *("norm_epsilon", "add_qkv_bias", "qk_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     "untie_embeddings_and_output_weights",
 }
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,15 +1,15 @@
-"""What to generate, and how it is scored: one frozen record, checked when it is built. Nothing here imports torch."""
+"""What to generate and how it is scored: frozen records by concern, checked when built. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import json
-import math
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_core.flags import flag
+from slime_core.flags import Config, flag
 
 COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1", "gpqa")
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
@@ -23,12 +23,8 @@ _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """Prompts, sampling, rewards and evaluation.
-
-    Raises:
-        ConfigError: A value is outside its range, or two settings contradict each other.
-    """
+class DataConfig(Config):
+    """Where prompts come from and how they are rendered."""
 
     hf_checkpoint: str = flag(
         help="Hugging Face directory: the model that engines start with, its config and tokenizer", metavar="DIR"
@@ -39,7 +35,7 @@ class RolloutConfig:
         metavar="PATH",
     )
     prompt_data_weights: tuple[float, ...] = flag(
-        (), help="share of each data set of --prompt-data in an epoch; without it every prompt comes once"
+        (), help="share of each data set of --prompt-data in an epoch; without it every prompt comes once", above=0
     )
     input_key: str | None = flag(None, help="field of the prompt in a row; without it `prompt`, then `input`")
     label_key: str | None = flag(None, help="field of the answer in a row; without it `label` where there is one")
@@ -61,7 +57,10 @@ class RolloutConfig:
         "{}", help='further arguments of the chat template, such as {"enable_thinking": false}', metavar="JSON"
     )
     on_bad_data: str = flag(
-        "error", choices=BAD_DATA, help="what to do about rows that cannot be used: stop, or count, tell and skip them"
+        "error",
+        choices=BAD_DATA,
+        help="what to do about rows that cannot be used: stop, or count, tell and skip them",
+        may_change=True,
     )
     streaming_data: bool = flag(
         False, help="read --prompt-data as it is needed instead of into memory; held-out sets are read whole"
@@ -71,19 +70,131 @@ class RolloutConfig:
         help="with --streaming-data and --rollout-shuffle: shuffle within blocks of this many rows, which are in "
         f"memory; without it {STREAMING_SHUFFLE_BUFFER}",
         unit="rows",
+        least=1,
     )
     num_data_workers: int = flag(
         0,
         help="processes that tokenize --prompt-data ahead; 0 tokenizes in the rollout worker itself",
         unit="processes",
+        least=0,
+        may_change=True,
     )
-    rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts")
-    n_samples_per_prompt: int = flag(1, help="samples of each prompt: the size of a group", unit="samples")
+    rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
+    rollout_seed: int = flag(42, help="seed of that shuffle")
+    rollout_max_prompt_len: int | None = flag(None, help="leave out prompts longer than this", unit="tokens", least=1)
+
+    @property
+    def prompt_paths(self) -> tuple[str, ...]:
+        """The training data sets, in the order given."""
+        return (self.prompt_data,) if isinstance(self.prompt_data, str) else self.prompt_data
+
+    @property
+    def shuffle_block(self) -> int:
+        """Rows that a stream shuffles among each other."""
+        return self.streaming_shuffle_buffer or STREAMING_SHUFFLE_BUFFER
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """``--apply-chat-template-kwargs``, read.
+
+        Raises:
+            ConfigError: It is not a JSON object.
+        """
+        return _json_object(
+            "--apply-chat-template-kwargs", self.apply_chat_template_kwargs, '{"enable_thinking": false}'
+        )
+
+    def contradictions(self) -> Iterator[str]:
+        """Weights that do not match the paths, and settings without effect."""
+        paths, weights = self.prompt_paths, self.prompt_data_weights
+        if not paths or not all(paths):
+            yield "--prompt-data names no data set; give one or more paths"
+        if weights and len(weights) != len(paths):
+            yield (
+                f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; "
+                "give one weight for each path"
+            )
+        if self.streaming_shuffle_buffer is not None and not (self.streaming_data and self.rollout_shuffle):
+            yield "--streaming-shuffle-buffer has no effect without --streaming-data and --rollout-shuffle; add both"
+        try:
+            kwargs = self.chat_template_kwargs
+        except ConfigError as error:
+            yield str(error)
+            return
+        if kwargs and not self.apply_chat_template:
+            yield "--apply-chat-template-kwargs has no effect without --apply-chat-template; add that"
+        if own := sorted(kwargs.keys() & _OWN_TEMPLATE_ARGUMENTS):
+            yield f"--apply-chat-template-kwargs sets {', '.join(own)}, which slime itself sets; leave out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Config):
+    """How responses are sampled: by the engine's parameters, and by a custom generate function."""
+
+    rollout_temperature: float = flag(
+        1.0,
+        help="sampling temperature; the trainer divides its logits by it too",
+        above=0,
+        advice="the trainer divides by it, and greedy samples of one prompt are all the same",
+    )
+    rollout_top_p: float = flag(
+        1.0,
+        help="nucleus sampling: smallest set of tokens with this much probability",
+        above=0,
+        most=1,
+        advice="1 leaves no token out",
+    )
+    rollout_top_k: int = flag(-1, help="sample from this many likeliest tokens; -1 for all", unit="tokens")
+    rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens", least=1)
+    rollout_max_context_len: int | None = flag(
+        None, help="longest prompt and response together; the model's own limit if not given", unit="tokens", least=1
+    )
+    rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
+    rollout_stop_token_ids: tuple[int, ...] = flag(
+        (), help="token ids that end a response, besides the model's own", least=0
+    )
+    rollout_concurrency: int = flag(
+        512, help="most requests in flight at once", unit="requests", least=1, may_change=True
+    )
+    rollout_request_timeout: float = flag(
+        1800.0,
+        help="time limit of one generation request with all its retries",
+        unit="seconds",
+        above=0,
+        may_change=True,
+    )
+    custom_generate_function_path: str | None = flag(
+        None,
+        help="own generate function, such as a multi-turn loop with tools: pkg.mod.fn, pkg.mod:fn, file.py:fn or "
+        "file.py",
+        metavar="PATH",
+    )
+    custom_generate_timeout: float = flag(
+        3600.0, help="time limit of one call of that function", unit="seconds", above=0, may_change=True
+    )
+    max_turns: int = flag(
+        10, help="most turns of the model in an interaction, as args.max_turns too", unit="turns", least=1
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """Stop strings and counts that mean nothing."""
+        yield from _wrong_top_k("--rollout-top-k", self.rollout_top_k)
+        if any(not text for text in self.rollout_stop):
+            yield "--rollout-stop has an empty string, which would end every response; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionConfig(Config):
+    """How many groups are generated, which of them are trained on, and how old they may be."""
+
+    rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts", least=1)
+    n_samples_per_prompt: int = flag(1, help="samples of each prompt: the size of a group", unit="samples", least=1)
     over_sampling_batch_size: int | None = flag(
         None,
         help="prompts in flight for one rollout, --rollout-batch-size at least; the first to finish are trained on, "
         "and the others go back to the buffer",
         unit="prompts",
+        least=1,
     )
     dynamic_sampling_filter_path: str | None = flag(
         None,
@@ -92,7 +203,7 @@ class RolloutConfig:
         metavar="PATH",
     )
     dynamic_sampling_max_prompts: int | None = flag(
-        None, help="most prompts tried for one rollout; 32 times those in flight if not given", unit="prompts"
+        None, help="most prompts tried for one rollout; 32 times those in flight if not given", unit="prompts", least=1
     )
     partial_rollout: bool = flag(
         False, help="responses that are cut off when a rollout is complete keep their tokens, and go on in the next"
@@ -104,39 +215,65 @@ class RolloutConfig:
         None,
         help="generate while the trainer works, at most so many rollouts ahead; without it the two take turns",
         unit="rollouts",
+        least=1,
     )
     max_weight_staleness: int | None = flag(
         None,
         help="most weight updates between a token and its training; what is older is generated anew",
         unit="versions",
+        least=0,
     )
     hook_timeout: float = flag(
-        300.0, help="time limit of one call of an own filter or of an own data source", unit="seconds"
+        300.0,
+        help="time limit of one call of an own filter or of an own data source",
+        unit="seconds",
+        above=0,
+        may_change=True,
     )
-    rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
-    rollout_seed: int = flag(42, help="seed of that shuffle")
-    rollout_temperature: float = flag(1.0, help="sampling temperature; the trainer divides its logits by it too")
-    rollout_top_p: float = flag(1.0, help="nucleus sampling: smallest set of tokens with this much probability")
-    rollout_top_k: int = flag(-1, help="sample from this many likeliest tokens; -1 for all", unit="tokens")
-    rollout_max_prompt_len: int | None = flag(None, help="leave out prompts longer than this", unit="tokens")
-    rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens")
-    rollout_max_context_len: int | None = flag(
-        None, help="longest prompt and response together; the model's own limit if not given", unit="tokens"
-    )
-    rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
-    rollout_stop_token_ids: tuple[int, ...] = flag((), help="token ids that end a response, besides the model's own")
-    rollout_concurrency: int = flag(512, help="most requests in flight at once", unit="requests")
-    rollout_request_timeout: float = flag(
-        1800.0, help="time limit of one generation request with all its retries", unit="seconds"
-    )
-    custom_generate_function_path: str | None = flag(
-        None,
-        help="own generate function, such as a multi-turn loop with tools: pkg.mod.fn, pkg.mod:fn, file.py:fn or "
-        "file.py",
-        metavar="PATH",
-    )
-    custom_generate_timeout: float = flag(3600.0, help="time limit of one call of that function", unit="seconds")
-    max_turns: int = flag(10, help="most turns of the model in an interaction, as args.max_turns too", unit="turns")
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that are started for one rollout, those that are dropped not counted."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def most_groups_tried(self) -> int:
+        """Groups that may be started for one rollout before it is given up."""
+        return self.dynamic_sampling_max_prompts or 32 * self.groups_in_flight
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether groups come back to the data source by these settings."""
+        return self.over_sampling_batch_size is not None or self.dynamic_sampling_filter_path is not None
+
+    def contradictions(self) -> Iterator[str]:
+        """Numbers of groups, and ways to collect them, that exclude each other."""
+        batch, over = self.rollout_batch_size, self.over_sampling_batch_size
+        if over is not None and over < batch:
+            yield f"--over-sampling-batch-size {over} is less than --rollout-batch-size {batch}; give that or more"
+        if self.most_groups_tried < self.groups_in_flight:
+            yield (
+                f"--dynamic-sampling-max-prompts {self.dynamic_sampling_max_prompts} is less than the "
+                f"{self.groups_in_flight} prompts in flight; give more"
+            )
+        if self.partial_rollout and not self.gives_back:
+            yield (
+                "--partial-rollout cuts nothing off when no more prompts are in flight than are trained on; give "
+                f"--over-sampling-batch-size above {batch}, or leave it out"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            yield "--mask-offpolicy-in-partial-rollout is about --partial-rollout; give both or neither"
+        if self.async_buffer_size is not None and (over is not None or self.partial_rollout):
+            yield (
+                f"--async-buffer-size {self.async_buffer_size} cuts nothing off and leaves nothing over; leave out "
+                "--over-sampling-batch-size and --partial-rollout"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Config):
+    """What scores a response: a rule, a service, a custom function; and the teacher of on-policy distillation."""
+
     rm_type: str | None = flag(
         None,
         choices=RULES,
@@ -154,14 +291,21 @@ class RolloutConfig:
         None,
         help="time limit of scoring one sample; without it 10 for rules, 60 for own functions and --rm-url",
         unit="seconds",
+        above=0,
+        may_change=True,
     )
     rm_url: str | None = flag(
         None,
         help="address of the service that --rm-type remote_rm asks; with --opd-type sglang, of the teacher's server",
         metavar="URL",
+        may_change=True,
     )
-    rm_workers: int = flag(4, help="most processes that score by a rule at once", unit="processes")
-    rm_memory_limit: float = flag(2.0, help="most memory of one of them", unit="GiB")
+    rm_workers: int = flag(
+        4, help="most processes that score by a rule at once", unit="processes", least=1, may_change=True
+    )
+    rm_memory_limit: float = flag(
+        2.0, help="most memory of one of them", unit="GiB", least=0.5, most=1024, may_change=True
+    )
     rm_on_failure: str = flag(
         "zero",
         choices=("zero", "drop"),
@@ -174,81 +318,6 @@ class RolloutConfig:
         metavar="TYPE",
     )
     reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary")
-    eval_prompt_data: tuple[str, ...] = flag(
-        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`"
-    )
-    eval_config: str | None = flag(
-        None, help="YAML file that names held-out sets, each with settings of its own", metavar="FILE"
-    )
-    n_samples_per_eval_prompt: int = flag(1, help="samples of each held-out prompt", unit="samples")
-    eval_temperature: float | None = flag(
-        None, help="sampling temperature of evaluation, 0 for greedy; else as in rollouts"
-    )
-    eval_top_p: float | None = flag(None, help="nucleus sampling of evaluation; else as in rollouts")
-    eval_top_k: int | None = flag(None, help="top-k of evaluation; else as in rollouts", unit="tokens")
-    eval_max_response_len: int | None = flag(
-        None, help="longest response of evaluation; else as in rollouts", unit="tokens"
-    )
-    eval_max_context_len: int | None = flag(
-        None, help="longest prompt and response together in evaluation; else as in rollouts", unit="tokens"
-    )
-    eval_max_prompt_len: int | None = flag(
-        None, help="leave out held-out prompts longer than this; else as in rollouts", unit="tokens"
-    )
-    eval_min_new_tokens: int | None = flag(
-        None, help="tokens before which no response of evaluation ends by itself", unit="tokens"
-    )
-    eval_input_key: str | None = flag(None, help="field of the prompt in held-out rows; else as in training")
-    eval_label_key: str | None = flag(None, help="field of the answer in held-out rows; else as in training")
-    eval_tool_key: str | None = flag(None, help="field of the tools in held-out rows; else as in training")
-    eval_reward_key: str | None = flag(
-        None, help="entry that evaluation reports when the reward is a dictionary; else as in training"
-    )
-
-    def __post_init__(self) -> None:
-        self._check_data()
-        self._check_counts()
-        self._check_collection()
-        self._check_sampling()
-        self._check_rewards()
-        self._check_teacher()
-
-    @property
-    def prompt_paths(self) -> tuple[str, ...]:
-        """The training data sets, in the order given."""
-        return (self.prompt_data,) if isinstance(self.prompt_data, str) else self.prompt_data
-
-    @property
-    def shuffle_block(self) -> int:
-        """Rows that a stream shuffles among each other."""
-        return self.streaming_shuffle_buffer or STREAMING_SHUFFLE_BUFFER
-
-    @property
-    def takes_messages(self) -> bool:
-        """Whether prompts may be chat messages: a template renders them, or a custom function does."""
-        return self.apply_chat_template or self.custom_generate_function_path is not None
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any]:
-        """``--apply-chat-template-kwargs``, read."""
-        text = self.apply_chat_template_kwargs
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"--apply-chat-template-kwargs {text} is no JSON ({error}); "
-                'give an object such as {"enable_thinking": false}'
-            ) from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f'--apply-chat-template-kwargs {text} is no JSON object; give one such as {{"enable_thinking": false}}'
-            )
-        return values
-
-    @property
-    def has_eval_sets(self) -> bool:
-        """Whether there are held-out sets; `slime_rollout.eval_sets.read_eval_sets` reads them."""
-        return bool(self.eval_prompt_data) or self.eval_config is not None
 
     @property
     def rule(self) -> str | None:
@@ -256,32 +325,6 @@ class RolloutConfig:
         if self.custom_rm_path is not None:
             return None
         return self.rm_type or (DEFAULT_RULE if self.opd_type is None else None)
-
-    def _check_data(self) -> None:
-        paths, weights = self.prompt_paths, self.prompt_data_weights
-        if not paths or not all(paths):
-            raise ConfigError("--prompt-data names no data set; give one or more paths")
-        if weights and len(weights) != len(paths):
-            raise ConfigError(
-                f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; "
-                "give one weight for each path"
-            )
-        for weight in weights:
-            if not (weight > 0 and math.isfinite(weight)):
-                raise ConfigError(f"--prompt-data-weights {weight} is no share; give numbers above 0")
-        if self.on_bad_data not in BAD_DATA:
-            raise ConfigError(f"--on-bad-data {self.on_bad_data} is unknown; allowed: {', '.join(BAD_DATA)}")
-        if self.streaming_shuffle_buffer is not None and not (self.streaming_data and self.rollout_shuffle):
-            raise ConfigError(
-                "--streaming-shuffle-buffer has no effect without --streaming-data and --rollout-shuffle; add both"
-            )
-        if self.num_data_workers < 0:
-            raise ConfigError(f"--num-data-workers {self.num_data_workers} is negative; give 0 or more")
-        kwargs = self.chat_template_kwargs
-        if kwargs and not self.apply_chat_template:
-            raise ConfigError("--apply-chat-template-kwargs has no effect without --apply-chat-template; add that")
-        if own := sorted(kwargs.keys() & _OWN_TEMPLATE_ARGUMENTS):
-            raise ConfigError(f"--apply-chat-template-kwargs sets {', '.join(own)}, which slime itself sets; leave out")
 
     @property
     def reward_timeout(self) -> float:
@@ -301,163 +344,171 @@ class RolloutConfig:
 
     @property
     def custom_rm_arguments(self) -> dict[str, Any] | None:
-        """What ``custom_rm_kwargs`` holds."""
-        if self.custom_rm_kwargs is None:
-            return None
+        """``--custom-rm-kwargs``, read.
+
+        Raises:
+            ConfigError: It is not a JSON object.
+        """
+        text = self.custom_rm_kwargs
+        return None if text is None else _json_object("--custom-rm-kwargs", text, '{"name": value}')
+
+    def contradictions(self) -> Iterator[str]:
+        """Ways to score that exclude or need each other."""
         try:
-            given = json.loads(self.custom_rm_kwargs)
-        except ValueError as error:
-            raise ConfigError(f"--custom-rm-kwargs {self.custom_rm_kwargs} is no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"--custom-rm-kwargs {self.custom_rm_kwargs} is no JSON object; write '{{\"name\": value}}'"
+            _ = self.custom_rm_arguments
+        except ConfigError as error:
+            yield str(error)
+        if self.rm_type is not None and self.custom_rm_path is not None:
+            yield (
+                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
             )
-        return given
+        for name, given in (("group-rm", self.group_rm), ("custom-rm-kwargs", self.custom_rm_kwargs is not None)):
+            if given and self.custom_rm_path is None:
+                yield f"--{name} is for a custom reward function; give --custom-rm-path"
+        if self.opd_type is None and (self.rm_type in REMOTE_RULES) != (self.rm_url is not None):
+            yield "--rm-type remote_rm and --rm-url belong together; give both or neither"
+        if self.rm_url is not None and not _is_address(self.rm_url):
+            yield f"--rm-url {self.rm_url} is not an address; write http://HOST:PORT/PATH"
+        if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
+            yield f"--rm-type {self.rule} gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
+        yield from self._teacher_contradictions()
 
-    def _check_counts(self) -> None:
-        for name in (
-            "streaming_shuffle_buffer",
-            "rollout_batch_size",
-            "n_samples_per_prompt",
-            "over_sampling_batch_size",
-            "dynamic_sampling_max_prompts",
-            "async_buffer_size",
-            "rollout_max_prompt_len",
-            "rollout_max_response_len",
-            "rollout_max_context_len",
-            "rollout_concurrency",
-            "max_turns",
-            "n_samples_per_eval_prompt",
-            "eval_max_response_len",
-            "eval_max_context_len",
-            "eval_max_prompt_len",
-            "rm_workers",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_flag_name(name)} {value} is less than 1; give 1 or more")
-        for name in ("rollout_request_timeout", "custom_generate_timeout", "hook_timeout", "rm_timeout"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{_flag_name(name)} {value} is no time limit; give seconds above 0")
+    def _teacher_contradictions(self) -> Iterator[str]:
+        if self.opd_type is None:
+            return
+        if self.opd_type == "megatron":
+            yield (
+                "--opd-type megatron, a teacher inside the trainer, is not built yet; start a SGLang server with the "
+                "teacher, and give --opd-type sglang --rm-url http://HOST:PORT"
+            )
+        if self.opd_type not in OPD_TYPES:
+            yield f"--opd-type {self.opd_type} is unknown; allowed: {', '.join(OPD_TYPES)}"
+        if self.rm_type in REMOTE_RULES:
+            yield (
+                "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too; "
+                "score by another rule or with --custom-rm-path"
+            )
+        if self.rm_url is None:
+            yield "--opd-type sglang needs --rm-url, the address of a SGLang server with the teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Config):
+    """Held-out prompts, and how their sampling differs from that of rollouts."""
+
+    eval_prompt_data: tuple[str, ...] = flag(
+        (), help="held-out sets: NAME PATH [NAME PATH …]; a single PATH is called `eval`", may_change=True
+    )
+    eval_config: str | None = flag(
+        None, help="YAML file that names held-out sets, each with settings of its own", metavar="FILE", may_change=True
+    )
+    n_samples_per_eval_prompt: int = flag(
+        1, help="samples of each held-out prompt", unit="samples", least=1, may_change=True
+    )
+    eval_temperature: float | None = flag(
+        None,
+        help="sampling temperature of evaluation, 0 for greedy; else as in rollouts",
+        least=0,
+        advice="0 is greedy",
+        may_change=True,
+    )
+    eval_top_p: float | None = flag(
+        None,
+        help="nucleus sampling of evaluation; else as in rollouts",
+        above=0,
+        most=1,
+        advice="1 leaves no token out",
+        may_change=True,
+    )
+    eval_top_k: int | None = flag(None, help="top-k of evaluation; else as in rollouts", unit="tokens", may_change=True)
+    eval_max_response_len: int | None = flag(
+        None, help="longest response of evaluation; else as in rollouts", unit="tokens", least=1, may_change=True
+    )
+    eval_max_context_len: int | None = flag(
+        None,
+        help="longest prompt and response together in evaluation; else as in rollouts",
+        unit="tokens",
+        least=1,
+        may_change=True,
+    )
+    eval_max_prompt_len: int | None = flag(
+        None,
+        help="leave out held-out prompts longer than this; else as in rollouts",
+        unit="tokens",
+        least=1,
+        may_change=True,
+    )
+    eval_min_new_tokens: int | None = flag(
+        None,
+        help="tokens before which no response of evaluation ends by itself",
+        unit="tokens",
+        least=0,
+        may_change=True,
+    )
+    eval_input_key: str | None = flag(
+        None, help="field of the prompt in held-out rows; else as in training", may_change=True
+    )
+    eval_label_key: str | None = flag(
+        None, help="field of the answer in held-out rows; else as in training", may_change=True
+    )
+    eval_tool_key: str | None = flag(
+        None, help="field of the tools in held-out rows; else as in training", may_change=True
+    )
+    eval_reward_key: str | None = flag(
+        None, help="entry that evaluation reports when the reward is a dictionary; else as in training", may_change=True
+    )
 
     @property
-    def groups_in_flight(self) -> int:
-        """Groups that are started for one rollout, those that are dropped not counted."""
-        return self.over_sampling_batch_size or self.rollout_batch_size
+    def has_eval_sets(self) -> bool:
+        """Whether there are held-out sets; `slime_rollout.eval_sets.read_eval_sets` reads them."""
+        return bool(self.eval_prompt_data) or self.eval_config is not None
+
+    def contradictions(self) -> Iterator[str]:
+        """Counts that mean nothing."""
+        yield from _wrong_top_k("--eval-top-k", self.eval_top_k)
+        given = self.eval_prompt_data
+        if len(given) > 1 and len(given) % 2:
+            words = " ".join(given)
+            yield f"--eval-prompt-data got {len(given)} values ({words}); give pairs of NAME PATH, or one PATH"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(DataConfig, SamplingConfig, SelectionConfig, RewardConfig, EvalConfig):
+    """Everything about prompts, sampling, rewards and evaluation.
+
+    Raises:
+        ConfigError: Values are outside their range, or contradict each other: all of them, a line each.
+    """
+
+    def contradictions(self) -> Iterator[str]:
+        """Those of every concern."""
+        for concern in (DataConfig, SamplingConfig, SelectionConfig, RewardConfig, EvalConfig):
+            yield from concern.contradictions(self)
 
     @property
-    def most_groups_tried(self) -> int:
-        """Groups that may be started for one rollout before it is given up."""
-        return self.dynamic_sampling_max_prompts or 32 * self.groups_in_flight
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether groups come back to the data source by these settings."""
-        return self.over_sampling_batch_size is not None or self.dynamic_sampling_filter_path is not None
+    def takes_messages(self) -> bool:
+        """Whether prompts may be chat messages: a template renders them, or a custom function does."""
+        return self.apply_chat_template or self.custom_generate_function_path is not None
 
     @property
     def may_lag(self) -> bool:
         """Whether tokens may come from older weights than those that are trained next."""
         return self.gives_back or self.async_buffer_size is not None or self.data_source_path is not None
 
-    def _check_collection(self) -> None:
-        batch, over = self.rollout_batch_size, self.over_sampling_batch_size
-        if over is not None and over < batch:
-            raise ConfigError(
-                f"--over-sampling-batch-size {over} is less than --rollout-batch-size {batch}; give that or more"
-            )
-        if self.max_weight_staleness is not None and self.max_weight_staleness < 0:
-            raise ConfigError(f"--max-weight-staleness {self.max_weight_staleness} is negative; give 0 or more")
-        if self.most_groups_tried < self.groups_in_flight:
-            raise ConfigError(
-                f"--dynamic-sampling-max-prompts {self.dynamic_sampling_max_prompts} is less than the "
-                f"{self.groups_in_flight} prompts in flight; give more"
-            )
-        if self.partial_rollout and not self.gives_back:
-            raise ConfigError(
-                "--partial-rollout cuts nothing off when no more prompts are in flight than are trained on; give "
-                f"--over-sampling-batch-size above {batch}, or leave it out"
-            )
-        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            raise ConfigError("--mask-offpolicy-in-partial-rollout is about --partial-rollout; give both or neither")
-        if self.async_buffer_size is not None and (over is not None or self.partial_rollout):
-            raise ConfigError(
-                f"--async-buffer-size {self.async_buffer_size} cuts nothing off and leaves nothing over; leave out "
-                "--over-sampling-batch-size and --partial-rollout"
-            )
 
-    def _check_sampling(self) -> None:
-        if not (self.rollout_temperature > 0 and math.isfinite(self.rollout_temperature)):
-            raise ConfigError(
-                f"--rollout-temperature {self.rollout_temperature} must be above 0: "
-                "the trainer divides by it, and greedy samples of one prompt are all the same"
-            )
-        if self.eval_temperature is not None and not (
-            self.eval_temperature >= 0 and math.isfinite(self.eval_temperature)
-        ):
-            raise ConfigError(f"--eval-temperature {self.eval_temperature} is negative; give 0 (greedy) or more")
-        for name in ("rollout_top_p", "eval_top_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ConfigError(f"{_flag_name(name)} {value} must be above 0 and at most 1; 1 leaves no token out")
-        for name in ("rollout_top_k", "eval_top_k"):
-            value = getattr(self, name)
-            if value is not None and value != -1 and value < 1:
-                raise ConfigError(f"{_flag_name(name)} {value} must be at least 1, or -1 to leave no token out")
-        if self.eval_min_new_tokens is not None and self.eval_min_new_tokens < 0:
-            raise ConfigError(f"--eval-min-new-tokens {self.eval_min_new_tokens} is negative; give 0 or more")
-        if any(not text for text in self.rollout_stop):
-            raise ConfigError("--rollout-stop has an empty string, which would end every response; leave it out")
-        if negative := [token for token in self.rollout_stop_token_ids if token < 0]:
-            raise ConfigError(f"--rollout-stop-token-ids {negative[0]} is negative; token ids count from 0")
-
-    def _check_rewards(self) -> None:
-        if self.rm_type is not None and self.rm_type not in RULES:
-            raise ConfigError(
-                f"--rm-type {self.rm_type} is unknown; allowed: {', '.join(RULES)}; or give --custom-rm-path"
-            )
-        if self.rm_type is not None and self.custom_rm_path is not None:
-            raise ConfigError(
-                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
-            )
-        for name, given in (("group_rm", self.group_rm), ("custom_rm_kwargs", self.custom_rm_arguments is not None)):
-            if given and self.custom_rm_path is None:
-                raise ConfigError(f"{_flag_name(name)} is for an own function; give --custom-rm-path")
-        if self.opd_type is None and (self.rm_type in REMOTE_RULES) != (self.rm_url is not None):
-            raise ConfigError("--rm-type remote_rm and --rm-url belong together; give both or neither")
-        if self.rm_url is not None and not _is_address(self.rm_url):
-            raise ConfigError(f"--rm-url {self.rm_url} is no address; write http://HOST:PORT/PATH")
-        if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
-            raise ConfigError(
-                f"--rm-type {self.rule} gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
-            )
-        if not 0.5 <= self.rm_memory_limit <= 1024:
-            raise ConfigError(f"--rm-memory-limit {self.rm_memory_limit} is out of range; give 0.5 to 1024 GiB")
-        if self.rm_on_failure not in ("zero", "drop"):
-            raise ConfigError(f"--rm-on-failure {self.rm_on_failure} is unknown; allowed: zero, drop")
-
-    def _check_teacher(self) -> None:
-        if self.opd_type is None:
-            return
-        if self.opd_type == "megatron":
-            raise ConfigError(
-                "--opd-type megatron, a teacher inside the trainer, is not built yet; start a SGLang server with the "
-                "teacher, and give --opd-type sglang --rm-url http://HOST:PORT"
-            )
-        if self.opd_type not in OPD_TYPES:
-            raise ConfigError(f"--opd-type {self.opd_type} is unknown; allowed: {', '.join(OPD_TYPES)}")
-        if self.rm_type in REMOTE_RULES:
-            raise ConfigError(
-                "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too; "
-                "score by another rule or with --custom-rm-path"
-            )
-        if self.rm_url is None:
-            raise ConfigError("--opd-type sglang needs --rm-url, the address of a SGLang server with the teacher")
+def _wrong_top_k(name: str, value: int | None) -> Iterator[str]:
+    if value is not None and value != -1 and value < 1:
+        yield f"{name} {value} must be at least 1, or -1 to leave no token out"
 
 
-def _flag_name(field: str) -> str:
-    return "--" + field.replace("_", "-")
+def _json_object(name: str, text: str, example: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {text} is not JSON ({error}); give an object such as {example}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} {text} is not a JSON object; give one such as {example}")
+    return values
 
 
 def _is_address(url: str) -> bool:

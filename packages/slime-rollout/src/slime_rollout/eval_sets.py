@@ -185,8 +185,6 @@ def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
     given = config.eval_prompt_data
     if len(given) == 1:
         return [("eval", given[0])]
-    if len(given) % 2:
-        raise ConfigError(f"{FLAG} got {len(given)} values ({' '.join(given)}); give pairs of NAME PATH, or one PATH")
     pairs = list(zip(given[::2], given[1::2], strict=True))
     for name, path in pairs:
         if "/" in name or _DATA_FILE.search(name):

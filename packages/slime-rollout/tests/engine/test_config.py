@@ -40,9 +40,9 @@ def test_an_interpreter_is_looked_up_in_path(monkeypatch):
         ({"sglang_router_port": 70000}, "--sglang-router-port 70000"),
         (
             {"rollout_health_check_timeout": 1.0},
-            "--rollout-health-check-timeout 1 must be 2 seconds or more; SGLang takes at least one to answer",
+            "--rollout-health-check-timeout 1.0 must be 2 or more; SGLang takes at least one to answer",
         ),
-        ({"rollout_health_check_interval": -1.0}, "--rollout-health-check-interval -1 must be 0 or more"),
+        ({"rollout_health_check_interval": -1.0}, "--rollout-health-check-interval -1.0 must be 0 or more"),
         ({"rollout_health_check_first_wait": -0.5}, "--rollout-health-check-first-wait -0.5 must be 0 or more"),
         ({"rollout_max_restarts": -1}, "--rollout-max-restarts -1 must be 0 or more"),
         ({"router_policy": "roundrobin"}, "--router-policy roundrobin is unknown; allowed: cache_aware"),

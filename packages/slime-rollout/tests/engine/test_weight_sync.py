@@ -15,7 +15,7 @@ FAR = {"update_weight_receivers": ("h:1",)}
         ({"update_weight_transport": "mail"}, "transport mail is unknown; allowed: tensor, nccl, gloo, disk"),
         ({"update_weight_pause_mode": "abort"}, "pause-mode abort is unknown; allowed: retract, in_place"),
         *(
-            ({"update_weight_timeout": seconds}, f"--update-weight-timeout {seconds:g} is no time limit; give seconds")
+            ({"update_weight_timeout": seconds}, f"--update-weight-timeout {seconds} must be .*above 0")
             for seconds in (0.0, -1.0, float("nan"), float("inf"))
         ),
         ({"update_weight_transport": "disk"}, "disk needs --update-weight-disk-dir"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs
 from slime_launch.config import ClusterConfig, RunConfig
 from slime_megatron.config import MegatronConfig
@@ -55,6 +56,11 @@ class Settings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
+def free_flags() -> frozenset[str]:
+    """Flags that may differ when a run is continued, by their names in Python."""
+    return frozenset(spec.dest for config in CONFIGS.values() for spec in flag_specs(config) if spec.may_change)
+
+
 def sglang_dest(name: str) -> str:
     """Name in Python of an SGLang flag: ``mem-fraction-static`` is ``sglang_mem_fraction_static``."""
     return f"sglang_{name.replace('-', '_')}"
@@ -69,13 +75,19 @@ def build_settings(given: Mapping[str, Any], *, shape: Sequence[str], sglang: Ma
         sglang: SGLang's own flags: ``dest`` → name without ``--sglang-``.
 
     Raises:
-        ConfigError: A value, or a combination of values, cannot work.
+        ConfigError: Values, or combinations of values, cannot work: all of them, a line each.
     """
     parts: dict[str, Any] = {}
+    problems: list[str] = []
     for part, config in CONFIGS.items():
         own = {spec.dest for spec in flag_specs(config)}
         values = {dest: value for dest, value in given.items() if dest in own}
         if config is EngineConfig:
             values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
-        parts[part] = config(**values)
+        try:
+            parts[part] = config(**values)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
     return Settings(shape={dest: given[dest] for dest in shape if dest in given}, **parts)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag
@@ -17,7 +17,6 @@ from slime_rollout.engine.weight_sync import WeightSyncConfig
 SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
 ROUTER_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", *SESSION_POLICIES)
-SHORTEST_HEALTH_CHECK_SECONDS = 2.0
 SglangValue = str | bool | tuple[str, ...]
 
 
@@ -33,12 +32,18 @@ class EngineConfig(WeightSyncConfig):
         ConfigError: A value is outside its range, with the value, the range and what to do.
     """
 
-    sglang_python: str | None = flag(None, help="Python interpreter that SGLang runs in; the running one if not given")
-    rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine: its tensor parallel size", unit="GPUs")
+    sglang_python: str | None = flag(
+        None, help="Python interpreter that SGLang runs in; the running one if not given", may_change=True
+    )
+    rollout_num_gpus_per_engine: int = flag(
+        1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1, may_change=True
+    )
     sglang_router_ip: str = flag("127.0.0.1", help="address that the router listens on")
-    sglang_router_port: int | None = flag(None, help="port that the router listens on; a free one if not given")
+    sglang_router_port: int | None = flag(
+        None, help="port that the router listens on; a free one if not given", least=1, most=65535
+    )
     sglang_router_request_timeout_secs: int = flag(
-        14400, help="longest time that the router waits for one request", unit="seconds"
+        14400, help="longest time that the router waits for one request", unit="seconds", least=1
     )
     sglang_router_url: str | None = flag(
         None,
@@ -49,57 +54,73 @@ class EngineConfig(WeightSyncConfig):
         "cache_aware",
         choices=ROUTER_POLICIES,
         help="how the router spreads requests; manual and consistent_hashing keep a session at one engine",
+        may_change=True,
     )
-    engine_startup_timeout: float = flag(300.0, help="longest time that an engine may take to start", unit="seconds")
+    engine_startup_timeout: float = flag(
+        300.0, help="longest time that an engine may take to start", unit="seconds", above=0, may_change=True
+    )
     engine_threads: int | None = flag(
         None,
         help="CPU threads per engine without CUDA; 2, or the launcher's share of the cores, unless given",
         unit="threads",
+        least=1,
+        may_change=True,
     )
     use_fault_tolerance: bool = flag(
-        False, help="replace engines and the router where they die or hang, instead of ending the run"
+        False, help="replace engines and the router where they die or hang, instead of ending the run", may_change=True
     )
     rollout_health_check_interval: float = flag(
-        30.0, help="time between two health checks of an engine, with --use-fault-tolerance", unit="seconds"
+        30.0,
+        help="time between two health checks of an engine, with --use-fault-tolerance",
+        unit="seconds",
+        least=0,
+        may_change=True,
     )
     rollout_health_check_timeout: float = flag(
-        30.0, help="longest time that an engine may take to answer a health check", unit="seconds"
+        30.0,
+        help="longest time that an engine may take to answer a health check",
+        unit="seconds",
+        least=2,
+        advice="SGLang takes at least one to answer",
+        may_change=True,
     )
     rollout_health_check_first_wait: float = flag(
-        0.0, help="time before the first health check of an engine that has started", unit="seconds"
+        0.0,
+        help="time before the first health check of an engine that has started",
+        unit="seconds",
+        least=0,
+        may_change=True,
     )
     rollout_max_restarts: int = flag(
-        5, help="how often each engine, and the router, may be replaced before the run ends"
+        5, help="how often each engine, and the router, may be replaced before the run ends", least=0, may_change=True
     )
     rollout_external_engine_addrs: tuple[str, ...] = flag(
-        (), help="SGLang engines that others run, to use instead of starting some", metavar="HOST:PORT"
+        (), help="SGLang engines that others run, to use instead of starting some", metavar="HOST:PORT", may_change=True
     )
     sglang_config: str | None = flag(
         None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("rollout_num_gpus_per_engine", "sglang_router_request_timeout_secs"):
-            _at_least_one(name, getattr(self, name))
-        if self.engine_threads is not None:
-            _at_least_one("engine_threads", self.engine_threads)
-        if self.engine_startup_timeout <= 0:
-            raise ConfigError(f"--engine-startup-timeout {self.engine_startup_timeout} must be above 0 seconds")
-        self._check_fault_tolerance()
-        if self.sglang_router_port is not None and not 1 <= self.sglang_router_port <= 65535:
-            raise ConfigError(f"--sglang-router-port {self.sglang_router_port} is no port; give 1 to 65535")
-        if self.router_policy not in ROUTER_POLICIES:
-            raise ConfigError(f"--router-policy {self.router_policy} is unknown; allowed: {', '.join(ROUTER_POLICIES)}")
-        if self.sglang_python is not None:
-            find_python(self.sglang_python)
-        for name, value in self.sglang_args.items():
-            _check_pass_through(name, value)
+    def contradictions(self) -> Iterator[str]:
+        """Flags without effect on external engines and routers, and values that are no addresses or names."""
+        yield from super().contradictions()
+        yield from self._invalid_values()
         if self.sglang_router_url is not None:
-            _check_given_router(self)
+            yield from _check_given_router(self)
         if self.rollout_external_engine_addrs:
-            _check_external(self)
+            yield from _check_external(self)
+
+    def _invalid_values(self) -> Iterator[str]:
+        try:
+            find_python(self.sglang_python)
+            for name, value in self.sglang_args.items():
+                _check_pass_through(name, value)
+            if self.sglang_router_url is not None:
+                _url("--sglang-router-url", self.sglang_router_url)
+            _ = self.external_urls
+        except ConfigError as error:
+            yield str(error)
 
     @property
     def external_urls(self) -> tuple[str, ...]:
@@ -113,16 +134,6 @@ class EngineConfig(WeightSyncConfig):
             return self.update_weight_timeout
         return min(self.rollout_health_check_interval + self.rollout_health_check_timeout, self.update_weight_timeout)
 
-    def _check_fault_tolerance(self) -> None:
-        if self.rollout_health_check_timeout < SHORTEST_HEALTH_CHECK_SECONDS:
-            raise ConfigError(
-                f"--rollout-health-check-timeout {self.rollout_health_check_timeout:g} must be "
-                f"{SHORTEST_HEALTH_CHECK_SECONDS:g} seconds or more; SGLang takes at least one to answer"
-            )
-        for name in ("rollout_health_check_interval", "rollout_health_check_first_wait", "rollout_max_restarts"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name):g} must be 0 or more")
-
     @property
     def python(self) -> str:
         """The interpreter that SGLang runs in."""
@@ -132,11 +143,6 @@ class EngineConfig(WeightSyncConfig):
     def threads(self) -> int:
         """CPU threads per engine on a machine without CUDA."""
         return self.engine_threads or 2
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
 
 
 def find_python(given: str | None) -> str:
@@ -165,24 +171,21 @@ def _url(name: str, address: str) -> str:
     return url.rstrip("/")
 
 
-def _check_given_router(config: EngineConfig) -> None:
-    _url("--sglang-router-url", str(config.sglang_router_url))
+def _check_given_router(config: EngineConfig) -> Iterator[str]:
     idle = _changed(
         config, "sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy"
     )
     if idle:
-        raise ConfigError(
-            f"{', '.join(idle)}: no effect on the router at --sglang-router-url, which others run; leave out"
-        )
+        yield (f"{', '.join(idle)}: no effect on the router at --sglang-router-url, which others run; leave out")
 
 
-def _check_external(config: EngineConfig) -> None:
+def _check_external(config: EngineConfig) -> Iterator[str]:
     urls = config.external_urls
     if repeated := sorted({url for url in urls if urls.count(url) > 1}):
-        raise ConfigError(f"--rollout-external-engine-addrs names {', '.join(repeated)} twice; name every engine once")
+        yield f"--rollout-external-engine-addrs names {', '.join(repeated)} twice; name every engine once"
     idle = _changed(config, "sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")
     if idle := [*idle, *(f"--sglang-{name}" for name in config.sglang_args)]:
-        raise ConfigError(
+        yield (
             f"{', '.join(idle)}: no effect on the engines of --rollout-external-engine-addrs, which others run; "
             "leave out"
         )
