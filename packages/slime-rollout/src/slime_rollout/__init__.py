@@ -19,7 +19,7 @@ __all__ = ["GenerateState", "Trajectory", "current", "generate_single", "get_mod
 _MODULES = {
     "GenerateState": "custom",
     "Trajectory": "trajectory",
-    "current": "context",
+    "current": "hook_call",
     "generate_single": "trajectory",
     "get_model_url": "custom",
     "post": "custom",

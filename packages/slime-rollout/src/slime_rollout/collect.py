@@ -15,7 +15,7 @@ from slime_rollout.data import Fate, copied_group
 from slime_rollout.errors import GenerationError
 from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import GenerationContext, by_trajectory, number_parts
-from slime_rollout.generate.returned import begin_anew, forget_rows_prompts
+from slime_rollout.generate.hook_call import begin_anew, forget_rows_prompts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.source_calls import SourceCalls
 

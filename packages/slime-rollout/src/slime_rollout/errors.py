@@ -8,11 +8,11 @@ class GenerationError(SlimeError):
 
 
 class RewardError(SlimeError):
-    """A reward function raised, took too long, or returned something that is no reward."""
+    """A reward function raised, took too long, or returned something other than a reward."""
 
 
 class HookTimeoutError(SlimeError):
-    """A plain function of the user's did not come back in time; its thread is left behind."""
+    """A user-defined function did not return in time; its thread is left behind."""
 
 
 class VerifierError(RewardError):

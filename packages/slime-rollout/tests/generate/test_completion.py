@@ -58,7 +58,7 @@ def test_log_probs_of_other_tokens(reply):
 
 def test_logits_that_were_no_numbers(reply):
     """SGLang ends such a response with an end-of-text token in the last one's place, and calls it stopped."""
-    with pytest.raises(GenerationError, match=r"logits were no numbers \(NaN\); look at the last weight update"):
+    with pytest.raises(GenerationError, match=r"logits were not numbers \(NaN\); look at the last weight update"):
         read(reply(tokens=(5, -1), finish={"type": "stop", "matched": "NaN happened"}) | {"output_ids": [5, 0]})
 
 

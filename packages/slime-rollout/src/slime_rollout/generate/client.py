@@ -17,7 +17,7 @@ import orjson
 
 from slime_core.types import Status
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.completion import Completion, of_failed_update
+from slime_rollout.generate.completion import Completion, FailedUpdateError
 from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, excerpt, exchange, make_session
 
 logger = logging.getLogger(__name__)
@@ -126,12 +126,12 @@ class EngineClient:
         """
         control, request = self._opened(), self._enter(rid)
         body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
-        content: bytes | None = None
+        done = Completion.nothing()
         try:
             async with request.scope:
                 await self._places.get()
                 try:
-                    content = await self._attempts(control, request, body, _headers(session_id))
+                    done = await self._attempts(control, request, body, _headers(session_id))
                 finally:
                     self._places.put_nowait(None)
         except TimeoutError:
@@ -144,7 +144,6 @@ class EngineClient:
         finally:
             del self._in_flight[request.rid]
             request.finished.set_result(None)
-        done = Completion.nothing() if content is None else Completion.from_json(content)
         return done.certain(sampling_params) if done.status is Status.ABORTED else done
 
     async def abort(self, rid: str) -> None:
@@ -193,8 +192,7 @@ class EngineClient:
 
     async def _attempts(
         self, control: EngineControl, request: _Request, body: dict[str, Any], headers: dict[str, str] | None
-    ) -> bytes | None:
-        """The content of a good answer; ``None`` if the request was aborted and there is none."""
+    ) -> Completion:
         request.begin(self._timeout)
         while not request.stopped:
             request.name_attempt()
@@ -205,20 +203,21 @@ class EngineClient:
                 content = await exchange(
                     control.session, "POST", self._where, _dump(sent), headers=headers, strict=True
                 )
-                if not of_failed_update(content):
-                    return content
-                raise HttpError("POST", self._where, None, "weights of an update that failed", taken=False)
-            except HttpError as error:
-                wait = self._wait_after(control, request, error)
+                return Completion.from_json(content)
+            except FailedUpdateError as failed:
+                error = HttpError("POST", self._where, None, str(failed), taken=False)
+            except HttpError as failed:
+                error = failed
+            wait = self._wait_after(control, request, error)
             if not request.stopped and not await request.pause(wait):
                 raise self._too_late(request)
-        return None
+        return Completion.nothing()
 
     def _wait_after(self, control: EngineControl, request: _Request, error: HttpError) -> float:
         """Seconds until the next attempt.
 
         Raises:
-            GenerationError: There is none.
+            GenerationError: Another attempt is not allowed, or would fail in the same way.
         """
         request.problem = error.problem
         if (hopeless := self._hopeless(error)) is not None:

@@ -56,19 +56,11 @@ class _Reply(msgspec.Struct):
     meta_info: _Meta
 
 
-class _Matched(msgspec.Struct):
-    matched: Any = None
+_decoder = msgspec.json.Decoder(_Reply)
 
 
-class _MatchedMeta(msgspec.Struct):
-    finish_reason: _Matched
-
-
-class _MatchedReply(msgspec.Struct):
-    meta_info: _MatchedMeta
-
-
-_decoder, _matched_decoder = msgspec.json.Decoder(_Reply), msgspec.json.Decoder(_MatchedReply)
+class FailedUpdateError(GenerationError):
+    """A reply has tokens from weights of an update that failed midway; another attempt may have better ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +88,13 @@ class Completion:
         """Read the body of a reply: JSON to checked fields in one pass.
 
         Raises:
-            GenerationError: It is no JSON, a field is missing, or has another form than SGLang documents.
+            GenerationError: It is not JSON, a field is missing, or has another form than SGLang documents; or as a
+                `FailedUpdateError`, the weights are those of an update that failed.
         """
         try:
             reply = _decoder.decode(content)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            if _was_not_a_number(content):
+            if f'"{_NOT_A_NUMBER}"'.encode() in content:  # the log-probs are null then
                 raise _not_a_number() from None
             why = excerpt(f"{type(error).__name__}: {error}")
             raise GenerationError(
@@ -111,13 +104,13 @@ class Completion:
         return cls._from(reply)
 
     def certain(self, sampling_params: Mapping[str, Any]) -> Completion:
-        """The beginning of an aborted response that can be gone on from.
+        """The beginning of an aborted response that another request can continue.
 
-        An engine that aborts does not look whether the token that it has just drawn ends the response, so that token is
-        left out; and whoever goes on shows it no text before, so no stop string may have begun: as many tokens are left
-        out as the longest one has bytes. Their number does not depend on what was drawn, so that drawing them again
-        favours nothing. Of what a grammar, a penalty or the like shaped nothing is left: the rest would be taken for a
-        response of its own.
+        An engine that aborts does not check whether the last token ends the response, so that token is left out. The
+        next request does not see earlier text, so no stop string may have begun: as many tokens are left out as the
+        longest one has bytes. That number does not depend on what was drawn, so drawing them again favours nothing.
+        Nothing is left of a response that a grammar, a penalty or the like shaped as a whole: the rest would count as
+        a response by itself.
 
         Args:
             sampling_params: Those of the request.
@@ -137,7 +130,7 @@ class Completion:
 
     @classmethod
     def nothing(cls) -> Completion:
-        """What is there of a request that was aborted before an engine answered."""
+        """The result of a request that was aborted before an engine answered."""
         return cls(
             text="", tokens=[], log_probs=[], weight_versions=[], status=Status.ABORTED, reason="aborted unanswered"
         )
@@ -145,11 +138,12 @@ class Completion:
     @classmethod
     def _from(cls, reply: _Reply) -> Completion:
         meta, tokens = reply.meta_info, reply.output_ids
+        versions = _versions(meta, len(tokens))  # first: nothing else counts in a reply with weights of a failed update
         return cls(
             text=reply.text,
             tokens=tokens,
             log_probs=_log_probs(tokens, meta),
-            weight_versions=_versions(meta, len(tokens)),
+            weight_versions=versions,
             status=_STATUS[meta.finish_reason.type],
             reason=meta.finish_reason.message or meta.finish_reason.type,
         )
@@ -175,34 +169,10 @@ def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
     return own
 
 
-def _was_not_a_number(content: bytes) -> bool:
-    """Whether a reply that cannot be read says that NaN was in the logits; its log-probs are null then."""
-    try:
-        reply = _matched_decoder.decode(content)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-    return bool(reply.meta_info.finish_reason.matched == _NOT_A_NUMBER)
-
-
 def _not_a_number() -> GenerationError:
     return GenerationError(
-        "an engine's logits were no numbers (NaN); look at the last weight update, lower --lr or use --bf16"
+        "an engine's logits were not numbers (NaN); look at the last weight update, lower --lr or use --bf16"
     )
-
-
-def of_failed_update(content: bytes) -> bool:
-    """Whether a reply has tokens from weights of an update that failed midway.
-
-    Args:
-        content: The reply's body. One in another form is none of these.
-    """
-    if f'"{INCOMPLETE}"'.encode() not in content:
-        return False
-    try:
-        meta = _decoder.decode(content).meta_info
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-    return INCOMPLETE in (meta.weight_version, *(span.version for span in meta.weight_versions or ()))
 
 
 def _versions(meta: _Meta, length: int) -> list[int]:
@@ -219,6 +189,8 @@ def _versions(meta: _Meta, length: int) -> list[int]:
 def _number(version: str) -> int:
     if version == UNVERSIONED:
         return 0
+    if version == INCOMPLETE:
+        raise FailedUpdateError("weights of an update that failed")
     if version.isascii() and version.isdigit() and len(version) <= _VERSION_DIGITS:
         return int(version)
     raise GenerationError(

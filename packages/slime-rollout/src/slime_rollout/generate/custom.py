@@ -1,6 +1,6 @@
 """Custom generate functions: found by path, checked before the run, and called for the samples of a group.
 
-Two forms, told apart by their arguments:
+Two forms, which differ in their arguments:
 
     async def custom_generate(args, sample, sampling_params, evaluation=False)  # one sample
     async def custom_generate(args, samples, evaluation=False)  # all samples of a prompt
@@ -26,8 +26,8 @@ from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.event_loop import PerLoop
-from slime_rollout.generate.context import GenerateGroup, GenerationContext, HookCall, current
-from slime_rollout.generate.returned import TOKENIZED_KEY, Accepted, begin_anew, by_trajectory
+from slime_rollout.generate.context import GenerateGroup, GenerationContext
+from slime_rollout.generate.hook_call import TOKENIZED_KEY, HookCall, begin_anew, by_trajectory, current
 from slime_rollout.generate.single_turn import FINISHED, single_turn
 from slime_rollout.http import HttpError, excerpt, exchange, make_session
 
@@ -90,17 +90,12 @@ class CustomGenerate:
                     sample.metadata.pop(TOKENIZED_KEY, None)
                 else:
                     begin_anew(sample)
-            call = HookCall(context, unfinished)
-            accepted = Accepted(self._where, call, keeps_aborted=self._continues)
-            try:
-                with call.running():
-                    value = await self._limited(call)
+            call = HookCall(context, unfinished, self._where, keeps_aborted=self._continues)
+            with call.running():
+                value = await self._limited(call)
                 for conversation in call.conversations.values():
                     conversation.close()
-                made = by_trajectory(accepted.parts(value))
-            except BaseException:
-                accepted.restore()
-                raise
+                made = by_trajectory(call.accept(value))
         return [part for sample in group for part in made.get(sample.trajectory, [sample])]
 
     async def _limited(self, call: HookCall) -> Any:

@@ -13,7 +13,8 @@ from slime_core.types import Message, Prompt, Sample, Status
 from slime_rollout.data.chat import ChatTurns, as_messages
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
-from slime_rollout.generate.context import DISTRIBUTION, GenerationContext, HookCall, current
+from slime_rollout.generate.context import DISTRIBUTION, GenerationContext
+from slime_rollout.generate.hook_call import HookCall, current
 
 TURNS_KEY = "turns"
 """Entry of a sample's metadata: how many turns the model has had."""

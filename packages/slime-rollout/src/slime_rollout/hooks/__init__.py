@@ -24,7 +24,7 @@ class Hook:
     Attributes:
         field: The path's field in `RolloutConfig`.
         load: Finds and checks it. Raises ConfigError if it cannot be used.
-        settings: Fields that say, beside the path, how it is called.
+        settings: Further fields that change how it is called.
     """
 
     field: str

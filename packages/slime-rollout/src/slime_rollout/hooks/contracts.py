@@ -37,7 +37,7 @@ from slime_rollout.generate import (
     number_parts,
 )
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
-from slime_rollout.generate.returned import TOKENIZED_KEY
+from slime_rollout.generate.hook_call import TOKENIZED_KEY
 from slime_rollout.generate.single_turn import single_turn
 from slime_rollout.hooks import GivenHook
 from slime_rollout.hooks.limits import call_within
@@ -204,7 +204,7 @@ def _try_source(trial: Trial) -> str:
     if problem := source.check_ledger():
         raise ContractError(problem)
     back = len({group[0].group_index for group in first} & {group[0].group_index for group in second})
-    return f"of 3 groups that were given back, {back} of the next 2 were; its state goes on where it was saved"
+    return f"of 3 returned groups, {back} came among the next 2; it continues from its saved state"
 
 
 def _finished(trial: Trial) -> list[Group]:

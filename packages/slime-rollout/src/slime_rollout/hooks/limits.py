@@ -1,4 +1,4 @@
-"""Plain functions of the user's within a time limit.
+"""User-defined plain functions within a time limit.
 
 Each call has a thread of its own. A thread cannot be stopped, so one that takes too long is left behind; it is a daemon
 and does not keep the process alive. A function that lets no other thread run, such as one endless regular expression,
@@ -39,7 +39,7 @@ def call_within(seconds: float, what: str, function: Callable[..., Any], *args: 
 
 
 async def await_within(seconds: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """As :func:`call_within`, from an event loop that goes on meanwhile."""
+    """As :func:`call_within`, without blocking the event loop."""
     try:
         async with asyncio.timeout(seconds):
             outcome = await asyncio.wrap_future(start_call(_THREAD, function, *args))

@@ -1,16 +1,18 @@
-"""What a custom generate function returns: checked, and completed to what is trained on."""
+"""A call of a custom generate function: what it gets, and what it returns, completed to what is trained on."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Prompt, Sample, Status
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.context import HookCall
+from slime_rollout.generate.context import GenerationContext
 from slime_rollout.generate.single_turn import clear_response
 
 TOKENIZED_KEY = "tokenized_by_slime"
@@ -21,23 +23,63 @@ ROWS_PROMPT_KEY = "rows_prompt"
 those of the first sample of its trajectory. If the sample is generated again, it begins with them."""
 
 
-class Accepted:
-    """Takes what a function returned for the samples it was called with.
+class HookCall:
+    """One call of a custom generate function: the samples it gets, and what is made of the ones it returns.
 
     Args:
+        context: Where requests go, and what they are for.
+        samples: The samples that it is called with, as they are before.
         where: The flag and the path, for messages.
-        call: What it was called with.
         keeps_aborted: Whether a function that fails leaves unfinished responses as they are.
+
+    Attributes:
+        context: As given.
+        samples: As given.
+        conversations: What `generate_single` keeps of each sample's conversation, by the sample's index.
     """
 
-    def __init__(self, where: str, call: HookCall, *, keeps_aborted: bool = False) -> None:
-        self._where, self._call, self._keeps_aborted = where, call, keeps_aborted
-        self._given = [_Given(sample, prompt) for sample, prompt in zip(call.samples, call.prompts, strict=True)]
+    def __init__(self, context: GenerationContext, samples: Group, where: str, *, keeps_aborted: bool = False) -> None:
+        self.context, self.samples = context, samples
+        self.conversations: dict[int, Any] = {}
+        self._where, self._keeps_aborted = where, keeps_aborted
+        self._given = [_Given(sample) for sample in samples]
 
-    def parts(self, value: Any) -> list[Sample]:
+    @property
+    def sample(self) -> Sample:
+        """The sample, of a function that gets one.
+
+        Raises:
+            GenerationError: The function got several.
+        """
+        if len(self.samples) != 1:
+            raise GenerationError(f"this function was called with {len(self.samples)} samples; say which one is meant")
+        return self.samples[0]
+
+    def prompt_of(self, sample: Sample) -> Prompt:
+        """A sample's prompt, as it was before the function was called."""
+        return next(given.prompt for given in self._given if given.sample is sample)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block, :func:`current` returns this call. The samples of a call that fails are restored."""
+        token = _CALL.set(self)
+        try:
+            yield
+        except BaseException:
+            for given in self._given:
+                if not (self._keeps_aborted and given.sample.status is Status.ABORTED):
+                    given.reset()
+            raise
+        finally:
+            _CALL.reset(token)
+
+    def accept(self, value: Any) -> list[Sample]:
         """What to train on, in the samples' order.
 
         Of several samples of one trajectory all carry the first one's ``index`` until :func:`number_parts`.
+
+        Args:
+            value: What the function returned.
 
         Raises:
             GenerationError: Something else than samples of these trajectories, one or more of each, was returned; or a
@@ -61,17 +103,11 @@ class Accepted:
             result += self._whole(own, given)
         return result
 
-    def restore(self) -> None:
-        """Make the samples their prompts again, after a function that failed or was stopped."""
-        for given in self._given:
-            if not (self._keeps_aborted and given.sample.status is Status.ABORTED):
-                given.reset()
-
     def _as_list(self, value: Any) -> list[Sample]:
         first, last = self._given[0].index, self._given[-1].index
         names = f"sample {first}" if first == last else f"samples {first} to {last}"
         if value is None:
-            value = list(self._call.samples)
+            value = list(self.samples)
         elif isinstance(value, Sample):
             value = [value]
         parts = value if isinstance(value, list | tuple) else ()
@@ -122,7 +158,7 @@ class Accepted:
                 f"{where} has other tokens than its prompt's and response_length 0; set response_length, or leave "
                 "tokens alone and set response only"
             )
-        tokenizer = self._call.context.tokenizer
+        tokenizer = self.context.tokenizer
         if tokenizer is None:
             raise GenerationError(f"{where} has a response as text, and there is no tokenizer for it")
         tokens = list(tokenizer(part.response, add_special_tokens=False)["input_ids"])
@@ -147,25 +183,20 @@ class Accepted:
         elif len(own) > 1:
             for part in own:
                 part.index, part.trajectory_id = given.index, given.trajectory
-        if not self._call.context.evaluation:
+        if not self.context.evaluation:
             given.note_rows_prompt(own[0])
         return own
 
 
 class _Given:
-    """A sample as it was when the function was called.
+    """A sample as it was when the function was called, which may change it."""
 
-    Args:
-        sample: The sample; the function may change it.
-        prompt: A copy of its prompt.
-    """
-
-    def __init__(self, sample: Sample, prompt: Prompt) -> None:
-        self.sample, self.prompt = sample, prompt
+    def __init__(self, sample: Sample) -> None:
+        self.sample, self.prompt = sample, copy.deepcopy(sample.prompt)  # functions like to append to the list they get
         self.handed_prompt, self.tokens = sample.prompt, sample.prompt_tokens
         self.index, self.group_index, self.trajectory = sample.index, sample.group_index, sample.trajectory
         self._trajectory_id = sample.trajectory_id
-        self._rows = sample.metadata.get(ROWS_PROMPT_KEY) or {"prompt": prompt, "tokens": self.tokens}
+        self._rows = sample.metadata.get(ROWS_PROMPT_KEY) or {"prompt": self.prompt, "tokens": self.tokens}
 
     def reset(self) -> None:
         """Make the sample its prompt again."""
@@ -181,6 +212,23 @@ class _Given:
             first.metadata.pop(ROWS_PROMPT_KEY, None)
         else:
             first.metadata[ROWS_PROMPT_KEY] = copy.deepcopy(self._rows)
+
+
+_CALL: contextvars.ContextVar[HookCall] = contextvars.ContextVar("slime_custom_generate")
+
+
+def current() -> HookCall:
+    """The call of a custom generate function that this code runs in, also from tasks that the function started.
+
+    Raises:
+        GenerationError: It runs in none.
+    """
+    try:
+        return _CALL.get()
+    except LookupError:
+        raise GenerationError(
+            "this is for custom generate functions while a rollout runs; elsewhere, make a Trajectory with its context"
+        ) from None
 
 
 def begin_anew(sample: Sample) -> None:
