@@ -197,8 +197,9 @@ def test_save_that_holds_another_run(refused, flags, workspace):
     (workspace / "save" / "manifest.json").write_text(
         json.dumps(
             {
-                "format_version": 1,
+                "format_version": 2,
                 "iteration": 1,
+                "weight_version": 1,
                 "checkpoint": None,
                 "source_state": {},
                 "flags": {"lr": 3e-4},

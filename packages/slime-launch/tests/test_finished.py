@@ -23,12 +23,12 @@ def finished(flags, to_words, workspace):
     tracker = Tracker(workspace / "out")
     for rollout_id in range(2):
         sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1, reward=1.0)
-        state.trained(RolloutBatch(rollout_id=rollout_id, groups=[[sample]]))
+        state.trained(RolloutBatch(rollout_id=rollout_id, groups=[[sample]]), rollout_id + 1)
         metrics = {"rollout/raw_reward": rollout_id / 2, "perf/step_time": 3.0}
         tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=metrics)
     tracker.close()
     (workspace / "save" / "iter_0000002").mkdir()
-    state.commit(workspace / "save" / "iter_0000002")
+    state.commit(workspace / "save" / "iter_0000002", {})
     return [sys.executable, "-m", "slime_launch.cli", "train", *to_words(flags)]
 
 

@@ -61,13 +61,14 @@ class Rollout:
     """Generates what follows from the data position and from the weights that were sent last."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.engine, self.position = clock, Engine(), 0
+        self.clock, self.engine, self.position, self.version = clock, Engine(), 0, 0
 
     def channel(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
         return types.SimpleNamespace(engine_urls=()) if only_behind else self.engine
 
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None
+        self.version = version
 
     def generate(self, rollout_id, *, on_poll):
         self.clock.tick(f"generate {rollout_id}")
@@ -78,7 +79,7 @@ class Rollout:
             for group in range(4)
         ]
         self.position += 1
-        return RolloutBatch(rollout_id=rollout_id, groups=groups, source_state=self.state_dict())
+        return RolloutBatch(rollout_id=rollout_id, groups=groups, weight_version=self.version)
 
     def sample(self, index: int, group: int, *state: int) -> Sample:
         token = digest(index, *state) % 97
@@ -328,8 +329,8 @@ def test_no_token_is_of_another_policy_than_it_may_be(versions, may_lag, fine):
     sample = Sample(
         index=9, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=1.0, weight_versions=versions
     )
-    batch = RolloutBatch(rollout_id=3, groups=[[sample]])
-    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=r"sample 9 of rollout 3 .* must be 3"):
+    batch = RolloutBatch(rollout_id=7, weight_version=3, groups=[[sample]])
+    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=r"sample 9 of rollout 7 .* must be 3"):
         check_versions(batch, may_lag=may_lag)
 
 

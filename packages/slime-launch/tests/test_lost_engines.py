@@ -74,7 +74,7 @@ class Trainers:
         pass
 
 
-def parts(*urls: str, iteration: int = 4) -> Parts:
+def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
     rollout = Rollout(*urls)
     return Parts(
         settings=None,
@@ -82,7 +82,7 @@ def parts(*urls: str, iteration: int = 4) -> Parts:
         global_batch_size=8,
         trainers=Trainers(rollout),
         rollout=rollout,
-        state=types.SimpleNamespace(iteration=iteration),
+        state=types.SimpleNamespace(iteration=iteration, weight_version=version),
         tracker=None,
         console=RunConsole(io.StringIO()),
     )
@@ -125,7 +125,7 @@ def test_the_end_of_the_budget_ends_the_update():
 
 
 def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
-    run = parts("a", "b", iteration=4)
+    run = parts("a", "b", iteration=9, version=4)
     push_weights(run, version=4)
     with run.console.wait("generate") as wait:
         poll = watch_rollout(run, wait)
@@ -142,13 +142,13 @@ def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
 def test_engines_get_the_weights_before_the_trainers_are_busy_again_if_a_rollout_is_never_waited_for(monkeypatch):
     """An engine comes up amid each push and each save; nobody may train or save while it is without weights."""
     settings = types.SimpleNamespace(run=types.SimpleNamespace(num_rollout=3))
-    run = dataclasses.replace(parts("a", iteration=0), settings=settings)
-    run.state.trained = lambda batch: setattr(run.state, "iteration", batch + 1)
+    run = dataclasses.replace(parts("a", iteration=0, version=0), settings=settings)
+    run.state.trained = lambda batch, version: vars(run.state).update(iteration=batch + 1, weight_version=version)
     done = []
 
     def busy(what):
         assert not run.rollout.progress().behind
-        assert set(run.rollout.weights.values()) == {run.state.iteration}
+        assert set(run.rollout.weights.values()) == {run.state.weight_version}
         done.append(what)
 
     def train(parts, batch):

@@ -13,6 +13,7 @@ from slime_launch.manifest import Manifest, read_manifest, write_manifest
 def manifest(iteration: int, checkpoint: str | None = None, padding: int = 0) -> Manifest:
     return Manifest(
         iteration=iteration,
+        weight_version=iteration,
         checkpoint=checkpoint,
         source_state={"position": iteration, "padding": "x" * padding},
         flags={"lr": 1e-6, "eval_prompt_data": ["a", "b"]},
@@ -39,7 +40,7 @@ def test_a_half_written_one_is_ignored(tmp_path):
     assert read_manifest(tmp_path) == manifest(1)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 1, "iteration": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 2, "iteration": 3}'])
 def test_what_is_no_manifest_is_refused(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ManifestError, match="is no manifest"):
@@ -47,8 +48,10 @@ def test_what_is_no_manifest_is_refused(tmp_path, text):
 
 
 def test_another_format_is_refused(tmp_path):
-    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 2}))
-    with pytest.raises(ManifestError, match="format_version 2; this slime reads 1"):
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1}))
+    with pytest.raises(
+        ManifestError, match="format_version 1; this slime reads 2: finish that run with the slime that"
+    ):
         read_manifest(tmp_path)
 
 

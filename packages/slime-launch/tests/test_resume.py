@@ -23,7 +23,7 @@ def settings(flags, to_words):
 
 def batch(rollout_id: int) -> RolloutBatch:
     sample = Sample(index=rollout_id, group_index=0, prompt="p", tokens=[1, 2], response_length=1, reward=1.0)
-    return RolloutBatch(rollout_id=rollout_id, groups=[[sample]], source_state={"position": rollout_id + 1})
+    return RolloutBatch(rollout_id=rollout_id, groups=[[sample]], weight_version=2 * rollout_id)
 
 
 def start(settings, workspace):
@@ -50,27 +50,31 @@ def test_it_continues_from_the_manifest_and_not_from_later_directories(settings,
     state = start(settings(num_rollout=9, save_interval=2), workspace)
     state.begin({"position": 0})
     for rollout_id in range(2):
-        state.write_down(batch(rollout_id))
-        state.trained(batch(rollout_id))
+        state.write_down(batch(rollout_id), {"position": rollout_id + 1})
+        state.trained(batch(rollout_id), 2 * rollout_id)
         assert state.save_due == (rollout_id == 1)
-    state.commit(checkpoint(workspace, 2))
+    state.commit(checkpoint(workspace, 2), {"position": 2})
     assert not state.save_due
-    state.write_down(batch(2))
+    state.write_down(batch(2), {"position": 3})
     checkpoint(workspace, 4)  # of a save that was never committed
     again = start(settings(num_rollout=9, save_interval=2), workspace)
-    assert again.iteration == 2
+    assert (again.iteration, again.weight_version) == (2, 2)
     assert again.resume_from == workspace / "save" / "iter_0000002"
     assert again.source_state == {"position": 2}
     assert again.written_down(2) == batch(2)
+    assert again.source_state_after(2) == {"position": 3}
+    assert sorted(path.name for path in (workspace / "save" / "rollouts").iterdir()) == [
+        "rollout_0000002.jsonl", "source_0000002.json"
+    ]  # fmt: skip
     assert again.written_down(1) is None  # trained on before the checkpoint, so no longer needed
 
 
 def test_the_end_is_saved_without_an_interval(settings, workspace):
     state = start(settings(num_rollout=2), workspace)
     state.begin({})
-    state.trained(batch(0))
+    state.trained(batch(0), 1)
     assert not state.save_due
-    state.trained(batch(1))
+    state.trained(batch(1), 2)
     assert state.save_due
 
 
@@ -79,8 +83,8 @@ def test_rollouts_are_kept_on_request(flags, to_words, workspace):
     state = start(settings, workspace)
     state.begin({})
     state.write_down(batch(0))
-    state.trained(batch(0))
-    state.commit(checkpoint(workspace, 1))
+    state.trained(batch(0), 1)
+    state.commit(checkpoint(workspace, 1), {})
     assert state.written_down(0) == batch(0)
 
 
@@ -90,7 +94,7 @@ def test_without_save_nothing_is_written(flags, to_words, workspace):
     state = start(settings, workspace)
     state.begin({})
     state.write_down(batch(0))
-    state.trained(batch(0))
+    state.trained(batch(0), 1)
     assert not state.save_due
     assert state.written_down(0) is None
     assert not (workspace / "out").exists()
@@ -107,8 +111,8 @@ def test_another_run_is_refused_and_a_longer_one_is_not(settings, workspace):
 def test_a_moved_run_is_found(settings, workspace):
     state = start(settings(num_rollout=1), workspace)
     state.begin({})
-    state.trained(batch(0))
-    state.commit(checkpoint(workspace, 1))
+    state.trained(batch(0), 1)
+    state.commit(checkpoint(workspace, 1), {})
     (workspace / "save").rename(workspace / "moved")
     moved = settings(num_rollout=1, save=workspace / "moved")
     assert start(moved, workspace).resume_from == workspace / "moved" / "iter_0000001"

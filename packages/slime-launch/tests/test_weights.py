@@ -37,8 +37,8 @@ def begin(checked, workspace):
 
 def train_to(state, workspace, iteration):
     sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1, reward=1.0)
-    state.trained(RolloutBatch(rollout_id=iteration - 1, groups=[[sample]]))
-    state.commit(add_checkpoint(workspace / "save", iteration))
+    state.trained(RolloutBatch(rollout_id=iteration - 1, groups=[[sample]]), iteration)
+    state.commit(add_checkpoint(workspace / "save", iteration), {})
 
 
 VARIANTS = {
@@ -69,8 +69,8 @@ def test_checkpoints_beside_the_converted_model_do_not_become_the_reference(chec
     flags |= {"--load": str(workspace / "dist"), "--save": str(workspace / "dist"), "--use-kl-loss": None}
     first = check(flags)
     state = begin(first, workspace)
-    state.trained(RolloutBatch(rollout_id=0, groups=[]))
-    state.commit(add_checkpoint(workspace / "dist", 1))
+    state.trained(RolloutBatch(rollout_id=0, groups=[]), 1)
+    state.commit(add_checkpoint(workspace / "dist", 1), {})
     assert check(flags).weights == first.weights
     assert first.weights.ref_load == str(workspace / "dist" / "release")
 

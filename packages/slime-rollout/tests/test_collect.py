@@ -215,13 +215,15 @@ def test_surplus_goes_back_and_is_trained_on_next(manager, held, engine):
     async def in_order(number, body):
         while index_of(body) == 8 and not {9, 11} <= scored:  # the rollout ends once the others of group 3 are there
             await asyncio.sleep(0.005)
+        while index_of(body) == 10 and not {*range(12, 18)} <= {*asked(engine)}:  # the next one, once all are in flight
+            await asyncio.sleep(0.005)
         return await plain(number, body)
 
     given_._pipeline._reward, engine.answer = noting, in_order
     batch = given_.generate(0)
     assert indices(batch) == [3, 4, 5, 6, 7, 8]
     assert batch.metrics["groups_given_back"] == 2
-    held["held"] = set()
+    held["held"] = {*range(12, 18)}
     batch = given_.generate(1)
     # What was finished of group 3 was not generated again, what was not was.
     assert indices(batch) == [0, 1, 2, 9, 10, 11]
@@ -234,10 +236,10 @@ def test_surplus_goes_back_and_is_trained_on_next(manager, held, engine):
 def test_surplus_survives_a_restart(manager, held):
     held["held"] = {0, 1, 2}
     first = manager(over_sampling_batch_size=4)
-    batch = first.generate(0)
+    first.generate(0)
     held["held"] = set()
     second = manager(over_sampling_batch_size=4)
-    second.load_state_dict(json.loads(json.dumps(batch.source_state)))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.state_dict() == first.state_dict()
     assert indices(second.generate(1))[:3] == [0, 1, 2]
 
@@ -412,8 +414,9 @@ def test_every_prompt_is_trained_on_or_dropped_once(manager, engine, reply, data
             assert number - oldest <= stale
         trained += indices(batch)
         if number == restart:
+            state = given_.state_dict()
             given_ = manager(**changes)
-            given_.load_state_dict(json.loads(json.dumps(batch.source_state)))
+            given_.load_state_dict(json.loads(json.dumps(state)))
     counts = given_.source.ledger.counts
     assert len(set(trained)) == len(trained) == counts["trained"] == 24
     assert counts["generated"] == 24 + counts["filtered"] + counts["buffered"] + len(given_.source._unfinished) * 3
@@ -431,7 +434,7 @@ class TestContinuous:
 
     def test_nothing_is_lost_by_a_restart(self, manager, engine, reply):
         first = manager(async_buffer_size=2)
-        batch = first.generate(0)
+        first.generate(0)
         wait_for(lambda: len(scored(first)) == 12)
         state = first.state_dict()
         first.close()
@@ -439,7 +442,7 @@ class TestContinuous:
         second.load_state_dict(json.loads(json.dumps(state)))
         assert indices(second.generate(1)) == list(range(6, 12))
         assert asked(engine)[:18] == list(range(18))  # what had been generated was not generated again
-        assert batch.source_state["next_group"] <= 6
+        assert state["next_group"] <= 6
 
     def test_tokens_are_no_older_than_allowed(self, manager, engine, reply):
         version = {"now": "0"}

@@ -84,7 +84,7 @@ def test_parts_have_numbers_of_their_own_in_a_resumed_run_too(manager):
     assert batch.metrics["raw_reward"] == 1.0
     assert given.source.ledger.counts["trained"] == 4 and given.source.check_ledger() is None
     again = manager(PARTS)
-    again.load_state_dict(json.loads(json.dumps(batch.source_state)))
+    again.load_state_dict(json.loads(json.dumps(given.state_dict())))
     indices = [[sample.index for sample in one.generate(1).samples] for one in (given, again)]
     assert indices == [[8, 12, 9, 13, 10, 14, 11, 15]] * 2
     before = given.state_dict()

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from slime_core.errors import DataError
-from slime_rollout.errors import HookTimeoutError
+from slime_rollout.errors import GenerationError, HookTimeoutError
 
 HEAD = "import threading\nfrom slime_rollout.data import RolloutDataSource, RolloutDataSourceWithBuffer\n"
 WAIT = "threading.Event().wait(40)"  # longer than it may, shorter than anybody waits
@@ -131,3 +131,28 @@ def test_a_source_that_ends_while_generation_looks_ahead_costs_no_rollout(own):
         given.generate(1)
     given.close()
     assert given.source.check_ledger() is None
+
+
+def test_a_source_that_derives_from_nothing_of_ours_loses_nothing(own, engine, reply):
+    given = own(
+        "from slime_core.types import Sample\n"
+        "class Own:\n"
+        "    def __init__(self, args): self.next, self.size = 0, args.n_samples_per_prompt\n"
+        "    def get_samples(self, num_samples): return [self.group() for _ in range(num_samples)]\n"
+        "    def group(self):\n"
+        "        first, self.next = self.next * self.size, self.next + 1\n"
+        "        numbers = range(first, first + self.size)\n"
+        "        return [Sample(index=n, group_index=n // 3, prompt='p', tokens=[1], label='1') for n in numbers]\n"
+        "    def add_samples(self, groups): raise ValueError('takes nothing back')\n"
+        "    def state_dict(self): return {'next': self.next}\n"
+        "    def load_state_dict(self, state): self.next = state['next']\n"
+    )
+    engine.answer = lambda number, body: 400 if number == 4 else reply(text="1")
+    with pytest.raises(GenerationError, match="refused a request"):
+        given.generate(0)
+    assert [sample.index for sample in given.generate(0).samples] == list(range(6))
+    state = given.state_dict()
+    assert [sample.index for sample in given.generate(1).samples] == list(range(6, 12))
+    given.load_state_dict(state)
+    assert [sample.index for sample in given.generate(1).samples] == list(range(6, 12))
+    assert given.source.check_ledger() is None and given.source.ledger.counts["trained"] == 12

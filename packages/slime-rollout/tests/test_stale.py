@@ -55,8 +55,9 @@ def test_what_is_generated_anew_begins_with_the_rows_prompt_not_with_a_functions
     (surplus,) = given_.source._buffered()
     assert [sample.status for sample in surplus] == [Status.COMPLETED] * 6
     if restart:
+        state = given_.state_dict()
         given_ = manager(**changes)
-        given_.load_state_dict(json.loads(json.dumps(batch.source_state)))
+        given_.load_state_dict(json.loads(json.dumps(state)))
     own = given_._pipeline._generate._function.__globals__
     own["version"][0] = 1
     samples = [sample for sample in given_.generate(1).samples if sample.group_index == surplus[0].group_index]

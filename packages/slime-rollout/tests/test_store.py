@@ -34,7 +34,7 @@ def batch(rollout_id=12, groups=2, text="42"):
             ]
             for group in range(groups)
         ],
-        source_state={"position": 3},
+        weight_version=12,
         metrics={"raw_reward": 1.0},
         seconds={"generate": 0.1},
     )
@@ -148,7 +148,7 @@ def kill_amid_a_write(code, parts):
 def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
     code = WRITER.format(here=str(Path(__file__).parent), directory=str(tmp_path))
     store = RolloutStore(tmp_path)
-    parts = [store.path(number).with_suffix(".part") for number in (0, 1)]
+    parts = [tmp_path / f".{store.path(number).name}.partial" for number in (0, 1)]
     whole = [batch(number, groups=300) for number in (0, 1)]
     hits = 0
     for _ in range(20):
@@ -165,7 +165,21 @@ def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
 
 def test_what_a_killed_writer_left_is_overwritten(tmp_path):
     store = RolloutStore(tmp_path)
-    store.path(12).with_suffix(".part").write_text("half a rol")
+    (tmp_path / ".rollout_0000012.jsonl.partial").write_text("half a rol")
     assert store.ids() == []
     store.write(batch())
     assert [path.name for path in tmp_path.iterdir()] == ["rollout_0000012.jsonl"]
+
+
+def test_the_state_of_the_data_lies_beside_its_rollout(tmp_path):
+    store = RolloutStore(tmp_path)
+    for number in range(3):
+        store.write(batch(number), {"position": number, "score": float("inf")})
+    assert store.read_source_state(2) == {"position": 2, "score": float("inf")}
+    store.discard_through(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout_0000002.jsonl", "source_0000002.json"]
+    (tmp_path / "source_0000002.json").write_text("{")
+    with pytest.raises(DataError, match=r"source_0000002\.json, .* torn .*; delete .*rollout_0000002\.jsonl, and that"):
+        store.read_source_state(2)
+    with pytest.raises(DataError, match=r"source_0000001\.json, .* is missing"):
+        store.read_source_state(1)

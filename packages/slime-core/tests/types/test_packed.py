@@ -63,9 +63,7 @@ def test_a_sample_comes_back_from_bytes_and_from_json_as_it_was(sample):
 
 @given(st.lists(st.lists(samples(), max_size=2), max_size=3), st.dictionaries(TEXT, st.floats(), max_size=2))
 def test_a_batch_comes_back_from_bytes_and_from_json_lines_as_it_was(groups, metrics):
-    batch = RolloutBatch(
-        rollout_id=3, groups=groups, source_state={"epoch": 1}, metrics=metrics, seconds={"generate": 0.5}
-    )
+    batch = RolloutBatch(rollout_id=3, groups=groups, weight_version=2, metrics=metrics, seconds={"generate": 0.5})
     assert repr(RolloutBatch.from_bytes(batch.to_bytes())) == repr(batch)
     assert repr(RolloutBatch.from_jsonl(batch.to_jsonl())) == repr(batch)
 

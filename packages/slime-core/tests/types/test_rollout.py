@@ -20,7 +20,7 @@ def make_batch(group_sizes, reward=1.0):
     return RolloutBatch(
         rollout_id=4,
         groups=groups,
-        source_state={"offset": 3, "epoch": 0},
+        weight_version=3,
         metrics={"a": 0.1},
         seconds={"generate": 2.0},
     )
@@ -59,7 +59,7 @@ def test_a_truncated_or_foreign_file_is_refused():
         RolloutBatch.from_jsonl(text[:-20])
 
 
-@pytest.mark.parametrize("key", ["rollout_id", "group_sizes", "source_state", "metrics", "seconds"])
+@pytest.mark.parametrize("key", ["rollout_id", "group_sizes", "metrics", "seconds"])
 def test_a_head_that_lacks_an_entry_is_refused(key):
     head, *rest = make_batch([1]).to_jsonl().splitlines()
     lacking = {name: value for name, value in json.loads(head).items() if name != key}
@@ -103,7 +103,8 @@ def test_a_line_that_is_no_object_is_refused(row):
         ({"groups": None}, "rollout 4: groups must be a list of lists of samples, got NoneType"),
         ({"groups": [SAMPLE]}, "rollout 4: groups must be a list of lists of samples, got list"),
         ({"groups": [["s"]]}, "rollout 4: groups must hold samples, got str"),
-        ({"source_state": None}, "rollout 4: source_state must be a dictionary, got NoneType"),
+        ({"weight_version": "1"}, "rollout 4: weight_version must be an integer, got '1'"),
+        ({"weight_version": -1}, "rollout 4: weight_version is -1; it must be 0 or more"),
         ({"metrics": [1.0]}, "rollout 4: metrics must be a dictionary, got list"),
         ({"metrics": {"a": "b"}}, r"rollout 4: metrics\['a'\] must be a number, got 'b'"),
         ({"seconds": {3: 1.0}}, "rollout 4: seconds has the key 3; its numbers are named by strings"),
@@ -117,8 +118,8 @@ def test_validation_names_the_field_and_the_values(fields, message):
 @pytest.mark.parametrize("write", [RolloutBatch.to_bytes, RolloutBatch.to_jsonl])
 def test_what_would_not_come_back_is_refused(write):
     batch = make_batch([1])
-    batch.source_state = {"order": (1, 2)}
-    with pytest.raises(DataError, match=r"source_state\.order is a tuple"):
+    batch.samples[0].metadata = {"order": (1, 2)}
+    with pytest.raises(DataError, match=r"metadata\.order is a tuple"):
         write(batch)
     batch = make_batch([1])
     batch.metrics = None
@@ -180,6 +181,6 @@ def test_lines_of_the_first_version_stay_readable():
         rollout_log_probs=[math.nan], weight_versions=[2], reward=1.0, status=Status.TRUNCATED,
     )  # fmt: skip
     assert repr(batch.samples) == repr([sample])
-    assert (batch.rollout_id, batch.source_state, batch.metrics) == (4, {"epoch": 0}, {"a": 0.1})
-    assert batch.to_jsonl() == WRITTEN_BY_VERSION_1
+    assert (batch.rollout_id, batch.weight_version, batch.metrics) == (4, None, {"a": 0.1})
+    assert batch.to_jsonl() == WRITTEN_BY_VERSION_1.replace('"source_state": {"epoch": 0}', '"weight_version": null')
     assert json.loads(sample.to_json()).keys() == {"format_version", *json.loads(batch.to_jsonl().splitlines()[1])}

@@ -1,4 +1,4 @@
-"""The synchronous loop: generate, train, send the weights, again. Weight version k: trained on k rollouts."""
+"""The synchronous loop: generate, train, send the weights, again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_sync(parts: Parts) -> None:
     """
     first, last = parts.state.iteration, parts.settings.run.num_rollout
     restore_data_position(parts)
-    push_weights(parts, version=first)
+    push_weights(parts, version=parts.state.weight_version)
     evaluate_if_due(parts)
     for rollout_id in range(first, last):
         seconds: dict[str, float] = {}
@@ -63,10 +63,11 @@ def run_sync(parts: Parts) -> None:
         catch_up(parts)
         with timed(seconds, "train"):
             report = train(parts, batch)
+        version = parts.state.weight_version + 1
         with timed(seconds, "update_weights"):
-            sync = push_weights(parts, version=rollout_id + 1)
+            sync = push_weights(parts, version=version)
         record(parts, batch, report, sync, seconds)
-        parts.state.trained(batch)
+        parts.state.trained(batch, version)
         catch_up(parts)
         save_if_due(parts)
         evaluate_if_due(parts)
@@ -85,18 +86,18 @@ def next_batch(parts: Parts, rollout_id: int) -> RolloutBatch:
     batch = parts.state.written_down(rollout_id)
     if batch is not None:
         parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
-        parts.rollout.load_state_dict(batch.source_state)
+        parts.rollout.load_state_dict(parts.state.source_state_after(rollout_id))
         return batch
     with parts.console.wait("generate") as wait:
         batch = parts.rollout.generate(rollout_id, on_poll=watch_rollout(parts, wait))
     check_versions(batch, may_lag=parts.settings.rollout.may_lag)
     check_scored(batch)
-    parts.state.write_down(batch)
+    parts.state.write_down(batch, parts.rollout.state_dict() if parts.state.can_resume else None)
     return batch
 
 
 def check_versions(batch: RolloutBatch, *, may_lag: bool) -> None:
-    """Every token comes from the policy that is trained next: version k in rollout k.
+    """Every token comes from the weights that the rollout is to be trained from.
 
     Args:
         batch: A new rollout.
@@ -105,12 +106,13 @@ def check_versions(batch: RolloutBatch, *, may_lag: bool) -> None:
     Raises:
         RunError: A token has another version; an engine missed an update, or somebody else sent it weights.
     """
+    expected = batch.weight_version
     for sample in batch.samples:
-        versions = {version for version in sample.weight_versions if version not in (-1, batch.rollout_id)}
-        if other := {version for version in versions if not may_lag or version > batch.rollout_id}:
+        versions = {version for version in sample.weight_versions if version not in (-1, expected)}
+        if other := {version for version in versions if not may_lag or expected is None or version > expected}:
             raise RunError(
                 f"sample {sample.index} of rollout {batch.rollout_id} has tokens of weight version "
-                f"{min(other)} where all must be {batch.rollout_id}{' or less' if may_lag else ''}: an engine serves "
+                f"{min(other)} where all must be {expected}{' or less' if may_lag else ''}: an engine serves "
                 "other weights than the trainer's; see that nothing else sends weights to this run's engines, and "
                 "start the same command again"
             )
@@ -171,8 +173,6 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
 def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     """Send the current weights to engines that were replaced; the trainers must have nothing else to do.
 
-    The current version is the number of rollouts that were trained on, as long as no training is under way.
-
     Args:
         parts: What the loop turns.
         wait: The wait that is going on; a new one if ``None``.
@@ -181,7 +181,7 @@ def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
         with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what) as shown:
-            try_to_push(parts, channel, parts.state.iteration, shown)
+            try_to_push(parts, channel, parts.state.weight_version, shown)
 
 
 def record(parts: Parts, batch: RolloutBatch, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:
@@ -201,7 +201,8 @@ def save_if_due(parts: Parts) -> None:
         return
     iteration = parts.state.iteration
     with parts.console.wait(f"save checkpoint {iteration}", done=f"saved checkpoint {iteration}") as wait:
-        parts.state.commit(parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait)))
+        checkpoint = parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait))
+        parts.state.commit(checkpoint, parts.rollout.state_dict())
 
 
 def evaluate_if_due(parts: Parts) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from slime_core.files import write_whole
 from slime_launch.errors import ManifestError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FILE_NAME = "manifest.json"
 
 
@@ -24,6 +24,7 @@ class Manifest:
 
     Attributes:
         iteration: Rollouts trained on: the number of the checkpoint and of the next rollout.
+        weight_version: Number of the weights in the checkpoint: how often weights were updated.
         checkpoint: The checkpoint's directory below ``--save``; ``None`` before the first one.
         source_state: State of the data source after the last rollout trained on.
         flags: Every flag's value, to see that the same run is continued.
@@ -33,6 +34,7 @@ class Manifest:
     """
 
     iteration: int
+    weight_version: int
     checkpoint: str | None
     source_state: dict[str, Any]
     flags: dict[str, Any]
@@ -65,7 +67,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         values = json.loads(path.read_text(encoding="utf-8"))
         version = values.pop("format_version")
         if version != FORMAT_VERSION:
-            raise ManifestError(f"{path} has format_version {version}; this slime reads {FORMAT_VERSION}")
+            raise ManifestError(
+                f"{path} has format_version {version}; this slime reads {FORMAT_VERSION}: finish that run with the "
+                "slime that began it, or give another --save"
+            )
         manifest = Manifest(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ManifestError(f"{path} is no manifest ({error}); remove it, or give another --save") from error

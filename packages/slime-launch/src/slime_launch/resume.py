@@ -71,6 +71,7 @@ class RunState:
         self._committed = manifest.iteration if manifest is not None else 0
         self._checkpoint = manifest.checkpoint if manifest is not None else None
         self.iteration = self._committed
+        self.weight_version = manifest.weight_version if manifest is not None else 0
         self.source_state = manifest.source_state if manifest is not None else None
         self._store = RolloutStore((self._save or output_dir) / ROLLOUT_DIR)
         self._writes = self._save is not None or settings.run.keep_rollouts
@@ -82,11 +83,15 @@ class RunState:
             return None
         return self._save / self._checkpoint
 
+    @property
+    def can_resume(self) -> bool:
+        """Whether the run can be continued, so that the data source's state has to be saved."""
+        return self._save is not None
+
     def begin(self, source_state: dict[str, Any]) -> None:
         """Make a new run one that can be continued, before its first rollout."""
         if self.source_state is None:
-            self.source_state = source_state
-            self._write_manifest()
+            self._write_manifest(source_state)
 
     def written_down(self, rollout_id: int) -> RolloutBatch | None:
         """The rollout if it was generated, but not yet trained on, before a restart."""
@@ -94,15 +99,18 @@ class RunState:
             return None
         return self._store.read(rollout_id)
 
-    def write_down(self, batch: RolloutBatch) -> None:
-        """Write a rollout down, so that a restart trains on the same samples."""
-        if self._writes:
-            self._store.write(batch)
+    def source_state_after(self, rollout_id: int) -> dict[str, Any]:
+        """State of the data source after a rollout that was written down."""
+        return self._store.read_source_state(rollout_id)
 
-    def trained(self, batch: RolloutBatch) -> None:
-        """The weights have seen ``batch``."""
-        self.iteration = batch.rollout_id + 1
-        self.source_state = batch.source_state
+    def write_down(self, batch: RolloutBatch, source_state: dict[str, Any] | None = None) -> None:
+        """Write a rollout down, so that a restart trains on the same samples and then goes on from ``source_state``."""
+        if self._writes:
+            self._store.write(batch, source_state)
+
+    def trained(self, batch: RolloutBatch, weight_version: int) -> None:
+        """The weights were trained on ``batch``, and are ``weight_version`` now."""
+        self.iteration, self.weight_version = batch.rollout_id + 1, weight_version
 
     @property
     def save_due(self) -> bool:
@@ -113,24 +121,26 @@ class RunState:
         at_end = self.iteration >= self._settings.run.num_rollout
         return at_end or (interval is not None and self.iteration % interval == 0)
 
-    def commit(self, checkpoint: Path) -> None:
-        """Every rank has written ``checkpoint``: from here on the run continues from it."""
+    def commit(self, checkpoint: Path, source_state: dict[str, Any]) -> None:
+        """Every rank has written ``checkpoint``: from here on the run continues from it and ``source_state``."""
         if self._save is None:
             return
         self._checkpoint = checkpoint.resolve().relative_to(self._save.resolve()).as_posix()
         self._committed = self.iteration
-        self._write_manifest()
+        self._write_manifest(source_state)
         if not self._settings.run.keep_rollouts:
             self._store.discard_through(self.iteration - 1)
 
-    def _write_manifest(self) -> None:
-        if self._save is None or self.source_state is None:
+    def _write_manifest(self, source_state: dict[str, Any]) -> None:
+        self.source_state = source_state
+        if self._save is None:
             return
         self._save.mkdir(parents=True, exist_ok=True)
         manifest = Manifest(
             iteration=self.iteration,
+            weight_version=self.weight_version,
             checkpoint=self._checkpoint,
-            source_state=self.source_state,
+            source_state=source_state,
             flags=self._settings.flags(),
             output_dir=str(self._output_dir.resolve()),
             load=self._weights.load,

@@ -118,6 +118,7 @@ class RolloutHost:
         self._receiver: Any = None
         self._spec: RolloutSpec | None = None
         self._namespace: Any = None
+        self._version = 0
         self._is_up = False
         self._progress = Progress()
 
@@ -202,6 +203,7 @@ class RolloutHost:
         """All engines of the last channel have this version."""
         self._fleet.confirm_update(version)
         self._namespace.change()
+        self._version = version
 
     def fail_update(self, silent: Sequence[str]) -> bool:
         """Not all have it; returns whether an engine is to blame that is being replaced, as silent ones are."""
@@ -211,7 +213,7 @@ class RolloutHost:
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate and score one rollout."""
         with self._blame_engines():
-            batch: RolloutBatch = self._manager.generate(rollout_id)
+            batch: RolloutBatch = self._manager.generate(rollout_id, weight_version=self._version)
         return batch
 
     def evaluate(self, rollout_id: int) -> EvalReport:

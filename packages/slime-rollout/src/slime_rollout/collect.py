@@ -22,20 +22,18 @@ from slime_rollout.source_calls import SourceCalls
 logger = logging.getLogger(__name__)
 
 EMPTY = "empty"
-"""What a group is counted under of which generation left nothing to train on."""
-# Between two rounds of aborting: a request that waited for its turn comes after the first.
-_ABORT_AGAIN_SECONDS = 0.5
-# What finishes a trajectory after its request was aborted, such as a tool, may take so long; then it is left.
-_ABORT_SECONDS = 30.0
+"""Drop reason for groups that produced no trainable samples."""
+_ABORT_AGAIN_SECONDS = 0.5  # requests that were queued here come after the first abort
+_ABORT_SECONDS = 30.0  # what ends a trajectory after its request was aborted, such as a tool, may take so long
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """What one rollout trains on.
+    """The groups that one rollout trains on.
 
     Attributes:
         groups: ``rollout_batch_size`` groups, in the order of their numbers.
-        counts: How many groups were dropped, by reason, given back or thrown away for their age.
+        counts: How many groups were dropped, by reason, given back, or generated anew because they were too old.
         seconds: Wall time per phase.
     """
 
@@ -70,16 +68,16 @@ class _Finished:
 class Collector:
     """Keeps groups in flight until enough of them are finished and kept. Lives on one event loop.
 
-    It works on copies: what the data source handed out stays as it was until the copy is finished, and only then takes
-    its place. So the source's state can be taken at any time, and never holds half a response.
+    It works on copies: what the data source handed out stays as it was until the copy is finished, and only then is
+    replaced by it. So the source's state can be saved at any time, and never holds half a response.
 
     Args:
         config: How many groups, what is done with the others, and how old tokens may be.
         calls: Where groups come from and go back to.
         pipeline: Generates and scores one.
         keep: Decides which are trained on; all without it.
-        context: Where requests go.
-        on_progress: Told of scored samples.
+        context: Where requests go; its ``stop`` is replaced for each rollout.
+        on_progress: Called with counts of scored samples.
     """
 
     def __init__(
@@ -96,22 +94,31 @@ class Collector:
         self._pipeline = pipeline
         self._keep = keep
         self._context = context
+        self._judging = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._rollout_id = self._version = 0
+        self._watch = Stopwatch(config.rollout_batch_size * config.n_samples_per_prompt, on_progress)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._context = dataclasses.replace(self._context, stop=asyncio.Event())
         self._running: dict[asyncio.Task[tuple[Group, Verdict | None]], _Work] = {}
         self._ready: list[_Finished] = []
         self._unfinished: list[Group] = []
         self._error: BaseException | None = None
-        self._judging = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self._rollout_id = 0
         self._started = 0
         self._counts: collections.Counter[str] = collections.Counter()
-        self._watch = Stopwatch(config.rollout_batch_size * config.n_samples_per_prompt, on_progress)
+        self._watch.forget_all()
 
-    async def collect(self, rollout_id: int) -> Collected:
-        """Wait until the groups of a rollout are there.
+    async def collect(self, rollout_id: int, version: int) -> Collected:
+        """Wait until the groups of a rollout are finished.
+
+        With ``--async-buffer-size`` others stay in flight for the next rollouts. Otherwise they go back to the data
+        source, and a rollout that fails or is cancelled leaves the source as it was.
 
         Args:
-            rollout_id: Its number, which is also the weight version that will be trained next.
+            rollout_id: Its number.
+            version: Weight version that it is to be trained from.
 
         Raises:
             GenerationError: The engines did not give a response, or too many groups were dropped.
@@ -119,7 +126,35 @@ class Collector:
             DataError: The filter failed, or a reward lacks the entry of ``--reward-key``.
             HookTimeoutError: The filter or the data source took too long.
         """
-        self._rollout_id = rollout_id
+        if self._config.async_buffer_size is not None:
+            collected = await self._collect(rollout_id, version)
+            self._look_ahead()
+            return collected
+        with self._calls.transaction():
+            try:
+                collected = await self._collect(rollout_id, version)
+                if returned := await self._give_back():
+                    collected.counts["groups_given_back"] = returned
+            finally:
+                await self.stop()
+        return collected
+
+    async def stop(self) -> list[_Work]:
+        """Cancel what is in flight at once, at the engines too, and forget what is finished.
+
+        Returns:
+            What was in flight.
+        """
+        self._context.stop.set()
+        running, self._running = self._running, {}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._begin_anew()
+        return list(running.values())
+
+    async def _collect(self, rollout_id: int, version: int) -> Collected:
+        self._rollout_id, self._version = rollout_id, version
         self._watch.begin()
         self._drop_aged()
         self._top_up()
@@ -133,15 +168,13 @@ class Collector:
         groups = sorted((one.group for one in taken), key=lambda group: group[0].group_index)
         counts, self._counts, self._started = self._counts, collections.Counter(), 0
         seconds = self._watch.end(sum(map(len, groups)))
-        self._rollout_id = rollout_id + 1
+        self._rollout_id, self._version = rollout_id + 1, version + 1
         number_parts(groups, self._source.fresh_index)
         self._source.ledger.settle(groups, Fate.TRAINED)
         forget_rows_prompts(groups)
-        if self._config.async_buffer_size is not None:
-            self._look_ahead()
         return Collected(groups, dict(counts), seconds)
 
-    async def give_back(self) -> int:
+    async def _give_back(self) -> int:
         """Stop what is in flight, and give it and what is left over back to the data source.
 
         With ``--partial-rollout`` a response that is cut off keeps its tokens; without it only finished ones are kept.
@@ -155,39 +188,26 @@ class Collector:
         self._context.stop.set()
         if self._config.partial_rollout:
             await self._cut_off()
-        groups = [one.group for one in self._ready] + self._unfinished
-        groups += [_what_is_whole(work) for work in await self.cancel()]
-        self._ready, self._unfinished = [], []
-        if self._error is not None:
-            raise self._error
+        groups, error = [one.group for one in self._ready] + self._unfinished, self._error
+        groups += [_what_is_whole(work) for work in await self.stop()]
+        if error is not None:
+            raise error
         groups.sort(key=lambda group: group[0].group_index)
         number_parts(groups, self._source.fresh_index)
-        self._calls.add_samples(groups)
+        if groups:
+            self._calls.add_samples(groups)
         return len(groups)
 
-    async def cancel(self) -> list[_Work]:
-        """Stop what is in flight at once; the engines are told.
-
-        Returns:
-            What was in flight.
-        """
-        self._context.stop.set()
-        running, self._running = self._running, {}
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        return list(running.values())
-
     def in_flight(self) -> list[Group]:
-        """What the data source handed out and has not back, finished groups included."""
+        """Groups that the data source handed out for later rollouts, finished ones included."""
         return [work.handed_out for work in self._running.values()] + [one.group for one in self._ready]
 
     def _look_ahead(self) -> None:
-        """Start groups for later rollouts. What fails is told with the next one: this one's groups are there."""
+        """Start groups for later rollouts. An error is raised by the next one: this one's groups are finished."""
         try:
             self._top_up()
         except Exception as error:
-            if self._calls.hangs:  # there is no state to go on from
+            if self._calls.hangs:  # no state can be saved any more
                 raise
             self._fail(error)
 
@@ -217,17 +237,17 @@ class Collector:
         )
 
     def _rollouts_ahead(self) -> int:
-        """Rollouts that may be finished or in flight, the one that is waited for included.
+        """Rollouts that may be finished or in flight, the one that the trainer waits for included.
 
-        The group that is started now is trained on after those that are there. Were more there than this, its tokens
-        would then be older than ``--max-weight-staleness``.
+        A group that is started now is trained on after those. With more of them, its tokens would then be older than
+        ``--max-weight-staleness``; each rollout is assumed to be followed by an update.
         """
         ahead = self._config.async_buffer_size or 1
         bound = self._config.max_weight_staleness
         if bound is None:
             return ahead
-        newest = self._rollout_id if self._watch.is_waiting else self._rollout_id - 1  # what the engines have now
-        return min(ahead, newest + bound - self._rollout_id + 1)
+        # Between two rollouts the engines still have the version before the one that the next rollout is trained from.
+        return min(ahead, bound + 1 if self._watch.is_waiting else bound)
 
     def _start(self, group: Group) -> None:
         self._started += 1
@@ -237,7 +257,7 @@ class Collector:
         task.add_done_callback(self._done)
 
     def _prepared(self, group: Group) -> Group:
-        """What came back older than allowed is its prompt again; what goes on may be masked."""
+        """Reset what came back older than allowed to its prompt; mask what goes on, if asked to."""
         prepared: Group = []
         for parts in by_trajectory(group).values():
             if self._age(parts) > self._most_age:
@@ -283,7 +303,7 @@ class Collector:
         if not self._context.stop.is_set():
             self._fail(failure)
             return
-        # The rollout is complete without it, and hooks may stumble over a response that was cut off.
+        # The rollout is complete without it, and a hook may fail because a response was cut off.
         logger.warning("group %d failed while it was stopped: %s", work.handed_out[0].group_index, failure)
         self._unfinished.append(_what_is_whole(work))
 
@@ -303,7 +323,7 @@ class Collector:
             self._ready.append(_Finished(group, handed_out))
 
     def _drop_aged(self) -> None:
-        """Of what waits, generate anew what became older than allowed."""
+        """Generate waiting groups anew that became older than allowed."""
         aged = [one for one in self._ready if self._age(one.group) > self._most_age]
         self._ready = [one for one in self._ready if self._age(one.group) <= self._most_age]
         for one in aged:
@@ -312,7 +332,7 @@ class Collector:
     def _again(self, aged: _Finished) -> None:
         self._counts["stale_samples"] += len(aged.group)
         self._watch.forget(len(aged.group))
-        group = _prompts_of(aged.handed_out)
+        group = _prompts_of(copied_group(aged.handed_out))
         self._source.ledger.replace_out([group])
         if self._context.stop.is_set():
             self._unfinished.append(group)
@@ -327,9 +347,9 @@ class Collector:
         return float("inf") if bound is None else bound
 
     def _age(self, samples: list[Sample]) -> int:
-        """How many versions the oldest token will be behind when it is trained on."""
+        """By how many versions the oldest token will be behind when it is trained on."""
         versions = [version for sample in samples for version in sample.weight_versions if version >= 0]
-        return self._rollout_id - min(versions, default=self._rollout_id)
+        return self._version - min(versions, default=self._version)
 
     async def _cut_off(self) -> None:
         """Abort all requests until nothing is in flight, or for half a minute."""
@@ -345,9 +365,9 @@ class Collector:
 
 
 def _what_is_whole(work: _Work) -> Group:
-    """Of a group that was stopped, the trajectories that are finished, and of the others what was handed out.
+    """The finished trajectories of a group that was stopped, and the others as they were handed out.
 
-    It shares nothing with what a hook that was left behind may still write to.
+    It shares nothing with samples that a hook which was left behind may still write to.
     """
     finished, whole = by_trajectory(work.finished), []
     for number, handed_out in by_trajectory(work.handed_out).items():

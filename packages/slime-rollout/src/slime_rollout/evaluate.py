@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from slime_core.errors import DataError
 from slime_core.eval_metrics import eval_metrics, eval_scores
 from slime_core.hooks import HookArgs
 from slime_core.types import EvalReport, Group, Sample
-from slime_rollout import event_loop
 from slime_rollout.data import PromptDataset, PromptEncoder
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate, number_parts
@@ -100,12 +99,12 @@ class Evaluator:
         self._hook_args = hook_args
         self._on_progress = on_progress
 
-    def evaluate(self, rollout_id: int, open_client: Callable[[], EngineClient]) -> EvalReport:
+    async def evaluate(self, rollout_id: int, client: EngineClient) -> EvalReport:
         """Score all sets.
 
         Args:
             rollout_id: Rollouts trained on before.
-            open_client: Makes the client of one evaluation.
+            client: Where requests go.
 
         Raises:
             GenerationError: The engines did not give a response.
@@ -113,7 +112,7 @@ class Evaluator:
             DataError: ``--reward-key`` names no entry of a reward. Each of them names the set.
         """
         start = time.perf_counter()
-        samples = event_loop.run(self._score_all(open_client))
+        samples = await self._score_all(client)
         metrics: dict[str, float] = {}
         for one in self._sets:
             name, config = one.held_out.name, one.held_out.config
@@ -126,13 +125,12 @@ class Evaluator:
             seconds=time.perf_counter() - start,
         )
 
-    async def _score_all(self, open_client: Callable[[], EngineClient]) -> dict[str, list[Sample]]:
+    async def _score_all(self, client: EngineClient) -> dict[str, list[Sample]]:
         """The scored samples of each set, by its name."""
         groups = [one.groups() for one in self._sets]
         watch = Stopwatch(sum(len(group) for part in groups for group in part), self._on_progress)
-        async with open_client() as client:
-            parts = zip(self._sets, self._pipelines, groups, strict=True)
-            scored = await all_of([self._score(client, *part, watch) for part in parts])
+        parts = zip(self._sets, self._pipelines, groups, strict=True)
+        scored = await all_of([self._score(client, *part, watch) for part in parts])
         return {one.held_out.name: part for one, part in zip(self._sets, scored, strict=True)}
 
     async def _score(

@@ -48,14 +48,14 @@ class GroupPipeline:
     ) -> Group:
         """Generate and score.
 
-        Samples that were given back finished, or scored, keep what they have. Once ``context.stop`` is set, what an
-        engine aborts is returned as it is, unscored like its whole group where the group is scored together.
+        Samples that were given back finished, or scored, keep what they have. Once ``context.stop`` is set, aborted
+        responses are returned as they are, unscored; so is their whole group where groups are scored together.
 
         Args:
             group: The samples of one prompt; they are filled in.
             context: Where requests go, and what for.
-            watch: Told of each sample.
-            finished: Gets each sample whose generation is finished, before it is scored.
+            watch: Counts each sample.
+            finished: Receives each sample whose generation is finished, before it is scored.
 
         Returns:
             What to train on, in the samples' order.
@@ -88,7 +88,7 @@ class GroupPipeline:
         watch.generated()
         if any(map(_is_cut_off, samples)):
             if not context.stop.is_set():
-                raise _aborted_by_others(samples)
+                raise _unexpected_abort(samples)
             return samples
         if finished is not None:
             finished += samples
@@ -120,7 +120,7 @@ class Stopwatch:
         self.begin()
 
     def begin(self) -> None:
-        """A rollout is waited for from now on."""
+        """The trainer waits for a rollout from now on."""
         self.is_waiting = True
         self._start = self._last_generated = time.perf_counter()
 
@@ -138,8 +138,12 @@ class Stopwatch:
         """Scored samples are not trained on."""
         self._done -= count
 
+    def forget_all(self) -> None:
+        """No sample is in flight or waits any more."""
+        self._done = 0
+
     def end(self, count: int) -> dict[str, float]:
-        """The rollout is there, with so many samples.
+        """The rollout is complete, with ``count`` samples.
 
         Returns:
             Wall time until the last response was there (``generate``) and since then (``reward``).
@@ -158,7 +162,7 @@ async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:
         return [await work[0]]
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_awaited(one)) for one in work]
+            running = [tasks.create_task(one if asyncio.iscoroutine(one) else _awaited(one)) for one in work]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
     return [task.result() for task in running]
@@ -172,7 +176,7 @@ def _is_cut_off(sample: Sample) -> bool:
     return sample.status in (Status.ABORTED, Status.PENDING)
 
 
-def _aborted_by_others(samples: Sequence[Sample]) -> GenerationError:
+def _unexpected_abort(samples: Sequence[Sample]) -> GenerationError:
     sample = next(sample for sample in samples if _is_cut_off(sample))
     if sample.status is Status.PENDING:
         return GenerationError(f"sample {sample.index} was generated and has no status; set completed or truncated")

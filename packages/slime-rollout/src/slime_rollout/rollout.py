@@ -7,17 +7,17 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_core.hooks import HookArgs
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample
-from slime_rollout import event_loop, failures
+from slime_rollout import failures
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
-from slime_rollout.continuous import ContinuousCollector
-from slime_rollout.data import PromptEncoder, RolloutDataSource, load_source, load_tokenizer
+from slime_rollout.data import AccountedSource, PromptEncoder, load_source, load_tokenizer
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import FilterCalls, make_filter
@@ -28,13 +28,14 @@ from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
 from slime_rollout.source_calls import SourceCalls
 from slime_rollout.teacher import TeacherLogProbs, make_teacher
+from slime_rollout.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutData:
-    """All prompts of a run, tokenized; with ``--streaming-data`` those to train on are so when their turn comes.
+    """All prompts of a run, tokenized; with ``--streaming-data``, training prompts are tokenized when their turn comes.
 
     Attributes:
         source: Where the groups to train on come from.
@@ -42,7 +43,7 @@ class RolloutData:
         tokenizer: The model's.
     """
 
-    source: RolloutDataSource
+    source: AccountedSource
     eval_sets: list[HeldOutPrompts]
     tokenizer: Any
 
@@ -52,7 +53,7 @@ class RolloutData:
 
         Args:
             config: Where they are.
-            hook_args: Every flag by its name, for an own data source; by default those of ``config``.
+            hook_args: Every flag by its name, for a custom data source; by default those of ``config``.
 
         Raises:
             ConfigError: The tokenizer or the data source cannot be used.
@@ -64,12 +65,12 @@ class RolloutData:
 
 
 class RolloutManager:
-    """Generates and scores rollouts, and evaluates. Implements `slime_core.interfaces.Rollout`.
+    """Generates and scores rollouts, and evaluates.
 
-    All data is read, and the reward function loaded and checked, when the object is made. Each call runs its own event
-    loop and closes its connections, so nothing is shared between calls but the data source. A call that fails or is
-    interrupted leaves that where it was. With ``--async-buffer-size`` a thread goes on generating between the calls,
-    from the first :meth:`generate` to :meth:`close`.
+    All data is read, and the reward function loaded and checked, when the object is made. One event loop, in a thread
+    of its own, serves all calls; its connections are opened by the first call and kept until :meth:`close`. A rollout
+    that fails or is interrupted leaves the data source as it was. With ``--async-buffer-size`` generation goes on
+    between the calls, from the first :meth:`generate` to :meth:`close`.
 
     Args:
         config: Prompts, sampling, rewards and evaluation.
@@ -78,7 +79,7 @@ class RolloutManager:
         data: The prompts of ``config``, if they have been read already.
         hook_args: Every flag by its name, for reward functions; by default those of ``config``.
         on_progress: Called with the number of scored samples and of all samples, after each one.
-        teacher: The teacher of ``config``, if it has been asked already whether it can be used.
+        teacher: The teacher of ``config``, if it has been checked already.
         retry_delays: Mean seconds before each retry of a request; longer where engines are replaced (`patient_delays`).
         cache_namespace: Where engines keep their cache of prefixes over an update, `CacheNamespace("in_place")`.
 
@@ -102,13 +103,9 @@ class RolloutManager:
         cache_namespace: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._config = config
-        self._retry_delays, self._cache_namespace = retry_delays, cache_namespace
-        self._router_url = router_url
-        self._run_seed = run_seed
-        self._on_progress = on_progress
-        self._hook_args = with_router(hook_args or HookArgs.from_configs(config), router_url)
-        data = data or RolloutData.load(config, self._hook_args)
-        scorers = Scorers(config, self._hook_args, [one.held_out for one in data.eval_sets])
+        hook_args = with_router(hook_args or HookArgs.from_configs(config), router_url)
+        data = data or RolloutData.load(config, hook_args)
+        scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
         scorer = scorers.of(config)
         self._pipeline = GroupPipeline(
             make_generate(config),
@@ -117,66 +114,65 @@ class RolloutManager:
             teacher=teacher or make_teacher(config),
             reward_key=config.reward_key,
         )
-        keep = make_filter(config, self._hook_args)
+        keep = make_filter(config, hook_args)
         self._filter = None if keep is None else FilterCalls(keep, config)
-        self._thread: ContinuousCollector | None = None
-        self._last_time: float | None = None
-        self._source, self._tokenizer = data.source, data.tokenizer
+        self._tokenizer = data.tokenizer
         self._calls = SourceCalls(data.source, config)
+        self._client = EngineClient(
+            router_url,
+            concurrency=config.rollout_concurrency,
+            timeout=config.rollout_request_timeout,
+            retry_delays=retry_delays,
+            cache_namespace=cache_namespace,
+        )
+        context = GenerationContext(
+            client=self._client,
+            params=SamplingParams.for_rollout(config),
+            run_seed=run_seed,
+            tokenizer=data.tokenizer,
+            args=hook_args,
+        )
+        self._collector = Collector(config, self._calls, self._pipeline, self._filter, context, on_progress)
         self._evaluator = Evaluator(
             data.eval_sets,
             scorers=scorers,
             run_seed=run_seed,
             tokenizer=data.tokenizer,
-            hook_args=self._hook_args,
+            hook_args=hook_args,
             on_progress=on_progress,
         )
+        self._last_time: float | None = None
+        self._opened = contextlib.AsyncExitStack()
+        self._is_open = False
+        self._thread = LoopThread("slime-generation", daemon_calls=False)
+        weakref.finalize(self, self._thread.cancel_all, self._opened.aclose)
 
     @property
-    def source(self) -> RolloutDataSource:
+    def source(self) -> AccountedSource:
         """Where the groups come from."""
-        return self._source
+        return self._calls.source
 
-    def generate(self, rollout_id: int) -> RolloutBatch:
+    def generate(self, rollout_id: int, *, weight_version: int | None = None) -> RolloutBatch:
         """Generate and score the next ``rollout_batch_size`` groups.
+
+        Args:
+            rollout_id: Its number.
+            weight_version: Version that it is to be trained from; ``rollout_id`` by default, as when each rollout is
+                followed by an update.
 
         Returns:
             The groups in the data source's order. ``seconds`` holds ``generate``, until the last response was there,
             and ``reward``, what scoring took after that; scores are computed while others still generate.
-            ``source_state`` has, besides the position, everything that was given back or is in flight.
 
         Raises:
             GenerationError: The engines did not give a response, or too many groups were dropped.
             RewardError: The reward function failed.
             TeacherError: The teacher gave no log-probs of a response.
-            DataError: ``--reward-key`` names no entry of a reward, or an own data source gave what it must not.
-            HookTimeoutError: A filter or a data source took too long. After that of a data source there is no going on.
+            DataError: ``--reward-key`` names no entry of a reward, or a custom data source returned something invalid.
+            HookTimeoutError: A filter or a data source took too long. A data source cannot be used after that.
         """
-        self._calls.check()
-        if self._config.async_buffer_size is not None:
-            collected, problem, state = self._continuous().call(lambda collector: self._collect(collector, rollout_id))
-        else:
-            before = self._source.state_dict()
-            try:
-                collected, problem, state = event_loop.run(self._collect_once(rollout_id))
-            except BaseException:
-                if not self._calls.hangs:
-                    self._source.load_state_dict(before)
-                raise
-        if problem:
-            logger.error("rollout %d: %s", rollout_id, problem)
-        samples = [sample for group in collected.groups for sample in group]
-        return RolloutBatch(
-            rollout_id=rollout_id,
-            groups=collected.groups,
-            source_state=state,
-            metrics=rollout_metrics(samples, self._config.reward_key)
-            | _engine_metrics(samples, self._seconds_since_last(collected))
-            | _failure_metrics(samples)
-            | (_age_metrics(samples, rollout_id) if self._config.may_lag else {})
-            | collected.counts,
-            seconds=collected.seconds,
-        )
+        version = rollout_id if weight_version is None else weight_version
+        return self._thread.run(self._generate(rollout_id, version))
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score all held-out sets, with the same seeds every time: two reports differ by the weights alone.
@@ -188,21 +184,19 @@ class RolloutManager:
             RewardError: A reward function failed.
             DataError: ``--reward-key`` names no entry of a reward. Each of them names the set.
         """
-        return self._evaluator.evaluate(rollout_id, self._client)
+        return self._thread.run(self._evaluate(rollout_id))
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the data source, as plain values; what is in flight is in it as it was handed out.
+        """State of the data source, as plain values, with everything given back; what is in flight is in it as it was
+        handed out.
 
         Raises:
-            HookTimeoutError: A call of the data source has not come back; it may be changing the state now.
+            HookTimeoutError: A call of the data source has not returned; it may be changing the state now.
         """
-        self._calls.check()
-        if self._thread is not None:
-            return self._thread.call(self._state)
-        return self._source.state_dict()
+        return self._thread.run(self._state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with exactly the group that came next when ``state`` was taken.
+        """Continue with exactly the group that came next when ``state`` was saved.
 
         What is in flight is stopped.
 
@@ -210,65 +204,57 @@ class RolloutManager:
             DataError: The state belongs to other prompts.
         """
         self.close()
-        self._source.load_state_dict(state)
+        self.source.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop what ``--async-buffer-size`` has in flight. Another :meth:`generate` goes on with it."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.close()
-            if not self._calls.hangs:
-                self._source.load_state_dict(self._source.state_dict())  # what was out is handed out again first
+        """Stop what is in flight and close the connections. Another :meth:`generate` goes on with it."""
+        self._thread.run(self._close())
 
-    def _continuous(self) -> ContinuousCollector:
-        if self._thread is None:
-            self._thread = ContinuousCollector(self._open_collector)
-        return self._thread
+    async def _generate(self, rollout_id: int, version: int) -> RolloutBatch:
+        self._calls.check()
+        await self._open()
+        collected = await self._collector.collect(rollout_id, version)
+        if problem := self.source.check_ledger(self._collector.in_flight()):
+            logger.error("rollout %d: %s", rollout_id, problem)
+        samples = [sample for group in collected.groups for sample in group]
+        return RolloutBatch(
+            rollout_id=rollout_id,
+            weight_version=version,
+            groups=collected.groups,
+            metrics=rollout_metrics(samples, self._config.reward_key)
+            | _engine_metrics(samples, self._seconds_since_last(collected))
+            | _failure_metrics(samples)
+            | (_age_metrics(samples, version) if self._config.may_lag else {})
+            | collected.counts,
+            seconds=collected.seconds,
+        )
+
+    async def _evaluate(self, rollout_id: int) -> EvalReport:
+        await self._open()
+        return await self._evaluator.evaluate(rollout_id, self._client)
+
+    async def _state(self) -> dict[str, Any]:
+        self._calls.check()
+        return self.source.state_dict()
+
+    async def _open(self) -> None:
+        if not self._is_open:
+            await self._opened.enter_async_context(self._client)
+            self._opened.push_async_callback(self._collector.stop)
+            self._is_open = True
+
+    async def _close(self) -> None:
+        self._is_open = False
+        await self._opened.aclose()
+        if not self._calls.hangs:
+            self.source.take_back()
 
     def _seconds_since_last(self, collected: Collected) -> float:
-        """What the samples of a rollout took: beside the trainer, all the time since the rollout before it."""
+        """Seconds in which the samples were generated: beside the trainer, all since the rollout before."""
         before, self._last_time = self._last_time, time.perf_counter()
         if self._config.async_buffer_size is None or before is None:
             return collected.seconds["generate"]
         return self._last_time - before
-
-    async def _state(self, collector: Collector) -> dict[str, Any]:
-        return self._source.state_dict()
-
-    @contextlib.asynccontextmanager
-    async def _open_collector(self) -> AsyncIterator[Collector]:
-        async with self._client() as client:
-            context = GenerationContext(
-                client=client,
-                params=SamplingParams.for_rollout(self._config),
-                run_seed=self._run_seed,
-                tokenizer=self._tokenizer,
-                args=self._hook_args,
-            )
-            yield Collector(self._config, self._calls, self._pipeline, self._filter, context, self._on_progress)
-
-    async def _collect_once(self, rollout_id: int) -> tuple[Collected, str | None, dict[str, Any]]:
-        async with self._open_collector() as collector:
-            try:
-                return await self._collect(collector, rollout_id)
-            finally:
-                await collector.cancel()
-
-    async def _collect(self, collector: Collector, rollout_id: int) -> tuple[Collected, str | None, dict[str, Any]]:
-        """A rollout, what is wrong with the ledger after it, and the data source's state after it."""
-        collected = await collector.collect(rollout_id)
-        if self._config.async_buffer_size is None and (returned := await collector.give_back()):
-            collected.counts["groups_given_back"] = returned
-        return collected, self._source.check_ledger(collector.in_flight()), self._source.state_dict()
-
-    def _client(self) -> EngineClient:
-        return EngineClient(
-            self._router_url,
-            concurrency=self._config.rollout_concurrency,
-            timeout=self._config.rollout_request_timeout,
-            retry_delays=self._retry_delays,
-            cache_namespace=self._cache_namespace,
-        )
 
 
 def _engine_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
@@ -287,10 +273,10 @@ def _failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {"reward_failures": float(failed)} if failed else {}
 
 
-def _age_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
-    """``staleness/mean`` and ``/max``: versions between the oldest token of a sample and the weights trained next."""
+def _age_metrics(samples: Sequence[Sample], trained_from: int) -> dict[str, float]:
+    """``staleness/mean`` and ``/max``: versions between the oldest token of a sample and the weights to be trained."""
     ages = [
-        rollout_id - min(version for version in sample.weight_versions if version >= 0)
+        trained_from - min(version for version in sample.weight_versions if version >= 0)
         for sample in samples
         if max(sample.weight_versions, default=-1) >= 0
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime_rollout.http import QUICK_DELAYS, Retries, make_session, request
-from slime_rollout.loop_thread import LoopThread
+from slime_rollout.threads import LoopThread
 
 if TYPE_CHECKING:
     import aiohttp

@@ -1,31 +1,32 @@
-"""A rollout's calls of its data source: what is the user's in it may hang, or return nonsense."""
+"""A rollout's calls of its data source: what is custom in it may hang, or return nonsense."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime_core.errors import DataError, SlimeError
-from slime_core.types import Group, Sample
+from slime_core.types import Group
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import RolloutDataSource
+from slime_rollout.data import AccountedSource, checked_groups
 from slime_rollout.errors import HookTimeoutError
 from slime_rollout.hooks.limits import call_within
 
 
 class SourceCalls:
-    """Calls a data source; one of the user's, or with a filter of the user's, within ``--hook-timeout``.
+    """Calls a data source; a custom one, or one with a custom filter, within ``--hook-timeout``.
 
-    The event loop waits: ledger and buffer are the source's own, and nothing else may change them during a call. One
-    that does not come back goes on with them in its thread, so from then on the source is of no use, nor its state.
+    The event loop waits: nothing else may change ledger and buffer during a call. A call that hangs goes on changing
+    them in its thread, so from then on neither the source nor its state can be used.
 
     Args:
-        source: What is called.
-        config: Whose functions run in it, and how long they may take.
+        source: The data source.
+        config: Names its hooks, and their time limit.
     """
 
-    def __init__(self, source: RolloutDataSource, config: RolloutConfig) -> None:
+    def __init__(self, source: AccountedSource, config: RolloutConfig) -> None:
         self.source = source
         self._limit = config.hook_timeout
         given = {"--data-source-path": config.data_source_path, "--buffer-filter-path": config.buffer_filter_path}
@@ -34,24 +35,35 @@ class SourceCalls:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call has not come back."""
+        """Whether a call has not returned."""
         return bool(self._problem)
 
     def check(self) -> None:
         """Make sure that the source can be used.
 
         Raises:
-            HookTimeoutError: A call has not come back.
+            HookTimeoutError: A call has not returned.
         """
         if self._problem:
             raise HookTimeoutError(self._problem)
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """If the block raises, the source is as it was before; unless a call hangs, which may still change it."""
+        undo = self.source.begin()
+        try:
+            yield
+        except BaseException:
+            if not self.hangs:
+                undo()
+            raise
+
     def get_samples(self, count: int) -> list[Group]:
-        """So many groups.
+        """The next groups.
 
         Raises:
             HookTimeoutError: It took too long.
-            DataError: It raised, or returned something else; or see `RolloutDataSource`.
+            DataError: It raised, or returned something else; or as `AccountedSource`.
         """
         groups = self._call("get_samples", self.source.get_samples, count)
         return checked_groups(groups, count, f"{self._hooks}: ") if self._hooks else groups
@@ -61,7 +73,7 @@ class SourceCalls:
 
         Raises:
             HookTimeoutError: It took too long.
-            DataError: It raised; or see `RolloutDataSourceWithBuffer`.
+            DataError: It raised; or as `RolloutDataSourceWithBuffer`.
         """
         self._call("add_samples", self.source.add_samples, groups)
 
@@ -78,20 +90,3 @@ class SourceCalls:
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # nobody else would see the last one
             raise DataError(f"{self._hooks}: {name} raised {type(error).__name__}: {error}") from error
-
-
-def checked_groups(groups: Any, count: int, where: str = "") -> list[Group]:
-    """What ``get_samples(count)`` returned, if it is what it must be.
-
-    Raises:
-        DataError: It is not.
-    """
-    if not (
-        isinstance(groups, list)
-        and len(groups) == count
-        and all(isinstance(group, list) and group and all(isinstance(one, Sample) for one in group) for group in groups)
-    ):
-        raise DataError(
-            f"{where}get_samples({count}) returned {str(groups)[:100]}; return a list of {count} groups of samples"
-        )
-    return list(groups)

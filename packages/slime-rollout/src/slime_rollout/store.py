@@ -1,13 +1,14 @@
-"""Finished rollouts on disk: whole or not at all."""
+"""Finished rollouts on disk, and the data source's state after each: whole or not at all."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
+from typing import Any
 
 from slime_core.errors import DataError
+from slime_core.files import write_whole
 from slime_core.types import RolloutBatch
 
 _NAME = re.compile(r"rollout_(\d{7,})\.jsonl")
@@ -17,7 +18,8 @@ class RolloutStore:
     """A directory with a JSON Lines file per rollout, ``rollout_0000012.jsonl``.
 
     A rollout is written before it is trained on, so that a run that is killed trains on the same samples when it
-    continues. The files are for reading, too: a head, then a line per sample.
+    continues. The files are for reading, too: a head, then a line per sample. Beside each lies what the data source
+    continues from, ``source_0000012.json``, if it was given.
 
     Args:
         directory: Made with the first write. One process writes to it at a time.
@@ -27,11 +29,15 @@ class RolloutStore:
         self._directory = Path(directory)
 
     def path(self, rollout_id: int) -> Path:
-        """The file of a rollout, whether it is there or not."""
+        """The file of a rollout, whether it exists or not."""
         return self._directory / f"rollout_{rollout_id:07d}.jsonl"
 
-    def write(self, batch: RolloutBatch) -> Path:
+    def write(self, batch: RolloutBatch, source_state: dict[str, Any] | None = None) -> Path:
         """Write a rollout so that its file is either whole or not there, power failures included.
+
+        Args:
+            batch: The rollout.
+            source_state: State of the data source after it. It is written first: each rollout in the directory has its.
 
         Returns:
             The file.
@@ -40,16 +46,26 @@ class RolloutStore:
             OSError: The directory can't be written; no file is left behind half-written under its name.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        target = self.path(batch.rollout_id)
-        part = target.with_suffix(".part")
-        text = batch.to_jsonl()
-        with part.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(target)
-        _sync_directory(self._directory)
-        return target
+        if source_state is not None:
+            write_whole(self._state_path(batch.rollout_id), json.dumps(source_state))
+        write_whole(self.path(batch.rollout_id), batch.to_jsonl())
+        return self.path(batch.rollout_id)
+
+    def read_source_state(self, rollout_id: int) -> dict[str, Any]:
+        """State of the data source after a rollout.
+
+        Raises:
+            DataError: Its file is missing or torn.
+        """
+        file = self._state_path(rollout_id)
+        try:
+            state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{file}, which the data goes on from, is missing or torn ({error}); delete {self.path(rollout_id)}, "
+                "and that rollout is generated again"
+            ) from error
+        return state
 
     def read(self, rollout_id: int) -> RolloutBatch:
         """Read a rollout.
@@ -71,7 +87,7 @@ class RolloutStore:
         return batch
 
     def ids(self) -> list[int]:
-        """Numbers of the rollouts that are there, ascending."""
+        """Numbers of the rollouts in the directory, ascending."""
         if not self._directory.is_dir():
             return []
         matches = (_NAME.fullmatch(file.name) for file in self._directory.iterdir())
@@ -82,15 +98,10 @@ class RolloutStore:
         for number in self.ids():
             if number <= rollout_id:
                 self.path(number).unlink(missing_ok=True)
+                self._state_path(number).unlink(missing_ok=True)
 
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename last: the directory's entry is data of the directory."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    def _state_path(self, rollout_id: int) -> Path:
+        return self._directory / f"source_{rollout_id:07d}.json"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -7,6 +7,7 @@ from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
+    CustomSource,
     PromptDataset,
     PromptRow,
     RolloutDataSource,
@@ -17,6 +18,12 @@ from slime_rollout.data import (
 )
 
 BUFFERED = "slime_rollout.data.RolloutDataSourceWithBuffer"
+CUSTOM = """class own:
+    def get_samples(self, num_samples): return []
+    def add_samples(self, groups): pass
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+"""
 
 
 @pytest.fixture
@@ -55,6 +62,22 @@ def test_the_buffer_and_its_filter(config, dataset, hook):
     assert [group[0].group_index for group in made.get_samples(1)] == [2]
 
 
+def test_a_filter_in_the_form_of_upstream(config, dataset, hook):
+    path = hook("def own(args, rollout_id, buffer, num_samples): return [buffer.pop()] if rollout_id is None else []")
+    made = make_data_source(config(data_source_path=BUFFERED, buffer_filter_path=path), dataset, HookArgs({}))
+    made.add_samples(made.get_samples(3))
+    assert [group[0].group_index for group in made.get_samples(1)] == [2]
+
+
+@pytest.mark.parametrize("arguments", ["self, args", "self, dataset, samples_per_prompt, shuffle, seed, args"])
+def test_a_class_that_derives_from_nothing_of_ours_is_made_with_the_prompts_or_with_the_flags(
+    config, dataset, hook, arguments
+):
+    path = hook(f"{CUSTOM}    def __init__({arguments}): self.a = args.a")
+    made = make_data_source(config(data_source_path=path), dataset, HookArgs({"a": 1}))
+    assert type(made) is CustomSource and made.source.a == 1
+
+
 def test_an_own_class_overrides_the_filter_as_a_method(config, dataset, hook):
     path = hook(
         """
@@ -71,8 +94,10 @@ def test_an_own_class_overrides_the_filter_as_a_method(config, dataset, hook):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("def own(args): pass", "no class derived from slime_rollout.data.RolloutDataSource"),
-        ("class own: pass", "no class derived from"),
+        ("def own(args): pass", "not a class with get_samples, .* derive it from slime_rollout.data.RolloutDataSource"),
+        ("class own: pass", "not a class with get_samples, add_samples, state_dict, load_state_dict; write"),
+        (f"{CUSTOM}    load_state_dict = None", "not a class with load_state_dict; write one"),
+        (f"{CUSTOM}    def __init__(self, a, b): pass", r"the class takes \(a, b\); it is called with \(dataset, "),
         (
             "class own(RolloutDataSource):\n def __init__(self): self.buffer = []",
             r"the class takes \(\); it is called with \(dataset, samples_per_prompt=…, .*args=…\)",

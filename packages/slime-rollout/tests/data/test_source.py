@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.interfaces import DataSource
-from slime_core.types import Status
-from slime_rollout.data import Fate, PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
+from slime_core.types import Sample, Status
+from slime_rollout.data import CustomSource, Fate, PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
 
 
 def dataset(size, weights=None):
@@ -139,6 +139,85 @@ def test_an_invalid_sample_is_told_when_the_state_is_taken():
     given.get_samples(1)[0][0].response_length = 9
     with pytest.raises(DataError, match="response_length 9"):
         given.state_dict()
+
+
+def test_a_transaction_is_undone_as_if_nothing_had_happened():
+    given = source(size=3, shuffle=False)
+    given.ledger.settle(given.get_samples(1), Fate.TRAINED)
+    given.get_samples(1)
+    before = given.state_dict()
+    undo = given.begin()
+    groups = given.get_samples(4)
+    given.ledger.settle(groups[:2], Fate.FILTERED)
+    given.add_samples(groups[2:3])
+    given.fresh_index()
+    undo()
+    assert given.state_dict() == before
+    assert given.get_samples(1)[0][0].index == groups[0][0].index
+
+
+def test_what_is_taken_back_comes_first_as_it_stands():
+    given = source(shuffle=False)
+    first, second = given.get_samples(2)
+    first[0].metadata["so far"] = 1
+    given.take_back()
+    assert given.check_ledger() is None
+    assert given.get_samples(3)[:2] == [first, second]
+
+
+class Counting:
+    """Numbers its samples itself, and keeps what is given back; derives from nothing."""
+
+    def __init__(self):
+        self.next, self.back = 0, []
+
+    def get_samples(self, num_samples):
+        return [self.back.pop(0) if self.back else self.fresh() for _ in range(num_samples)]
+
+    def fresh(self):
+        self.next += 1
+        return [Sample(index=self.next * 10 + i, group_index=self.next, prompt="p", tokens=[1]) for i in range(2)]
+
+    def add_samples(self, groups):
+        self.back += groups
+
+    def state_dict(self):
+        return {"next": self.next, "back": [[sample.to_dict() for sample in group] for group in self.back]}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+        self.back = [[Sample.from_dict(values) for values in group] for group in state["back"]]
+
+
+def test_a_custom_source_is_accounted_for_and_resumes():
+    given = CustomSource(Counting())
+    assert isinstance(given, DataSource)
+    first, second, third = given.get_samples(3)
+    given.add_samples([first])
+    with pytest.raises(DataError, match="sample 10 cannot be given back"):
+        given.add_samples([first])
+    given.ledger.settle([second], Fate.TRAINED)
+    after = CustomSource(Counting())
+    after.load_state_dict(json.loads(json.dumps(given.state_dict())))
+    assert after.state_dict()["source"] == given.state_dict()["source"]
+    assert after.get_samples(2) == [third, first]  # what was out comes first
+    assert after.fresh_index() > 2**39
+    given.ledger.settle([third], Fate.TRAINED)
+    assert given.check_ledger() is None
+    with pytest.raises(DataError, match=r"lacks given_back, .*; continue with the same --data-source-path"):
+        after.load_state_dict(source().state_dict())
+
+
+def test_what_a_custom_source_gave_in_a_failed_rollout_is_handed_out_again():
+    given = CustomSource(Counting())
+    given.ledger.settle(given.get_samples(1), Fate.TRAINED)
+    undo = given.begin()
+    groups = given.get_samples(2)
+    given.ledger.settle(groups[:1], Fate.FILTERED)
+    undo()
+    assert given.check_ledger() is None and given.ledger.counts["filtered"] == 0
+    assert given.get_samples(3)[:2] == groups
+    assert given.source.next == 4
 
 
 @pytest.mark.parametrize(

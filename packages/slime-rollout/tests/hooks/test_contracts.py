@@ -174,7 +174,10 @@ KINDS = {
                 source_class(f"def get_samples(self, num_samples): time.sleep({LEFT})"),
                 "it was not done after 1.2 s; it hangs",
             ),
-            "no source": ("class hook: pass", "is no class derived from slime_rollout.data.RolloutDataSource"),
+            "no source": (
+                "class hook: pass",
+                "is not a class with get_samples, .* derive it from slime_rollout.data",
+            ),
         },
     ),
     "choose from the buffer": (

@@ -53,12 +53,11 @@ def batch_lines(batch: RolloutBatch) -> str:
         "format_version": FORMAT_VERSION,
         "rollout_id": batch.rollout_id,
         "group_sizes": [len(group) for group in batch.groups],
-        "source_state": batch.source_state,
+        "weight_version": batch.weight_version,
         "metrics": batch.metrics,
         "seconds": batch.seconds,
     }
     where = f"rollout {batch.rollout_id}"
-    check_plain(batch.source_state, f"{where}: source_state")
     lines = [_line(head, where), *(_line(_row(sample), f"sample {sample.index}") for sample in batch.samples)]
     return "".join(line + "\n" for line in lines)
 
@@ -77,9 +76,8 @@ def read_batch_lines(text: str) -> dict[str, Any]:
         _parse(line, f"line {number} of a rollout file") for number, line in enumerate(text.splitlines(), start=1)
     ]
     _check_version(head, "a rollout file")
-    names = ("rollout_id", "source_state", "metrics", "seconds")
     try:
-        fields, sizes = {name: head[name] for name in names}, head["group_sizes"]
+        fields, sizes = {name: head[name] for name in ("rollout_id", "metrics", "seconds")}, head["group_sizes"]
     except KeyError as error:
         raise DataError(
             f"an entry of a rollout file is missing or of a wrong type ({error!r}); generate that rollout again"
@@ -88,6 +86,7 @@ def read_batch_lines(text: str) -> dict[str, Any]:
     if len(rows) != sum(sizes):
         raise DataError(f"rollout {fields['rollout_id']}: {len(rows)} samples, its head says {sum(sizes)}")
     samples = iter([_read_row(row, number) for number, row in enumerate(rows, start=2)])
+    fields["weight_version"] = head.get("weight_version")  # older files have none
     return fields | {"groups": [[next(samples) for _ in range(size)] for size in sizes]}
 
 

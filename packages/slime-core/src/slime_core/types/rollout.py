@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import checks
@@ -17,14 +16,14 @@ class RolloutBatch:
     Attributes:
         rollout_id: Number of the rollout, from 0.
         groups: One list of samples per prompt.
-        source_state: State of the data source *after* this rollout, as plain values.
+        weight_version: Version of the weights that it is to be trained from; ``None`` if unknown.
         metrics: Named numbers for tracking.
         seconds: Wall time per phase, such as ``generate`` and ``reward``.
     """
 
     rollout_id: int
     groups: list[Group]
-    source_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weight_version: int | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -48,8 +47,8 @@ class RolloutBatch:
             raise DataError(f"{where}: groups must be a list of lists of samples, got {type(self.groups).__name__}")
         if strangers := [sample for sample in self.samples if not isinstance(sample, Sample)]:
             raise DataError(f"{where}: groups must hold samples, got {type(strangers[0]).__name__}")
-        if not isinstance(self.source_state, dict):
-            raise DataError(f"{where}: source_state must be a dictionary, got {type(self.source_state).__name__}")
+        if self.weight_version is not None:
+            self.weight_version = checks.integer(where, "weight_version", self.weight_version, least=0)
         self.metrics = checks.named_numbers(where, "metrics", self.metrics)
         self.seconds = checks.named_numbers(where, "seconds", self.seconds)
 

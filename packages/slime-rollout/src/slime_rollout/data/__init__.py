@@ -1,6 +1,5 @@
 """Prompt files in, groups of fresh samples out."""
 
-from slime_rollout.data.buffer import RolloutDataSourceWithBuffer
 from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.choose import find_data_source, make_data_source
@@ -20,11 +19,19 @@ from slime_rollout.data.preference import (
 )
 from slime_rollout.data.prompts import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
 from slime_rollout.data.sft import SftDataset, SftFields, SftRow, read_sft, sft_sample
-from slime_rollout.data.source import RolloutDataSource
+from slime_rollout.data.source import (
+    AccountedSource,
+    CustomSource,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    checked_groups,
+)
 from slime_rollout.data.stream import StreamingPrompts
 
 __all__ = [
+    "AccountedSource",
     "ChatEncoder",
+    "CustomSource",
     "EncodedChat",
     "Fate",
     "Ledger",
@@ -47,6 +54,7 @@ __all__ = [
     "TokenizedPrompt",
     "check_prompt_data",
     "check_prompt_file",
+    "checked_groups",
     "copied_group",
     "find_data_source",
     "load_source",

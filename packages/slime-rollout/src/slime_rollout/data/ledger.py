@@ -1,4 +1,4 @@
-"""Where every generated sample went: generated = trained + filtered + aborted + buffered, checked after every step."""
+"""Where every sample went: generated = trained + filtered + aborted + buffered, checked after every rollout."""
 
 from __future__ import annotations
 
@@ -107,17 +107,17 @@ class Ledger:
         samples = [sample for samples in self._out.values() for sample in samples]
         return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
 
-    def problem(self, buffer: Iterable[Group], in_flight: Iterable[Group] = ()) -> str | None:
-        """Hold the books against what is there.
+    def problem(self, buffer: Iterable[Group] | None, in_flight: Iterable[Group] = ()) -> str | None:
+        """Compare the counts with what is there.
 
         Args:
-            buffer: Every group that waits to be handed out again.
+            buffer: Every group that waits to be handed out again; ``None`` where that cannot be seen.
             in_flight: Every group that is rightly out, such as those that are generated beside the trainer.
 
         Returns:
             What does not balance, or ``None``.
         """
-        held = {sample.trajectory for group in buffer for sample in group}
+        held = {sample.trajectory for group in buffer for sample in group} if buffer is not None else self._buffered
         running = {sample.trajectory for group in in_flight for sample in group}
         findings = {
             "out, neither trained on nor given back": sorted(self._out.keys() - running),
@@ -136,18 +136,32 @@ class Ledger:
         equation = " + ".join(f"{count} {name}" for name, count in terms.items())
         return f"the ledger does not balance: {self._generated} generated, {equation}; {'; '.join(texts)}"
 
+    def given_back(self) -> list[int]:
+        """The trajectories that wait to be handed out again, and those that are out."""
+        return sorted(self._buffered | self._out.keys())
+
+    def copy(self) -> Ledger:
+        """A ledger of its own with the same counts; it refers to the same samples."""
+        other = Ledger()
+        other._generated, other._ended = self._generated, dict(self._ended)
+        other._out, other._buffered = dict(self._out), set(self._buffered)
+        other._faults, other._faulty = self._faults, list(self._faulty)
+        return other
+
     def state_dict(self) -> dict[str, Any]:
         """The counts, as plain values. What is out or given back belongs to the data source's own state."""
         ended = {fate.value: count for fate, count in self._ended.items()}
         return {"generated": self._generated, **ended, "faults": self._faults, "faulty": list(self._faulty)}
 
-    def load_state_dict(self, state: dict[str, Any], buffer: Iterable[Group]) -> None:
-        """Continue with saved counts; of the rest, ``buffer`` waits to be handed out again and nothing is out."""
+    def load_state_dict(
+        self, state: dict[str, Any], buffer: Iterable[Group], *, given_back: Iterable[int] = ()
+    ) -> None:
+        """Continue with saved counts; of the rest, ``buffer`` and ``given_back`` wait, and nothing is out."""
         self._generated = state["generated"]
         self._ended = {fate: state[fate.value] for fate in Fate}
         self._faults, self._faulty = state["faults"], list(state["faulty"])
         self._out = {}
-        self._buffered = {sample.trajectory for group in buffer for sample in group}
+        self._buffered = {sample.trajectory for group in buffer for sample in group}.union(given_back)
 
     def _fault(self, number: int) -> None:
         self._faults += 1

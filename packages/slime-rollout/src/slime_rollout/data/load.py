@@ -10,11 +10,11 @@ from slime_rollout.data.chat import PromptEncoder
 from slime_rollout.data.choose import make_data_source
 from slime_rollout.data.dataset import PromptDataset
 from slime_rollout.data.encode import RowEncoder
-from slime_rollout.data.source import RolloutDataSource
+from slime_rollout.data.source import AccountedSource
 from slime_rollout.data.stream import StreamingPrompts
 
 
-def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> RolloutDataSource:
+def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> AccountedSource:
     """The prompts to train on, in memory or as a stream, in the data source that the flags choose.
 
     Args:

@@ -1,16 +1,20 @@
-"""Where groups come from: epoch after epoch of prompts, what was given back, and a state that holds all of it."""
+"""Where groups come from: epoch after epoch of prompts, what was given back, and an account of every sample."""
 
 from __future__ import annotations
 
+import abc
+import hashlib
 import logging
+import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
-from slime_core.types import Group
+from slime_core.interfaces import DataSource
+from slime_core.types import Group, Sample
 from slime_rollout.data.dataset import Dataset, Feed
 from slime_rollout.data.group_state import groups_from_plain, plain_groups
 from slime_rollout.data.ledger import Fate, Ledger
@@ -18,15 +22,100 @@ from slime_rollout.data.stream import StreamingPrompts
 
 logger = logging.getLogger(__name__)
 
+BufferFilter = Callable[[HookArgs, list[Group], int], list[Group]]
+
 _ENTRIES = ("data", "epoch", "position", "next_group", "next_sample", "ledger", "unfinished", "buffer")
+_FIRST_PART = 2**40  # numbers of a custom source stay below
 
 
-class RolloutDataSource:
-    """Endless groups of fresh samples. Implements `slime_core.interfaces.DataSource`.
+class AccountedSource(abc.ABC):
+    """Groups with an account of each sample, from when it is handed out until it is settled or given back.
 
-    What it hands out is out until :attr:`ledger` is told how it ended: `RolloutManager` does that for each rollout.
-    What is out when the state is taken is part of it, unfinished responses included, and is handed out first after it
-    was loaded. To keep groups that are given back, use `RolloutDataSourceWithBuffer`.
+    What it hands out is out until :attr:`ledger` records how it ended: `RolloutManager` does that for each rollout.
+    What is out when the state is saved is part of it, unfinished responses included, and is handed out first after
+    loading.
+    """
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+        self._unfinished: deque[Group] = deque()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where every sample of this source went."""
+        return self._ledger
+
+    def get_samples(self, num_groups: int) -> list[Group]:
+        """The next groups: first those that were out when a loaded state was saved, then others.
+
+        Args:
+            num_groups: How many.
+
+        Raises:
+            DataError: Of a stream: a row is invalid or cannot be read. No prompt is consumed then, and what came from
+                the buffer comes first the next time.
+        """
+        resumed = [self._unfinished.popleft() for _ in range(min(num_groups, len(self._unfinished)))]
+        try:
+            groups = resumed + self._next_groups(num_groups - len(resumed))
+        except BaseException:
+            self._unfinished.extendleft(reversed(resumed))
+            raise
+        self._ledger.hand_out(groups)
+        return groups
+
+    @abc.abstractmethod
+    def add_samples(self, groups: list[Group]) -> None:
+        """Give groups back."""
+
+    @abc.abstractmethod
+    def begin(self) -> Callable[[], None]:
+        """Begin a transaction.
+
+        Returns:
+            Undoes everything that was handed out and settled since, as if it had not happened. Samples that were
+            changed in place stay changed.
+        """
+
+    def take_back(self) -> None:
+        """Hand out first, as it stands, what is out now: whoever had it has stopped."""
+        groups = self._ledger.out_groups()
+        self._ledger.put_back(groups)
+        self._unfinished.extendleft(reversed(groups))
+
+    @abc.abstractmethod
+    def fresh_index(self) -> int:
+        """A number that no sample has or will have: for further training samples of a trajectory."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was saved."""
+
+    def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
+        """Which samples are lost or doubled, or ``None``. For use between rollouts.
+
+        Args:
+            in_flight: What is rightly out then.
+        """
+        return self._ledger.problem(chain(self._unfinished, self._buffered()), in_flight)
+
+    @abc.abstractmethod
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        """So many groups, or an error and none."""
+
+    def _buffered(self) -> Iterable[Group]:
+        """What was given back and waits."""
+        return ()
+
+
+class RolloutDataSource(AccountedSource):
+    """Endless groups of fresh samples, one group per prompt. Implements `slime_core.interfaces.DataSource`.
+
+    To keep groups that are given back, use `RolloutDataSourceWithBuffer`.
 
     Args:
         dataset: The prompts, in memory or as a stream. A batch may be larger than the data set, and may span epochs.
@@ -45,44 +134,17 @@ class RolloutDataSource:
         seed: int = 0,
         args: HookArgs | None = None,
     ) -> None:
+        super().__init__()
         self.args = args or HookArgs({})
         self._size = samples_per_prompt
         self._seed = seed
         self._feed: Feed = dataset.feed(shuffle=shuffle, seed=seed)
         self._next_group = self._next_sample = 0
-        self._ledger = Ledger()
-        self._unfinished: deque[Group] = deque()
 
     @property
     def epoch(self) -> int:
         """The epoch of the next fresh prompt, from 0."""
         return self._feed.epoch
-
-    @property
-    def ledger(self) -> Ledger:
-        """Where every sample of this source went."""
-        return self._ledger
-
-    def get_samples(self, num_groups: int) -> list[Group]:
-        """The next groups, one per prompt: first those that were out when a loaded state was taken, then fresh ones.
-
-        Args:
-            num_groups: How many.
-
-        Raises:
-            DataError: Of a stream: a row cannot be used, or cannot be read. No prompt is taken then, and what came from
-                the buffer comes first the next time.
-        """
-        resumed = min(num_groups, len(self._unfinished))
-        groups = self._take_buffered(num_groups - resumed)
-        groups = [*(self._unfinished.popleft() for _ in range(resumed)), *groups]
-        try:
-            groups += self._fresh_groups(num_groups - len(groups))
-        except BaseException:
-            self._unfinished.extendleft(reversed(groups))
-            raise
-        self._ledger.hand_out(groups)
-        return groups
 
     def add_samples(self, groups: list[Group]) -> None:
         """Give groups back. Without a buffer they are dropped, and count as aborted."""
@@ -95,13 +157,17 @@ class RolloutDataSource:
         self._next_sample += 1
         return number
 
-    def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
-        """What of the samples is lost or doubled, or ``None``. For use between rollouts.
+    def begin(self) -> Callable[[], None]:
+        """As for `AccountedSource`: containers are copied, samples are not."""
+        place, numbers = (self._feed.epoch, self._feed.position), (self._next_group, self._next_sample)
+        ledger, unfinished = self._ledger.copy(), list(self._unfinished)
 
-        Args:
-            in_flight: What is rightly out then.
-        """
-        return self._ledger.problem(chain(self._unfinished, self._buffered()), in_flight)
+        def undo() -> None:
+            self._feed.seek(*place)
+            self._next_group, self._next_sample = numbers
+            self._ledger, self._unfinished = ledger, deque(unfinished)
+
+        return undo
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain values that share nothing with this object: position, ledger, all unfinished groups.
@@ -121,7 +187,7 @@ class RolloutDataSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with exactly what came next when ``state`` was taken, after what was out at that time.
+        """Continue with exactly what came next when ``state`` was saved, after what was out at that time.
 
         Groups that this object handed out before cannot be given back afterwards.
 
@@ -148,29 +214,17 @@ class RolloutDataSource:
                 f"the saved data position belongs to other prompts or another order ({text}); continue with the same "
                 "prompt file, tokenizer, --streaming-data, --rollout-shuffle and --rollout-seed, or start a new run"
             )
-        if state["buffer"] and not self._has_buffer():
+        if state["buffer"] and not isinstance(self, RolloutDataSourceWithBuffer):
             raise DataError(
                 f"the saved state has {len(state['buffer'])} groups in a buffer, and {type(self).__name__} has none; "
                 "continue with the same --data-source-path"
             )
 
-    def _has_buffer(self) -> bool:
-        """Whether groups can be given back."""
-        return False
-
-    def _buffered(self) -> list[Group]:
-        """What was given back."""
-        return []
-
-    def _take_buffered(self, num_groups: int) -> list[Group]:
-        """At most so many groups of what was given back."""
-        return []
-
     def _fill_buffer(self, groups: list[Group]) -> None:
         """Continue with this buffer."""
 
-    def _fresh_groups(self, num_groups: int) -> list[Group]:
-        """All of them, or the feed's error and none."""
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        """Fresh groups: all of them, or the feed's error and none."""
         place = self._feed.epoch, self._feed.position
         try:
             groups = [
@@ -187,3 +241,246 @@ class RolloutDataSource:
         self._next_group += num_groups
         self._next_sample += num_groups * self._size
         return groups
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """Groups that are given back come first, chosen by :meth:`buffer_filter`; then fresh ones.
+
+    Without over-sampling, `RolloutManager` gives nothing back by itself. Subclasses and callers may:
+    ``manager.source.add_samples(groups)`` between rollouts, with groups of ``manager.source.get_samples``. The manager
+    then keeps responses that are finished and rewards that are there, and generates the others anew.
+
+    A state holds the whole buffer with unfinished responses, and :attr:`random`'s place. A subclass with a state of its
+    own adds it in `state_dict` and `load_state_dict`.
+
+    Args:
+        dataset: The prompts.
+        samples_per_prompt: Size of a fresh group.
+        shuffle: Shuffle every epoch by its own order.
+        seed: Seed of the shuffle and of :attr:`random`.
+        args: Every flag by its name, handed to :meth:`buffer_filter`.
+        filter: A function ``(args, buffer, num_samples)`` that chooses in place of :meth:`buffer_filter`'s own rule.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | StreamingPrompts,
+        *,
+        samples_per_prompt: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        args: HookArgs | None = None,
+        filter: BufferFilter | None = None,
+    ) -> None:
+        super().__init__(dataset, samples_per_prompt=samples_per_prompt, shuffle=shuffle, seed=seed, args=args)
+        self._buffer: deque[Group] = deque()
+        self._filter = filter
+        self._choices = 0
+        self._is_fifo = filter is None and type(self).buffer_filter is RolloutDataSourceWithBuffer.buffer_filter
+
+    @property
+    def random(self) -> random.Random:
+        """A generator for :meth:`buffer_filter`, seeded anew for each choice, so that a resumed run chooses alike."""
+        seed = hashlib.blake2b(f"{self._seed}:choice:{self._choices}".encode(), digest_size=8).digest()
+        return random.Random(int.from_bytes(seed, "big"))
+
+    def buffer_filter(self, args: HookArgs, buffer: list[Group], num_samples: int) -> list[Group]:
+        """Choose what to hand out again. To be overridden; by default the groups that came back first.
+
+        Args:
+            args: Every flag by its name.
+            buffer: What was given back, oldest first: a list of its own. Groups that are removed from it and not
+                returned are dropped for good, and count as filtered.
+            num_samples: Most groups to return.
+
+        Returns:
+            Groups of ``buffer``, removed from it or not; the source removes them. Fresh ones make up for the rest.
+        """
+        if self._filter is not None:
+            return self._filter(args, buffer, num_samples)
+        return buffer[:num_samples]
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Give groups back, to be handed out again.
+
+        Args:
+            groups: Groups that are out, whole or in part, finished or not.
+
+        Raises:
+            DataError: A sample is not out: trained on, dropped or given back before. Nothing is added then.
+        """
+        groups = [group for group in groups if group]
+        self._ledger.put_back(groups)
+        self._buffer.extend(groups)
+
+    def begin(self) -> Callable[[], None]:
+        """As for `AccountedSource`."""
+        undo_rest, buffer, choices = super().begin(), list(self._buffer), self._choices
+
+        def undo() -> None:
+            undo_rest()
+            self._buffer, self._choices = deque(buffer), choices
+
+        return undo
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain values that share nothing with this object.
+
+        Raises:
+            DataError: A sample that is out or in the buffer has an invalid field.
+        """
+        return super().state_dict() | {"choices": self._choices}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with exactly what came next when ``state`` was saved; one of a source without a buffer will do.
+
+        Raises:
+            DataError: As for `RolloutDataSource`.
+        """
+        super().load_state_dict(state)
+        self._choices = state.get("choices", 0)
+
+    def _buffered(self) -> list[Group]:
+        return list(self._buffer)
+
+    def _fill_buffer(self, groups: list[Group]) -> None:
+        self._buffer = deque(groups)
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        buffered = self._take_buffered(num_groups)
+        try:
+            return buffered + super()._next_groups(num_groups - len(buffered))
+        except BaseException:
+            self._unfinished.extendleft(reversed(buffered))
+            raise
+
+    def _take_buffered(self, num_groups: int) -> list[Group]:
+        if not self._buffer or num_groups == 0:
+            return []
+        if self._is_fifo:  # what the general way would give, without looking through the whole buffer
+            return [self._buffer.popleft() for _ in range(min(num_groups, len(self._buffer)))]
+        offered = list(self._buffer)
+        chosen = self._choose(offered, num_groups)
+        taken, kept = set(map(id, chosen)), set(map(id, offered))
+        dropped = [group for group in self._buffer if id(group) not in taken and id(group) not in kept]
+        self._buffer = deque(group for group in self._buffer if id(group) in kept and id(group) not in taken)
+        self._ledger.drop_buffered(dropped)
+        self._choices += 1
+        return chosen
+
+    def _choose(self, offered: list[Group], num_groups: int) -> list[Group]:
+        name = "--buffer-filter-path" if self._filter is not None else f"{type(self).__name__}.buffer_filter"
+        try:
+            chosen: Any = self.buffer_filter(self.args, offered, num_groups)
+        except Exception as error:
+            raise DataError(f"{name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(chosen, list):
+            raise DataError(f"{name} returned {type(chosen).__name__}; return a list of groups of the buffer")
+        if len(chosen) > num_groups:
+            raise DataError(f"{name} returned {len(chosen)} groups; return {num_groups} at most")
+        own = set(map(id, self._buffer))
+        if any(id(group) not in own for group in chosen):
+            raise DataError(f"{name} returned a group that is not in the buffer; return its groups as they are")
+        if len(set(map(id, chosen))) < len(chosen):
+            raise DataError(f"{name} returned a group twice; return each once")
+        return list(chosen)
+
+
+class CustomSource(AccountedSource):
+    """An account of a custom data source that does not derive from ours, but has the protocol's methods.
+
+    It numbers its samples itself, below 2^40, and keeps what it is given back. What it handed out in a rollout that
+    failed is handed out again without asking it.
+
+    Args:
+        source: The custom source.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        super().__init__()
+        self.source = source
+        self._next_part = _FIRST_PART
+        self._drawn: list[Group] = []
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Give groups back to the source; those that are out by the account.
+
+        Raises:
+            DataError: A sample is not out: trained on, dropped or given back before.
+        """
+        groups = [group for group in groups if group]
+        self._ledger.put_back(groups)
+        self.source.add_samples(groups)
+
+    def fresh_index(self) -> int:
+        """As for `AccountedSource`."""
+        self._next_part += 1
+        return self._next_part - 1
+
+    def begin(self) -> Callable[[], None]:
+        """As for `AccountedSource`; undone, what the source gave since is kept here and comes first."""
+        ledger, unfinished = self._ledger.copy(), list(self._unfinished)
+        self._drawn = []
+
+        def undo() -> None:
+            ledger.hand_out(self._drawn)
+            ledger.put_back(self._drawn)
+            self._ledger, self._unfinished = ledger, deque(unfinished + self._drawn)
+
+        return undo
+
+    def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
+        """As for `AccountedSource`; what the source keeps is taken to be there."""
+        return self._ledger.problem(None, in_flight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The source's state and the account's."""
+        return {
+            "source": self.source.state_dict(),
+            "next_part": self._next_part,
+            "ledger": self._ledger.state_dict(),
+            "given_back": self._ledger.given_back(),
+            "unfinished": plain_groups(chain(self._ledger.out_groups(), self._unfinished)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was saved.
+
+        Raises:
+            DataError: It is another class's state.
+        """
+        if missing := {"source", "next_part", "ledger", "given_back", "unfinished"} - state.keys():
+            raise DataError(
+                f"the saved data position lacks {', '.join(sorted(missing))}; continue with the same "
+                "--data-source-path, or start a new run"
+            )
+        unfinished = groups_from_plain(state["unfinished"])
+        self.source.load_state_dict(state["source"])
+        self._next_part = state["next_part"]
+        self._ledger.load_state_dict(state["ledger"], unfinished, given_back=state["given_back"])
+        self._unfinished = deque(unfinished)
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        if num_groups == 0:
+            return []
+        where = f"--data-source-path: {type(self.source).__name__}."
+        groups = checked_groups(self.source.get_samples(num_groups), num_groups, where)
+        self._drawn += groups
+        return groups
+
+
+def checked_groups(groups: Any, count: int, where: str = "") -> list[Group]:
+    """What ``get_samples(count)`` returned, if it is a list of that many groups.
+
+    Raises:
+        DataError: It is not.
+    """
+    if not (
+        isinstance(groups, list)
+        and len(groups) == count
+        and all(isinstance(group, list) and group and all(isinstance(one, Sample) for one in group) for group in groups)
+    ):
+        raise DataError(
+            f"{where}get_samples({count}) returned {str(groups)[:100]}; return a list of {count} groups of samples"
+        )
+    return list(groups)

@@ -25,7 +25,6 @@ from slime_core.types import Group, Sample, Status
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
-from slime_rollout.event_loop import PerLoop
 from slime_rollout.generate.context import GenerateGroup, GenerationContext
 from slime_rollout.generate.hook_call import TOKENIZED_KEY, HookCall, begin_anew, by_trajectory, current
 from slime_rollout.generate.single_turn import FINISHED, single_turn
@@ -70,7 +69,7 @@ class CustomGenerate:
         self.takes_group, self._takes_evaluation = _form(self._function, self._where)
         self._continues = bool(getattr(self._function, CONTINUES, False))
         self._timeout = timeout
-        self._slots = PerLoop(lambda: asyncio.Semaphore(calls))
+        self._slots = asyncio.Semaphore(calls)
 
     def __call__(self, group: Group, context: GenerationContext) -> list[Awaitable[list[Sample]]]:
         """One piece of work for each sample, or one for the group."""
@@ -82,7 +81,7 @@ class CustomGenerate:
         unfinished = [sample for sample in group if sample.status not in FINISHED]
         if not unfinished:
             return group
-        async with self._slots.here():
+        async with self._slots:
             if context.stop.is_set():
                 return group
             for sample in unfinished:

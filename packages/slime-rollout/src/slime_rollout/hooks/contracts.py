@@ -24,6 +24,7 @@ from slime_rollout.data import (
     PromptDataset,
     PromptEncoder,
     RolloutDataSource,
+    checked_groups,
     load_tokenizer,
     make_data_source,
 )
@@ -43,7 +44,6 @@ from slime_rollout.hooks import GivenHook
 from slime_rollout.hooks.limits import call_within
 from slime_rollout.pipeline import all_of
 from slime_rollout.rewards import make_group_reward, make_reward
-from slime_rollout.source_calls import checked_groups
 
 TIME_LIMIT = 60.0
 REPLIES = ("The answer is 4.", "I do not know.")

@@ -12,8 +12,8 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
-from slime_rollout.daemon_thread import Outcome, start_call
 from slime_rollout.errors import HookTimeoutError
+from slime_rollout.threads import CallOutcome, start_call
 
 FLAG = "--hook-timeout"
 _THREAD = "slime-hook"
@@ -48,7 +48,7 @@ async def await_within(seconds: float, what: str, function: Callable[..., Any], 
     return _given(outcome)
 
 
-def _given(outcome: Outcome) -> Any:
+def _given(outcome: CallOutcome) -> Any:
     value, error = outcome
     if error is not None:
         raise error

@@ -17,11 +17,9 @@ from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, RewardValue
 from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
-from slime_rollout import daemon_thread
 from slime_rollout.errors import RewardError, VerifierError
-from slime_rollout.event_loop import PerLoop
 from slime_rollout.failures import Outcome, name_samples
-from slime_rollout.loop_thread import LoopThread
+from slime_rollout.threads import CallOutcome, LoopThread, PerLoop, start_call
 
 FLAG = "--custom-rm-path"
 _USUAL_NAMES = ("custom_rm", "CustomRewardModel")
@@ -295,13 +293,13 @@ class FunctionCalls:
             raise VerifierError(f"{self._name} raised {type(error).__name__} for {about}: {error}") from error
         return value
 
-    async def _call(self, args: tuple[Any, ...]) -> daemon_thread.Outcome:
+    async def _call(self, args: tuple[Any, ...]) -> CallOutcome:
         if inspect.iscoroutinefunction(self._function):
             return await self._on_loop(functools.partial(self._function, *args))
         value, error = await self._in_thread(functools.partial(self._function, *args))
         return await self._on_loop(lambda: value) if inspect.isawaitable(value) else (value, error)
 
-    async def _in_thread(self, function: Callable[[], Any]) -> daemon_thread.Outcome:
+    async def _in_thread(self, function: Callable[[], Any]) -> CallOutcome:
         call = object()
 
         def run() -> Any:
@@ -312,12 +310,12 @@ class FunctionCalls:
 
         with self._lock:
             self._running[call] = None, time.monotonic()
-        return await asyncio.wrap_future(daemon_thread.start_call(_THREAD, run))
+        return await asyncio.wrap_future(start_call(_THREAD, run))
 
-    async def _on_loop(self, function: Callable[[], Any]) -> daemon_thread.Outcome:
+    async def _on_loop(self, function: Callable[[], Any]) -> CallOutcome:
         call = object()
 
-        async def run() -> daemon_thread.Outcome:
+        async def run() -> CallOutcome:
             try:
                 return await function(), None
             except GeneratorExit:

@@ -1,0 +1,180 @@
+"""Work in other threads: an event loop that lives there, and plain calls that may never end."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+Arguments = TypeVarTuple("Arguments")
+CallOutcome = tuple[Any, BaseException | None]
+"""What a function returned, or what it raised."""
+
+_STOP_SECONDS = 10.0
+
+
+def start_call(thread: str, function: Callable[..., Any], *args: Any) -> Future[CallOutcome]:
+    """Call a function in a daemon thread, which does not keep the process alive.
+
+    Args:
+        thread: The thread's name.
+        function: May raise anything, and may never return.
+        *args: Its arguments.
+
+    Returns:
+        Its outcome. The future itself does not fail; cancelling it ends the wait, not the call.
+    """
+    answer: Future[CallOutcome] = Future()
+
+    def run() -> None:
+        try:
+            outcome: CallOutcome = function(*args), None
+        except BaseException as error:
+            outcome = None, error
+        if answer.set_running_or_notify_cancel():
+            answer.set_result(outcome)
+
+    # No executor: Python joins an executor's threads at exit, so one stuck call would keep the process alive.
+    threading.Thread(target=run, name=thread, daemon=True).start()
+    return answer
+
+
+class PerLoop(Generic[Value]):
+    """A value for each event loop, until that is closed: a reward may be asked from several, one after the other.
+
+    A `WeakKeyDictionary` would keep all of them: a semaphore that somebody has waited for refers to its loop.
+
+    Args:
+        make: Makes the value.
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._values: dict[asyncio.AbstractEventLoop, Value] = {}
+
+    def here(self) -> Value:
+        """The value of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._values:
+                self._values = {other: value for other, value in self._values.items() if not other.is_closed()}
+                self._values[loop] = self._make()
+            return self._values[loop]
+
+
+class LoopThread:
+    """A running event loop in a daemon thread, which does not keep the process alive.
+
+    Args:
+        name: The thread's name.
+        daemon_calls: Whether `asyncio.to_thread` starts a daemon thread for each call, as for calls that may hang: at
+            exit, Python joins the threads of the usual pool.
+    """
+
+    def __init__(self, name: str, *, daemon_calls: bool = True) -> None:
+        self._loop = _DaemonCallsLoop() if daemon_calls else asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_live, args=(self._loop,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run something there. Cancelling the future cancels it there, and does not wait for that."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run something there and wait for it. If the wait is interrupted, the work is cancelled, and has ended."""
+        ended = threading.Event()
+
+        async def noted() -> Result:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = self.submit(noted())
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                ended.wait(_STOP_SECONDS)
+            raise
+
+    async def responds(self, seconds: float) -> bool:
+        """Whether something else could run there within so many seconds."""
+        answer = asyncio.wrap_future(self.submit(asyncio.sleep(0)))
+        done, _ = await asyncio.wait([answer], timeout=seconds)
+        answer.cancel()
+        return bool(done)
+
+    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
+        """End the thread once all that runs there has ended, and ``last`` after it. Nothing may be submitted any more.
+
+        Does not wait.
+        """
+
+        async def stop() -> None:
+            try:
+                while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                    await asyncio.wait(others)
+                if last is not None:
+                    await last()
+            finally:
+                self._loop.stop()
+
+        self.submit(stop())
+
+    def cancel_all(self, first: Callable[[], Awaitable[None]]) -> None:
+        """Run ``first``, cancel everything else that runs there, and end the thread. Waits for that, some seconds."""
+
+        async def stop() -> None:
+            try:
+                await first()
+                for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                    task.cancel()
+            finally:
+                self.close()
+
+        done = self.submit(stop())
+        if threading.current_thread() is not self._thread:  # as when the garbage collector ran there
+            concurrent.futures.wait([done], timeout=_STOP_SECONDS)
+            self._thread.join(_STOP_SECONDS)
+
+
+def _live(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+class _DaemonCallsLoop(asyncio.SelectorEventLoop):
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> asyncio.Future[Result]:
+        return super().run_in_executor(executor or _DaemonThreads(), func, *args)
+
+
+class _DaemonThreads(Executor):
+    """Runs each call in a daemon thread of its own."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        start_call(threading.current_thread().name, functools.partial(fn, *args, **kwargs)).add_done_callback(
+            lambda done: _pass_on(done.result(), answer)
+        )
+        return answer
+
+
+def _pass_on(outcome: CallOutcome, answer: Future[Any]) -> None:
+    value, error = outcome
+    if not answer.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(value)

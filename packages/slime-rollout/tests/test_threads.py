@@ -1,0 +1,115 @@
+import asyncio
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from slime_core.types import Sample
+from slime_rollout.rewards import BatchedReward
+from slime_rollout.rewards.custom import AT_ONCE, FunctionCalls
+from slime_rollout.threads import LoopThread, PerLoop
+
+
+@pytest.fixture
+def thread():
+    thread = LoopThread("a loop")
+    yield thread
+    thread.close()
+
+
+def test_a_loop_thread_gives_what_the_work_returns_or_raises(thread):
+    async def main(error):
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return threading.current_thread().name
+
+    assert thread.run(main(None)) == "a loop"
+    with pytest.raises(KeyError, match="x"):
+        thread.run(main(KeyError("x")))
+
+
+def test_work_has_ended_when_the_wait_for_it_was_interrupted(thread, monkeypatch):
+    """By ctrl-c in a thread that waits; what is undone then must be undone before anything else is called."""
+    steps, plain = [], asyncio.run_coroutine_threadsafe
+
+    async def main():
+        steps.append("begun")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            steps.append("undone")
+
+    def interrupted(work, loop):
+        future = plain(work, loop)
+
+        def result():
+            while not steps:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+
+        future.result = result
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(main())
+    assert steps == ["begun", "undone"]
+
+
+def test_a_thread_that_is_told_to_stop_cancels_what_runs_and_ends():
+    thread, done = LoopThread("another"), []
+
+    async def last():
+        done.append("first")
+
+    future = thread.submit(asyncio.sleep(60))
+    thread.cancel_all(last)
+    assert done == ["first"] and future.cancelled() and not thread._thread.is_alive()
+
+
+def test_each_event_loop_has_a_value_of_its_own():
+    made = PerLoop(list)
+
+    async def twice():
+        return made.here() is made.here(), made.here()
+
+    (same, one), (_, other) = asyncio.run(twice()), asyncio.run(twice())
+    assert same and one == other and one is not other
+
+
+async def one_by_one():
+    await asyncio.sleep(0)
+
+
+async def score(group):
+    await asyncio.sleep(0)
+    return [1.0] * len(group)
+
+
+def contended_calls():
+    made = FunctionCalls("own", one_by_one, timeout=30.0)
+    return lambda: made("sample 1"), 2 * AT_ONCE
+
+
+def contended_batches():
+    made = BatchedReward(score)
+    return lambda: made(Sample(index=0, group_index=0, prompt="a")), 2
+
+
+@pytest.mark.parametrize("contended", [contended_calls, contended_batches])
+def test_rollouts_leave_no_event_loops_behind(contended):
+    ask, count = contended()
+    loops = weakref.WeakSet()
+
+    async def rollout():
+        loops.add(asyncio.get_running_loop())
+        await asyncio.gather(*(ask() for _ in range(count)))
+
+    for _ in range(6):
+        asyncio.run(asyncio.wait_for(rollout(), 30))
+    gc.collect()
+    assert len(loops) <= 1  # that of the last rollout, until the next
