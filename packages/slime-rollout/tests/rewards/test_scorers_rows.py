@@ -8,7 +8,7 @@ from slime_core.types import Sample
 from slime_rollout import failures
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.files import RawRow
-from slime_rollout.data.prompts import check_row
+from slime_rollout.data.rows import check_row
 from slime_rollout.errors import RewardError
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.http import HttpError

@@ -8,17 +8,21 @@ from slime_rollout.data.encode import RowEncoder, TokenizedPrompt
 from slime_rollout.data.group_state import copied_group
 from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.load import load_source
-from slime_rollout.data.preference import (
+from slime_rollout.data.offline import (
     PreferenceBatch,
     PreferenceDataset,
     PreferenceEncoder,
     PreferenceFields,
     PreferenceRow,
+    SftDataset,
+    SftFields,
+    SftRow,
     preference_batch,
     read_preferences,
+    read_sft,
+    sft_sample,
 )
-from slime_rollout.data.prompts import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
-from slime_rollout.data.sft import SftDataset, SftFields, SftRow, read_sft, sft_sample
+from slime_rollout.data.rows import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
 from slime_rollout.data.source import (
     AccountedSource,
     CustomSource,

@@ -21,7 +21,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.files import RawRow
 from slime_rollout.data.group_state import copied_value
-from slime_rollout.data.prompts import PromptRow, check_row
+from slime_rollout.data.rows import PromptRow, check_row
 
 T = TypeVar("T")
 

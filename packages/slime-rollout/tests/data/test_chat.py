@@ -1,8 +1,119 @@
-import pytest
+import shutil
+import subprocess
+from pathlib import Path
 
-from slime_core.errors import DataError
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
+from slime_rollout.data import PromptEncoder, load_tokenizer
 from slime_rollout.data.chat import ChatTurns, as_messages
+
+
+@pytest.fixture
+def tokenizer(tokenizer_dir):
+    return load_tokenizer(tokenizer_dir)
+
+
+def with_bos(tokenizer):
+    """The same tokenizer, now putting <|start|> in front as Llama's does."""
+    tokenizer.bos_token = "<|start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+    )
+    return tokenizer
+
+
+def test_text_is_tokenized_as_the_tokenizer_does(tokenizer):
+    encoder = PromptEncoder(tokenizer, apply_chat_template=False)
+    tokens = encoder.encode("12 + 30 =")
+    assert tokenizer.decode(tokens) == "12 + 30 ="
+    assert tokens == tokenizer("12 + 30 =")["input_ids"]
+
+
+def test_a_first_token_comes_once(tokenizer):
+    encoder = PromptEncoder(with_bos(tokenizer), apply_chat_template=False)
+    plain = encoder.encode("12 + 30 =")
+    assert plain[0] == 1
+    assert plain.count(1) == 1
+    assert encoder.encode("<|start|>12 + 30 =") == plain
+
+
+def test_the_template_renders_messages_and_text_alike(tokenizer):
+    encoder = PromptEncoder(with_bos(tokenizer), apply_chat_template=True)
+    tokens = encoder.encode([{"role": "user", "content": "2 + 2?"}])
+    assert tokenizer.decode(tokens) == "<|start|>user:2 + 2?<|end|><|start|>assistant:"
+    assert encoder.encode("2 + 2?") == tokens
+
+
+def test_messages_without_the_template(tokenizer):
+    with pytest.raises(DataError, match="add --apply-chat-template"):
+        PromptEncoder(tokenizer, apply_chat_template=False).encode([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_refuses_is_one_line(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('roles\n  must alternate') }}"
+    with pytest.raises(DataError, match=r"^the chat template refuses the messages: roles must alternate$"):
+        PromptEncoder(tokenizer, apply_chat_template=True).encode("a")
+
+
+def test_the_template_gets_tools_and_further_arguments(tokenizer):
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}"
+        "{% if thinking is defined %}|{{ thinking }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    encoder = PromptEncoder(tokenizer, apply_chat_template=True)
+    assert tokenizer.decode(encoder.encode("a")) == "a>"
+    assert tokenizer.decode(encoder.encode("a", tools)) == "add;a>"
+    changed = {"thinking": 5, "add_generation_prompt": False}
+    encoder = PromptEncoder(tokenizer, apply_chat_template=True, template_kwargs=changed)
+    assert tokenizer.decode(encoder.encode("a", tools)) == "add;a|5"
+
+
+def test_no_template_to_apply(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template; leave the flag out"):
+        PromptEncoder(tokenizer, apply_chat_template=True)
+
+
+def test_no_directory():
+    with pytest.raises(ConfigError, match=r"some/model is no directory; give a model's"):
+        load_tokenizer("some/model")
+
+
+@pytest.mark.parametrize("broken", [None, "{", '{"model": 5}'])
+def test_a_directory_without_a_tokenizer(tmp_path, broken):
+    if broken is not None:
+        (tmp_path / "tokenizer.json").write_text(broken)
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConfigError, match="has no tokenizer that transformers can load") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(180)
+def test_a_torchvision_that_cannot_be_imported_does_not_matter(engine_python, tokenizer_dir, tmp_path):
+    """As in an engine environment on a CPU, which has the CUDA build of torchvision."""
+    shutil.copy(Path(tokenizer_dir) / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # for which transformers imports torchvision
+    code = "import sys; from slime_rollout.data.chat import load_tokenizer; print(len(load_tokenizer(sys.argv[1])))"
+    result = subprocess.run(
+        [engine_python, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert result.stdout.split()[-1:] == [str(len(load_tokenizer(str(tmp_path))))], result.stderr
+
+
+def test_a_transformers_that_lacks_something_is_not_blamed_on_the_model(tokenizer_dir, monkeypatch):
+    def missing(path):
+        raise ImportError("no protobuf")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
+    with pytest.raises(ConfigError, match=r"transformers in .* is incomplete: no protobuf"):
+        load_tokenizer(tokenizer_dir)
+
 
 ASKED = [{"role": "user", "content": "How warm?"}]
 TOOL = [{"role": "tool", "content": "7"}]

@@ -1,11 +1,12 @@
-"""Preference pairs: one prompt and two responses, of which people or a judge preferred the first.
+"""Training data that needs no generation: conversations for supervised fine-tuning, and preference pairs.
+
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5", "margin": 1.5}
     {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": [{"role": "user", …}, …]}
 
 In chat pairs the prompt may stand in its own field or at the beginning of both conversations, or in both places.
-They are tokenized and batched as the DPO and reward-model losses of slime_core take them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Prompt, Sample
+from slime_rollout.data.chat import text_tokens
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.dataset import Dataset
 from slime_rollout.data.files import RawRow
@@ -28,21 +30,143 @@ from slime_rollout.data.rows import Fields, Row, common_values, field_name, kind
 logger = logging.getLogger(__name__)
 
 CHOSEN_REWARD, REJECTED_REWARD = 1.0, 0.0
+_MESSAGE_KEYS = ("messages", "conversations")
 _PROMPT_KEYS = ("prompt", "question", "instruction", "input")
 _CHOSEN_KEYS = ("chosen", "chosen_response", "preferred")
 _REJECTED_KEYS = ("rejected", "rejected_response", "dispreferred")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceFields(Fields):
-    """Which fields of a row hold what, besides those of `Fields`.
+class SftFields(Fields):
+    """Name of the field of messages; unset: ``messages``, then ``conversations``."""
 
-    Attributes:
-        prompt_key: Field of the prompt; unset: ``prompt``, ``question``, ``instruction``, then ``input``.
-        chosen_key: Field of the better response; unset: ``chosen``, ``chosen_response``, then ``preferred``.
-        rejected_key: Field of the other; unset: ``rejected``, ``rejected_response``, then ``dispreferred``.
-        margin_key: Field of a number, how much better it is; optional in a row.
+    messages_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRow(Row):
+    """One conversation of a file, with an assistant's message in it."""
+
+    messages: list[Message]
+
+
+def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "error") -> list[SftRow]:
+    """Read and check a file of conversations, as `read_prompts` does one of prompts. It needs no tokenizer.
+
+    Raises:
+        DataError: The file is missing or empty, or a row breaks the format; says which and how.
     """
+    return read_rows(path, functools.partial(_sft_row, fields=fields or SftFields()), on_bad_data)
+
+
+def sft_sample(row: SftRow, encoder: ChatEncoder, *, index: int, max_length: int | None = None) -> Sample:
+    """A conversation as a sample to train on, numbered ``index``, in a group of the same number.
+
+    Its prompt tokens end where the first trained token begins; its loss mask is 0 on what users, tools and headers
+    say after that. The reward is 0, which no SFT loss looks at. What is longer than ``max_length`` tokens loses its end
+    and is marked ``truncated``.
+
+    Raises:
+        DataError: The template cannot be used for it, or no trained token is left.
+    """
+    encoded = _encode(row, encoder, max_length)
+    if 1 not in encoded.loss_mask:
+        cut = f" among the first {max_length} tokens" if encoded.truncated else ""
+        raise DataError(f"{row.where}: there is nothing to train on{cut}; leave the row out")
+    return _sft_sample(row, encoder, encoded, index=index, group_index=index)
+
+
+class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
+    """Conversations and the tokens that ``encoder`` made of them.
+
+    A `RolloutDataSource` takes it as it takes prompts: order, epochs, exact state.
+    """
+
+    def __init__(self, rows: Iterable[tuple[SftRow, EncodedChat]], encoder: ChatEncoder) -> None:
+        super().__init__(rows)
+        self._encoder = encoder
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        encoder: ChatEncoder,
+        *,
+        max_length: int | None = None,
+        fields: SftFields | None = None,
+        on_bad_data: str = "error",
+    ) -> SftDataset:
+        """Read, check and tokenize a file as :func:`read_sft` does; a row that the template refuses is bad, too.
+
+        Conversations longer than ``max_length`` tokens lose their end. Those without a trained token are left out.
+
+        Raises:
+            DataError: The file breaks its format, the template cannot be used, or no row is left.
+        """
+
+        def encoded_row(raw: RawRow) -> tuple[SftRow, EncodedChat]:
+            row = _sft_row(raw, fields or SftFields())
+            return row, _encode(row, encoder, max_length)
+
+        rows = read_rows(path, encoded_row, on_bad_data)
+        kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
+        if not kept:
+            raise DataError(f"{path}: none of the {len(rows)} conversations has a trained token within {max_length}")
+        cut = sum(encoded.truncated for _, encoded in kept)
+        _log_left_out(path, len(rows), "conversations", len(kept), cut, f"without a trained token within {max_length}")
+        return cls(kept, encoder)
+
+    def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
+        """Samples of one conversation: ``size`` of them, usually one."""
+        row, encoded = self._items[place]
+        return [
+            _sft_sample(row, self._encoder, encoded, index=first_index + offset, group_index=group_index)
+            for offset in range(size)
+        ]
+
+    def _hashed(self, item: tuple[SftRow, EncodedChat]) -> Any:
+        row, encoded = item
+        return [row.metadata, encoded.tokens, encoded.loss_mask]
+
+
+def _encode(row: SftRow, encoder: ChatEncoder, max_length: int | None) -> EncodedChat:
+    try:
+        return encoder.encode(row.messages, tools=row.tools, max_length=max_length)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from None
+
+
+def _sft_sample(row: SftRow, encoder: ChatEncoder, encoded: EncodedChat, *, index: int, group_index: int) -> Sample:
+    return encoded.sample(
+        response=encoder.response(encoded),
+        reward=0.0,
+        index=index,
+        group_index=group_index,
+        prompt=copy.deepcopy(row.messages),
+        metadata=copy.deepcopy(row.metadata) | ({"tools": copy.deepcopy(row.tools)} if row.tools else {}),
+    )
+
+
+def _sft_row(raw: RawRow, fields: SftFields) -> SftRow:
+    where, values = raw.where, row_values(raw)
+    key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation", "name the field")
+    messages = read_messages(f"{where}: {key!r}", values[key])
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(f"{where}: no message is the assistant's, so there is nothing to train on; roles: {roles}")
+    if roles[0] == "assistant":
+        raise DataError(f"{where}: message 1 is the assistant's; begin with a system or user message")
+    return SftRow(messages=messages, **common_values(where, values, fields, {key}))
+
+
+def _log_left_out(path: str, total: int, what: str, kept: int, cut: int, why: str) -> None:
+    if cut or kept < total:
+        logger.warning("%s: of %d %s left out %d %s tokens, and cut %d", path, total, what, total - kept, why, cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceFields(Fields):
+    """Names of fields; unset: the first of the usual names that a row has. The margin is optional in a row."""
 
     prompt_key: str | None = None
     chosen_key: str | None = None
@@ -52,12 +176,9 @@ class PreferenceFields(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRow(Row):
-    """One pair of a file, with what any `Row` has: text throughout, or messages throughout.
+    """One pair of a file: text throughout, or messages throughout, where responses are those after the prompt.
 
     Attributes:
-        prompt: What both respond to.
-        chosen: The better response; as messages, those after the prompt.
-        rejected: The other.
         margin: By how much the chosen one is better, if the row says so.
     """
 
@@ -70,17 +191,12 @@ class PreferenceRow(Row):
 def read_preferences(
     path: str, fields: PreferenceFields | None = None, *, on_bad_data: str = "error"
 ) -> list[PreferenceRow]:
-    """Read and check a file of pairs, or the slice of it that ``path`` names. It needs no tokenizer.
-
-    Args:
-        path: The file.
-        fields: The names of the fields.
-        on_bad_data: For rows that break the format: ``error``, or ``skip`` and log how many and which.
+    """Read and check a file of pairs, as `read_prompts` does one of prompts. It needs no tokenizer.
 
     Raises:
-        DataError: The file is missing or empty, or a line breaks the format; says which and how.
+        DataError: The file is missing or empty, or a row breaks the format; says which and how.
     """
-    return read_rows(path, functools.partial(_row, fields=fields or PreferenceFields()), on_bad_data)
+    return read_rows(path, functools.partial(_preference_row, fields=fields or PreferenceFields()), on_bad_data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +223,12 @@ class PreferenceBatch:
 def preference_batch(groups: Sequence[Group]) -> PreferenceBatch:
     """Batch pairs, such as a `RolloutDataSource` over a :class:`PreferenceDataset` gives them.
 
-    Args:
-        groups: P pairs, each of the chosen and the rejected sample.
-
     Raises:
-        DataError: A group is no such pair.
+        DataError: A group is not a chosen and a rejected sample.
     """
     for group in groups:
-        if [sample.reward for sample in group] != [CHOSEN_REWARD, REJECTED_REWARD]:
-            rewards = [sample.reward for sample in group]
+        rewards = [sample.reward for sample in group]
+        if rewards != [CHOSEN_REWARD, REJECTED_REWARD]:
             raise DataError(f"a preference pair is a chosen and a rejected sample, rewards 1 and 0; got {rewards}")
     samples = [sample for group in groups for sample in group]
     given = [group[0].train_metadata.get("margin") for group in groups]
@@ -129,15 +242,11 @@ def preference_batch(groups: Sequence[Group]) -> PreferenceBatch:
 
 
 class PreferenceEncoder:
-    """Turns pairs into tokens.
+    """Turns pairs into tokens, with ``chat`` if they are messages.
 
     In chat pairs the assistant's turns after the prompt are trained on. In text pairs the prompt is tokenized as for
     generation and the response behind it, so both sides of a pair have the same prompt tokens; then comes the
     tokenizer's end token.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        chat: What encodes messages; ``None`` for text pairs alone.
     """
 
     def __init__(self, tokenizer: Any, chat: ChatEncoder | None = None) -> None:
@@ -165,12 +274,10 @@ class PreferenceEncoder:
             return self._text(row.prompt, response)
         if self._chat is None:
             raise DataError("the pair is chat messages; give a ChatEncoder, or write it as text")
-        messages = [*row.prompt, *response]
-        return self._chat.encode(messages, tools=row.tools, first_trained=len(row.prompt))
+        return self._chat.encode([*row.prompt, *response], tools=row.tools, first_trained=len(row.prompt))
 
     def _text(self, prompt: str, response: str) -> EncodedChat:
-        special = not prompt.startswith(self._tokenizer.bos_token or "\0")
-        before = list(self._tokenizer(prompt, add_special_tokens=special)["input_ids"])
+        before = text_tokens(self._tokenizer, prompt)
         end = self._tokenizer.eos_token_id
         if before and before[-1] == end:
             before.pop()
@@ -181,11 +288,9 @@ class PreferenceEncoder:
 
 
 class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]]):
-    """Pairs, tokenized. A `RolloutDataSource` with ``samples_per_prompt=2`` deals them out: order, epochs, state.
+    """Pairs with their chosen and rejected tokens, which ``encoder`` made.
 
-    Args:
-        pairs: Rows with their chosen and rejected tokens, at least one.
-        encoder: What made the tokens.
+    A `RolloutDataSource` with ``samples_per_prompt=2`` hands them out: order, epochs, state.
     """
 
     def __init__(
@@ -204,23 +309,17 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         fields: PreferenceFields | None = None,
         on_bad_data: str = "error",
     ) -> PreferenceDataset:
-        """Read, check and tokenize a file.
+        """Read, check and tokenize a file as :func:`read_preferences` does; a pair that the template refuses is bad.
 
-        Left out are pairs of which ``max_length`` leaves a side without a response, or both sides the same.
-
-        Args:
-            path: The file, perhaps with a slice.
-            encoder: Makes the tokens.
-            max_length: Most tokens of a side; what is longer loses its end.
-            fields: The names of the fields.
-            on_bad_data: As for `read_preferences`; a pair that the template refuses is bad, too.
+        A side longer than ``max_length`` tokens loses its end. Pairs of which that leaves a side without a response,
+        or both sides the same, are left out.
 
         Raises:
             DataError: The file breaks its format, the template cannot be used, or no pair is left.
         """
 
         def encoded_pair(raw: RawRow) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
-            row = _row(raw, fields or PreferenceFields())
+            row = _preference_row(raw, fields or PreferenceFields())
             return row, *encoder.encode(row, max_length=max_length)
 
         pairs = read_rows(path, encoded_pair, on_bad_data)
@@ -228,11 +327,7 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         if not kept:
             raise DataError(f"{path}: none of the {len(pairs)} pairs differs within {max_length} tokens")
         cut = sum(chosen.truncated or rejected.truncated for _, chosen, rejected in kept)
-        if cut or len(kept) < len(pairs):
-            logger.warning(
-                "%s: of %d pairs left out %d that do not differ within %s tokens, and cut %d",
-                *(path, len(pairs), len(pairs) - len(kept), max_length, cut),
-            )
+        _log_left_out(path, len(pairs), "pairs", len(kept), cut, f"that do not differ within {max_length}")
         return cls(kept, encoder)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
@@ -244,14 +339,13 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         if size != 2:
             raise DataError(f"a preference pair has 2 samples, not {size}; set samples_per_prompt to 2")
         row, *sides = self._items[place]
-        rewards = (CHOSEN_REWARD, REJECTED_REWARD)
         return [
             side.sample(
                 index=first_index + offset,
                 group_index=group_index,
                 prompt=copy.deepcopy(row.prompt),
                 response=self._encoder.response(side),
-                reward=rewards[offset],
+                reward=(CHOSEN_REWARD, REJECTED_REWARD)[offset],
                 metadata=copy.deepcopy(row.metadata),
                 train_metadata={} if row.margin is None else {"margin": row.margin},
             )
@@ -263,7 +357,7 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         return [row.metadata, row.margin, [[side.tokens, side.loss_mask] for side in sides]]
 
 
-def _row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
+def _preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
     where, values = raw.where, row_values(raw)
 
     def text_or_messages(given: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Prompt]:
