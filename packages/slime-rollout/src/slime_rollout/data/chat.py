@@ -64,11 +64,7 @@ def _ignore_broken_torchvision() -> None:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], tools: Tools, **how: Any) -> Any:
-    """What ``tokenizer.apply_chat_template`` returns.
-
-    Raises:
-        DataError: The template refuses the messages.
-    """
+    """What ``tokenizer.apply_chat_template`` returns. Raises DataError if the template refuses the messages."""
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, **how)
     except Exception as error:  # a template is a program of the model's; it raises what it likes
@@ -124,11 +120,7 @@ class PromptEncoder:
 
     @classmethod
     def of(cls, config: RolloutConfig, tokenizer: Any) -> PromptEncoder:
-        """The encoder that the flags ask for.
-
-        Raises:
-            ConfigError: A template is asked for and the tokenizer has none.
-        """
+        """The encoder that the flags ask for."""
         return cls(
             tokenizer,
             apply_chat_template=config.apply_chat_template,
@@ -144,11 +136,7 @@ class PromptEncoder:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, prompt: Prompt, tools: Tools = None) -> list[int]:
-        """The token ids of a prompt.
-
-        Args:
-            prompt: Text, or chat messages.
-            tools: Descriptions of tools, for the chat template; without it they are ignored.
+        """The token ids of a prompt; ``tools`` are for the chat template, and ignored without it.
 
         Raises:
             DataError: The prompt gives no token, or the template refuses it.
@@ -174,11 +162,8 @@ class ChatTurns:
     """A chat that goes on after the model's turn, in tokens, without rendering the turn itself.
 
     The model's own tokens stay as they were sampled, and past turns that a template would write otherwise (Qwen3 leaves
-    their reasoning out) stay as the model has seen them.
-
-    Args:
-        tokenizer: The model's.
-        args: Every flag by its name; ``apply_chat_template_kwargs`` goes to the template, if it is there.
+    their reasoning out) stay as the model has seen them. Of ``args``, the template gets
+    ``apply_chat_template_kwargs``.
     """
 
     def __init__(self, tokenizer: Any, args: HookArgs) -> None:
@@ -186,11 +171,7 @@ class ChatTurns:
         self._kwargs = json.loads(getattr(args, "apply_chat_template_kwargs", None) or "{}")
 
     def prompt(self, messages: list[Message], tools: Tools) -> list[int]:
-        """Token ids of a conversation before the model's first turn.
-
-        Raises:
-            DataError: There is no template, or it refuses the messages.
-        """
+        """Token ids of a conversation before the model's first turn."""
         self._check_template()
         encoder = PromptEncoder(self._tokenizer, apply_chat_template=True, template_kwargs=self._kwargs)
         return encoder.encode(messages, tools)
@@ -207,7 +188,7 @@ class ChatTurns:
             before: The conversation that the turn answered.
             messages: What is new.
             last_token: The turn's last token: a special token that ends a turn is not written again.
-            tools: Descriptions of tools, for the template.
+            tools: For the template.
 
         Raises:
             DataError: There is no template, it refuses the messages, or leaves out what the model writes.

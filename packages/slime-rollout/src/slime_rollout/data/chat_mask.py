@@ -18,6 +18,7 @@ it disturbed nothing; otherwise another place is tried. From such a place on,
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,13 +40,7 @@ _BOUNDARY = re.compile(r"[\s>\]:]")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedChat:
-    """A conversation as tokens.
-
-    Attributes:
-        tokens: N token ids.
-        loss_mask: N numbers, 1 where the token is the model's and trained on.
-        truncated: Whether tokens were cut off at the end.
-    """
+    """A conversation as N token ids, with N numbers that are 1 where the token is the model's and trained on."""
 
     tokens: list[int]
     loss_mask: list[int]
@@ -56,17 +51,12 @@ class EncodedChat:
         """Tokens before the first trained one; N if none is trained."""
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.tokens)
 
-    def sample(self, *, response: str, **fields: Any) -> Sample:
-        """The conversation as a sample, its response from the first trained token on.
-
-        Args:
-            response: The response as text.
-            **fields: Further fields of the sample.
-        """
+    def sample(self, tokenizer: Any, **fields: Any) -> Sample:
+        """The conversation as a sample, its response from the first trained token on, with further ``fields``."""
         start = self.prompt_length
         return Sample(
             tokens=list(self.tokens),
-            response=response,
+            response=str(tokenizer.decode(self.tokens[start:], skip_special_tokens=False)),
             response_length=len(self.tokens) - start,
             loss_mask=self.loss_mask[start:],
             status=Status.TRUNCATED if self.truncated else Status.COMPLETED,
@@ -90,8 +80,7 @@ class ChatEncoder:
         tokenizer: A transformers tokenizer of the fast kind, which knows where each token stands in the text.
         template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
         end_of_turn: A special token to write and train after the last turn where the template writes none: GLM ends a
-            turn by the start of the next message, so ``<|user|>`` teaches the model to stop. Without it nothing is
-            added, and the tokens are the template's alone.
+            turn by the start of the next message, so ``<|user|>`` teaches the model to stop.
 
     Raises:
         ConfigError: The tokenizer has no chat template, is not fast, or does not have ``end_of_turn``.
@@ -111,7 +100,7 @@ class ChatEncoder:
             raise ConfigError(
                 f"end_of_turn {end_of_turn!r} is not a special token of {name}; it has {sorted(specials)}"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         self._end_of_turn = end_of_turn
         alternatives = "|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True))
@@ -125,14 +114,10 @@ class ChatEncoder:
         first_trained: int = 0,
         max_length: int | None = None,
     ) -> EncodedChat:
-        """Encode one conversation.
+        """Encode one conversation; what is longer than ``max_length`` tokens loses its end.
 
-        Args:
-            messages: The messages; those of the role ``assistant`` are trained on, unless their ``step_loss_mask``
-                is 0.
-            tools: Descriptions of tools, for the template.
-            first_trained: Position from 0 of the first message that may be trained on.
-            max_length: Most tokens; what is longer loses its end.
+        Messages of the assistant are trained on from number ``first_trained`` on, counted from 0, unless their
+        ``step_loss_mask`` is 0.
 
         Raises:
             DataError: The template refuses the messages, or does not show where a turn is.
@@ -145,7 +130,7 @@ class ChatEncoder:
         }
         render = self._renderer(tools)
         clean = suited(clean, lambda some: render(some, False))
-        if _GENERATION_TAG.search(self._tokenizer.get_chat_template(None, tools)):
+        if _GENERATION_TAG.search(self.tokenizer.get_chat_template(None, tools)):
             return self._encode_marked(clean, tools, left_out).cut(max_length)
         finder = _TurnFinder(render, clean, self._special)
         text, turns = finder.text, finder.find()
@@ -155,10 +140,6 @@ class ChatEncoder:
         tokens, spans = self._tokenize(text)
         trained = [turn for turn in turns if turn.message not in left_out]
         return EncodedChat(tokens=tokens, loss_mask=_mask(spans, trained)).cut(max_length)
-
-    def response(self, encoded: EncodedChat) -> str:
-        """What follows the prompt, as text."""
-        return str(self._tokenizer.decode(encoded.tokens[encoded.prompt_length :], skip_special_tokens=False))
 
     def _encode_marked(self, messages: list[Message], tools: Tools, left_out: set[int]) -> EncodedChat:
         encoded = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -177,11 +158,11 @@ class ChatEncoder:
         return render
 
     def _apply(self, messages: list[Message], tools: Tools, **how: Any) -> Any:
-        return apply_template(self._tokenizer, messages, tools, **how, **self._kwargs)
+        return apply_template(self.tokenizer, messages, tools, **how, **self._kwargs)
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids, and the characters of each. Spaces that offsets leave out belong to the token behind them."""
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans: list[tuple[int, int]] = []
         done = 0
         for start, end in encoded["offset_mapping"]:
@@ -203,12 +184,9 @@ def _mask(spans: list[tuple[int, int]], turns: list[_Turn]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """What the model writes in one assistant message: characters ``start`` to ``end`` of the rendering.
+    """What the model writes in message number ``message``: characters ``start`` to ``end`` of the rendering.
 
     Attributes:
-        message: Position of the message.
-        start: First character after what the model is given.
-        end: One past the end-of-turn token.
         closed: Whether an end-of-turn token is part of it.
     """
 
@@ -219,27 +197,17 @@ class _Turn:
 
 
 class _TurnFinder:
-    """Finds the assistant's turns of one conversation.
-
-    Args:
-        render: The template.
-        messages: The conversation.
-        special: Matches the tokenizer's special tokens.
-    """
+    """Finds the assistant's turns of one conversation; ``special`` matches the tokenizer's special tokens."""
 
     def __init__(self, render: Render, messages: list[Message], special: re.Pattern[str]) -> None:
         self._render, self._messages, self._special = render, messages, special
-        self._plain: dict[tuple[int, bool], str] = {}
+        self._rendered = functools.cache(self._render_first)
+        self._position = functools.cache(self._mark_position)
         self.text = self._rendered(len(messages))
         self._mark = unused_character(messages, self.text)
-        self._marks: dict[tuple[int, _Place, int, bool], int | None] = {}
 
     def find(self) -> list[_Turn]:
-        """The turns, in order.
-
-        Raises:
-            DataError: The template refuses the messages, or does not show where a turn starts or ends.
-        """
+        """The turns, in order. Raises DataError where the template does not show where a turn starts or ends."""
         turns: list[_Turn] = []
         for number in (place for place, message in enumerate(self._messages) if message["role"] == "assistant"):
             turn = self._turn(number)
@@ -310,20 +278,11 @@ class _TurnFinder:
             raise self._refusal(number, "a plain answer in its place is not written")
         return self._special.search(text, text.rindex(self._mark)) is not None
 
-    def _rendered(self, count: int, *, generate: bool = False) -> str:
-        key = (count, generate)
-        if key not in self._plain:
-            self._plain[key] = self._render(self._messages[:count], generate)
-        return self._plain[key]
+    def _render_first(self, count: int, *, generate: bool = False) -> str:
+        return self._render(self._messages[:count], generate)
 
-    def _position(self, number: int, place: _Place, count: int, *, generate: bool = False) -> int | None:
+    def _mark_position(self, number: int, place: _Place, count: int, *, generate: bool = False) -> int | None:
         """Where a place of a message is in the rendering of the first ``count`` messages; None if that is not clear."""
-        key = (number, place, count, generate)
-        if key not in self._marks:
-            self._marks[key] = self._mark_position(number, place, count, generate=generate)
-        return self._marks[key]
-
-    def _mark_position(self, number: int, place: _Place, count: int, *, generate: bool) -> int | None:
         messages = self._messages[:count]
         messages[number] = _marked(messages[number], *place, self._mark)
         try:

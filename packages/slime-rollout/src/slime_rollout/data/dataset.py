@@ -50,11 +50,7 @@ class Feed(Protocol):
 
 
 class Dataset(ABC, Generic[T]):
-    """Data in memory, in the file's order: prompts, conversations or preference pairs.
-
-    Args:
-        items: At least one.
-    """
+    """Data in memory, in the file's order: prompts, conversations or preference pairs, at least one."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
@@ -102,13 +98,8 @@ class PromptDataset(Dataset[TokenizedPrompt]):
     ) -> PromptDataset:
         """Read, check and tokenize a file, leaving out prompts longer than ``--rollout-max-prompt-len``.
 
-        Rows that cannot be used are an error, or left out and logged with ``--on-bad-data skip``.
-
-        Args:
-            path: The file, perhaps with a slice.
-            config: How it is to be used.
-            encoder: The tokenizer.
-            encoding: What checks and tokenizes rows, for the same config and tokenizer; unset: this process.
+        Rows that cannot be used are an error; with ``--on-bad-data skip`` they are logged. ``encoding`` tokenizes
+        them with the same config and tokenizer; unset: this process.
 
         Raises:
             DataError: The file breaks its format, or no prompt is short enough.
@@ -130,12 +121,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
 
     @classmethod
     def join(cls, parts: Sequence[PromptDataset], weights: Sequence[float] | None = None) -> PromptDataset:
-        """Several data sets as one.
-
-        Args:
-            parts: The data sets, at least one.
-            weights: How the prompts of an epoch are shared among them, see `order.epoch_order`; unset: each comes once.
-        """
+        """Several data sets as one; with ``weights``, an epoch's prompts are shared as `order.epoch_order` says."""
         joined = cls(prompt for part in parts for prompt in part._items)
         joined._sizes = [len(part) for part in parts]
         joined._weights = list(weights) if weights else None

@@ -178,7 +178,7 @@ def _encode(rows: list[RawRow]) -> list[Outcome]:
 
 
 def fresh_group(prompt: TokenizedPrompt, *, group_index: int, first_index: int, size: int) -> Group:
-    """Fresh samples of one prompt, numbered from ``first_index``, which share nothing."""
+    """Samples of one prompt, numbered from ``first_index``, which share nothing."""
     return [
         Sample(
             index=first_index + offset,

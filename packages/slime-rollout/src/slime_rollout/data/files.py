@@ -53,12 +53,7 @@ _BAD_VALUE = (ValueError, KeyError, OverflowError)
 
 @dataclass(frozen=True, kw_only=True)
 class RawRow:
-    """A row as its file holds it.
-
-    Attributes:
-        where: File and line or row, for messages.
-        value: A line of JSON, the columns' values, or the error if they cannot even be read from the file.
-    """
+    """A row as its file holds it: a line of JSON, the columns' values, or why they cannot be read from the file."""
 
     where: str
     value: bytes | dict[str, Any] | DataError
@@ -66,13 +61,7 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place between two rows of a file; the default is its beginning.
-
-    Attributes:
-        row: Rows before it, blank lines not counted.
-        line: Lines before it; 0 in a table.
-        offset: Bytes before it, after decompression; 0 in a table.
-    """
+    """A place between two rows of a file: rows, lines and decompressed bytes before it; in a table only rows."""
 
     row: int = 0
     line: int = 0

@@ -138,7 +138,7 @@ def _encode(row: SftRow, encoder: ChatEncoder, max_length: int | None) -> Encode
 
 def _sft_sample(row: SftRow, encoder: ChatEncoder, encoded: EncodedChat, *, index: int, group_index: int) -> Sample:
     return encoded.sample(
-        response=encoder.response(encoded),
+        encoder.tokenizer,
         reward=0.0,
         index=index,
         group_index=group_index,
@@ -250,7 +250,7 @@ class PreferenceEncoder:
     """
 
     def __init__(self, tokenizer: Any, chat: ChatEncoder | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._chat = chat
 
     def encode(self, row: PreferenceRow, *, max_length: int | None = None) -> tuple[EncodedChat, EncodedChat]:
@@ -265,10 +265,6 @@ class PreferenceEncoder:
             raise DataError(f"{row.where}: {error}") from None
         return chosen.cut(max_length), rejected.cut(max_length)
 
-    def response(self, encoded: EncodedChat) -> str:
-        """The response of one side as text."""
-        return str(self._tokenizer.decode(encoded.tokens[encoded.prompt_length :], skip_special_tokens=False))
-
     def _side(self, row: PreferenceRow, response: Any) -> EncodedChat:
         if isinstance(row.prompt, str):
             return self._text(row.prompt, response)
@@ -277,11 +273,11 @@ class PreferenceEncoder:
         return self._chat.encode([*row.prompt, *response], tools=row.tools, first_trained=len(row.prompt))
 
     def _text(self, prompt: str, response: str) -> EncodedChat:
-        before = text_tokens(self._tokenizer, prompt)
-        end = self._tokenizer.eos_token_id
+        before = text_tokens(self.tokenizer, prompt)
+        end = self.tokenizer.eos_token_id
         if before and before[-1] == end:
             before.pop()
-        after = list(self._tokenizer(response, add_special_tokens=False)["input_ids"])
+        after = list(self.tokenizer(response, add_special_tokens=False)["input_ids"])
         if end is not None and after[-1:] != [end]:
             after.append(end)
         return EncodedChat(tokens=before + after, loss_mask=[0] * len(before) + [1] * len(after))
@@ -341,10 +337,10 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         row, *sides = self._items[place]
         return [
             side.sample(
+                self._encoder.tokenizer,
                 index=first_index + offset,
                 group_index=group_index,
                 prompt=copy.deepcopy(row.prompt),
-                response=self._encoder.response(side),
                 reward=(CHOSEN_REWARD, REJECTED_REWARD)[offset],
                 metadata=copy.deepcopy(row.metadata),
                 train_metadata={} if row.margin is None else {"margin": row.margin},

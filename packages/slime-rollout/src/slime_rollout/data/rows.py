@@ -52,12 +52,7 @@ _SHAREGPT_ROLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """Names of the fields that any row may have.
-
-    Attributes:
-        tool_key: Field of a list of tools (or its JSON text), optional in a row.
-        metadata_key: Field of an object with further values, optional in a row.
-    """
+    """Names of the fields that any row may have: tools or their JSON text, and an object with further values."""
 
     tool_key: str = "tools"
     metadata_key: str = "metadata"
@@ -88,22 +83,17 @@ class RowFields(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRow(Row):
-    """One row of a prompt file, with what any `Row` has; its tools are in the metadata too, for generate functions.
-
-    Attributes:
-        prompt: Text, or chat messages.
-        label: The expected answer as text, if the row has one.
-    """
+    """One row of a prompt file: a prompt and perhaps the expected answer. Its tools are in the metadata, too."""
 
     prompt: Prompt
     label: str | None = None
 
 
 def read_prompts(path: str, fields: RowFields | None = None, *, on_bad_data: str = "error") -> list[PromptRow]:
-    """Read a prompt file, or the slice of it that ``path`` names.
+    """Read a prompt file.
 
     Args:
-        path: Path of the file or directory, with ``@[a:b]`` behind it for some rows only.
+        path: The file or directory, with ``@[a:b]`` behind it for some rows only.
         fields: The names of the fields.
         on_bad_data: For rows that break the format: ``error``, or ``skip`` and log how many and which.
 
@@ -147,7 +137,7 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
 
 
 def check_prompt_data(config: RolloutConfig, *, tell: bool = True) -> dict[str, int]:
-    """Read every prompt file that a run will read; of those to be streamed, the first rows.
+    """Read every prompt file that a run will read, as :func:`check_prompt_file`; of streams, the first rows.
 
     Args:
         config: What the run will do with them.
@@ -155,9 +145,6 @@ def check_prompt_data(config: RolloutConfig, *, tell: bool = True) -> dict[str, 
 
     Returns:
         Usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
-
-    Raises:
-        DataError: As :func:`check_prompt_file`.
     """
     counts = {}
     for path in config.prompt_paths:
@@ -214,13 +201,9 @@ def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, log: 
 
 
 def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str, *, log: bool = True) -> list[T]:
-    """The rows of a file that can be used.
+    """The rows of a file that can be used, of rows or why they cannot be.
 
-    Args:
-        path: The file, for messages.
-        rows: Every row, or why it cannot be used.
-        on_bad_data: ``error``, or ``skip``: log how many rows cannot be used, and the first ones.
-        log: Whether to log.
+    With ``on_bad_data`` ``skip`` the number of bad rows is logged, with the first ones.
 
     Raises:
         DataError: Rows are bad and not to be skipped, or no row is good.
@@ -248,11 +231,7 @@ def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str, *, log: b
 
 
 def row_values(raw: RawRow) -> dict[str, Any]:
-    """The fields of a row. If a JSON key comes twice, the last value counts, as for every parser.
-
-    Raises:
-        DataError: It is not a JSON object; says where and how.
-    """
+    """The fields of a row. If a JSON key comes twice, the last value counts, as for every parser."""
     if isinstance(raw.value, DataError):
         raise raw.value
     if isinstance(raw.value, dict):
@@ -271,11 +250,7 @@ def row_values(raw: RawRow) -> dict[str, Any]:
 def field_name(
     where: str, values: dict[str, Any], given: str | None, usual: tuple[str, ...], what: str, advice: str
 ) -> str:
-    """Which field of a row holds ``what``: the given one, or the first of the usual ones that is there and not null.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Which field of a row holds ``what``: the given one, or the first of the usual ones that is there and not null."""
     wanted = usual if given is None else (given,)
     there = [name for name in wanted if name in values]
     if there:  # columns cannot tell null from absent
@@ -285,11 +260,7 @@ def field_name(
 
 
 def common_values(where: str, values: dict[str, Any], fields: Fields, used: set[str | None]) -> dict[str, Any]:
-    """The fields of `Row`. Values that are not ``used`` otherwise are kept beside the metadata's.
-
-    Raises:
-        DataError: Tools or metadata are something else.
-    """
+    """The fields of `Row`. Values that are not ``used`` otherwise are kept beside the metadata's."""
     known = used | {fields.tool_key, fields.metadata_key}
     metadata = values.get(fields.metadata_key)
     if not isinstance(metadata, dict | None):
@@ -300,11 +271,7 @@ def common_values(where: str, values: dict[str, Any], fields: Fields, used: set[
 
 
 def read_messages(where: str, value: Any) -> list[Message]:
-    """Check a list of messages, and write ShareGPT's as the others.
-
-    Raises:
-        DataError: It is something else; names the message.
-    """
+    """Check a list of messages, and write ShareGPT's as the others. Errors name the message."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} must be a list of chat messages, got {kind(value)}")
     return [_message(f"{where}, message {place}", message) for place, message in enumerate(value, 1)]

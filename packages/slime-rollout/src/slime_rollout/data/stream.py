@@ -92,12 +92,7 @@ def _shuffled_lap(
 class _Lane:
     """One data set, or several behind each other, pass after pass.
 
-    Args:
-        files: The files.
-        encoding: What tokenizes.
-        block: Rows that are shuffled among each other; 1 for the files' order.
-        salt: What the shuffle depends on, besides the pass and the row.
-        config: Longest prompt, and what to do about bad rows.
+    Blocks of ``block`` rows are shuffled, by ``salt``, pass and row.
     """
 
     def __init__(
@@ -115,11 +110,7 @@ class _Lane:
         return self._cursor.lap
 
     def next(self) -> TokenizedPrompt:
-        """The next prompt that can be used.
-
-        Raises:
-            DataError: There is none, or a bad row comes first; it does so again the next time.
-        """
+        """The next prompt that can be used. If a bad row comes first it raises, and does so again the next time."""
         try:
             if self._outcomes is None:
                 self._outcomes = self._encoding.outcomes(self._rows())
@@ -224,12 +215,8 @@ class StreamFeed:
 class StreamingPrompts:
     """The prompts of ``--prompt-data``, read as they are needed, in place of a `PromptDataset`.
 
-    It has no length, and no places to ask for: only :meth:`feed`.
-
-    Args:
-        config: Files, weights, fields, limits, and the size of the shuffle's blocks.
-        encoder: The tokenizer.
-        encoding: What checks and tokenizes rows, for the same config and tokenizer; unset: this process.
+    It has no length, and no places to ask for: only :meth:`feed`. ``encoding`` tokenizes for the same config and
+    tokenizer; unset: this process.
 
     Raises:
         DataError: A file is missing or not of its format, or a slice cannot be streamed. The rows are not looked at.
