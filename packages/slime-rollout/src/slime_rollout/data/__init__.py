@@ -2,12 +2,11 @@
 
 from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
-from slime_rollout.data.choose import find_data_source, make_data_source
+from slime_rollout.data.choose import find_data_source, load_source, make_data_source
 from slime_rollout.data.dataset import PromptDataset
 from slime_rollout.data.encode import RowEncoder, TokenizedPrompt
 from slime_rollout.data.group_state import copied_group
 from slime_rollout.data.ledger import Fate, Ledger
-from slime_rollout.data.load import load_source
 from slime_rollout.data.offline import (
     PreferenceBatch,
     PreferenceDataset,

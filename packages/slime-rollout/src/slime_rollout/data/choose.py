@@ -1,7 +1,8 @@
-"""The data source that the flags choose, found and checked before anything starts."""
+"""The data source that the flags choose, checked before anything starts, with the prompts to train on."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,7 +13,9 @@ from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import PromptEncoder
 from slime_rollout.data.dataset import PromptDataset
+from slime_rollout.data.encode import RowEncoder
 from slime_rollout.data.source import (
     AccountedSource,
     BufferFilter,
@@ -31,6 +34,30 @@ _PROTOCOL = {
     "load_state_dict": ("state",),
 }
 _SETTINGS = MappingProxyType({"samples_per_prompt": 1, "shuffle": False, "seed": 0, "args": None})
+
+
+def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> AccountedSource:
+    """The prompts to train on, in memory or as a stream, in the data source that the flags choose.
+
+    A custom data source gets ``hook_args``.
+
+    Raises:
+        ConfigError: The data source cannot be used.
+        DataError: A prompt file breaks its format; of one that is streamed, only what opening it shows.
+    """
+    encoding = RowEncoder(config, encoder, config.num_data_workers)
+    with contextlib.ExitStack() as stack:
+        stack.callback(encoding.close)
+        dataset: PromptDataset | StreamingPrompts
+        if config.streaming_data:
+            dataset = StreamingPrompts(config, encoder, encoding=encoding)
+        else:
+            parts = [PromptDataset.load(path, config, encoder, encoding=encoding) for path in config.prompt_paths]
+            dataset = PromptDataset.join(parts, config.prompt_data_weights)
+        source = make_data_source(config, dataset, hook_args)
+        if config.streaming_data:
+            stack.pop_all()
+    return source
 
 
 def find_data_source(config: RolloutConfig) -> Callable[..., AccountedSource]:
@@ -58,11 +85,7 @@ def find_data_source(config: RolloutConfig) -> Callable[..., AccountedSource]:
 def make_data_source(
     config: RolloutConfig, dataset: PromptDataset | StreamingPrompts, hook_args: HookArgs
 ) -> AccountedSource:
-    """The data source of a run, custom or ours: each of them takes a data set in memory or a stream.
-
-    Raises:
-        ConfigError: As :func:`find_data_source`.
-    """
+    """The data source of a run, custom or ours, found as :func:`find_data_source` does."""
     return find_data_source(config)(
         dataset,
         samples_per_prompt=config.n_samples_per_prompt,
@@ -139,4 +162,4 @@ def _mismatch(
 
 def _check_plain(function: Callable[..., Any], given: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{given} is async; choosing from the buffer is no waiting: write a plain function")
+        raise ConfigError(f"{given} is async; choosing from the buffer waits for nothing: write a plain function")

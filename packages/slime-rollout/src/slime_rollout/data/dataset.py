@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
@@ -16,7 +17,6 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import PromptEncoder
 from slime_rollout.data.encode import RowEncoder, TokenizedPrompt, fresh_group
 from slime_rollout.data.files import PromptFile
-from slime_rollout.data.order import epoch_order
 from slime_rollout.data.rows import usable
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Dataset(ABC, Generic[T]):
         return DatasetFeed(self, shuffle=shuffle, seed=seed)
 
     def epoch_order(self, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
-        """Places of the items that one epoch hands out, in order; see `order.epoch_order`."""
+        """Places of the items that one epoch hands out, in order; see :func:`epoch_order`."""
         return epoch_order(self._sizes, self._weights, epoch=epoch, shuffle=shuffle, seed=seed)
 
     @abstractmethod
@@ -121,7 +121,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
 
     @classmethod
     def join(cls, parts: Sequence[PromptDataset], weights: Sequence[float] | None = None) -> PromptDataset:
-        """Several data sets as one; with ``weights``, an epoch's prompts are shared as `order.epoch_order` says."""
+        """Several data sets as one; with ``weights``, an epoch's prompts are shared as :func:`epoch_order` says."""
         joined = cls(prompt for part in parts for prompt in part._items)
         joined._sizes = [len(part) for part in parts]
         joined._weights = list(weights) if weights else None
@@ -138,7 +138,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
 class DatasetFeed:
     """Epoch after epoch of data in memory. Implements `Feed`.
 
-    The order of an epoch depends on its number, the seed and the data alone (see `slime_rollout.data.order`), so the
+    The order of an epoch depends on its number, the seed and the data alone (see :func:`epoch_order`), so the
     epoch's number and the position in it are all that has to be saved.
     """
 
@@ -180,3 +180,53 @@ class DatasetFeed:
 
     def _epoch_order(self) -> list[int]:
         return self._dataset.epoch_order(self._epoch, shuffle=self._shuffle, seed=self._seed)
+
+
+def epoch_order(
+    sizes: Sequence[int], weights: Sequence[float] | None, *, epoch: int, shuffle: bool, seed: int
+) -> list[int]:
+    """Places of the prompts in one epoch, where the data sets lie one behind the other.
+
+    Without weights every prompt comes once. With weights an epoch has as many prompts as the data sets together, up
+    to rounding, and each data set its share of them, at least one. A data set goes through its own prompts lap by lap,
+    whatever epoch that falls into: each comes once before any comes again.
+
+    Args:
+        sizes: Prompts of each data set.
+        weights: Weight of each data set, above 0; only their ratios count.
+        epoch: From 0.
+        shuffle: Sort by hash; otherwise the files' order, with the shares spread evenly over the epoch.
+        seed: Seed of the shuffle.
+    """
+    if weights is None:
+        places = list(range(sum(sizes)))
+        return sorted(places, key=lambda place: rank(f"{seed}:{epoch}:{place}")) if shuffle else places
+    shares = epoch_shares(sizes, weights)
+    slots: list[tuple[bytes | float, int, int]] = []
+    starts = [0, *accumulate(sizes)]
+    for part, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        for draw, place in enumerate(_draws(size, share, epoch, f"{seed}:{part}" if shuffle else None)):
+            key = rank(f"{seed}:{epoch}:{part}:{draw}") if shuffle else (draw + 0.5) / share
+            slots.append((key, part, starts[part] + place))
+    return [place for _, _, place in sorted(slots, key=lambda slot: slot[:2])]
+
+
+def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """How many prompts of an epoch each data set gives: its weight's part of all, at least one."""
+    total, whole = sum(sizes), sum(weights)
+    return [max(1, round(total * (weight / whole))) for weight in weights]
+
+
+def _draws(size: int, share: int, epoch: int, salt: str | None) -> Iterator[int]:
+    """Places in one data set, going on where the epoch before stopped."""
+    first, order, lap = epoch * share, list(range(size)), -1
+    for draw in range(first, first + share):
+        if salt is not None and draw // size != lap:
+            lap = draw // size
+            order.sort(key=lambda place: rank(f"{salt}:{lap}:{place}"))
+        yield order[draw % size]
+
+
+def rank(text: str) -> bytes:
+    """A key to shuffle by: the same for the same text in every process and Python version, where generators differ."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
