@@ -21,7 +21,7 @@ from slime_core.ops import log_probs_and_entropy
 from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
 from slime_megatron.config import MegatronConfig
 from slime_megatron.packing import PackedBatch
-from slime_megatron.worker import MegatronWorker
+from slime_megatron.start import start_worker
 
 SHAPE = ModelShape(
     family="llama",
@@ -46,8 +46,8 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
-    worker = MegatronWorker(MegatronConfig(bf16=True, share_prompts=True), AlgorithmConfig(), SHAPE, meeting)
-    model: Any = worker.trainer.model
+    worker = start_worker(MegatronConfig(bf16=True, share_prompts=True), AlgorithmConfig(), SHAPE, meeting)
+    model: Any = worker.model
     shard, from_hidden = rollout(), model.forward
 
     def from_logits(batch: PackedBatch, *, temperature: float, with_entropy: bool) -> Any:

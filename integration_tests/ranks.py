@@ -6,13 +6,16 @@ import multiprocessing
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
-from slime_core.types import Rendezvous, TrainSample
+from slime_core.types import Rendezvous, TrainSample, WeightUpdate
 from slime_megatron.config import MegatronConfig
-from slime_megatron.worker import MegatronWorker
+from slime_megatron.start import start_worker
+
+if TYPE_CHECKING:
+    from slime_megatron.worker import MegatronWorker
 
 CALL_SECONDS = 120.0
 # What Megatron-core imports of torch takes longer than everything that a rank does here. A process that has imported it
@@ -79,12 +82,12 @@ def train(worker: MegatronWorker, shards: list[Any]) -> dict[str, float]:
 
 def log_probs(worker: MegatronWorker, shards: list[Any]) -> list[list[float]]:
     """Log-probs of each sample's response tokens."""
-    return worker.log_probs(shards[worker.data_parallel_rank])
+    return [row.tolist() for row in worker.forward(shards[worker.data_parallel_rank])]
 
 
 def push(worker: MegatronWorker, channel: Any, version: int) -> int:
     """Send the weights; the version that the engines confirmed."""
-    return worker.push_weights(channel, version).version
+    return worker.push(WeightUpdate(version=version), channel).version
 
 
 def save(worker: MegatronWorker, iteration: int) -> str:
@@ -109,14 +112,14 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
         raw_reward=0.0,
     )
     with torch.no_grad():
-        model = worker.trainer.model
+        model = worker.model
         rows = model.hidden_states(MicroBatch([sample], share_prompts=False).pack()) @ model.output_weight.t()
-    return rows.float()[:, : worker.trainer.shape.vocab_size].tolist()
+    return rows.float()[:, : worker.shape.vocab_size].tolist()
 
 
 def _serve(connection: Connection, *settings: Any) -> None:
     try:
-        worker = MegatronWorker(*settings)
+        worker = start_worker(*settings)
     except Exception as error:
         connection.recv()
         connection.send((False, repr(error)))

@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from slime_core.errors import ConfigError
+from slime_core.types import WeightUpdate
 from slime_launch.flags.command import parse_train
 from slime_launch.rollouts import ChannelSpec, RolloutHost, RolloutSpec, start_receiver
 from slime_launch.trainers import TrainerRank
@@ -117,14 +118,14 @@ def test_cached_prefixes_are_kept_where_no_engine_is_behind():
 
 def test_a_channel_to_engines_that_are_others_now_is_closed_first():
     class Sender:
-        def push_weights(self, channel, version):
+        def push(self, update, channel):
             return channel
 
     rank = TrainerRank.__new__(TrainerRank)
     rank._worker, rank._channel = Sender(), None
-    first = rank.push_weights(spec(), 1)
-    assert rank.push_weights(spec(), 2) is first
+    first = rank.call("push", WeightUpdate(version=1), spec())
+    assert rank.call("push", WeightUpdate(version=2), spec()) is first
     closed = []
     first.close = lambda: closed.append(True)
-    other = rank.push_weights(dataclasses.replace(spec(), engine_urls=("http://f",)), 3)
+    other = rank.call("push", WeightUpdate(version=3), dataclasses.replace(spec(), engine_urls=("http://f",)))
     assert closed and other.engine_urls == ("http://f",)

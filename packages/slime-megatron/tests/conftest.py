@@ -61,7 +61,7 @@ class Ranks:
         self._pool = pool
         self._members = []
 
-    def start(self, world, config, shape, algorithm=None, resume_from=None):
+    def start(self, world, config, shape, algorithm=None, **how):
         """Build workers on ``world`` ranks and return them as a group; the last group is closed."""
         self.close()
         self._recruit(world)
@@ -69,7 +69,7 @@ class Ranks:
         algorithm = algorithm or AlgorithmConfig()
         for rank, member in enumerate(self._members):
             rendezvous = Rendezvous(rank=rank, world_size=world, address="127.0.0.1", port=port)
-            member.connection.send(("build", (config, algorithm, shape, rendezvous, resume_from), {}))
+            member.connection.send(("build", (config, algorithm, shape, rendezvous), how))
         self.iteration = self._answers()[0]
         return self
 

@@ -47,11 +47,11 @@ class Rank:
 
     worker = None
 
-    def build(self, config, algorithm, shape, rendezvous, resume_from=None):
+    def build(self, config, algorithm, shape, rendezvous, **how):
         from slime_core.interfaces import TrainerWorker
-        from slime_megatron.worker import MegatronWorker
+        from slime_megatron.start import start_worker
 
-        self.worker = MegatronWorker(config, algorithm, shape, rendezvous, resume_from)
+        self.worker = start_worker(config, algorithm, shape, rendezvous, **how)
         assert isinstance(self.worker, TrainerWorker)
         return self.worker.iteration
 
@@ -64,8 +64,8 @@ class Rank:
         """Several shards, one per data-parallel rank: this rank takes its own."""
         return self.worker.train(shards[self.worker.data_parallel_rank])
 
-    def log_probs(self, shards):
-        return self.worker.log_probs(shards[self.worker.data_parallel_rank])
+    def forward(self, shards, role="actor"):
+        return self.worker.forward(shards[self.worker.data_parallel_rank], role)
 
     def save(self, iteration):
         return self.worker.save(iteration)
@@ -85,16 +85,19 @@ class Rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard))
 
     def push(self, version):
+        from slime_core.types import WeightUpdate
+
         channel = Channel()
-        report = self.worker.push_weights(channel, version)
+        report = self.worker.push(WeightUpdate(version=version), channel)
         return report, channel.events, _plain(channel.tensors)
 
     def push_and_fail(self, call):
         """Push to a channel that refuses ``call``; what was raised."""
         from slime_core.errors import SlimeError
+        from slime_core.types import WeightUpdate
 
         try:
-            self.worker.push_weights(Channel(refused=call), 1)
+            self.worker.push(WeightUpdate(version=1), Channel(refused=call))
         except SlimeError as error:
             return str(error)
 
@@ -102,7 +105,7 @@ class Rank:
         """The whole model under Hugging Face names."""
         from slime_megatron.sync import full_weights
 
-        return _plain(dict(full_weights(self.worker.trainer.model, self.worker.trainer.shape)))
+        return _plain(dict(full_weights(self.worker.model, self.worker.shape)))
 
     def set_weights(self, tensors):
         """Load a whole model, given under Megatron names, by this rank's part of it."""
@@ -111,7 +114,7 @@ class Rank:
 
         from slime_convert.mapping import WeightMap
 
-        trainer = self.worker.trainer
+        trainer = self.worker
         weight_map = WeightMap(trainer.shape)
         rank, world = (
             parallel_state.get_tensor_model_parallel_rank(),
@@ -131,7 +134,7 @@ class Rank:
 
         from slime_megatron.packing import MicroBatch
 
-        trainer = self.worker.trainer
+        trainer = self.worker
         sequence_parallel = trainer.config.tensor_model_parallel_size if trainer.config.sequence_parallel else 1
         batch = MicroBatch(samples, share_prompts=share_prompts, multiple_of=sequence_parallel).pack()
         with torch.no_grad():
@@ -149,7 +152,7 @@ class Rank:
         from slime_core.ops import log_probs_and_entropy
         from slime_megatron.packing import MicroBatch
 
-        trainer = self.worker.trainer
+        trainer = self.worker
         model = trainer.model
         multiple_of = trainer.config.tensor_model_parallel_size
         batch = MicroBatch(samples, share_prompts=True, multiple_of=multiple_of).pack()
@@ -198,7 +201,7 @@ class Rank:
             most.append(len(alive))
             return packed
 
-        model = self.worker.trainer.model
+        model = self.worker.model
         hook = model.register_forward_hook(lambda *call: models.update(actor=models.get("actor", 0) + 1))
         MicroBatch.pack = watched
         try:
@@ -208,12 +211,33 @@ class Rank:
             hook.remove()
         return report, len(most), max(most), models["actor"]
 
+    def load(self, directory):
+        return self.worker.load(directory)
+
+    def sleep(self):
+        """Sleep; bytes of this process that were given back."""
+        before = _status("VmRSS")
+        self.worker.sleep()
+        return before - _status("VmRSS")
+
+    def wake(self):
+        self.worker.wake()
+
+    def move_to_host_and_back(self):
+        """What a GPU's rank does when it sleeps; bytes that were left on the device, and that were moved."""
+        from slime_megatron.device import move_back, move_to_host
+
+        moved = move_to_host(self.worker.device_tensors())
+        left = sum(tensor.untyped_storage().nbytes() for tensor in self.worker.device_tensors())
+        move_back(moved)
+        return left, sum(copy.nbytes() for _, copy in moved)
+
     def attention_calls(self, shards):
         """Train, and count how often a core attention was computed."""
         from slime_megatron.attention import PackedAttention
 
         calls = []
-        layers = [module for module in self.worker.trainer.model.modules() if isinstance(module, PackedAttention)]
+        layers = [module for module in self.worker.model.modules() if isinstance(module, PackedAttention)]
         hooks = [layer.register_forward_hook(lambda *call: calls.append(1)) for layer in layers]
         self.train(shards)
         for hook in hooks:
@@ -222,7 +246,7 @@ class Rank:
 
     def train_and_watch_the_optimizer(self, shards):
         """Train; the fp32 and the model's weights at first, and gradients and both weights of each optimizer step."""
-        trainer = self.worker.trainer
+        trainer = self.worker
         params = dict(trainer.model.named_parameters())
         optimizer, take_step = trainer._optimizer, trainer._optimizer.step
         seen = []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from plain import ADAM_EPS, close, plain_adamw, plain_log_probs, same_step
+from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 
 GRPO_WITH_KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
@@ -263,7 +264,7 @@ def test_log_probs_and_their_distance_from_the_engine(ranks, tiny_model, tiny_co
     shards = make_shards(samples, micro_batch_size=5, temperature=0.7)
     with torch.no_grad():
         expected = [plain_log_probs(model.hf, sample, 0.7) * torch.tensor(sample.loss_mask) for sample in samples]
-    for got, wanted in zip(ranks.first("log_probs", shards), expected, strict=True):
+    for got, wanted in zip(ranks.first("forward", shards), expected, strict=True):
         torch.testing.assert_close(torch.tensor(got), wanted, atol=2e-5, rtol=0)
     engine = [torch.tensor(sample.rollout_log_probs) * torch.tensor(sample.loss_mask) for sample in samples]
     differences = [(ours - theirs).abs() for ours, theirs in zip(expected, engine, strict=True)]
@@ -294,3 +295,135 @@ def test_a_loss_that_is_not_finite_stops_the_run(ranks, tiny_model, tiny_config,
     with pytest.raises(rank_error, match="not finite") as caught:
         ranks.first("train", make_shards(samples))
     assert caught.value.kind == "TrainingError"
+
+
+def test_forward_by_role(ranks, tiny_model, tiny_config, make_samples, make_shards, rank_error):
+    """After training the actor has moved, and the reference has not. Ranks of different work get all of theirs."""
+    model, samples = tiny_model("qwen3"), make_samples(masks=True, groups=2)
+    samples = [dataclasses.replace(s, loss_mask=[0] * s.response_length) if s.index % 2 else s for s in samples]
+    ranks.start(2, tiny_config(load=model.checkpoint), model.shape, GRPO_WITH_KL)
+    shards = make_shards(samples, data_parallel=2, micro_batch_size=2)
+    before = ranks.call("forward", shards, "reference")
+    assert [[row.dtype for row in rows] for rows in before] == [[np.float32] * 4] * 2
+    for got, wanted in zip(ranks.call("forward", shards, "actor"), before, strict=True):
+        for row, other in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(row, other)
+    ranks.call("train", shards)
+    after = ranks.call("forward", shards, "actor")
+    assert max(np.abs(row - other).max() for row, other in zip(after[0], before[0], strict=True)) > 1e-3
+    for row, other in zip(ranks.first("forward", shards, "reference"), before[0], strict=True):
+        np.testing.assert_array_equal(row, other)
+    assert not any(row.any() for row in before[1])  # none of the odd samples has a trained token
+    with pytest.raises(rank_error, match="this trainer has no critic model; actor and reference are available"):
+        ranks.call("forward", shards, "critic")
+
+
+def test_supervised_fine_tuning(ranks, tiny_model, tiny_config, make_samples, make_shards):
+    """Cross-entropy over the trained tokens, whatever the rewards; one step equals plain PyTorch's."""
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS)
+    samples = [dataclasses.replace(sample, reward=0.0) for sample in make_samples(groups=2, masks=True)]
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    plain = copy.deepcopy(model.hf).double()
+    optimizer = plain_adamw(plain, config)
+    rows = [plain_log_probs(plain, sample, 1.0) @ torch.tensor(sample.loss_mask).double() for sample in samples]
+    loss = -sum(rows) / tokens
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip_grad)
+    optimizer.step()
+
+    ranks.start(2, config, model.shape, AlgorithmConfig(calculate_per_token_loss=True), loss="sft")
+    reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=3))
+    same_step(reports[0].steps, [{"loss": loss.item(), "grad_norm": float(norm)}], ("loss", "grad_norm"), 2e-6)
+    assert set(reports[0].steps[0]) == {"loss", "grad_norm", "lr"}
+    assert reports[0].seconds.keys() == {"forward_backward", "optimizer"}
+    weights = ranks.first("weights")
+    for key, value in plain.state_dict().items():
+        if key in weights:
+            np.testing.assert_allclose(weights[key], value.numpy(), atol=1e-5, rtol=0, err_msg=key)
+
+
+def test_a_user_defined_loss(ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path):
+    """REINFORCE in one line, with a metric of its own; its gradient is the policy loss's at the first step."""
+    (tmp_path / "mine.py").write_text(
+        "def reinforce(inputs):\n"
+        "    metric = (inputs.log_probs_N.detach() * inputs.weights_N).sum()\n"
+        "    loss = -(inputs.log_probs_N * inputs.advantages_N * inputs.weights_N).sum()\n"
+        "    return loss, {'log_prob': metric}\n"
+    )
+    model, samples = tiny_model("qwen3"), make_samples(groups=2)
+    steps = {}
+    for loss in ("policy", f"{tmp_path}/mine.py:reinforce"):
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, loss=loss)
+        steps[loss] = ranks.first("train", make_shards(samples, micro_batch_size=3)).steps[0]
+    policy, mine = steps.values()
+    assert close(mine["grad_norm"], policy["grad_norm"])
+    rows = ranks.first("forward", make_shards(samples))
+    assert -20 < mine["log_prob"] < 0 and len(rows) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("value", "loss value is not available yet: it needs a critic; use policy or sft"),
+        ("preference", "loss preference is not available yet: it needs pairs of responses"),
+        ("reward_model", "loss reward_model is not available yet"),
+        ("grpo", "loss grpo names no function"),
+    ],
+)
+def test_a_loss_that_is_not_there(ranks, tiny_model, tiny_config, rank_error, loss, message):
+    model = tiny_model("qwen3")
+    with pytest.raises(rank_error, match=message) as caught:
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, loss=loss)
+    assert caught.value.kind == "ConfigError"
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated optimizer", "distributed optimizer"])
+def test_sleep_and_wake_change_nothing(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, rank_error, distributed
+):
+    """Also where everything moves to host memory and back, as on a GPU."""
+    model = tiny_model("llama-tied")
+    config = tiny_config(load=model.checkpoint, use_distributed_optimizer=distributed, bf16=True)
+    shards = make_shards(make_samples(), data_parallel=2, steps=2)
+    expected = []
+    for interrupted in (False, True):
+        ranks.start(2, config, model.shape, GRPO_WITH_KL)
+        steps = []
+        for _ in range(2):
+            steps += ranks.first("train", shards).steps
+            if interrupted:
+                ranks.call("sleep")
+                ranks.call("wake")
+                left, moved = ranks.first("move_to_host_and_back")
+                assert left == 0 < moved
+        expected.append((steps, ranks.first("weights")))
+    assert expected[0][0] == expected[1][0]
+    for key, value in expected[0][1].items():
+        np.testing.assert_array_equal(expected[1][1][key], value, err_msg=key)
+    ranks.call("sleep")
+    with pytest.raises(rank_error, match="train was called while the trainer sleeps; call wake first"):
+        ranks.call("train", shards)
+
+
+def test_sleep_gives_the_gradient_buffers_back(ranks, tiny_config):
+    """4 bytes per weight: 39 MB of a model with 9.8 million."""
+    sizes = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1}
+    shape = ModelShape(
+        family="llama", **sizes, num_query_groups=1, kv_channels=32, vocab_size=151_936, max_position_embeddings=64
+    )
+    ranks.start(1, tiny_config(), shape)
+    buffers = 4 * 2 * 151_936 * 32 if shape.untie_embeddings_and_output_weights else 4 * 151_936 * 32
+    assert ranks.first("sleep") > 0.9 * buffers
+    ranks.call("wake")
+
+
+def test_load_goes_back_to_a_checkpoint(ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path):
+    model = tiny_model("qwen3")
+    ranks.start(1, tiny_config(load=model.checkpoint, save=str(tmp_path)), model.shape)
+    shards = make_shards(make_samples(), steps=2)
+    ranks.call("train", shards)
+    ranks.call("save", 1)
+    expected = ranks.first("train", shards).steps
+    assert ranks.first("load", str(tmp_path)) == 1
+    assert ranks.first("train", shards).steps == expected

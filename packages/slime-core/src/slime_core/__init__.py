@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TrainShard,
         TrainStep,
         Verdict,
+        WeightUpdate,
     )
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "TrainerWorker",
     "Verdict",
     "WeightChannel",
+    "WeightUpdate",
     "flag_specs",
 ]
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from slime_core.types import EvalReport, Group, RolloutBatch, Sample, SyncReport, TrainReport, TrainShard, Verdict
+from slime_core.types import (
+    EvalReport,
+    Group,
+    RolloutBatch,
+    Sample,
+    SyncReport,
+    TrainReport,
+    TrainShard,
+    Verdict,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 NamedTensors = Sequence[tuple[str, "torch.Tensor"]]
 RewardValue = float | dict[str, float]
@@ -107,6 +119,11 @@ class WeightChannel(Protocol):
         ...
 
 
+Role = Literal["actor", "reference", "critic", "teacher"]
+"""Which model of a trainer: the policy being trained, the frozen one that KL compares with, the values' model, or the
+model that is distilled. A trainer refuses a role that it has no model for."""
+
+
 @runtime_checkable
 class TrainerWorker(Protocol):
     """One rank of the training half. Every rank gets every call, in the same order.
@@ -119,16 +136,35 @@ class TrainerWorker(Protocol):
         """Which shard of a rollout this rank trains on."""
         ...
 
+    def forward(self, shard: TrainShard, role: Role) -> list[NDArray[np.float32]]:
+        """A number for each response token of each sample, without gradient; 0 where the loss mask is 0.
+
+        Log-probs (nats) for an actor, a reference or a teacher, values for a critic.
+        """
+        ...
+
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout."""
         ...
 
-    def push_weights(self, channel: WeightChannel, version: int) -> SyncReport:
-        """Send the current weights through ``channel``. All ranks gather; rank 0 sends."""
+    def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
+        """Send what ``update`` names through ``channel``. All ranks gather; rank 0 sends."""
         ...
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""
+        ...
+
+    def load(self, directory: str) -> int:
+        """Continue the newest checkpoint of ``directory`` with its optimizer; returns its iteration."""
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory back. Only :meth:`wake` and :meth:`close` may follow."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device memory again and go on as before."""
         ...
 
     def close(self) -> None:

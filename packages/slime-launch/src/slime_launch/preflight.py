@@ -18,7 +18,7 @@ from slime_launch.manifest import Manifest
 from slime_launch.resume import find_run
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
 from slime_launch.weights import StartWeights, start_weights
-from slime_megatron.algorithm import check_algorithm
+from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.engine.models import check_runs_here
 from slime_rollout.engine.router import check_router_port

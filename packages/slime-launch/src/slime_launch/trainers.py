@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.config import AlgorithmConfig
-from slime_core.interfaces import WeightChannel
-from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard
+from slime_core.interfaces import TrainerWorker, WeightChannel
+from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard, WeightUpdate
 from slime_launch.calls import Question, Worker, gather
 from slime_launch.errors import RunError
 from slime_launch.placement import Placement, free_port
@@ -21,7 +21,6 @@ from slime_launch.worker_process import prepare
 if TYPE_CHECKING:
     from slime_convert.shape import ModelShape
     from slime_megatron.config import MegatronConfig
-    from slime_megatron.worker import MegatronWorker
 
 CLOSE_SECONDS = 5.0
 # A rank's only child is torch's manager of shared memory, which ends by itself after the rank, and removes what that
@@ -46,12 +45,19 @@ class TrainerSpec:
     resume_from: str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A rollout's shards in Ray's object store, by data-parallel rank. Each rank fetches its own alone."""
+
+    references: list[Any]
+
+
 class TrainerRank:
-    """Runs inside a Ray actor: a thin shell around `slime_megatron`'s worker."""
+    """Runs inside a Ray actor: passes calls on to this rank's :class:`~slime_core.interfaces.TrainerWorker`."""
 
     def __init__(self, directory: str, log_path: str, threads: int | None) -> None:
         prepare(directory, log_path, threads=threads)
-        self._worker: MegatronWorker | None = None
+        self._worker: TrainerWorker | None = None
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
 
     def alive(self) -> int:
@@ -66,28 +72,16 @@ class TrainerRank:
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
-        from slime_megatron.worker import MegatronWorker
+        from slime_megatron.start import start_worker
 
-        self._worker = MegatronWorker(spec.config, spec.algorithm, spec.shape, rendezvous, resume_from=spec.resume_from)
+        self._worker = start_worker(spec.config, spec.algorithm, spec.shape, rendezvous, resume_from=spec.resume_from)
 
-    def train(self, shards: Sequence[Any]) -> TrainReport:
-        """Train on this rank's part of a rollout: the only one of the referenced shards that it fetches."""
-        import ray
-
-        shard: TrainShard = ray.get(shards[self._built.data_parallel_rank])
-        return self._built.train(shard)
-
-    def push_weights(self, spec: ChannelSpec, version: int) -> SyncReport:
-        """Send the weights; rank 0 sends, all gather. The channel is kept, for it keeps its buffer."""
-        if self._channel is None or self._channel[0] != spec:
-            if self._channel is not None:
-                self._channel[1].close()
-            self._channel = (spec, spec.open())
-        return self._built.push_weights(self._channel[1], version)
-
-    def save(self, iteration: int) -> str:
-        """Write this rank's part of a checkpoint."""
-        return self._built.save(iteration)
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Call a method of the worker. :class:`Shards` become this rank's shard, a channel's settings the channel."""
+        if self._worker is None:
+            raise RunError("a trainer rank was called before its model was built")
+        given = [self._resolve(self._worker, argument) for argument in arguments]
+        return getattr(self._worker, verb)(*given)
 
     def close(self) -> None:
         """Give back the channel's shared memory, and leave the process groups."""
@@ -96,11 +90,20 @@ class TrainerRank:
         if self._worker is not None:
             self._worker.close()
 
-    @property
-    def _built(self) -> MegatronWorker:
-        if self._worker is None:
-            raise RunError("a trainer rank was called before its model was built")
-        return self._worker
+    def _resolve(self, worker: TrainerWorker, argument: Any) -> Any:
+        if isinstance(argument, Shards):
+            import ray
+
+            return ray.get(argument.references[worker.data_parallel_rank])
+        return self._open(argument) if isinstance(argument, ChannelSpec) else argument
+
+    def _open(self, spec: ChannelSpec) -> WeightChannel:
+        """The channel, which is kept for the next update, because it keeps its buffer."""
+        if self._channel is None or self._channel[0] != spec:
+            if self._channel is not None:
+                self._channel[1].close()
+            self._channel = (spec, spec.open())
+        return self._channel[1]
 
 
 class TrainerGroup:
@@ -166,15 +169,16 @@ class TrainerGroup:
         """
         import ray
 
-        refs = [ray.put(shard) for shard in shards]
-        report: TrainReport = self._everywhere("train", refs, on_poll=on_poll)[0]
+        references = Shards([ray.put(shard) for shard in shards])
+        report: TrainReport = self._everywhere("train", references, on_poll=on_poll)[0]
         return report
 
     def push_weights(
         self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None] = lambda: None
     ) -> SyncReport:
         """Send the weights to the engines; returns rank 0's report."""
-        report: SyncReport = self._everywhere("push_weights", channel, version, on_poll=on_poll)[0]
+        update = WeightUpdate(version=version)
+        report: SyncReport = self._everywhere("push", update, channel, on_poll=on_poll)[0]
         return report
 
     def save(self, iteration: int, *, on_poll: Callable[[], None] = lambda: None) -> Path:
@@ -201,5 +205,6 @@ class TrainerGroup:
         for worker in self._workers:
             worker.kill()
 
-    def _everywhere(self, method: str, *args: Any, on_poll: Callable[[], None]) -> list[Any]:
-        return gather({worker.start_call(method, *args): worker for worker in self._workers}, on_poll=on_poll)
+    def _everywhere(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> list[Any]:
+        """Call a method of the workers on all ranks."""
+        return gather({worker.start_call("call", verb, *args): worker for worker in self._workers}, on_poll=on_poll)

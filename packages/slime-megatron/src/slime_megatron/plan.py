@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import DataError
+from slime_core.interfaces import Role
 from slime_core.ops import AdvantageEstimator, policy_advantages
 from slime_core.types import TrainSample, TrainShard, TrainStep
 from slime_megatron.losses import Loss
@@ -55,7 +56,7 @@ class Planner:
     loss: Loss
     estimator: AdvantageEstimator | None
     micro_batch: Callable[[Sequence[TrainSample]], MicroBatch]
-    evaluate: Callable[[str, list[MicroBatch]], list[torch.Tensor]]
+    evaluate: Callable[[Role, list[MicroBatch]], list[torch.Tensor]]
     device: torch.device
 
     def plan(self, shard: TrainShard) -> list[StepPlan]:

@@ -2,7 +2,15 @@
 
 from slime_core.types.rollout import EvalReport, RolloutBatch
 from slime_core.types.sample import Group, Message, Prompt, Sample, Status
-from slime_core.types.train import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, TrainStep
+from slime_core.types.train import (
+    Rendezvous,
+    SyncReport,
+    TrainReport,
+    TrainSample,
+    TrainShard,
+    TrainStep,
+    WeightUpdate,
+)
 from slime_core.types.verdict import Drop, Keep, Verdict
 
 __all__ = [
@@ -22,4 +30,5 @@ __all__ = [
     "TrainShard",
     "TrainStep",
     "Verdict",
+    "WeightUpdate",
 ]

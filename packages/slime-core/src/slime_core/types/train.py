@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,19 @@ class TrainReport:
     steps: list[dict[str, float]]
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """What a push of weights sends.
+
+    Attributes:
+        version: The weight version that the engines shall confirm.
+        kind: ``full``: every weight of the model.
+    """
+
+    version: int
+    kind: Literal["full"] = "full"
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -3,7 +3,7 @@ import pytest
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.ops import estimator_named
-from slime_megatron.algorithm import check_algorithm
+from slime_megatron.start import check_algorithm
 
 ESTIMATOR = "slime_core.ops.estimators.outcome"
 
