@@ -16,7 +16,7 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Drop, Keep, Sample, Status
 from slime_rollout.errors import GenerationError, HookTimeoutError, RewardError
-from slime_rollout.filters import OwnFilter, check_reward_nonzero_std
+from slime_rollout.filters import CustomFilter, check_reward_nonzero_std
 from slime_rollout.generate import sampling_seed
 
 NONZERO = "slime_rollout.filters.check_reward_nonzero_std"
@@ -185,7 +185,7 @@ def test_a_filter_may_return_an_object_of_another_system(tmp_path):
         "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why')])\n"
         "def own(args, group): return next(outputs)\n"
     )
-    keep = OwnFilter(f"{path}:own", HookArgs({}))
+    keep = CustomFilter(f"{path}:own", HookArgs({}))
     group = [Sample(index=0, group_index=0, prompt="p")]
     assert [keep(group) for _ in range(3)] == [Keep(), Drop("rejected"), Drop("why")]
 

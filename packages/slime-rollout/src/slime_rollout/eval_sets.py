@@ -115,14 +115,11 @@ class EvalSet:
         top_k: Likeliest tokens kept, -1 for all.
         max_response_len: Longest response, in tokens.
         max_context_len: Longest prompt and response together, in tokens; ``None`` leaves it to the engine.
-        min_new_tokens: A response does not end before this many tokens.
+        min_new_tokens: Shortest response, in tokens.
         stop: Strings that end a response.
         stop_token_ids: Token ids that end a response, besides the model's own.
         metadata_overrides: Entries that replace those of every prompt's metadata.
         config: The run's settings with this set's settings of rows and reward in their place, and no held-out sets.
-
-    Raises:
-        ConfigError: Two settings contradict each other.
     """
 
     name: str
@@ -157,7 +154,7 @@ class EvalSet:
 
 
 def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
-    """The held-out sets: those of ``--eval-prompt-data``, then those of the file, which is read now, in order.
+    """The held-out sets: those of ``--eval-prompt-data``, then those of the file, which is read now.
 
     Raises:
         ConfigError: A name has no path, two sets have the same name, or the file or a setting is invalid.
@@ -246,11 +243,7 @@ class EvalFile(NamedTuple):
 
 
 def read_eval_config(path: str) -> EvalFile:
-    """Read and check the file. Values are those of an `EvalSet`.
-
-    Raises:
-        ConfigError: It cannot be read, has an unknown key or an invalid value; says where and why.
-    """
+    """Read and check the file. Raises `ConfigError` for unknown keys and invalid values, with the place."""
     where = f"{FILE_FLAG} {path}"
     whole = _mapping(f"{where}: the file", _load(path), ("eval",), where)
     if "eval" not in whole:

@@ -23,12 +23,7 @@ from slime_rollout.rewards.registry import ROW_KEY, check_scoring
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPrompts:
-    """A held-out set with its prompts, tokenized.
-
-    Attributes:
-        held_out: The set and its settings.
-        prompts: Its prompts.
-    """
+    """A held-out set with its prompts, tokenized."""
 
     held_out: EvalSet
     prompts: PromptDataset
@@ -49,7 +44,7 @@ class HeldOutPrompts:
             return loaded
 
     def _check_rule(self) -> None:
-        """Whether the rule that ``metadata_overrides`` names fits; those of the rows were checked as they were read."""
+        """Check the rule that ``metadata_overrides`` names; those of the rows were checked when they were read."""
         overrides = self.held_out.metadata_overrides
         if ROW_KEY not in overrides:
             return
@@ -71,12 +66,12 @@ class HeldOutPrompts:
 
 
 class Evaluator:
-    """Answers and scores held-out sets, all at once. Knows nothing of the data that is trained on.
+    """Answers and scores held-out sets, all at once, without the data that is trained on.
 
     Args:
         sets: The sets.
-        scorers: What scores each set.
-        run_seed: Seed of the run; every set has a stream of its own, ``eval/<name>``.
+        scorers: The scorers of the sets.
+        run_seed: Seed of the run; every set has its own stream, ``eval/<name>``.
         tokenizer: The model's.
         hook_args: Every flag by its name.
         on_progress: Called with the number of scored samples and of all samples, after each one.
@@ -100,16 +95,11 @@ class Evaluator:
         self._on_progress = on_progress
 
     async def evaluate(self, rollout_id: int, client: EngineClient) -> EvalReport:
-        """Score all sets.
+        """Score all sets. Errors name the set.
 
         Args:
             rollout_id: Rollouts trained on before.
             client: Where requests go.
-
-        Raises:
-            GenerationError: The engines did not give a response.
-            RewardError: A reward function failed.
-            DataError: ``--reward-key`` names no entry of a reward. Each of them names the set.
         """
         start = time.perf_counter()
         samples = await self._score_all(client)

@@ -18,7 +18,7 @@ from slime_rollout.hooks.limits import await_within
 
 FLAG = "--dynamic-sampling-filter-path"
 REJECTED = "rejected"
-"""What a group is counted under whose filter says no more than ``False``."""
+"""Drop reason for groups whose filter returns ``False``."""
 
 
 def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
@@ -42,15 +42,11 @@ def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
     return Drop(f"zero_std_{round(rewards[0], 2):g}")
 
 
-class OwnFilter:
-    """A function ``(args, group)`` that says which groups to keep. Implements `slime_core.interfaces.GroupFilter`.
-
-    Args:
-        path: ``pkg.mod.fn``, ``pkg.mod:fn`` or ``file.py:fn``.
-        hook_args: Every flag by its name, the function's first argument.
+class CustomFilter:
+    """A custom function ``(args, group)`` that says which groups to keep.
 
     Raises:
-        ConfigError: There is no such function, it does not take ``(args, group)``, or it is ``async``.
+        ConfigError: It cannot be loaded, does not take ``(args, group)``, or is ``async``.
     """
 
     def __init__(self, path: str, hook_args: HookArgs) -> None:
@@ -61,12 +57,7 @@ class OwnFilter:
         self._args = hook_args
 
     def __call__(self, group: Group) -> Verdict:
-        """The function's verdict.
-
-        Raises:
-            DataError: It raised, or returned neither ``Keep()``, ``Drop(reason)``, a truth value, nor an object with
-                ``keep`` and ``reason``.
-        """
+        """The function's verdict. Raises `DataError` if it raised, or returned something else."""
         where = f"{FLAG} {self._path}"
         try:
             verdict: Any = self._function(self._args, group)
@@ -85,12 +76,8 @@ class OwnFilter:
 class FilterCalls:
     """Calls a filter off the event loop, within ``--hook-timeout`` and never twice at once: it may keep counts.
 
-    A call that nobody waits for any more, such as that of a group which a complete rollout did not need, cannot be
-    stopped: the next one, also of another event loop, waits for its end within its own time limit.
-
-    Args:
-        keep: The filter.
-        config: How long it may take, and what it is called.
+    A call that was cancelled, such as that of a group which a complete rollout did not need, cannot be stopped: the
+    next one, also of another event loop, waits for its end within its own time limit.
     """
 
     def __init__(self, keep: GroupFilter, config: RolloutConfig) -> None:
@@ -99,12 +86,7 @@ class FilterCalls:
         self._turn = threading.Lock()
 
     async def __call__(self, group: Group) -> Verdict:
-        """The filter's verdict.
-
-        Raises:
-            HookTimeoutError: It took too long.
-            DataError: As `OwnFilter`.
-        """
+        """The filter's verdict. Raises `HookTimeoutError` if it took too long."""
         is_left = threading.Event()
 
         def judge() -> Verdict | None:
@@ -120,10 +102,6 @@ class FilterCalls:
 
 
 def make_filter(config: RolloutConfig, hook_args: HookArgs) -> GroupFilter | None:
-    """What ``--dynamic-sampling-filter-path`` names; ``None`` without it.
-
-    Raises:
-        ConfigError: As `OwnFilter`.
-    """
+    """The filter of ``--dynamic-sampling-filter-path``; ``None`` without it."""
     path = config.dynamic_sampling_filter_path
-    return None if path is None else OwnFilter(path, hook_args)
+    return None if path is None else CustomFilter(path, hook_args)

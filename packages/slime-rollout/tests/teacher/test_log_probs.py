@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
 from slime_rollout.errors import TeacherError
-from slime_rollout.teacher import TeacherLogProbs, TeacherVocabulary
-from slime_rollout.teacher.log_probs import generate_url, read_log_probs, request
+from slime_rollout.teacher import TeacherLogProbs, TeacherVocabulary, generate_url, read_log_probs, request
 
 VOCABULARY = TeacherVocabulary(largest=9999, shown_as_zero=9999)
 

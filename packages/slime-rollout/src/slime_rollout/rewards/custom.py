@@ -140,11 +140,7 @@ def _shown(value: Any) -> str:
 
 
 class _Model:
-    """An object of a user-defined class, made in the first call.
-
-    Raises:
-        ConfigError: The class has no ``compute_reward``, or takes other arguments.
-    """
+    """An object of a user-defined class, made in the first call."""
 
     def __init__(self, made_from: Any, path: str, kwargs: Mapping[str, Any], hook_args: HookArgs) -> None:
         try:
@@ -189,22 +185,14 @@ def _default_arguments(made_from: Any, hook_args: HookArgs) -> dict[str, Any]:
 
 
 class BatchedReward:
-    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64.
-
-    Args:
-        score: Returns the rewards of a batch.
-    """
+    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64."""
 
     def __init__(self, score: GroupReward) -> None:
         self._score = score
         self._queues = PerLoop(_Queue)
 
     async def __call__(self, sample: Sample) -> RewardValue:
-        """The sample's reward.
-
-        Raises:
-            RewardError: The call of its batch raised it.
-        """
+        """The sample's reward."""
         queue = self._queues.here()
         answer: asyncio.Future[RewardValue] = asyncio.get_running_loop().create_future()
         queue.waiting.append((sample, answer))
@@ -245,16 +233,11 @@ class _Queue:
 
 
 class FunctionCalls:
-    """Calls a user-defined function off the event loop, at most 32 times at once, each within a time limit.
+    """Calls a user-defined function off the event loop, at most 32 times at once, each within a time limit in seconds.
 
     A plain function gets a thread for each call. A coroutine runs on an event loop in another thread; when a call
     blocks that loop, the next ones get a new one. A call cannot be stopped at its time limit: it is left behind and no
     longer counts as running. Once eight calls go on after twice their time limit, there are no more calls.
-
-    Args:
-        name: The function's, for messages.
-        function: Takes the arguments of a call; returns a value, or an awaitable of it.
-        timeout: Time limit of one call, in seconds. Waiting in the queue is not counted.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], *, timeout: float) -> None:
@@ -267,16 +250,7 @@ class FunctionCalls:
         self._blocked: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 
     async def __call__(self, about: str, *args: Any) -> Any:
-        """The function's value.
-
-        Args:
-            about: What the call is about, for messages.
-            args: Its arguments.
-
-        Raises:
-            VerifierError: It raised or took too long.
-            RewardError: Too many earlier calls do not end.
-        """
+        """The function's value for ``args``; ``about`` says in messages what the call is about."""
         async with self._turns.here():
             self._refuse_if_stuck()
             try:

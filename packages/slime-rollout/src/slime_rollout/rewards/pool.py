@@ -72,12 +72,7 @@ class VerifierPool:
         self._scores: collections.OrderedDict[bytes, RewardValue] = collections.OrderedDict()
 
     async def score(self, response: str, label: str, metadata: Mapping[str, Any]) -> RewardValue:
-        """The verifier's value.
-
-        Raises:
-            VerifierError: It gave none.
-            RewardError: The verifier cannot be started.
-        """
+        """The verifier's value. Raises `VerifierError` if there is none, `RewardError` if the keeper does not start."""
         request = json.dumps([response, label, dict(metadata)]).encode()
         key = hashlib.blake2b(request, digest_size=16).digest()  # responses are long
         with self._lock:
@@ -383,5 +378,5 @@ def _is_reward(value: Any) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value from JSON or a verifier is a finite number."""
+    """Whether it is a finite number."""
     return isinstance(value, int | float) and abs(value) <= 1e300  # which NaN is not either

@@ -87,11 +87,7 @@ def find_rule(name: str) -> Rule:
 
 
 def rule_of_row(metadata: Metadata, rule: str) -> str:
-    """The rule that a row's metadata names; ``rule`` if it names none.
-
-    Raises:
-        DataError: There is no rule of that name.
-    """
+    """The rule that a row's metadata names; ``rule`` if it names none."""
     name = metadata.get(ROW_KEY)
     if name is None or name == "":
         return rule

@@ -1,6 +1,6 @@
-"""What rules compare: answers found in responses, as text, numbers, words, letters and mathematics.
+"""How rules find answers in responses and compare them: as text, numbers, words, letters and mathematics.
 
-All take time linear in the response's length, except `math_equal`, which may never end: `pool` runs it.
+All take time linear in the response's length, except `math_equal`, which may never end.
 """
 
 from __future__ import annotations
@@ -14,32 +14,27 @@ from decimal import Decimal
 from typing import Any
 
 _BOXES = ("\\boxed", "\\fbox")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # what a backslash escapes does not count
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{…}`` holds; ``None`` if there is none, or it is not closed."""
+    r"""The content of the last ``\boxed{…}``; ``None`` if there is none, or it is not closed."""
     start = max(text.rfind(box) for box in _BOXES)
     if start < 0:
         return None
     opening = text.find("{", start)
     if opening < 0 or text[start:opening].strip() not in _BOXES:
         return None
-    depth, place = 0, opening
-    while place < len(text):
-        if text[place] == "\\":
-            place += 1  # \{ and \} are no braces
-        elif text[place] == "{":
-            depth += 1
-        elif text[place] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[opening + 1 : place].strip()
-        place += 1
+    depth = 0
+    for match in _BRACE.finditer(text, opening):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[opening + 1 : match.start()].strip()
     return None
 
 
 def after_thought(text: str) -> str | None:
-    """What follows the reasoning: after the last ``</think>``, or else the last ``###Response``; ``None`` without."""
+    """The text after the last ``</think>``, or else after the last ``###Response``; ``None`` without either."""
     for mark in ("</think>", "###Response"):
         _, found, answer = text.rpartition(mark)
         if found:
@@ -47,7 +42,7 @@ def after_thought(text: str) -> str | None:
     return None
 
 
-# A sign counts when it touches its digits and nothing that could be an operand: in "5-3" and "a-3" it is none.
+# A sign counts when it touches its digits and nothing that could be an operand, unlike those in "5-3" and "a-3".
 # Commas belong to a number when they part it into threes. A lone point before digits begins a decimal number, several
 # points do not. ASCII digits only.
 _FIRST_NUMBER = re.compile(
@@ -121,19 +116,19 @@ def _words(text: str) -> list[str]:
 
 
 def answer_line(response: str) -> str | None:
-    """What the last ``Answer: …`` says within the last 300 characters; ``None`` without one."""
+    """The text of the last ``Answer: …`` within the last 300 characters; ``None`` without one."""
     found = _ANSWER_LINE.findall(response[-_DAPO_TAIL:])
     return found[-1].strip() if found else None
 
 
 def same_number(answer: str, label: str) -> bool:
-    """Whether an answer is the label's number, once LaTeX, currency, unit and ``x =`` are taken away (DAPO)."""
+    """Whether an answer is the label's number, without LaTeX, currency, unit and ``x =`` (DAPO)."""
     given, wanted = read_number(answer), read_number(label)
     return given is not None and given == wanted
 
 
 def read_number(text: str) -> Decimal | None:
-    """The number that a text is; ``None`` if it is none, or more than a number."""
+    """The number that a text consists of; ``None`` if it is anything else."""
     text = last_boxed(text) or text
     text = _COMMAND.sub("", text).rpartition("=")[2]
     text = text.replace("\\$", "").replace("$", "").replace("\\%", "%").replace("−", "-").strip(" *")
@@ -176,7 +171,7 @@ def _choices(given: Any) -> list[str]:
 
 
 def correct_letter(label: str, named: str | None, choices: Sequence[str]) -> str | None:
-    """The letter of the right choice; ``None`` where nothing tells it."""
+    """The letter of the right choice; ``None`` if it is unknown."""
     label = (named or label).strip()
     letter = label.strip("()").upper()
     if len(letter) == 1 and letter in _LETTERS:

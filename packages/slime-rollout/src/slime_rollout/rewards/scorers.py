@@ -107,8 +107,7 @@ def make_reward(
         strict: Raise failures of a custom function as `VerifierError`, instead of a reward of 0.
 
     Raises:
-        ConfigError: The custom function cannot be loaded, or does not take ``(args, sample)``, ``(args, samples)``, or
-            as a class the arguments of ``--custom-rm-kwargs``.
+        ConfigError: The custom function cannot be loaded, or does not take its arguments.
     """
     if config.custom_rm_path is not None:
         custom = _custom(config, hook_args)
@@ -125,14 +124,7 @@ def make_group_reward(
 ) -> GroupReward | None:
     """The custom function that scores the samples of a prompt together; ``None`` without ``--group-rm``.
 
-    Args:
-        config: The settings.
-        hook_args: Every flag by its name.
-        names: As for :func:`make_reward`.
-        strict: As for :func:`make_reward`.
-
-    Raises:
-        ConfigError: It cannot be loaded, or does not take ``(args, samples)``.
+    Arguments and errors are those of :func:`make_reward`.
     """
     if not config.group_rm:
         return None
@@ -179,14 +171,7 @@ class RowRuleReward:
         self._rule = config.rule or ""
 
     async def __call__(self, sample: Sample) -> RewardValue:
-        """The rule's value.
-
-        Raises:
-            DataError: There is no rule of that name; or the sample lacks the label, or the run the service, that the
-                rule needs.
-            RewardError: The rule's processes cannot be started, the service refused the request, or it has scored
-                nothing for half an hour.
-        """
+        """The rule's value."""
         try:
             rule = rule_of_row(sample.metadata, self._rule)
         except DataError as error:
@@ -217,25 +202,14 @@ class RowRuleReward:
 
 
 class RuleReward:
-    """A rule that compares the response with the label.
-
-    Args:
-        rule: The rule.
-        pool: Where it runs; ``None`` runs it on the event loop.
-    """
+    """A rule that compares the response with the label, in a pool of processes or, without one, on the event loop."""
 
     def __init__(self, rule: Rule, pool: VerifierPool | None = None) -> None:
         self._rule = rule
         self._pool = pool
 
     async def __call__(self, sample: Sample) -> RewardValue:
-        """The rule's value.
-
-        Raises:
-            DataError: The sample has no label.
-            VerifierError: The rule gave no value.
-            RewardError: The pool's processes cannot be started.
-        """
+        """The rule's value."""
         if sample.label is None:
             raise DataError(f"sample {sample.index} has no label to compare its response with")
         metadata = {key: sample.metadata[key] for key in self._rule.metadata_keys if key in sample.metadata}
@@ -258,8 +232,7 @@ async def zero_reward(sample: Sample) -> float:
 class RemoteReward:
     r"""Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object of numbers.
 
-    Refused connections, 408, 429 and 5xx are tried four times in all; any other 4xx ends the run, for every sample
-    would get it.
+    Refused connections, 408, 429 and 5xx are tried four times; any other 4xx ends the run: every sample would get it.
 
     Args:
         url: Address of the service.
@@ -275,7 +248,7 @@ class RemoteReward:
         """The service's value.
 
         Raises:
-            VerifierError: It failed, answered with something that is not a reward, or did not answer.
+            VerifierError: The service failed, or its answer is not a reward.
             RewardError: It refused the request.
         """
         response = last_boxed(sample.response) or "" if self._boxed else sample.response

@@ -1,0 +1,296 @@
+"""On-policy distillation: log-probs of responses under the weights of a teacher, a SGLang server.
+
+The teacher is checked before a run: it must be there, and its token ids must mean what the student's mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from slime_core.errors import DataError
+from slime_core.types import Sample, Status
+from slime_rollout import failures
+from slime_rollout.config import RolloutConfig
+from slime_rollout.data.chat import load_tokenizer
+from slime_rollout.errors import TeacherError
+from slime_rollout.http import HttpError, call
+from slime_rollout.service import ATTEMPTS, REQUESTS, Service
+
+logger = logging.getLogger(__name__)
+
+_COMPARED = 96  # ordinary tokens, spread over the vocabulary
+_ADDED = 32  # added ones, such as those of chat templates
+_SHOWN = 300  # characters
+_LARGEST = 1e300  # of finite numbers; NaN is not below it either
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherVocabulary:
+    """Token ids that the teacher can be asked about.
+
+    Attributes:
+        largest: Largest token id that it knows and the student may write.
+        shown_as_zero: The last id of its vocabulary, if the student may write it: SGLang takes it for the placeholder
+            of an image and answers with 0 in its place, with the right log-prob.
+    """
+
+    largest: int
+    shown_as_zero: int | None = None
+
+    def may_be_shown_as(self, token: int, shown: Any) -> bool:
+        """Whether an answer that names ``shown`` is about ``token``."""
+        return type(shown) is int and (shown == token or (shown == 0 and token == self.shown_as_zero))
+
+
+class TeacherLogProbs:
+    """Asks the teacher about finished samples and sets their ``teacher_log_probs``.
+
+    Each is one request: prompt and response as token ids, nothing to generate. The values are those of the teacher's
+    own distribution, at temperature 1. Untrained tokens of a response, such as a tool's answer, get theirs too.
+
+    Args:
+        url: Address of a SGLang server, or of a router before several.
+        timeout: Time limit of one attempt, in seconds; there are four.
+        vocabulary: What it can be asked about.
+        drop: Leave a sample that gets no log-probs out of training instead of ending the run; after 64 in a row the
+            run ends all the same.
+    """
+
+    def __init__(self, url: str, *, timeout: float, vocabulary: TeacherVocabulary, drop: bool = False) -> None:
+        self._service = Service(generate_url(url), timeout=timeout)
+        self._vocabulary = vocabulary
+        self._drop = drop
+        self._failed_in_a_row = 0
+
+    async def __call__(self, sample: Sample) -> None:
+        """Set ``sample.teacher_log_probs``, unless they are set or the sample failed.
+
+        Raises:
+            TeacherError: The teacher gave none.
+        """
+        if sample.teacher_log_probs is not None or sample.status is Status.FAILED:
+            return
+        try:
+            sample.teacher_log_probs = await self._score(sample)
+        except TeacherError as error:
+            self._failed_in_a_row += 1
+            if not self._drop or self._failed_in_a_row >= REQUESTS:
+                raise
+            sample.metadata[failures.TEACHER] = str(error)
+            sample.remove_sample = True
+            logger.warning("sample %d is not trained on: %s", sample.index, error)
+        else:
+            self._failed_in_a_row = 0
+            failures.withdraw(sample, failures.TEACHER)
+
+    async def _score(self, sample: Sample) -> list[float]:
+        if not sample.response_length:
+            return []
+        start = len(sample.tokens) - sample.response_length - 1
+        where = f"sample {sample.index} of {len(sample.tokens)} tokens"
+        if start < 0:
+            raise DataError(f"{where}: a response without a prompt token, so nothing predicts its first token")
+        if (beyond := max(sample.tokens)) > self._vocabulary.largest:
+            raise TeacherError(
+                f"{where} has the token {beyond}, and the teacher knows none above {self._vocabulary.largest}; "
+                "take a teacher of the same vocabulary, or --rm-on-failure drop"
+            )
+        try:
+            reply = await self._service.ask(request(sample.tokens, start))
+        except HttpError as error:
+            raise TeacherError(f"{where}: {_refusal(error)}") from error
+        try:
+            return read_log_probs(reply, sample.tokens[start:], self._vocabulary)
+        except TeacherError as error:
+            raise TeacherError(f"{where}: the teacher at {self._service.url} {error}") from None
+
+
+def generate_url(url: str) -> str:
+    """The address that is asked, for a server's address with or without ``/generate``."""
+    return url.rstrip("/").removesuffix("/generate").rstrip("/") + "/generate"
+
+
+def request(tokens: list[int], start: int, **more: Any) -> dict[str, Any]:
+    """A request to SGLang for log-probs of the tokens after place ``start``, each given all before it."""
+    return {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": start,
+        **more,
+    }
+
+
+def read_log_probs(reply: Any, tokens: list[int], vocabulary: TeacherVocabulary) -> list[float]:
+    """The log-probs in SGLang's answer to :func:`request`, in nats, of all ``tokens`` but the first.
+
+    The first is the token at ``start``: SGLang's list begins with it, without a value.
+
+    Raises:
+        TeacherError: It has another form, is about other tokens, or lacks a value.
+    """
+    try:
+        entries = [(entry[0], entry[1]) for entry in reply["meta_info"]["input_token_logprobs"]]
+    except (KeyError, TypeError, IndexError) as error:
+        raise TeacherError(
+            f"answered in an unknown form ({type(error).__name__}: {error}): {repr(reply)[:_SHOWN]}; "
+            "it must be a SGLang server, or sglang-router"
+        ) from error
+    if len(entries) != len(tokens):
+        raise TeacherError(f"answered about {len(entries)} tokens instead of {len(tokens)}")
+    for place, ((_, shown), token) in enumerate(zip(entries, tokens, strict=True)):
+        if not vocabulary.may_be_shown_as(token, shown):
+            raise TeacherError(f"answered about token {shown!r} in the place of token {token} ({place} from the start)")
+    values = [value for value, _ in entries[1:]]
+    for place, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+            raise TeacherError(f"gave {value!r} as the log-prob of token {tokens[place + 1]} ({place} of the response)")
+    return [float(value) for value in values]
+
+
+def _said(error: HttpError) -> str:
+    return f"no answer: {error.problem}" if error.status is None else error.problem
+
+
+def _refusal(error: HttpError) -> str:
+    if error.may_pass:
+        return (
+            f"the teacher at {error.url} failed {ATTEMPTS} times, at last with {_said(error)}; look at its log, raise "
+            "--rm-timeout, or leave such samples out with --rm-on-failure drop"
+        )
+    return (
+        f"the teacher at {error.url} refused it ({_said(error)}); where it is too long, raise the teacher's "
+        "--context-length, lower --rollout-max-response-len, or choose --rm-on-failure drop"
+    )
+
+
+def make_teacher(config: RolloutConfig) -> TeacherLogProbs | None:
+    """The checked teacher of ``--opd-type`` and ``--rm-url``; ``None`` without ``--opd-type``.
+
+    Raises:
+        TeacherError: The teacher does not answer, gives no log-probs, or has another vocabulary.
+    """
+    if config.opd_type is None or config.rm_url is None:
+        return None
+    url = generate_url(config.rm_url)
+    name = _name(url, config.teacher_timeout)
+    tokenizer = load_tokenizer(config.hf_checkpoint)
+    vocabulary = _check_vocabulary(url, name, tokenizer, config)
+    _check_length(url, config)
+    logger.info("the teacher at %s is %s", url, name)
+    return TeacherLogProbs(
+        url, timeout=config.teacher_timeout, vocabulary=vocabulary, drop=config.rm_on_failure == "drop"
+    )
+
+
+def _check_vocabulary(url: str, name: str, tokenizer: Any, config: RolloutConfig) -> TeacherVocabulary:
+    """Ask about tokens of the whole vocabulary, and compare their texts with those of the student's tokenizer."""
+    tokens = _tokens_to_compare(tokenizer)
+    vocabulary, reply = _ask(url, tokens, _largest_tokens(tokenizer, config.hf_checkpoint), config.teacher_timeout)
+    texts = [entry[2] if len(entry) > 2 else None for entry in reply["meta_info"]["input_token_logprobs"][:-1]]
+    if None in texts:
+        logger.warning("the teacher at %s does not say how its tokens read, so only their numbers are compared", url)
+        return vocabulary
+    added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+    others = [
+        (token, ours, theirs)
+        for token, theirs in zip(tokens, texts, strict=True)
+        if (ours := tokenizer.decode([token])).strip() != str(theirs).strip() and token != vocabulary.shown_as_zero
+    ]
+    shown = ", ".join(f"{token} is {ours!r} here and {theirs!r} there" for token, ours, theirs in others[:3])
+    if any(token not in added for token, _, _ in others):
+        raise TeacherError(
+            f"the teacher at {url} ({name}) has another vocabulary than --hf-checkpoint {config.hf_checkpoint}: of "
+            f"{len(tokens)} tokens {len(others)} differ ({shown}); distillation needs a teacher with the same tokenizer"
+        )
+    if others:
+        logger.warning("the teacher at %s reads %d added tokens otherwise: %s", url, len(others), shown)
+    return vocabulary
+
+
+def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tuple[TeacherVocabulary, dict[str, Any]]:
+    """The answer about ``tokens`` and one more: the largest of ``largest`` that the teacher knows."""
+    for last in largest:
+        asked = [*tokens, last]
+        # In `token_ids_logprob` SGLang refuses ids beyond its vocabulary; as input alone they would stop the server.
+        body = request(asked, 0, token_ids_logprob=[last], return_text_in_logprobs=True)
+        try:
+            reply = call("POST", url, body, timeout=timeout, attempts=ATTEMPTS)
+        except HttpError as error:
+            if error.status == 400 and "vocabulary" in error.body:
+                continue
+            raise TeacherError(f"the teacher at {url} gives no log-probs ({_said(error)})") from error
+        vocabulary = TeacherVocabulary(largest=last, shown_as_zero=last)
+        try:
+            read_log_probs(reply, asked, vocabulary)
+        except TeacherError as error:
+            raise TeacherError(f"the teacher at {url} {error}") from None
+        if reply["meta_info"]["input_token_logprobs"][-1][1] == last:
+            vocabulary = TeacherVocabulary(largest=last)
+        return vocabulary, reply
+    raise TeacherError(
+        f"the teacher at {url} does not know token {largest[-1]} of the student: its vocabulary is smaller; "
+        "distillation needs a teacher with the same tokenizer"
+    )
+
+
+def _tokens_to_compare(tokenizer: Any) -> list[int]:
+    known = sorted(set(tokenizer.get_vocab().values()))
+    added = sorted(getattr(tokenizer, "added_tokens_decoder", {}))
+    spread = known[:: max(1, len(known) // _COMPARED)]
+    return sorted({*spread, *added[:_ADDED]})
+
+
+def _largest_tokens(tokenizer: Any, hf_checkpoint: str) -> list[int]:
+    """The largest id that the student's output layer has, and the largest with a text: many vocabularies are padded."""
+    named = max(tokenizer.get_vocab().values())
+    try:
+        values = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+        padded = int(values.get("vocab_size") or values["text_config"]["vocab_size"]) - 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [named]
+    return [padded, named] if padded > named else [named]
+
+
+def _name(url: str, timeout: float) -> str:
+    """The path of the teacher's model; fails if there is no server."""
+    root = url.removesuffix("/generate")
+    for path in ("model_info", "get_model_info"):  # the latter is what older servers and the router know
+        try:
+            info = call("GET", f"{root}/{path}", timeout=timeout, attempts=ATTEMPTS)
+        except HttpError as error:
+            if error.may_pass:
+                raise TeacherError(
+                    f"the teacher at --rm-url {root} does not answer ({_said(error)}); start it first, "
+                    "such as with python -m sglang.launch_server --model-path TEACHER"
+                ) from error
+            continue
+        if isinstance(info, dict) and info.get("is_generation") is False:
+            raise TeacherError(f"the teacher at --rm-url {root} serves {info.get('model_path')}, no language model")
+        if isinstance(info, dict) and info.get("model_path"):
+            return str(info["model_path"])
+    return "a server that does not name its model"
+
+
+def _check_length(url: str, config: RolloutConfig) -> None:
+    """Warn where samples may get longer than the teacher's inputs may be, which a router does not say."""
+    try:
+        info = call("GET", url.removesuffix("/generate") + "/server_info", timeout=config.teacher_timeout)
+    except HttpError:
+        return
+    limit = info.get("max_req_input_len") if isinstance(info, dict) else None
+    longest = (config.rollout_max_prompt_len or 1) + config.rollout_max_response_len
+    if config.rollout_max_context_len is not None:
+        longest = min(longest, config.rollout_max_context_len)
+    if isinstance(limit, int) and longest >= limit:
+        logger.warning(
+            "samples may get %d tokens long, and the teacher at %s takes %d; raise its --context-length by %d",
+            longest,
+            url,
+            limit - 1,
+            longest - limit + 1,
+        )
