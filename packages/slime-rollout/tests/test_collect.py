@@ -561,12 +561,12 @@ def wait_for(condition, seconds=20):
     ("changes", "message"),
     [
         ({"over_sampling_batch_size": 1}, "--over-sampling-batch-size 1 is less than --rollout-batch-size 2"),
-        ({"over_sampling_batch_size": 0}, "--over-sampling-batch-size 0 is less than 1"),
+        ({"over_sampling_batch_size": 0}, "--over-sampling-batch-size 0 must be 1 or more"),
         ({"dynamic_sampling_max_prompts": 1}, "is less than the 2 prompts in flight"),
-        ({"max_weight_staleness": -1}, "--max-weight-staleness -1 is negative"),
+        ({"max_weight_staleness": -1}, "--max-weight-staleness -1 must be 0 or more"),
         ({"partial_rollout": True}, "--partial-rollout cuts nothing off"),
         ({"mask_offpolicy_in_partial_rollout": True}, "is about --partial-rollout"),
-        ({"async_buffer_size": 0}, "--async-buffer-size 0 is less than 1"),
+        ({"async_buffer_size": 0}, "--async-buffer-size 0 must be 1 or more"),
         ({"async_buffer_size": 1, "over_sampling_batch_size": 4}, "leave out --over-sampling-batch-size"),
     ],
 )
