@@ -19,8 +19,8 @@ from _servers import allow_many_connections, instant_server
 
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
+from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.ports import free_port
 from slime_rollout.engine.router import Router
 from slime_rollout.rollout import RolloutData, RolloutManager
 

@@ -8,7 +8,7 @@ import pytest
 from ended import kill_one, trained
 from launching import Assets, rows, started, train_command, tree, wait_for, wait_until_gone
 
-from slime_rollout.engine.events import read_events
+from slime_rollout.engine.slots import read_events
 
 pytestmark = [pytest.mark.real, pytest.mark.full, pytest.mark.timeout(600)]
 ROLLOUTS = 8

@@ -44,22 +44,25 @@ def workspace(tmp_path: Path) -> Path:
 
 SERVER_ARGS = """
 class ServerArgs:
-    model_path: A[str, "model"]
-    mem_fraction_static: A[Optional[float], "part of memory"] = None
-    sleep_on_idle: A[bool, "no busy waiting"] = False
-    port: A[int, "port"] = 30000
-    cuda_graph_bs: A[Optional[List[int]], "batch sizes"] = None
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--model-path")
+        parser.add_argument("--mem-fraction-static", type=float, help="part of memory")
+        parser.add_argument("--sleep-on-idle", action="store_true")
+        parser.add_argument("--port", type=int, default=30000)
+        parser.add_argument("--cuda-graph-bs", type=int, nargs="+")
 """
 
 
 @pytest.fixture(autouse=True)
 def installed_sglang(tmp_path_factory, monkeypatch):
-    """An SGLang as far as a launcher looks at it: a package with a list of flags, which is read and never imported."""
+    """An SGLang as far as a launcher looks at it: a package with a parser of its flags."""
     root = tmp_path_factory.mktemp("site")
     (root / "sglang" / "srt").mkdir(parents=True)
     (root / "sglang" / "__init__.py").write_text("")
     (root / "sglang" / "srt" / "server_args.py").write_text(SERVER_ARGS)
     monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_the_engines_of_a_file_are_counted(checked):
         (
             "[{num_gpus: 1, overrides: {mem_fraction_static: 0.5}}]",
             "[{num_gpus: 1, worker_type: prefill}, {num_gpus: 0, worker_type: decode}]",
-            "num_gpus 0 must be 1 or more",
+            "num_gpus is 0; give a whole number, 1 or more",
         ),
         ("model_path: other", "model_path: other\n    update_weight: true", "did you mean update_weights?"),
     ],

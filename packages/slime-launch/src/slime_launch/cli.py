@@ -64,7 +64,8 @@ def train(argv: list[str]) -> int:
         return 0
     if "--help-sglang" in argv:
         for spec in sglang_specs(argv):
-            print(spec.name if spec.is_switch else f"{spec.name} VALUE{' …' if spec.nargs else ''}")
+            value = "" if spec.is_switch else f" VALUE{' …' if spec.nargs else ''}"
+            print(f"{spec.name}{value}  {spec.help}".rstrip())
         return 0
     settings = parse_train(argv)
     from slime_launch.finished import report_if_finished

@@ -20,11 +20,11 @@ from slime_launch.validate import check_settings, check_shape, engine_dtype, num
 from slime_launch.weights import StartWeights, start_weights
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
-from slime_rollout.engine.models import check_runs_here
 from slime_rollout.engine.router import check_router_port
-from slime_rollout.engine.server import check_flags, importable_in
+from slime_rollout.engine.server import check_flags
+from slime_rollout.engine.sglang_flags import importable_in, missing_sglang
 from slime_rollout.engine.topology import Topology, read_topology
-from slime_rollout.engine.topology_plan import EnginePlan, plan_engines
+from slime_rollout.engine.topology_plan import EnginePlan, check_runs_here, plan_engines
 from slime_rollout.hooks import check_hooks
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -102,9 +102,7 @@ def check_engines(settings: Settings) -> EnginePlan | None:
     if engine.rollout_external_engine_addrs:
         return None
     if not importable_in(engine.python, "sglang"):
-        raise PreflightError(
-            f"SGLang is not installed in {engine.python}; name the interpreter that has it with --sglang-python"
-        )
+        raise PreflightError(missing_sglang(engine.python))
     check_flags(engine, ())
     if engine.sglang_config is None:
         return None

@@ -22,9 +22,8 @@ from slime_launch.worker_process import prepare
 
 if TYPE_CHECKING:
     from slime_rollout.config import RolloutConfig
-    from slime_rollout.engine.config import EngineConfig
+    from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
     from slime_rollout.engine.topology import Topology
-    from slime_rollout.engine.weight_sync import WeightSyncConfig
 
 CLOSE_SECONDS = 10.0
 
@@ -124,8 +123,7 @@ class RolloutHost:
 
     def start(self, spec: RolloutSpec) -> None:
         """Start router and engines, wait until they serve, and read the prompts meanwhile."""
-        from slime_rollout.engine.addresses import router_args
-        from slime_rollout.engine.machine import require_this_machine
+        from slime_rollout.engine.addresses import require_this_machine, router_args
         from slime_rollout.engine.start import start_engines
         from slime_rollout.hooks import check_hooks
         from slime_rollout.rollout import RolloutData, RolloutManager

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.errors import ConfigError
+from slime_rollout.engine.config import PAUSE_MODES, REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.weight_sync import PAUSE_MODES, REQUEST_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from slime_rollout.weights.local import LocalVersion

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.ports import free_port
 from slime_rollout.engine.router import Router
-from slime_rollout.engine.server import LOAD_FILES, EngineSpec, server_environment
+from slime_rollout.engine.server import LOAD_FILES
+from slime_rollout.engine.spec import EngineSpec, server_environment
 from slime_rollout.supervise import reaper
 
 
@@ -209,3 +210,37 @@ def quick_python(tmp_path):
     program.write_text(SERVER.format(python=sys.executable))
     program.chmod(0o755)
     return str(program)
+
+
+SERVER_ARGS = """
+class ServerArgs:
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--model-path", "--model")
+        parser.add_argument("--page-size", type=int, default=1, help="tokens of a page")
+        parser.add_argument("--mem-fraction-static", type=float)
+        parser.add_argument("--enable-metrics", action="store_true")
+        parser.add_argument("--grammar-backend", choices=["xgrammar", "none"])
+        parser.add_argument("--disaggregation-mode", choices=["null", "prefill", "decode"])
+        parser.add_argument("--lora-paths", nargs="*")
+        parser.add_argument("--tp-size", type=int)
+"""
+
+
+@pytest.fixture
+def sglang_python(tmp_path, monkeypatch):
+    """An interpreter that has an SGLang with a few flags; as a server it runs a shell command."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def make(server="exit 3"):
+        package = tmp_path / "site" / "sglang" / "srt"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").write_text("__version__ = '1.2'")
+        (package / "server_args.py").write_text(SERVER_ARGS)
+        program = tmp_path / "python"
+        path = f'PYTHONPATH="{tmp_path / "site"}:$PYTHONPATH"'
+        program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && {path} exec {sys.executable} "$@"\n{server}\n')
+        program.chmod(0o755)
+        return str(program)
+
+    return make

@@ -47,22 +47,31 @@ def test_an_interpreter_is_looked_up_in_path(monkeypatch):
         ({"rollout_max_restarts": -1}, "--rollout-max-restarts -1 must be 0 or more"),
         ({"router_policy": "roundrobin"}, "--router-policy roundrobin is unknown; allowed: cache_aware"),
         ({"sglang_python": "/nonexistent/python"}, "--sglang-python /nonexistent/python is not an executable file"),
-        ({"sglang_args": {"--page-size": "1"}}, "'--page-size' is no flag's name"),
-        ({"sglang_args": {"page_size": "1"}}, "'page_size' is no flag's name"),
+        ({"sglang_args": {"--page-size": "1"}}, "'--page-size' is not a flag's name"),
+        ({"sglang_args": {"page_size": "1"}}, "'page_size' is not a flag's name"),
         ({"sglang_args": {"page-size": False}}, "--sglang-page-size: got False"),
-        ({"sglang_router_url": "http://a"}, "--sglang-router-url http://a is no address; write HOST:PORT, or http://"),
+        (
+            {"sglang_router_url": "http://a"},
+            "--sglang-router-url http://a is not an address; write HOST:PORT, or http://",
+        ),
         (
             {"sglang_router_url": "http://a:1", "sglang_router_port": 2, "router_policy": "manual"},
-            "--sglang-router-port, --router-policy: no effect on the router at --sglang-router-url",
+            "--sglang-router-port, --router-policy: no effect on the external router at --sglang-router-url",
         ),
-        ({"rollout_external_engine_addrs": ("a",)}, "--rollout-external-engine-addrs a is no address"),
-        ({"rollout_external_engine_addrs": ("https://a:1",)}, "--rollout-external-engine-addrs https://a:1 is no addr"),
-        ({"rollout_external_engine_addrs": ("a:1/path",)}, "--rollout-external-engine-addrs a:1/path is no address"),
-        ({"rollout_external_engine_addrs": ("a:70000",)}, "--rollout-external-engine-addrs a:70000 is no address"),
+        ({"rollout_external_engine_addrs": ("a",)}, "--rollout-external-engine-addrs a is not an address"),
+        (
+            {"rollout_external_engine_addrs": ("https://a:1",)},
+            "--rollout-external-engine-addrs https://a:1 is not an",
+        ),
+        (
+            {"rollout_external_engine_addrs": ("a:1/path",)},
+            "--rollout-external-engine-addrs a:1/path is not an addr",
+        ),
+        ({"rollout_external_engine_addrs": ("a:70000",)}, "--rollout-external-engine-addrs a:70000 is not an address"),
         ({"rollout_external_engine_addrs": ("a:1", "http://a:1/")}, "names http://a:1 twice"),
         (
             {"rollout_external_engine_addrs": ("a:1",), "engine_threads": 2, "sglang_args": {"page-size": "1"}},
-            "--engine-threads, --sglang-page-size: no effect on the engines of --rollout-external-engine-addrs",
+            "--engine-threads, --sglang-page-size: no effect on the external engines of --rollout-ext",
         ),
     ],
 )
@@ -80,3 +89,44 @@ def test_external_addresses_in_full():
 def test_reading_the_flags_imports_no_torch():
     code = "import sys, slime_rollout.engine.config; sys.exit(bool({'torch', 'aiohttp'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "a"}
+LOCAL = {"update_weight_local_checkpoint_dir": "b"}
+FAR = {"update_weight_receivers": ("h:1",)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"update_weight_mode": "half"}, "--update-weight-mode half is unknown; allowed: full, delta"),
+        ({"update_weight_transport": "mail"}, "transport mail is unknown; allowed: tensor, nccl, gloo, disk"),
+        ({"update_weight_pause_mode": "abort"}, "pause-mode abort is unknown; allowed: retract, in_place"),
+        *(
+            (
+                {"update_weight_timeout": seconds},
+                f"--update-weight-timeout {seconds} must be .*above 0",
+            )
+            for seconds in (0.0, -1.0, float("nan"), float("inf"))
+        ),
+        ({"update_weight_transport": "disk"}, "disk needs --update-weight-disk-dir"),
+        ({"update_weight_mode": "delta"}, r"give --update-weight-transport disk \(got tensor\)"),
+        ({**DISK, "update_weight_mode": "delta"}, "delta needs --update-weight-local-checkpoint-dir"),
+        ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "./a"}, "another directory"),
+        ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "b/../a"}, "another directory"),
+        ({**DISK, **LOCAL, **FAR, "update_weight_mode": "delta"}, "give one of them"),
+        ({**DISK, **FAR}, "receivers has an effect only with --update-weight-mode delta"),
+        ({"update_weight_disk_dir": "a"}, "disk-dir has an effect only with --update-weight-transport disk"),
+        ({"update_weight_disk_keep_files": True}, "keep-files has an effect only with"),
+        ({**DISK, **LOCAL}, "local-checkpoint-dir has an effect only with --update-weight-mode delta"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**flags)
+
+
+def test_what_works():
+    EngineConfig(**DISK, update_weight_disk_keep_files=True)
+    EngineConfig(**DISK, **FAR, update_weight_mode="delta")
+    assert EngineConfig(**DISK, **LOCAL, update_weight_mode="delta").update_weight_pause_mode == "retract"

@@ -1,14 +1,25 @@
 """Attaching to engines: the waits and the errors. What works is shown on real engines, in test_real_external.py."""
 
+import dataclasses
+import json
+
 import pytest
 
 from slime_rollout.engine import external
+from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError, ExternalEngineError
-from slime_rollout.engine.external import ExternalFleet, wait_for_answers
-from slime_rollout.engine.ports import free_port
+from slime_rollout.engine.external import (
+    ExternalEngine,
+    ExternalFleet,
+    Wanted,
+    mismatches,
+    same_model,
+    wait_for_answers,
+)
 
 pytestmark = pytest.mark.timeout(60)
+
 INFO = {
     "/server_info": {
         "model_path": "/there/model",
@@ -59,10 +70,10 @@ def test_one_that_dies_is_noticed(worker, tmp_path, monkeypatch):
     engines = [worker(name, INFO) for name in ("one", "other")]
     with attach([engine.url for engine in engines], tmp_path) as fleet:
         fleet.check()
-        monkeypatch.setattr(type(fleet._router), "workers", lambda _: {engines[0].url: ("id", True)})
+        monkeypatch.setattr(type(fleet._router.process), "workers", lambda _: {engines[0].url: ("id", True)})
         fleet.check()  # it answers, so the router will use it again
         engines[1].end()
-        with pytest.raises(EngineDiedError, match=f"the engine {engines[1].url}, which others run, does not answer"):
+        with pytest.raises(EngineDiedError, match=f"the external engine {engines[1].url} does not answer"):
             fleet.check()
 
 
@@ -72,7 +83,7 @@ def test_an_engine_that_is_paused_for_new_weights_is_not_taken_for_gone(worker, 
     engine = worker("engine", INFO)
     with attach([engine.url], tmp_path) as fleet:
         assert fleet.begin_update() == [engine.url]
-        monkeypatch.setattr(type(fleet._router), "workers", lambda _: {})  # it asks /health, too
+        monkeypatch.setattr(type(fleet._router.process), "workers", lambda _: {})  # it asks /health, too
         engine.answers["/health"] = None
         fleet.check()
         with pytest.raises(EngineDiedError, match=engine.url):
@@ -85,7 +96,7 @@ def test_one_that_dies_amid_an_update_is_noticed(worker, tmp_path, monkeypatch):
     engine = worker("engine", INFO)
     with attach([engine.url], tmp_path) as fleet:
         fleet.begin_update()
-        monkeypatch.setattr(type(fleet._router), "workers", lambda _: {})
+        monkeypatch.setattr(type(fleet._router.process), "workers", lambda _: {})
         engine.end()
         with pytest.raises(EngineDiedError, match=engine.url):
             fleet.check()
@@ -95,7 +106,7 @@ def test_one_that_a_killed_run_left_paused_is_used_again(worker, tmp_path):
     engine = worker("engine", INFO, paused=True)
     with attach([engine.url], tmp_path, engine_startup_timeout=20.0) as fleet:
         assert not engine.paused
-        assert fleet._router.healthy_workers() == {engine.url}
+        assert fleet._router.process.healthy_workers() == {engine.url}
 
 
 def test_attaching_waits_for_no_requests_of_others(worker, tmp_path):
@@ -114,3 +125,123 @@ def test_detaching_has_every_engine_generate_and_happens_once(worker, tmp_path):
     assert paths == ["/end_weight_update", "/update_weight_version", "/continue_generation"]
     fleet.stop()
     assert len(engine.requests) == 3
+
+
+SERVER = {
+    "model_path": "/there/model",
+    "dtype": "bfloat16",
+    "context_length": None,
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "nnodes": 1,
+    "enable_deterministic_inference": True,
+    "disaggregation_mode": "null",
+    "encoder_only": False,
+}
+MODEL = {"weight_version": "default", "is_generation": True}
+ENGINE = ExternalEngine(
+    url="http://a:1",
+    model_path="/there/model",
+    dtype="bfloat16",
+    context_length=None,
+    tp_size=2,
+    other_sizes={},
+    weight_version="default",
+    deterministic=True,
+    generates=True,
+)
+WANTED = Wanted(model_path="/here/model", dtype="bfloat16", context_length=100, tp_size=None, weights_follow=False)
+
+
+def server(worker, **changes):
+    return worker("engine", {"/server_info": {**SERVER, **changes}, "/model_info": MODEL})
+
+
+def test_an_engine_says_what_it_is(worker):
+    engine = server(worker)
+    assert ExternalEngine.probe(engine.url) == dataclasses.replace(ENGINE, url=engine.url)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"dp_size": 4, "nnodes": 2}, "other_sizes", {"dp-size": 4, "nnodes": 2}),
+        ({"disaggregation_mode": "prefill"}, "generates", False),
+        ({"encoder_only": True}, "generates", False),
+        ({"enable_deterministic_inference": False}, "deterministic", False),
+    ],
+)
+def test_what_is_unusual_is_seen(worker, changes, field, value):
+    assert getattr(ExternalEngine.probe(server(worker, **changes).url), field) == value
+
+
+def test_what_is_no_sglang_engine(worker):
+    with pytest.raises(ExternalEngineError, match=r"does not report what it is: GET http.*/server_info: HTTP 404"):
+        ExternalEngine.probe(worker("other").url)
+    odd = worker("odd", {"/server_info": {"model_path": "x"}, "/model_info": {}})
+    with pytest.raises(ExternalEngineError, match=f"{odd.url} answers, but not like an SGLang engine"):
+        ExternalEngine.probe(odd.url)
+    odder = worker("odder", {"/server_info": [1], "/model_info": "x"})
+    with pytest.raises(ExternalEngineError, match="not like an SGLang engine"):
+        ExternalEngine.probe(odder.url)
+
+
+def test_engines_that_fit():
+    other = dataclasses.replace(ENGINE, url="http://b:1", context_length=100, dtype="bfloat16")
+    assert mismatches([ENGINE, other], WANTED) == []
+    assert mismatches([ENGINE], dataclasses.replace(WANTED, tp_size=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model_path": "/there/other"}, "serves /there/other, and --hf-checkpoint is /here/model: start it with"),
+        ({"dtype": "half"}, "computes in float16, and the run in bfloat16: start it with --dtype bfloat16"),
+        ({"dtype": "auto"}, "computes in auto, and the run in bfloat16"),
+        ({"context_length": 99}, "takes 99 tokens, and prompt and response may have 100: start it with a larger"),
+        ({"tp_size": 1}, "has tensor parallel size 1, and http://a:1 has 2: make them the same"),
+        ({"other_sizes": {"pp-size": 2}}, "runs with --pp-size 2: weights reach engines with tensor parallelism on"),
+        ({"deterministic": False}, "start it with --enable-deterministic-inference"),
+        ({"generates": False}, "does not generate by itself"),
+        ({"weight_version": "7"}, "has weight version 7, and http://a:1 has default"),
+        ({"weight_version": "incomplete"}, "has parts of some weights only"),
+    ],
+)
+def test_one_line_for_what_does_not_fit(changes, line):
+    (problem,) = mismatches([ENGINE, dataclasses.replace(ENGINE, url="http://b:1", **changes)], WANTED)
+    assert problem.startswith("http://b:1 ")
+    assert line in problem
+
+
+def test_all_lines_of_all_engines():
+    odd = dataclasses.replace(ENGINE, tp_size=1, deterministic=False)
+    assert len(mismatches([odd, odd], dataclasses.replace(WANTED, tp_size=2))) == 4
+
+
+def test_versions_do_not_matter_where_weights_follow():
+    engines = [ENGINE, dataclasses.replace(ENGINE, weight_version="incomplete")]
+    assert mismatches(engines, dataclasses.replace(WANTED, weights_follow=True)) == []
+
+
+def write_config(directory, **values):
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(values))
+    return str(directory)
+
+
+def test_models_are_the_same_by_config_or_else_by_name(tmp_path):
+    ours = write_config(tmp_path / "a" / "model", hidden_size=64, transformers_version="5.1")
+    copy = write_config(tmp_path / "b" / "copy", hidden_size=64, transformers_version="5.2")
+    larger = write_config(tmp_path / "c" / "model", hidden_size=128)
+    assert same_model(copy, ours)
+    assert not same_model(larger, ours)
+    assert same_model("/on/another/machine/model", ours)
+    assert not same_model("/on/another/machine/copy", ours)
+
+
+@pytest.mark.parametrize(("stored", "computes"), [("bfloat16", "bfloat16"), ("float32", "float16")])
+def test_auto_is_what_sglang_makes_of_the_models_own_type(tmp_path, stored, computes):
+    path = write_config(tmp_path / "model", dtype=stored)
+    wanted = dataclasses.replace(WANTED, model_path=path, dtype=computes)
+    assert mismatches([dataclasses.replace(ENGINE, model_path=path, dtype="auto")], wanted) == []

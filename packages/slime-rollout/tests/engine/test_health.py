@@ -21,8 +21,8 @@ import torch
 from slime_rollout.engine import health, registry
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError, WeightSyncError
-from slime_rollout.engine.events import EVENTS_FILE, read_events
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.slots import EVENTS_FILE, read_events
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import reaper
 from slime_rollout.weight_version import INCOMPLETE

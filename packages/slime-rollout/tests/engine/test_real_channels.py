@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from slime_core.errors import DataError
 from slime_rollout.cli import main
+from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.weight_sync import WeightSyncConfig
 from slime_rollout.generate import EngineClient
 from slime_rollout.http import call
 from slime_rollout.weight_version import CacheNamespace

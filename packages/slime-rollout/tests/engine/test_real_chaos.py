@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
-from slime_rollout.engine.events import read_events
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.slots import read_events
 from slime_rollout.errors import GenerationError
 from slime_rollout.failures import REWARD
 from slime_rollout.http import call, patient_delays

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.events import read_events
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.slots import read_events
 from slime_rollout.generate import EngineClient
 from slime_rollout.http import call, patient_delays
 from slime_rollout.supervise import reaper

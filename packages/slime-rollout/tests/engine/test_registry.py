@@ -1,4 +1,4 @@
-"""What the monitor does where the router will not be told which engines there are."""
+"""What the monitor does when the router refuses its engines, or an engine dies just after its start."""
 
 import logging
 import types
@@ -6,8 +6,10 @@ import types
 import pytest
 
 from slime_rollout.engine import registry
-from slime_rollout.engine.errors import EngineError
+from slime_rollout.engine.errors import EngineDiedError, EngineError
+from slime_rollout.engine.health import not_ready
 from slime_rollout.engine.registry import Registry
+from slime_rollout.engine.server import SGLangEngine
 from slime_rollout.http import HttpError
 
 pytestmark = pytest.mark.timeout(60)
@@ -77,3 +79,18 @@ def test_one_that_is_away_is_told_for_as_long_as_it_takes(router, register, capl
     router.reason = "starting"
     register(1000.0)
     assert len(caplog.records) == 2
+
+
+class DiesOnceReady(SGLangEngine):
+    def __init__(self):
+        pass
+
+    def is_ready(self, timeout):
+        return True
+
+    def freeze_gc(self):
+        raise EngineDiedError("ended by itself")
+
+
+def test_an_engine_that_dies_once_it_is_ready_is_one_more_that_is_not():
+    assert not_ready(DiesOnceReady()) == "has ended"

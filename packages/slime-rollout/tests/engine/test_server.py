@@ -8,33 +8,11 @@ from slime_core.errors import ConfigError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.server import EngineSpec, SGLangEngine, server_command
+from slime_rollout.engine.server import SGLangEngine
+from slime_rollout.engine.spec import EngineSpec, server_command
 from slime_rollout.http import HttpError, call
 
 pytestmark = pytest.mark.timeout(60)
-SERVER_ARGS = """
-class ServerArgs:
-    model_path: A[str, "model"]
-    page_size: A[int, "tokens"] = 1
-    enable_metrics: A[bool, "metrics"] = False
-    grammar_backend: A[Literal["xgrammar", "none"], "grammar"] = "none"
-"""
-
-
-@pytest.fixture
-def python(tmp_path):
-    """An interpreter that has an SGLang with a few flags; as a server it runs a shell command."""
-
-    def make(server):
-        package = tmp_path / "sglang"
-        (package / "srt").mkdir(parents=True)
-        (package / "srt" / "server_args.py").write_text(SERVER_ARGS)
-        program = tmp_path / "python"
-        program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {package}/__init__.py && exit\n{server}\n')
-        program.chmod(0o755)
-        return str(program)
-
-    return make
 
 
 def spec(**settings):
@@ -52,8 +30,8 @@ BAD_ARGS = [
 
 
 @pytest.mark.parametrize(("args", "message"), BAD_ARGS)
-def test_flags_are_checked_against_the_installed_sglang(python, tmp_path, args, message):
-    config = EngineConfig(sglang_python=python("exit 3"), sglang_args=args)
+def test_flags_are_checked_against_the_installed_sglang(sglang_python, tmp_path, args, message):
+    config = EngineConfig(sglang_python=sglang_python("exit 3"), sglang_args=args)
     with pytest.raises(ConfigError) as caught:
         SGLangEngine.start(config, spec(), log_path=tmp_path / "logs" / "engine.log")
     assert message in str(caught.value)
@@ -71,8 +49,8 @@ def test_flags_are_checked_against_the_installed_sglang(python, tmp_path, args, 
     assert not (tmp_path / "logs").exists()
 
 
-def test_one_that_ends_is_told_with_the_end_of_its_log(python, tmp_path):
-    config = EngineConfig(sglang_python=python("echo no such model; exit 3"), sglang_args={"page-size": "2"})
+def test_one_that_ends_is_told_with_the_end_of_its_log(sglang_python, tmp_path):
+    config = EngineConfig(sglang_python=sglang_python("echo no such model; exit 3"), sglang_args={"page-size": "2"})
     with (
         SGLangEngine.start(config, spec(), log_path=tmp_path / "logs" / "engine.log") as engine,
         pytest.raises(EngineStartError, match=r"(?s)did not start \(exit code 3\); .*engine\.log:\nno such model"),
@@ -80,8 +58,8 @@ def test_one_that_ends_is_told_with_the_end_of_its_log(python, tmp_path):
         engine.wait_until_ready(30)
 
 
-def test_one_that_never_answers_is_given_up_in_time(python, tmp_path):
-    config = EngineConfig(sglang_python=python("echo loading; exec sleep 600"))
+def test_one_that_never_answers_is_given_up_in_time(sglang_python, tmp_path):
+    config = EngineConfig(sglang_python=sglang_python("echo loading; exec sleep 600"))
     started = time.monotonic()
     with SGLangEngine.start(config, spec(), log_path=tmp_path / "engine.log") as engine:
         with pytest.raises(EngineStartError, match=r"(?s)does not answer after 0.5 s; see .*engine\.log:\nloading"):

@@ -1,41 +1,27 @@
 import json
+import re
 import subprocess
+import sys
+import time
 
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, check_sglang_args, installed_flags
+from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, check_sglang_args, importable_in, installed_flags
 
 FLAGS = {
     flag.name: flag
     for flag in [
-        SglangFlag("mem-fraction-static", True, type=float),
-        SglangFlag("enable-metrics", False),
-        SglangFlag("lora-paths", True, several=True),
-        SglangFlag("cuda-graph-bs", True, several=True, type=int),
-        SglangFlag("schedule-policy", True, choices=("lpm", "fcfs")),
-        SglangFlag("disaggregation-mode", True),
-        SglangFlag("ssl-keyfile", True),
-        SglangFlag("tp-size", True, type=int),
+        SglangFlag(name="mem-fraction-static", takes_value=True, type="float"),
+        SglangFlag(name="enable-metrics", takes_value=False),
+        SglangFlag(name="lora-paths", takes_value=True, several=True),
+        SglangFlag(name="cuda-graph-bs", takes_value=True, several=True, type="int"),
+        SglangFlag(name="schedule-policy", takes_value=True, choices=("lpm", "fcfs")),
+        SglangFlag(name="disaggregation-mode", takes_value=True),
+        SglangFlag(name="ssl-keyfile", takes_value=True),
+        SglangFlag(name="tp-size", takes_value=True, type="int"),
     ]
 }
-# What SGLang's own parser says about its flags.
-TRUTH = """
-import argparse, json
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-types = {int: "int", float: "float"}
-print(json.dumps({
-    name.removeprefix("--"): [
-        action.nargs != 0,
-        action.nargs in ("+", "*"),
-        types.get(action.type, "str"),
-        sorted(str(choice) for choice in action.choices or () if choice is not None),
-    ]
-    for action in parser._actions for name in action.option_strings if name.startswith("--") and name != "--help"
-}))
-"""
 
 
 @pytest.mark.parametrize(
@@ -57,7 +43,7 @@ def test_good_flags_pass(args):
     ("args", "message"),
     [
         ({"mem-fraction": "0.5"}, "did you mean --sglang-mem-fraction-static?"),
-        ({"tp-sise": "2"}, "--sglang-tp-sise is no flag of the installed SGLang; see"),
+        ({"tp-sise": "2"}, "--sglang-tp-sise is not a flag of the installed SGLang; see"),
         ({"tp-size": "2"}, "--sglang-tp-size cannot be given: use --rollout-num-gpus-per-engine"),
         ({"mem-fraction-static": True}, "--sglang-mem-fraction-static needs a value"),
         ({"enable-metrics": "1"}, "--sglang-enable-metrics takes no value, got '1'"),
@@ -78,37 +64,119 @@ def test_bad_flags_are_refused(args, message):
     assert message in str(caught.value)
 
 
+def test_flags_are_those_of_sglangs_own_parser(sglang_python):
+    flags = installed_flags(sglang_python())
+    assert flags["page-size"] == SglangFlag(
+        name="page-size", takes_value=True, type="int", help="tokens of a page", default="1"
+    )
+    assert flags["model"] == SglangFlag(name="model", takes_value=True)
+    assert flags["enable-metrics"].takes_value is False
+    assert flags["lora-paths"].several
+    assert flags["mem-fraction-static"].type == "float"
+    assert flags["grammar-backend"].choices == ("xgrammar", "none")
+
+
+def test_they_are_read_once(sglang_python, monkeypatch):
+    python = sglang_python()
+    first = installed_flags(python)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert installed_flags(python) == first
+    started = time.perf_counter()
+    for _ in range(10):
+        installed_flags(python)
+    assert (time.perf_counter() - started) / 10 < 0.05
+
+
+def edit(site):
+    file = site / "sglang" / "srt" / "server_args.py"
+    file.write_text(file.read_text().replace("page-size", "page-length"))
+
+
+def add_source(site):
+    edit(site)
+    (site / "sglang" / "srt" / "arg_groups").mkdir()
+    (site / "sglang" / "srt" / "arg_groups" / "more.py").write_text("")
+
+
+def install_beside(site):
+    (site / "plugin.dist-info").mkdir()
+    edit(site)
+
+
+@pytest.mark.parametrize("change", [edit, add_source, install_beside])
+def test_a_changed_sglang_is_read_again(sglang_python, tmp_path, change):
+    python = sglang_python()
+    assert "page-length" not in installed_flags(python)
+    change(tmp_path / "site")
+    assert "page-length" in installed_flags(python)
+
+
+def test_a_damaged_cache_is_replaced(sglang_python, tmp_path):
+    python = sglang_python()
+    flags = installed_flags(python)
+    (cache,) = (tmp_path / "cache" / "slime").iterdir()
+    cache.write_text(cache.read_text()[:100])
+    assert installed_flags(python) == flags
+    assert json.loads(cache.read_text())["version"] == "1.2"
+
+
+def test_without_a_place_for_a_cache_it_is_read_every_time(sglang_python, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    python = sglang_python()
+    assert installed_flags(python) == installed_flags(python)
+
+
 def test_an_interpreter_without_sglang(tmp_path):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
     with pytest.raises(ConfigError, match=f"SGLang is not installed in {python}"):
         installed_flags(str(python))
 
 
-def test_an_sglang_whose_flags_stand_elsewhere(tmp_path):
-    package = tmp_path / "sglang"
-    package.mkdir()
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho {package}/__init__.py\n")
-    python.chmod(0o755)
-    with pytest.raises(ConfigError, match="are not written as slime expects"):
-        installed_flags(str(python))
+@pytest.mark.parametrize("source", ["class ServerArgs: pass", "import a_cuda_package"])
+def test_an_sglang_that_does_not_report_its_flags(sglang_python, tmp_path, source):
+    python = sglang_python()
+    (tmp_path / "site" / "sglang" / "srt" / "server_args.py").write_text(source)
+    with pytest.raises(ConfigError, match=r"does not report its flags .*: (AttributeError|ModuleNotFoundError): "):
+        installed_flags(python)
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.real
 @pytest.mark.timeout(180)
-def test_every_flag_of_the_installed_sglang_is_read_right(engine_python, engine_environment):
-    result = subprocess.run(
-        [engine_python, "-c", TRUTH], env=engine_environment, capture_output=True, text=True, check=True, timeout=150
-    )
-    truth = json.loads(result.stdout.splitlines()[-1])
+def test_the_flags_of_the_installed_sglang(engine_python, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    started = time.perf_counter()
     flags = installed_flags(engine_python)
-    read = {name: [flag.takes_value, flag.several, flag.type.__name__] for name, flag in flags.items()}
-    assert read == {name: facts[:3] for name, facts in truth.items()}
-    chosen = {name: sorted(flag.choices) for name, flag in flags.items() if flag.choices}
-    assert chosen == {name: truth[name][3] for name in chosen}
-    # The rest are lists that SGLang's plugins may extend, or that are computed.
-    assert len(chosen) > len([name for name, facts in truth.items() if facts[3]]) / 2
-    assert chosen["disaggregation-mode"] == ["decode", "null", "prefill"]
+    first = time.perf_counter() - started
+    assert installed_flags(engine_python) == flags
+    print(f"reading SGLang's flags took {first:.2f} s, and then {time.perf_counter() - started - first:.4f} s")
     assert set(CONTROLLED) <= set(flags)
+    assert len(flags) > 500
+    assert sorted(flags["disaggregation-mode"].choices) == ["decode", "null", "prefill"]
+    assert "torch_native" in flags["attention-backend"].choices
+    assert flags["mem-fraction-static"].type == "float"
+    assert flags["cuda-graph-bs-decode"].several and flags["cuda-graph-bs-decode"].type == "int"
+    assert not flags["sleep-on-idle"].takes_value
+    check_sglang_args({"mem-fraction-static": "0.5", "sleep-on-idle": True, "cuda-graph-bs-decode": ("1", "2")}, flags)
+
+
+def test_whether_a_package_can_be_found():
+    assert importable_in(sys.executable, "pytest")
+    assert not importable_in(sys.executable, "no_such_package")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no program", "does not run as a Python interpreter: .*Exec format error"),
+        ("#!/bin/sh\necho broken >&2\nexit 3\n", "ended with exit code 3: broken"),
+    ],
+)
+def test_something_that_is_no_interpreter(tmp_path, caplog, text, words):
+    python = tmp_path / "python"
+    python.write_text(text)
+    python.chmod(0o755)
+    assert not importable_in(str(python), "sglang")
+    assert re.search(words, caplog.text)

@@ -4,17 +4,24 @@ import socket
 
 import pytest
 
+from slime_rollout.engine.addresses import LOOPBACK, free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import PortInUseError
-from slime_rollout.engine.ports import free_port
-from slime_rollout.engine.server import EngineSpec
-from slime_rollout.engine.slots import LOOPBACK, PORT_ATTEMPTS, EngineSlot
+from slime_rollout.engine.server import HostLauncher
+from slime_rollout.engine.slots import PORT_ATTEMPTS, EngineSlot
+from slime_rollout.engine.spec import EngineSpec
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def spec(port):
-    return EngineSpec(model_path="hf", device="cpu", port=port)
+class Ports:
+    """Gives one port after the other, free or not."""
+
+    def __init__(self, ports):
+        self._ports = iter(ports)
+
+    def take(self, host):
+        return next(self._ports)
 
 
 @pytest.fixture
@@ -22,10 +29,9 @@ def slot(quick_python, tmp_path):
     made = []
 
     def with_ports(ports):
-        each, config = iter(ports), EngineConfig(sglang_python=quick_python)
-        made.append(
-            EngineSlot(0, config, spec, log_path=tmp_path / "engine.log", free_port=lambda host: next(each)),
-        )
+        launcher = HostLauncher(EngineConfig(sglang_python=quick_python), Ports(ports))
+        spec = EngineSpec(model_path="hf", device="cpu")
+        made.append(EngineSlot(0, spec, launcher, log_path=tmp_path / "engine.log"))
         return made[-1]
 
     yield with_ports

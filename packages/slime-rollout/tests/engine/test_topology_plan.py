@@ -6,30 +6,8 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.models import check_runs_here
 from slime_rollout.engine.topology import ServedModel, ServerGroup, Topology
-from slime_rollout.engine.topology_plan import main, plan_engines
-
-SERVER_ARGS = """
-class ServerArgs:
-    model_path: A[str, "model"]
-    mem_fraction_static: A[Optional[float], "part of memory"] = None
-    enable_metrics: A[bool, "metrics"] = False
-    disaggregation_mode: A[Literal["null", "prefill", "decode"], "half"] = "null"
-    tp_size: A[int, "size"] = 1
-"""
-
-
-@pytest.fixture
-def python(tmp_path):
-    """An interpreter that has an SGLang with a few flags."""
-    package = tmp_path / "sglang"
-    (package / "srt").mkdir(parents=True)
-    (package / "srt" / "server_args.py").write_text(SERVER_ARGS)
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho {package}/__init__.py\n")
-    program.chmod(0o755)
-    return str(program)
+from slime_rollout.engine.topology_plan import check_runs_here, main, plan_engines
 
 
 def model(name, *groups, **settings):
@@ -105,8 +83,10 @@ def test_encoders_come_first_and_are_known_to_those_that_read_prompts():
     assert "--encoder-urls" not in decode
 
 
-def test_overrides_win_and_false_leaves_a_switch_out(python):
-    config = EngineConfig(sglang_python=python, sglang_args={"mem-fraction-static": "0.5", "enable-metrics": True})
+def test_overrides_win_and_false_leaves_a_switch_out(sglang_python):
+    config = EngineConfig(
+        sglang_python=sglang_python(), sglang_args={"mem-fraction-static": "0.5", "enable-metrics": True}
+    )
     own = {"mem-fraction-static": "0.9", "enable-metrics": False}
     made = plan(model("m", group(), group(overrides=own)), num_gpus=2, config=config)
     common, special = (flags(command) for command in made.commands())
@@ -127,9 +107,9 @@ def test_overrides_win_and_false_leaves_a_switch_out(python):
         ),
     ],
 )
-def test_overrides_are_flags_of_the_installed_sglang(python, own, message):
+def test_overrides_are_flags_of_the_installed_sglang(sglang_python, own, message):
     with pytest.raises(ConfigError) as caught:
-        plan(model("m", group(overrides=own)), num_gpus=1, config=EngineConfig(sglang_python=python))
+        plan(model("m", group(overrides=own)), num_gpus=1, config=EngineConfig(sglang_python=sglang_python()))
     assert message in str(caught.value)
 
 

@@ -10,10 +10,9 @@ import torch
 
 from slime_core.errors import DataError
 from slime_core.interfaces import WeightChannel
-from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.addresses import free_port
+from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS, EngineConfig, WeightSyncConfig
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.ports import free_port
-from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS, WeightSyncConfig
 from slime_rollout.weights import (
     DeltaWeightChannel,
     DiskWeightChannel,

@@ -12,8 +12,8 @@ import torch
 import torch.multiprocessing
 
 from slime_core.interfaces import WeightChannel
+from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.ports import free_port
 from slime_rollout.weights import TensorWeightChannel, engine_weight_version
 from slime_rollout.weights.tensor import ALIGNMENT_BYTES
 

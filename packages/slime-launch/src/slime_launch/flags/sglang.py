@@ -1,4 +1,4 @@
-"""SGLang's own flags, with ``--sglang-`` in front. They are looked up only when one is typed."""
+"""SGLang's own flags, with ``--sglang-`` in front. They are read from the installed SGLang only when one is typed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def typed_sglang_specs(argv: Sequence[str], own: Collection[str]) -> list[FlagSp
 
     Args:
         argv: A command line.
-        own: Flags of slime's own that begin with ``--sglang-``, too.
+        own: slime's own flags that begin with ``--sglang-``.
 
     Raises:
         FlagError: A flag that slime sets itself was typed.
-        ConfigError: SGLang is not installed in the engines' interpreter.
+        ConfigError: SGLang is not installed in the engines' interpreter, or cannot be imported there.
     """
     typed = {word.split("=")[0] for word in argv if word.startswith(PREFIX)} - set(own)
     for name in sorted(typed):
@@ -31,10 +31,10 @@ def typed_sglang_specs(argv: Sequence[str], own: Collection[str]) -> list[FlagSp
 
 
 def sglang_specs(argv: Sequence[str]) -> list[FlagSpec]:
-    """The flags of the SGLang in the interpreter of ``--sglang-python``, but for those that slime sets itself.
+    """The flags of the SGLang in the interpreter of ``--sglang-python``, without those that slime sets itself.
 
     Raises:
-        ConfigError: SGLang is not installed there.
+        ConfigError: SGLang is not installed there, or cannot be imported.
     """
     flags = installed_flags(find_python(sglang_python(argv)))
     return [_spec(flag) for name, flag in sorted(flags.items()) if name not in CONTROLLED]
@@ -62,6 +62,6 @@ def _spec(flag: SglangFlag) -> FlagSpec:
         dest=name.strip("-").replace("-", "_"),
         type=str if flag.takes_value else bool,
         default=None,
-        help=f"SGLang's --{flag.name}",
+        help=flag.help if flag.default is None else f"{flag.help} [SGLang's default {flag.default}]".lstrip(),
         nargs="+" if flag.several else None,
     )

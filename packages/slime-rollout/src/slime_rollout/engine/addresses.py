@@ -1,19 +1,30 @@
-"""Where a run's models are, for user hooks."""
+"""Addresses: where a run's models are (for user hooks), this machine's own addresses, and free TCP ports."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
+from slime_rollout.engine.errors import PortInUseError, WeightSyncError
+
+LOOPBACK = "127.0.0.1"
+_LOWEST_PORT, _USUAL_EPHEMERAL = 15000, 32768
+_FEWEST_PORTS = 1000
+_ATTEMPTS = 200
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def router_args(router_url: str, model_urls: Mapping[str, str]) -> dict[str, Any]:
-    """What hooks find in ``args``: where the router really is, and the routers of all models.
+    """What hooks find in ``args``: the real address of the router, and the routers of all models.
 
     Args:
-        router_url: Router of the model that is trained.
+        router_url: Router of the trained model.
         model_urls: Name of every model → address of its router.
 
     Returns:
@@ -28,9 +39,9 @@ def get_model_url(args: Any, name: str, path: str = "") -> str:
     """The address of a model's router.
 
     Args:
-        args: What the hook was given.
-        name: The model's name in ``--sglang-config``; without that file the one model is ``default``.
-        path: What follows, such as ``/generate``.
+        args: The hook's arguments.
+        name: The model's name in ``--sglang-config``; without that file the only model is ``default``.
+        path: Appended to the address, such as ``/generate``.
 
     Raises:
         ConfigError: There is no such model.
@@ -38,10 +49,155 @@ def get_model_url(args: Any, name: str, path: str = "") -> str:
     routers: Mapping[str, list[Any]] = getattr(args, "sglang_model_routers", {})
     if name not in routers:
         raise ConfigError(f"no model is called {name}; there are: {', '.join(sorted(routers)) or 'none'}")
-    host, port = routers[name]
-    return f"http://[{host}]:{port}{path}" if ":" in host else f"http://{host}:{port}{path}"
+    return address(*routers[name]) + path
 
 
 def _host_and_port(url: str) -> list[Any]:
     parts = urllib.parse.urlsplit(url)
     return [parts.hostname, parts.port]
+
+
+def address(host: str, port: int) -> str:
+    """The URL of a server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def full_address(flag: str, given: str) -> str:
+    """``HOST:PORT`` or ``http://HOST:PORT`` as the latter.
+
+    Raises:
+        ConfigError: It is neither; names ``flag``.
+    """
+    url = given if "://" in given else f"http://{given}"
+    parts = urllib.parse.urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or not port or parts.path not in ("", "/") or parts.query:
+        raise ConfigError(f"{flag} {given} is not an address; write HOST:PORT, or http://HOST:PORT")
+    return url.rstrip("/")
+
+
+def is_this_machine(url: str) -> bool:
+    """Whether a server at ``url`` runs here; ``False`` for a host name that cannot be resolved."""
+    host = urllib.parse.urlsplit(url).hostname
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, where) for family, _, _, _, where in found)
+
+
+def require_this_machine(urls: Iterable[str]) -> None:
+    """Check that engines see this machine's shared memory and files.
+
+    Raises:
+        WeightSyncError: One runs elsewhere.
+    """
+    if far := [url for url in urls if not is_this_machine(url)]:
+        raise WeightSyncError(
+            f"weights were to go through this machine's shared memory, or a checkpoint on it, and {', '.join(far)} run "
+            "elsewhere; run them here, or give --update-weight-transport nccl, gloo, or disk, deltas there with "
+            "--update-weight-receivers"
+        )
+
+
+def _can_bind(family: int, where: tuple[object, ...]) -> bool:
+    """Only this machine's own addresses can be bound; a datagram socket disturbs nobody."""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind(where)
+        return True
+    return False
+
+
+class Ports:
+    """Hands out free ports, each only once: servers that do not listen yet keep theirs.
+
+    Args:
+        taken: Ports never to hand out; ``None`` is ignored.
+    """
+
+    def __init__(self, *taken: int | None) -> None:
+        self._taken = {port for port in taken if port is not None}
+
+    def take(self, host: str = LOOPBACK) -> int:
+        """A free port of an address.
+
+        Raises:
+            PortInUseError: None was found.
+        """
+        port = free_port(host, without=self._taken)
+        self._taken.add(port)
+        return port
+
+
+def free_port(host: str = LOOPBACK, *, without: Collection[int] = ()) -> int:
+    """A free port, below those that the kernel gives to outgoing connections where it leaves room for that.
+
+    Outgoing connections come and go by the hundred, and one may take a port before the server listens.
+
+    Args:
+        host: Address to listen on.
+        without: Ports not to return.
+
+    Raises:
+        PortInUseError: None was found.
+    """
+    below = _upper_end()
+    for _ in range(_ATTEMPTS):
+        port = random.SystemRandom().randrange(_LOWEST_PORT, below)
+        if port in without:
+            continue
+        with contextlib.suppress(PortInUseError):
+            check_port_free(port, host)
+            return port
+    raise PortInUseError(f"no free port between {_LOWEST_PORT} and {below} on {host} in {_ATTEMPTS} attempts")
+
+
+def check_port_free(port: int, host: str = LOOPBACK, *, flag: str | None = None) -> None:
+    """Check that a server could listen on a port.
+
+    Args:
+        port: TCP port.
+        host: Address to listen on.
+        flag: The flag that gave the port, for the message.
+
+    Raises:
+        PortInUseError: It is taken, or the address is not this machine's.
+    """
+    given = f"{flag} {port}" if flag else f"port {port}"
+    try:
+        with bound(host, port):
+            pass
+    except OSError as error:
+        raise PortInUseError(
+            f"{given} cannot be used on {host} ({error.strerror or error}); "
+            "give another one, or none to have a free one chosen"
+        ) from error
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[None]:
+    """Bind a port without listening, which shows whether a server could listen there.
+
+    It must not listen: a process that another thread forks meanwhile inherits the socket until it executes its program,
+    and the port would look taken for that long. Sockets that are only bound do not exclude each other.
+
+    Raises:
+        OSError: The port is in use, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+        yield
+
+
+def _upper_end() -> int:
+    """The end of our range: some machines give nearly all ports to outgoing connections."""
+    try:
+        first = int(_PORT_RANGE.read_text().split()[0])
+    except OSError:
+        return _USUAL_EPHEMERAL
+    return first if first >= _LOWEST_PORT + _FEWEST_PORTS else _USUAL_EPHEMERAL

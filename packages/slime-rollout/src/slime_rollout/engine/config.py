@@ -1,4 +1,4 @@
-"""Settings of the engines and the router, checked when they are built. No torch here."""
+"""Settings of the engines, the router and the weight sync, checked when they are built. No torch here."""
 
 from __future__ import annotations
 
@@ -7,17 +7,113 @@ import os
 import re
 import shutil
 import sys
-import urllib.parse
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from slime_core.errors import ConfigError
-from slime_core.flags import flag
-from slime_rollout.engine.weight_sync import WeightSyncConfig
+from slime_core.flags import Config, flag
+from slime_rollout.engine.addresses import full_address
 
+MODES = ("full", "delta")
+TRANSPORTS = ("tensor", "nccl", "gloo", "disk")
+PAUSE_MODES = ("retract", "in_place")
+REQUEST_TIMEOUT_SECONDS = 300.0
 SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
 ROUTER_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", *SESSION_POLICIES)
 SglangValue = str | bool | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig(Config):
+    """How the trainer's weights reach the engines; base of :class:`EngineConfig`.
+
+    Raises:
+        ConfigError: A combination that cannot work.
+    """
+
+    update_weight_mode: str = flag(
+        "full",
+        choices=MODES,
+        help="send whole tensors, or only the bytes that changed (needs the transport disk)",
+        may_change=True,
+    )
+    update_weight_transport: str = flag(
+        "tensor",
+        choices=TRANSPORTS,
+        help="shared memory or CUDA IPC on one machine, a broadcast with NCCL or gloo, or files",
+        may_change=True,
+    )
+    update_weight_disk_dir: str | None = flag(
+        None,
+        help="directory that trainer and engines both see; needed by the transport disk",
+        metavar="DIR",
+        may_change=True,
+    )
+    update_weight_disk_keep_files: bool = flag(False, help="keep the files of all weight versions", may_change=True)
+    update_weight_local_checkpoint_dir: str | None = flag(
+        None,
+        help="directory on the engines' machine, for the checkpoint that deltas are applied to; needed by delta",
+        metavar="DIR",
+        may_change=True,
+    )
+    update_weight_receivers: tuple[str, ...] = flag(
+        (),
+        help="instead of that, for engines on other machines: each machine's `slime-rollout receive-weights --listen`",
+        metavar="HOST:PORT",
+        may_change=True,
+    )
+    update_weight_pause_mode: str = flag(
+        "retract",
+        choices=PAUSE_MODES,
+        help="requests in flight: recompute the KV cache of the tokens so far, or go on with the old one",
+        may_change=True,
+    )
+    update_weight_timeout: float = flag(
+        REQUEST_TIMEOUT_SECONDS,
+        help="longest time of one request of a weight update, such as to load all weights from files",
+        unit="seconds",
+        above=0,
+        may_change=True,
+    )
+    check_weight_update_equal: bool = flag(
+        False, help="after every update, compare checksums of what the engines hold with what was sent", may_change=True
+    )
+
+    @property
+    def update_request_timeout(self) -> float:
+        """Longest time in seconds that an engine may take to answer a request of an update, loading files apart."""
+        return self.update_weight_timeout
+
+    def contradictions(self) -> Iterator[str]:
+        """What a mode or a transport needs, and what has no effect without one."""
+        disk, delta = self.update_weight_transport == "disk", self.update_weight_mode == "delta"
+        if delta and not disk:
+            yield (
+                "--update-weight-mode delta goes through files; give --update-weight-transport disk "
+                f"(got {self.update_weight_transport})"
+            )
+        if disk and self.update_weight_disk_dir is None:
+            yield "--update-weight-transport disk needs --update-weight-disk-dir DIR"
+        local, receivers = self.update_weight_local_checkpoint_dir, self.update_weight_receivers
+        if delta and (local is None) == (not receivers):
+            yield (
+                "--update-weight-mode delta needs --update-weight-local-checkpoint-dir DIR for engines on this machine "
+                "or --update-weight-receivers HOST:PORT for those on others; give one of them"
+            )
+        if delta and local and Path(local).resolve() == Path(self.update_weight_disk_dir or ".").resolve():
+            yield (
+                "--update-weight-local-checkpoint-dir must be another directory than --update-weight-disk-dir "
+                f"{self.update_weight_disk_dir}: engines' copies and what is sent have the same names"
+            )
+        for name, value, wanted, only in (
+            ("disk-dir", self.update_weight_disk_dir, disk, "transport disk"),
+            ("disk-keep-files", self.update_weight_disk_keep_files, disk, "transport disk"),
+            ("local-checkpoint-dir", local, delta, "mode delta"),
+            ("receivers", receivers, delta, "mode delta"),
+        ):
+            if value and not wanted:
+                yield (f"--update-weight-{name} has an effect only with --update-weight-{only}; drop it, or add that")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,28 +122,30 @@ class EngineConfig(WeightSyncConfig):
 
     Attributes:
         sglang_args: SGLang's own flags by name, without ``--sglang-``: ``{"chunked-prefill-size": "512",
-            "enable-metrics": True}``. They win over what slime would choose.
+            "enable-metrics": True}``. They win over slime's choices.
 
     Raises:
         ConfigError: A value is outside its range, with the value, the range and what to do.
     """
 
     sglang_python: str | None = flag(
-        None, help="Python interpreter that SGLang runs in; the running one if not given", may_change=True
+        None,
+        help="Python interpreter that SGLang runs in, path or command; the running one if unset",
+        may_change=True,
     )
     rollout_num_gpus_per_engine: int = flag(
         1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1, may_change=True
     )
     sglang_router_ip: str = flag("127.0.0.1", help="address that the router listens on")
     sglang_router_port: int | None = flag(
-        None, help="port that the router listens on; a free one if not given", least=1, most=65535
+        None, help="port that the router listens on; a free one if unset", least=1, most=65535
     )
     sglang_router_request_timeout_secs: int = flag(
         14400, help="longest time that the router waits for one request", unit="seconds", least=1
     )
     sglang_router_url: str | None = flag(
         None,
-        help="address of a router that others run, to use instead of starting one; it has no other workers",
+        help="address of an external router, to use instead of starting one; it must have no other workers",
         metavar="URL",
     )
     router_policy: str = flag(
@@ -61,13 +159,13 @@ class EngineConfig(WeightSyncConfig):
     )
     engine_threads: int | None = flag(
         None,
-        help="CPU threads per engine without CUDA; 2, or the launcher's share of the cores, unless given",
+        help="CPU threads per engine without CUDA; if unset 2, or its share of the cores with the launcher",
         unit="threads",
         least=1,
         may_change=True,
     )
     use_fault_tolerance: bool = flag(
-        False, help="replace engines and the router where they die or hang, instead of ending the run", may_change=True
+        False, help="replace engines and the router when they die or hang, instead of ending the run", may_change=True
     )
     rollout_health_check_interval: float = flag(
         30.0,
@@ -78,7 +176,7 @@ class EngineConfig(WeightSyncConfig):
     )
     rollout_health_check_timeout: float = flag(
         30.0,
-        help="longest time that an engine may take to answer a health check",
+        help="longest time to wait for the answer to a health check",
         unit="seconds",
         least=2,
         advice="SGLang takes at least one to answer",
@@ -86,16 +184,16 @@ class EngineConfig(WeightSyncConfig):
     )
     rollout_health_check_first_wait: float = flag(
         0.0,
-        help="time before the first health check of an engine that has started",
+        help="time before the first health check of a new engine",
         unit="seconds",
         least=0,
         may_change=True,
     )
     rollout_max_restarts: int = flag(
-        5, help="how often each engine, and the router, may be replaced before the run ends", least=0, may_change=True
+        5, help="how often each engine, and the router, may be replaced before the run fails", least=0, may_change=True
     )
     rollout_external_engine_addrs: tuple[str, ...] = flag(
-        (), help="SGLang engines that others run, to use instead of starting some", metavar="HOST:PORT", may_change=True
+        (), help="external SGLang engines, to use instead of starting some", metavar="HOST:PORT", may_change=True
     )
     sglang_config: str | None = flag(
         None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
@@ -103,13 +201,13 @@ class EngineConfig(WeightSyncConfig):
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
 
     def contradictions(self) -> Iterator[str]:
-        """Flags without effect on external engines and routers, and values that are no addresses or names."""
+        """Flags without effect on external engines and routers, and values that are not addresses or names."""
         yield from super().contradictions()
         yield from self._invalid_values()
         if self.sglang_router_url is not None:
-            yield from _check_given_router(self)
+            yield from _check_external_router(self)
         if self.rollout_external_engine_addrs:
-            yield from _check_external(self)
+            yield from _check_external_engines(self)
 
     def _invalid_values(self) -> Iterator[str]:
         try:
@@ -117,7 +215,7 @@ class EngineConfig(WeightSyncConfig):
             for name, value in self.sglang_args.items():
                 _check_pass_through(name, value)
             if self.sglang_router_url is not None:
-                _url("--sglang-router-url", self.sglang_router_url)
+                full_address("--sglang-router-url", self.sglang_router_url)
             _ = self.external_urls
         except ConfigError as error:
             yield str(error)
@@ -125,11 +223,13 @@ class EngineConfig(WeightSyncConfig):
     @property
     def external_urls(self) -> tuple[str, ...]:
         """``rollout_external_engine_addrs`` as full addresses."""
-        return tuple(_url("--rollout-external-engine-addrs", address) for address in self.rollout_external_engine_addrs)
+        return tuple(
+            full_address("--rollout-external-engine-addrs", given) for given in self.rollout_external_engine_addrs
+        )
 
     @property
     def update_request_timeout(self) -> float:
-        """With fault tolerance, as long as it may take elsewhere to notice that an engine hangs."""
+        """With fault tolerance, no longer than the health checks need to notice that an engine hangs."""
         if not self.use_fault_tolerance:
             return self.update_weight_timeout
         return min(self.rollout_health_check_interval + self.rollout_health_check_timeout, self.update_weight_timeout)
@@ -158,37 +258,21 @@ def find_python(given: str | None) -> str:
     return found
 
 
-def _url(name: str, address: str) -> str:
-    """``HOST:PORT`` or ``http://HOST:PORT`` as the latter."""
-    url = address if "://" in address else f"http://{address}"
-    parts = urllib.parse.urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or not port or parts.path not in ("", "/") or parts.query:
-        raise ConfigError(f"{name} {address} is no address; write HOST:PORT, or http://HOST:PORT")
-    return url.rstrip("/")
-
-
-def _check_given_router(config: EngineConfig) -> Iterator[str]:
+def _check_external_router(config: EngineConfig) -> Iterator[str]:
     idle = _changed(
         config, "sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy"
     )
     if idle:
-        yield (f"{', '.join(idle)}: no effect on the router at --sglang-router-url, which others run; leave out")
+        yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
 
 
-def _check_external(config: EngineConfig) -> Iterator[str]:
+def _check_external_engines(config: EngineConfig) -> Iterator[str]:
     urls = config.external_urls
     if repeated := sorted({url for url in urls if urls.count(url) > 1}):
         yield f"--rollout-external-engine-addrs names {', '.join(repeated)} twice; name every engine once"
     idle = _changed(config, "sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")
     if idle := [*idle, *(f"--sglang-{name}" for name in config.sglang_args)]:
-        yield (
-            f"{', '.join(idle)}: no effect on the engines of --rollout-external-engine-addrs, which others run; "
-            "leave out"
-        )
+        yield f"{', '.join(idle)}: no effect on the external engines of --rollout-external-engine-addrs; leave out"
 
 
 def _changed(config: EngineConfig, *names: str) -> list[str]:
@@ -198,8 +282,8 @@ def _changed(config: EngineConfig, *names: str) -> list[str]:
 
 
 def _check_pass_through(name: str, value: SglangValue) -> None:
-    """Names and values only; whether the installed SGLang knows the flag is `sglang_flags`' matter."""
+    """Check the form; `sglang_flags` checks whether the installed SGLang has the flag."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
-        raise ConfigError(f"sglang_args: {name!r} is no flag's name; write it as in --sglang-NAME, with dashes")
+        raise ConfigError(f"sglang_args: {name!r} is not a flag's name; write it as in --sglang-NAME, with dashes")
     if value is False or not isinstance(value, str | bool | tuple):
         raise ConfigError(f"--sglang-{name}: got {value!r}; give a string, several in a tuple, or True for a switch")

@@ -1,28 +1,30 @@
-"""Engines that others run: asked what they are, checked against the run, and left running at its end."""
+"""External engines: asked what they are, checked against the run, and left running at its end."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError, ExternalEngineError
-from slime_rollout.engine.external_probe import ExternalEngine, Wanted, mismatches
-from slime_rollout.engine.fleet import Progress
-from slime_rollout.engine.given_router import AnyRouter, open_router
-from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS, POLL_SECONDS
+from slime_rollout.engine.fleet import Fleet, Progress
+from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS, POLL_SECONDS, answers
+from slime_rollout.engine.slots import AnyRouterSlot, router_slot
 from slime_rollout.http import HttpError, call
 from slime_rollout.weight_version import INCOMPLETE
 
 logger = logging.getLogger(__name__)
 
+PROBE_TIMEOUT_SECONDS = 30.0
 RELEASE_TIMEOUT_SECONDS = 5.0
 CHECK_SECONDS = 5.0
 WARN_AFTER_SECONDS = 10.0
@@ -30,28 +32,170 @@ MOST_THREADS = 32
 HEALTH_PATH = "/health"
 # Paused for new weights, an engine that was started without our environment answers `/health` no more.
 PAUSED_HEALTH_PATH = "/model_info"
+# What SGLang makes of `--dtype auto`, by the type in the model's config.
+AUTO_DTYPES = {"float32": "float16", "float16": "float16", "bfloat16": "bfloat16"}
 
 T = TypeVar("T")
 
 
-class ExternalFleet:
-    """Engines that others run, behind a router. Made by :meth:`attach`; a context manager that detaches on exit.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExternalEngine:
+    """What an engine reports about itself.
 
     Attributes:
-        router_url: Where requests go.
-        engine_urls: Where control traffic goes: weights, cache, health.
-        tp_size: Tensor parallel size of one engine.
-        engines: What each of them is.
-        startup_seconds: How long it took until the first request could be sent.
+        url: Its address.
+        model_path: The model that it was started with, as its machine names it.
+        dtype: ``float32``, ``bfloat16`` …, or ``auto``.
+        context_length: Longest prompt plus response in tokens, if it was set.
+        tp_size: Tensor parallel size.
+        other_sizes: Pipeline and data parallel sizes and nodes: those that are not 1, by SGLang's flag.
+        weight_version: The version that it stamps on samples.
+        deterministic: Whether samples follow their seeds.
+        generates: Whether it is a whole engine for text: no embedding, prefill, decode or encoder engine.
     """
 
-    def __init__(self, engines: Sequence[ExternalEngine], router: AnyRouter) -> None:
+    url: str
+    model_path: str
+    dtype: str
+    context_length: int | None
+    tp_size: int
+    other_sizes: dict[str, int]
+    weight_version: str
+    deterministic: bool
+    generates: bool
+
+    @classmethod
+    def probe(cls, url: str, *, timeout: float = PROBE_TIMEOUT_SECONDS) -> ExternalEngine:
+        """Ask a running engine.
+
+        Args:
+            url: Its address.
+            timeout: Time limit of each of the two requests in seconds.
+
+        Raises:
+            ExternalEngineError: It does not answer, or not like an SGLang engine.
+        """
+        try:
+            server = call("GET", f"{url}/server_info", timeout=timeout)
+            model = call("GET", f"{url}/model_info", timeout=timeout)
+            sizes = {name: int(server[name.replace("-", "_")]) for name in ("pp-size", "dp-size", "nnodes")}
+            return cls(
+                url=url,
+                model_path=str(server["model_path"]),
+                dtype=str(server["dtype"]),
+                context_length=server["context_length"],
+                tp_size=int(server["tp_size"]),
+                other_sizes={name: size for name, size in sizes.items() if size != 1},
+                weight_version=str(model["weight_version"]),
+                deterministic=bool(server["enable_deterministic_inference"]),
+                generates=bool(model["is_generation"])
+                and server["disaggregation_mode"] == "null"
+                and not server["encoder_only"],
+            )
+        except HttpError as error:
+            raise ExternalEngineError(f"the engine {url} does not report what it is: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ExternalEngineError(
+                f"{url} answers, but not like an SGLang engine ({error!r}); slime was tested with SGLang 0.5.23"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a run requires of its engines.
+
+    Attributes:
+        model_path: Hugging Face directory of its model.
+        dtype: ``float32``, ``bfloat16`` …
+        context_length: Longest prompt plus response in tokens that must fit; not checked if ``None``.
+        tp_size: Tensor parallel size; if ``None``, any that all engines share.
+        weights_follow: Whether new weights are sent before the first request. Otherwise all must have the same.
+    """
+
+    model_path: str
+    dtype: str
+    context_length: int | None
+    tp_size: int | None
+    weights_follow: bool
+
+
+def mismatches(engines: Sequence[ExternalEngine], wanted: Wanted) -> list[str]:
+    """One line for each property of an engine that does not fit."""
+    return [f"{engine.url} {problem}" for engine in engines for problem in _problems(engine, engines, wanted)]
+
+
+def _problems(engine: ExternalEngine, engines: Sequence[ExternalEngine], wanted: Wanted) -> list[str]:
+    first = engines[0]
+    tp_size = wanted.tp_size or first.tp_size
+    found = []
+    if not same_model(engine.model_path, wanted.model_path):
+        found.append(
+            f"serves {engine.model_path}, and --hf-checkpoint is {wanted.model_path}: start it with that model"
+        )
+    elif (dtype := _plain_dtype(engine)) != wanted.dtype:
+        found.append(f"computes in {dtype}, and the run in {wanted.dtype}: start it with --dtype {wanted.dtype}")
+    if engine.context_length is not None and engine.context_length < (wanted.context_length or 0):
+        found.append(
+            f"takes {engine.context_length} tokens, and prompt and response may have {wanted.context_length}: start it "
+            "with a larger --context-length, or shorten --rollout-max-response-len"
+        )
+    if engine.tp_size != tp_size:
+        whose = "--rollout-num-gpus-per-engine is" if wanted.tp_size else f"{first.url} has"
+        found.append(f"has tensor parallel size {engine.tp_size}, and {whose} {tp_size}: make them the same")
+    for name, size in engine.other_sizes.items():
+        found.append(f"runs with --{name} {size}: weights reach engines with tensor parallelism on one node only")
+    if not engine.deterministic:
+        found.append("samples independently of the seeds: start it with --enable-deterministic-inference")
+    if not engine.generates:
+        found.append("does not generate by itself: it is a prefill, decode, encoder or embedding engine")
+    if not wanted.weights_follow:
+        found += _version_problems(engine, first)
+    return found
+
+
+def _version_problems(engine: ExternalEngine, first: ExternalEngine) -> list[str]:
+    if engine.weight_version == INCOMPLETE:
+        return ["has parts of some weights only, because an update failed: start it again, or send it weights"]
+    if engine.weight_version != first.weight_version:
+        return [f"has weight version {engine.weight_version}, and {first.url} has {first.weight_version}"]
+    return []
+
+
+def same_model(theirs: str, ours: str) -> bool:
+    """Whether two paths name one model. If the engine's path does not exist here, the last parts are compared."""
+    their_config, our_config = _config(theirs), _config(ours)
+    if their_config is not None and our_config is not None:
+        return their_config == our_config
+    return Path(theirs).name == Path(ours).name
+
+
+def _config(path: str) -> dict[str, Any] | None:
+    """A model's config without what does not describe the model; ``None`` if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        return {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
+    return None
+
+
+def _plain_dtype(engine: ExternalEngine) -> str:
+    """The engine's dtype, also for ``auto`` and ``half``; ``auto`` if the model's config cannot be read here."""
+    if engine.dtype != "auto":
+        return {"half": "float16", "float": "float32"}.get(engine.dtype, engine.dtype)
+    config = _config(engine.model_path) or {}
+    return AUTO_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "auto")
+
+
+class ExternalFleet(Fleet):
+    """External engines behind a router. Made by :meth:`attach`; nothing of it is ever replaced.
+
+    Attributes:
+        engines: What each of them is.
+    """
+
+    def __init__(self, engines: Sequence[ExternalEngine], router: AnyRouterSlot) -> None:
         self.engines = tuple(engines)
         self._router = router
-        self.router_url = router.url
-        self.engine_urls = [engine.url for engine in engines]
         self.tp_size = engines[0].tp_size
-        self.startup_seconds = 0.0
         self._next_check = 0.0
         self._attached = True
         self._updating = False
@@ -70,17 +214,17 @@ class ExternalFleet:
     ) -> ExternalFleet:
         """Find the engines of ``rollout_external_engine_addrs``; return when a router sends them requests.
 
-        Engines that a run which was killed amid an update of the weights has left paused generate again.
+        Engines that a killed run left paused during a weight update generate again.
 
         Args:
             config: Where they are, and how the router is started or where it is.
             model_path: Hugging Face directory of the run's model.
             dtype: ``float32``, ``bfloat16`` …
-            context_length: Longest prompt plus response in tokens that must fit; not looked at if ``None``.
+            context_length: Longest prompt plus response in tokens that must fit; not checked if ``None``.
             log_dir: Directory for ``router.log``; made if missing.
-            weights_follow: Whether new weights are sent before the first request, so that it does not matter which
-                they have now.
-            on_progress: Told how far it is.
+            weights_follow: Whether new weights are sent before the first request, so that the present ones do not
+                matter.
+            on_progress: Called with the progress.
 
         Raises:
             EngineStartError: An engine or the router does not answer within ``engine_startup_timeout``.
@@ -89,7 +233,7 @@ class ExternalFleet:
         """
         started = time.monotonic()
         urls = config.external_urls
-        wait_for_answers(urls, config.engine_startup_timeout, on_progress, before=_go_on)
+        wait_for_answers(urls, config.engine_startup_timeout, on_progress, before=_resume)
         engines = _on_all(urls, ExternalEngine.probe)
         wanted = Wanted(
             model_path=model_path,
@@ -103,7 +247,8 @@ class ExternalFleet:
                 "engines of --rollout-external-engine-addrs do not fit this run:\n  " + "\n  ".join(problems)
             )
         log_dir.mkdir(parents=True, exist_ok=True)
-        router = open_router(config, urls, log_path=log_dir / "router.log")
+        ports = Ports(config.sglang_router_port, *(int(url.rsplit(":", 1)[1]) for url in urls))
+        router = router_slot(config, ports, log_path=log_dir / "router.log", engine_urls=urls)
         fleet = cls(engines, router)
         try:
             fleet._use_router(started, config.engine_startup_timeout)
@@ -114,82 +259,66 @@ class ExternalFleet:
         return fleet
 
     def _use_router(self, started: float, timeout: float) -> None:
-        while not self._router.is_ready():
+        self._router.start()
+        while not self._router.is_ready(HEALTH_TIMEOUT_SECONDS):
             if time.monotonic() - started > timeout:
-                raise EngineStartError(f"{self.router_url} does not answer; see {self._router.log_excerpt()}")
+                raise EngineStartError(f"{self.router_url} does not answer; see {self._router.process.log_excerpt()}")
             time.sleep(POLL_SECONDS)
-        self._router.add_workers(self.engine_urls)
+        self._router.process.add_workers(self.engine_urls)
 
     @property
-    def model_urls(self) -> dict[str, str]:
-        """The one model that there is, and where requests for it go."""
-        return {"default": self.router_url}
+    def router_url(self) -> str:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        return self._router.url
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """All engines."""
+        return [engine.url for engine in self.engines]
 
     def check(self) -> None:
         """Raise if the router or an engine is gone. Engines are asked every five seconds at most.
 
         Raises:
-            EngineDiedError: The router has ended, or the router uses an engine no more and it does not answer.
+            EngineDiedError: The router has ended, or has stopped using an engine that does not answer either.
         """
-        self._router.check()
+        self._router.process.check()
         now = time.monotonic()
         if now < self._next_check:
             return
         self._next_check = now + CHECK_SECONDS
         try:
-            used = {url for url, (_, healthy) in self._router.workers().items() if healthy}
+            used = {url for url, (_, healthy) in self._router.process.workers().items() if healthy}
         except HttpError:
-            return  # the next `check` of the router says what is wrong with it
+            return  # the router's own `check` reports what is wrong with it
         unused = [url for url in self.engine_urls if url not in used]
-        ask = functools.partial(_answers, path=PAUSED_HEALTH_PATH if self._updating else HEALTH_PATH)
-        if silent := [url for url, answers in zip(unused, _on_all(unused, ask), strict=True) if not answers]:
-            raise EngineDiedError(f"the engine {silent[0]}, which others run, does not answer; start it again")
-
-    def not_serving(self) -> list[str]:
-        """Nothing: nobody here replaces engines that others run."""
-        return []
-
-    def engines_behind(self) -> list[str]:
-        """None, for the same reason."""
-        return []
+        path = PAUSED_HEALTH_PATH if self._updating else HEALTH_PATH
+        are_up = _on_all(unused, lambda url: answers(url + path))
+        if silent := [url for url, is_up in zip(unused, are_up, strict=True) if not is_up]:
+            raise EngineDiedError(f"the external engine {silent[0]} does not answer; start it again")
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """Where to send weights now.
-
-        Args:
-            only_behind: Only to engines that were replaced: to none.
-
-        Raises:
-            EngineDiedError: As :meth:`check`.
-        """
+        """All engines; none are ever behind."""
         self.check()
         if only_behind:
             return []
         self._updating = True
-        return list(self.engine_urls)
+        return self.engine_urls
 
     def confirm_update(self, version: int) -> None:
-        """Every engine has confirmed ``version``."""
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
         self._updating = False
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """The update failed. It is not tried again, for no engine is replaced: always ``False``.
-
-        Args:
-            silent: Addresses of the engines that did not answer; left as they are.
-
-        Raises:
-            EngineDiedError: As :meth:`check`.
-        """
+        """Always ``False``: no engine is replaced."""
         self._updating = False
         self.check()
         return False
 
     def stop(self) -> None:
-        """Leave the engines: end our router, or take them out of a given one. Does nothing the second time.
+        """End our router, or unregister the engines from an external one, and leave the engines generating.
 
-        An update of the weights that was cut off is closed, so that the engines generate again; their weight version is
-        then ``incomplete``.
+        An interrupted weight update is closed; their weight version is then ``incomplete``.
         """
         if not self._attached:
             return
@@ -197,14 +326,6 @@ class ExternalFleet:
         self._router.request_stop()
         _on_all(self.engine_urls, release)
         self._router.stop()
-
-    def __enter__(self) -> ExternalFleet:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def wait_for_answers(
@@ -219,8 +340,8 @@ def wait_for_answers(
     Args:
         urls: Their addresses.
         timeout: Longest wait in seconds.
-        on_progress: Told how far it is.
-        before: Done to an engine before each question, until it answers; may raise `HttpError`.
+        on_progress: Called with the progress.
+        before: Called with an engine's address before each question, until it answers; may raise `HttpError`.
 
     Raises:
         EngineStartError: One does not.
@@ -228,14 +349,14 @@ def wait_for_answers(
     started = time.monotonic()
     waiting, warned = list(urls), False
 
-    def answers(url: str, timeout: float) -> bool:
+    def ask(url: str, timeout: float) -> bool:
         with contextlib.suppress(HttpError):
             before(url)
-        return _answers(url, timeout=timeout)
+        return answers(url + HEALTH_PATH, timeout)
 
     while True:
         left = max(timeout - (time.monotonic() - started), POLL_SECONDS)
-        answered = _on_all(waiting, functools.partial(answers, timeout=min(left, HEALTH_TIMEOUT_SECONDS)))
+        answered = _on_all(waiting, functools.partial(ask, timeout=min(left, HEALTH_TIMEOUT_SECONDS)))
         waiting = [url for url, is_up in zip(waiting, answered, strict=True) if not is_up]
         seconds = time.monotonic() - started
         if on_progress is not None:
@@ -248,13 +369,13 @@ def wait_for_answers(
                 "start it, or raise --engine-startup-timeout"
             )
         if seconds > WARN_AFTER_SECONDS and not warned:
-            logger.warning("still waiting for engines that others run: %s", ", ".join(waiting))
+            logger.warning("still waiting for external engines: %s", ", ".join(waiting))
             warned = True
         time.sleep(POLL_SECONDS)
 
 
 def release(url: str) -> None:
-    """Have an engine generate again that a weight update which was cut off has paused."""
+    """Resume an engine that an interrupted weight update has paused."""
     with contextlib.suppress(HttpError):
         call("POST", f"{url}/end_weight_update", {}, timeout=RELEASE_TIMEOUT_SECONDS)  # refused where none is open
         version = {"new_version": INCOMPLETE, "abort_all_requests": False}
@@ -263,25 +384,17 @@ def release(url: str) -> None:
         call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
 
 
-def _go_on(url: str) -> None:
-    """Have an engine generate again that a run which was killed amid a weight update has left paused.
+def _resume(url: str) -> None:
+    """Resume an engine that a run which was killed during a weight update has left paused.
 
-    That update may still be open, and the next one closes it. It is not closed here, as SGLang then waits for all
-    requests of an engine that is not paused. Its weights say version ``incomplete`` if they were touched.
+    That update may still be open; the next one closes it. Closing it here would wait for all requests of an engine that
+    is not paused. Its weight version is ``incomplete`` if the update has changed weights.
     """
     call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
 
 
-def _answers(url: str, *, path: str = HEALTH_PATH, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
-    try:
-        call("GET", url + path, timeout=timeout)
-    except HttpError:
-        return False
-    return True
-
-
 def _on_all(urls: Sequence[str], action: Callable[[str], T]) -> list[T]:
-    """Do something with all engines at once; the results in their order."""
+    """Call ``action`` for all engines at once; the results in their order."""
     if not urls:
         return []
     with ThreadPoolExecutor(min(len(urls), MOST_THREADS)) as pool:

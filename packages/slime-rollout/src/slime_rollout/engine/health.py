@@ -1,12 +1,12 @@
 """Fault tolerance: a thread that replaces engines and the router where they die or hang.
 
-What a place goes through:
+What a slot goes through:
 
-    answers ──▶ dead or silent ──▶ killed ──▶ restarted ──▶ answers ──▶ has the weights ──▶ registered
-                (out of the router)                                     of its fellows
+    answers ──▶ dead or silent ──▶ killed ──▶ restarted ──▶ answers ──▶ has the current ──▶ registered
+                (out of the router)                                     weights
 
 An engine is in the router exactly while it answers and has the weights of the last confirmed update. The weights come
-from whoever has them: the caller sends them to the engines that are ``behind``, and then confirms the update.
+from the caller, who sends them to the engines that are ``behind``, and then confirms the update.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ from typing import Any, NoReturn
 from slime_core.errors import SlimeError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError
-from slime_rollout.engine.events import Event, EventLog
-from slime_rollout.engine.probes import Probe, no_answer, not_ready
 from slime_rollout.engine.registry import Registry
+from slime_rollout.engine.server import ServingProcess, SGLangEngine
 from slime_rollout.engine.slots import (
     AS_STARTED,
     AnyRouterSlot,
     EngineSlot,
-    GivenRouterSlot,
+    Event,
+    EventLog,
+    ExternalRouterSlot,
     Occupant,
+    Probe,
     Slot,
 )
+from slime_rollout.http import HttpError, call
 from slime_rollout.weight_version import INCOMPLETE
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 START_POLL_SECONDS = 0.5
-# Somebody else has a port that cannot be changed, perhaps for a moment.
+START_TIMEOUT_SECONDS = 10.0
+PROBE_AGAIN_SECONDS = 0.5
+# Another program has a port that cannot be changed, perhaps for a moment.
 PORT_AGAIN_SECONDS = 5.0
-# An engine whose generation is paused for new weights answers this one only.
+# The only path that an engine answers while its generation is paused for new weights.
 PAUSED_HEALTH_PATH = "/health"
 
 
@@ -55,7 +60,7 @@ class FleetMonitor:
         engines: The engines, all up and in the router.
         router: The router, up.
         config: Limits and the budget.
-        events: Where everything is written down.
+        events: The log of what happens.
     """
 
     def __init__(
@@ -64,9 +69,9 @@ class FleetMonitor:
         self._engines = list(engines)
         self._router = router
         self._config = config
-        self._events = events
-        # A router that others run is used, and never replaced.
-        self._slots: list[Slot[Any]] = [*engines] if isinstance(router, GivenRouterSlot) else [*engines, router]
+        self._note = events.write
+        # An external router is never replaced.
+        self._slots: list[Slot[Any]] = [*engines] if isinstance(router, ExternalRouterSlot) else [*engines, router]
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._failure: SlimeError | None = None
@@ -75,7 +80,7 @@ class FleetMonitor:
         self._updates = 0
         self._faults = self._faults_before_update = 0
         self._ask_all_since = 0.0
-        self._registry = Registry(engines, router, self._note)
+        self._registry = Registry(engines, router, events.write)
         self._pool = ThreadPoolExecutor(2 * len(self._slots), thread_name_prefix="engine-health")
         self._thread = threading.Thread(target=self._run, name="engine-monitor", daemon=True)
 
@@ -97,11 +102,11 @@ class FleetMonitor:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check(self) -> None:
-        """Raise if something has failed that may not be repaired any more.
+        """Raise if something has failed for good.
 
         Raises:
-            EngineDiedError: A process failed once more than the budget allows, with the last lines of its log.
-            SlimeError: Something else went wrong in a repair.
+            EngineDiedError: A process failed after the last restart that it may have; with the end of its log.
+            SlimeError: A repair itself failed.
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # it is raised many times
@@ -118,12 +123,12 @@ class FleetMonitor:
         )
 
     def begin_update(self, *, only_behind: bool) -> list[str]:
-        """Note that weights are about to be sent; until the next call no engine enters the router.
+        """Note that weights are about to be sent; until the update ends, no engine enters the router.
 
-        Waits until at least one engine is up, unless those that are ``only_behind`` are asked for.
+        Waits until at least one engine is up, except with ``only_behind``.
 
         Args:
-            only_behind: Whether the weights are those of the last confirmed update, for the engines that miss it.
+            only_behind: Only for the engines that are behind; the weights are those of the last confirmed update.
 
         Returns:
             Addresses of the engines to send them to.
@@ -160,16 +165,16 @@ class FleetMonitor:
                     self._note(slot, Event.WEIGHTS, f"version {version}")
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """Note that the update failed, and look at every engine at once.
+        """Note that the update failed, and check every engine at once.
 
-        No engine of that update gets requests until another one is confirmed.
+        No engine of that update gets requests until another update is confirmed.
 
         Args:
-            silent: Addresses of the engines that did not answer a request of the update. They count as engines that
-                hang, whatever they answer to other questions.
+            silent: Addresses of the engines that did not answer a request of the update. They are replaced, even if
+                they pass their health checks.
 
         Returns:
-            Whether an engine was found dead or silent since :meth:`begin_update`: another update may then succeed.
+            Whether an engine was found dead or silent since :meth:`begin_update`: a retry may then succeed.
 
         Raises:
             EngineDiedError: As :meth:`check`.
@@ -190,7 +195,7 @@ class FleetMonitor:
         return [slot for slot in self._engines if slot.now.up and slot.now.weights != self._weights]
 
     def _wait(self) -> None:
-        """A moment, in a method that waits for the monitor."""
+        """Sleep for a moment, in a method that waits for the monitor."""
         self.check()
         if self._stopping.wait(POLL_SECONDS):
             raise EngineError("the engines were stopped")
@@ -213,14 +218,15 @@ class FleetMonitor:
             self._register()
 
     def _problem(self, slot: Slot[Any]) -> str | None:
-        """What is wrong with a process; ``None`` if nothing, or if nobody knows yet.
+        """What is wrong with a process; ``None`` if nothing, or if it is not known yet.
 
-        A question that was open when an update began is asked again in another way: paused engines do not answer it.
+        A probe that was pending when an update began is replaced by one of another path: paused engines do not answer
+        the first.
         """
         now = slot.now
         if (code := now.process.exit_code) is not None:
             if slot.move():
-                self._note(slot, Event.RESTARTED, "on another port, for somebody else has taken the last one")
+                self._note(slot, Event.RESTARTED, "on another port, as another program had taken the last one")
                 return None
             if now.no_successor is not None:
                 return now.no_successor if time.monotonic() >= now.due else None
@@ -232,10 +238,10 @@ class FleetMonitor:
             if time.monotonic() >= now.due or now.checked < self._ask_all_since:
                 self._ask(slot)
             return None
-        if not probe.answer.done():
+        if not probe.problem.done():
             return None
         now.probe = None
-        return self._judge(slot, probe, probe.answer.result())
+        return self._judge(slot, probe, probe.problem.result())
 
     def _ask(self, slot: Slot[Any]) -> None:
         now = slot.now
@@ -244,10 +250,10 @@ class FleetMonitor:
             since, updates = time.monotonic(), self._updates
         if now.up:
             timeout = self._config.rollout_health_check_timeout
-            answer = self._pool.submit(no_answer, now.process.url + path, timeout, self._stopping)
+            problem = self._pool.submit(no_answer, now.process.url + path, timeout, self._stopping)
         else:
-            answer = self._pool.submit(not_ready, now.process)
-        now.probe = Probe(answer, since, updates)
+            problem = self._pool.submit(not_ready, now.process)
+        now.probe = Probe(problem, since, updates)
 
     def _judge(self, slot: Slot[Any], probe: Probe, problem: str | None) -> str | None:
         now = slot.now
@@ -273,7 +279,7 @@ class FleetMonitor:
                 self._note(slot, Event.WEIGHTS, f"{AS_STARTED}, as no update was sent yet")
 
     def _replace(self, slot: Slot[Any], problem: str) -> None:
-        """End a process, and start another one in its place; or note that this was once too often."""
+        """End a process and start another one in its slot, or give up if the budget is used up."""
         now = slot.now
         self._note(slot, Event.UNHEALTHY, problem)
         if slot is self._router:
@@ -318,5 +324,28 @@ class FleetMonitor:
         if is_due:
             self._registry.register(wanted)
 
-    def _note(self, slot: Slot[Any], event: Event, detail: str) -> None:
-        self._events.write(slot.name, event, detail, url=slot.url)
+
+def no_answer(url: str, timeout: float, stopping: threading.Event) -> str | None:
+    """Retry a health check until it succeeds; ``None``, or the problem after ``timeout`` seconds or when stopping."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            call("GET", url, timeout=max(deadline - time.monotonic(), 0.1))
+        except HttpError as error:
+            problem = str(error)
+        else:
+            return None
+        if time.monotonic() >= deadline - PROBE_AGAIN_SECONDS or stopping.wait(PROBE_AGAIN_SECONDS):
+            return f"gave no good answer within {timeout:g} s: {problem}"
+
+
+def not_ready(process: ServingProcess) -> str | None:
+    """``None`` once a process that was restarted answers, and an engine is set up as at the fleet's start."""
+    try:
+        if not process.is_ready(START_TIMEOUT_SECONDS):
+            return "did not answer"
+        if isinstance(process, SGLangEngine):
+            process.freeze_gc()
+    except EngineError:  # it has ended, which `_problem` notices
+        return "has ended"
+    return None

@@ -1,4 +1,4 @@
-"""Which engines the router sends requests to, made what it should be."""
+"""Keeps the router's list of engines as it should be."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_rollout.engine.errors import EngineError
-from slime_rollout.engine.events import Event
-from slime_rollout.engine.router_api import OFFER_SECONDS
+from slime_rollout.engine.router import OFFER_SECONDS
 from slime_rollout.engine.server import SGLangEngine
-from slime_rollout.engine.slots import AnyRouterSlot, EngineSlot, Occupant, Slot
+from slime_rollout.engine.slots import AnyRouterSlot, EngineSlot, Event, Occupant, Slot
 from slime_rollout.http import HttpError
 
 logger = logging.getLogger(__name__)
@@ -20,20 +19,20 @@ TRY_SECONDS = 0.5
 LOOK_SECONDS = 5.0
 # The router tries an engine that hangs for twice as long as one that refuses connections.
 OFFER_AGAIN_SECONDS = 2.0 * OFFER_SECONDS
-# A proxy before the router may answer for it while it is started again; the router itself will not think better of it.
+# A proxy before the router may answer for it while it restarts; the router itself refuses for good.
 REFUSED_SECONDS = 30.0
 
 Wanted = Mapping[str, Occupant[SGLangEngine]]
-"""By address, the engines that are to get requests."""
+"""By address, the engines that should get requests."""
 
 
 class Registry:
-    """The router's list of engines. Asked by the monitor's thread alone, but for :meth:`look_again`.
+    """The router's list of engines. Used by the monitor's thread only, except :meth:`look_again`.
 
     Args:
         engines: All engines.
         router: The router.
-        note: Writes down an event.
+        note: Logs an event.
     """
 
     def __init__(
@@ -41,22 +40,22 @@ class Registry:
     ) -> None:
         self._engines, self._router, self._note = list(engines), router, note
         self._next_look = self._next_try = 0.0
-        self._offered: dict[str, float] = {}  # when the router was asked to use an engine that it does not know yet
+        self._offered: dict[str, float] = {}  # engines that the router does not list yet → when they were offered
         self._refused_since: float | None = None
-        self._told = ""
+        self._last_warning = ""
 
     def look_again(self) -> None:
-        """Look at the next opportunity, for what is wanted has changed. Called from any thread, under the lock."""
+        """Look as soon as possible: what is wanted has changed. Called from any thread, under the lock."""
         self._next_look = 0.0
 
     def forget_offers(self) -> None:
-        """The router is another one."""
+        """The router was replaced."""
         self._offered = {}
 
     def is_due(self, wanted: Wanted) -> bool:
-        """Whether to look now: soon again if an engine is missing, else now and then. Called under the lock.
+        """Whether to look now: often while an engine is missing, else now and then. Called under the lock.
 
-        Whoever says :meth:`look_again` from here on gets another look, also while this one is under way.
+        A :meth:`look_again` from here on causes another look, also while this one is under way.
         """
         now = time.monotonic()
         if now < (self._next_look if all(occupant.in_router for occupant in wanted.values()) else self._next_try):
@@ -65,7 +64,7 @@ class Registry:
         return True
 
     def take_out(self, url: str) -> None:
-        """Have the router send an engine nothing more, now rather than with the next look."""
+        """Remove an engine from the router now, without waiting for the next look."""
         if self._router.now.up:
             try:
                 self._router.process.remove_worker(url)
@@ -73,7 +72,7 @@ class Registry:
                 logger.warning("the router may still send requests to %s: %s", url, error)
 
     def register(self, wanted: Wanted) -> None:
-        """Take out all other engines, have the router use those that it does not know, and note who gets requests.
+        """Remove all other engines from the router, offer it those that it does not know, and note who gets requests.
 
         Raises:
             EngineError: The router has refused that for :data:`REFUSED_SECONDS`, with an answer that will not change.
@@ -88,7 +87,7 @@ class Registry:
             self._failed(error)
             self._next_look = 0.0
             return
-        self._refused_since, self._told = None, ""
+        self._refused_since, self._last_warning = None, ""
         for slot in self._engines:
             was, slot.now.in_router = slot.now.in_router, slot.now.in_router and slot.url in wanted
             if not was and slot.url in wanted and known.get(slot.url, ("", False))[1]:
@@ -96,7 +95,7 @@ class Registry:
                 self._note(slot, Event.REGISTERED, f"with weights {slot.now.weights}")
 
     def _failed(self, error: HttpError) -> None:
-        """Another look may do, unless the router says no; each reason is logged once while it lasts."""
+        """Another look may succeed, unless the router refuses; each reason is logged once while it lasts."""
         now = time.monotonic()
         if error.may_pass:
             self._refused_since = None
@@ -104,15 +103,15 @@ class Registry:
             self._refused_since = now
         elif now - self._refused_since > REFUSED_SECONDS:
             raise EngineError(
-                f"the router {self._router.url} refuses to be told this run's engines: {error}; see that it is an "
-                "sglang-router that takes orders from this machine"
+                f"the router {self._router.url} refuses this run's engines: {error}; see that it is an sglang-router "
+                "that accepts workers from this machine"
             ) from error
-        if str(error) != self._told:
-            self._told = str(error)
-            logger.warning("the router's engines cannot be looked at: %s", error)
+        if str(error) != self._last_warning:
+            self._last_warning = str(error)
+            logger.warning("the router's engines cannot be checked: %s", error)
 
     def _offer(self, missing: Mapping[str, Occupant[SGLangEngine]]) -> None:
-        """Ask the router to use engines, each only once while it may be trying: one of them may hang unnoticed."""
+        """Offer engines to the router, each only once while it may be trying: one of them may hang unnoticed."""
         now = time.monotonic()
         self._offered = {
             url: since for url, since in self._offered.items() if url in missing and now - since < OFFER_AGAIN_SECONDS

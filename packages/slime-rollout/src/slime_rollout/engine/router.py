@@ -1,20 +1,37 @@
-"""sglang-router: one process in front of all engines."""
+"""sglang-router, one process in front of all engines: started here or external, and what it is asked over HTTP."""
 
 from __future__ import annotations
 
+import abc
+import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
+from slime_rollout.engine.addresses import address, check_port_free
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError
-from slime_rollout.engine.ports import check_port_free
-from slime_rollout.engine.process import ServingProcess, address
-from slime_rollout.engine.router_api import CONTROL_TIMEOUT_SECONDS, OFFER_SECONDS, RouterApi
+from slime_rollout.engine.server import ServingProcess, answers
+from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
 
+logger = logging.getLogger(__name__)
+
 GRACE_SECONDS = 1.0
+LIVENESS_PATH = "/liveness"
+CONTROL_TIMEOUT_SECONDS = 5.0
+# An external router is asked this often at most, and counts as gone after so many failures in a row.
+CHECK_SECONDS = 5.0
+MISSED_CHECKS = 3
+POLL_SECONDS = 0.1
+WORKER_TIMEOUT_SECONDS = 60.0
+OFFER_SECONDS = 30
+NOT_FOUND = 404
+# At a start nothing else waits while a request is retried.
+START_ATTEMPTS = 3
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 # With the router's own defaults, an engine that was started again gets no requests for more than ten seconds.
@@ -32,7 +49,7 @@ _RECOVERY_FLAGS = {
 }
 
 POLICIES_WITHOUT_FLAG = ("consistent_hashing",)
-# The router has this policy, but its own command line does not list it.
+# The router has these policies, but its own command line does not list them.
 _WITH_POLICY = """
 import sys
 from sglang_router.launch_router import launch_router, parse_router_args
@@ -54,7 +71,7 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
         **_RECOVERY_FLAGS,
     }
     if config.router_policy == "manual":
-        # A session that comes for the first time goes where the fewest have requests in flight, and stays there.
+        # A new session goes to the engine with the fewest requests in flight, and stays there.
         flags["assignment-mode"] = "min_group"
     arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
     arguments += ["--pd-disaggregation"] if disaggregated else []
@@ -63,29 +80,143 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     return [sys.executable, "-m", "sglang_router.launch_router", *arguments, "--policy", config.router_policy]
 
 
-def router_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of the router: ``base`` (this process's by default) without proxies.
-
-    It talks to our engines alone, and a proxy cannot reach those that listen on the loopback address.
-    """
-    environment = os.environ if base is None else base
-    return {name: value for name, value in environment.items() if name.lower() not in PROXIES}
+def router_environment() -> dict[str, str]:
+    """This process's environment without proxies, which cannot reach engines on the loopback address."""
+    return {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
 
 
 def check_router_port(host: str, port: int) -> None:
-    """Check that the router could listen.
-
-    Raises:
-        PortInUseError: The port is taken, perhaps by a router that was meant to be used.
-    """
+    """Raise `PortInUseError` if the router could not listen there."""
     try:
         check_port_free(port, host, flag="--sglang-router-port")
     except PortInUseError as error:
-        raise PortInUseError(f"{error}; a router that runs already is given with --sglang-router-url") from error
+        raise PortInUseError(f"{error}; give a router that runs already with --sglang-router-url") from error
+
+
+Workers = dict[str, tuple[str, bool]]
+"""Address of every engine that a router knows → the router's id of it, and whether it gets requests."""
+
+
+class RouterApi(abc.ABC):
+    """What any running sglang-router is asked.
+
+    Attributes:
+        url: Its address.
+        attempts: How often a request is tried that gets no answer, or a server error.
+    """
+
+    url: str
+    attempts: ClassVar[int] = 1
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise `EngineDiedError` if it is gone."""
+
+    @abc.abstractmethod
+    def log_excerpt(self) -> str:
+        """Where its log is, and its last lines where they can be read."""
+
+    def add_workers(
+        self,
+        urls: Sequence[str],
+        *,
+        roles: Mapping[str, Mapping[str, Any]] | None = None,
+        timeout: float = WORKER_TIMEOUT_SECONDS,
+    ) -> None:
+        """Register engines; return when it sends them requests.
+
+        Args:
+            urls: Addresses of engines that are ready. It may know them already.
+            roles: What else the router must know of an engine, by its address.
+            timeout: Longest wait in seconds.
+
+        Raises:
+            EngineStartError: It refuses one of them, or does not use it in time.
+            EngineDiedError: The router is gone.
+        """
+        try:
+            known = self._workers(START_ATTEMPTS)
+            for url in urls:
+                if url not in known:
+                    self.offer_worker(url, (roles or {}).get(url), attempts=START_ATTEMPTS)
+            deadline = time.monotonic() + timeout
+            while missing := sorted(set(urls) - self.healthy_workers()):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise EngineStartError(
+                        f"the router {self.url} does not use {', '.join(missing)} after {timeout:g} s; see whether it "
+                        f"can reach them, and {self.log_excerpt()}"
+                    )
+                time.sleep(POLL_SECONDS)
+        except HttpError as error:
+            raise EngineStartError(
+                f"the router {self.url} refused an engine: {error}; see {self.log_excerpt()}"
+            ) from error
+
+    def healthy_workers(self) -> set[str]:
+        """Addresses of the engines that get requests.
+
+        Raises:
+            HttpError: As of :meth:`workers`.
+        """
+        return {url for url, (_, healthy) in self._workers(START_ATTEMPTS).items() if healthy}
+
+    def workers(self) -> Workers:
+        """The engines that it knows.
+
+        Raises:
+            HttpError: It does not answer in time, or not like a router.
+        """
+        return self._workers(self.attempts)
+
+    def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
+        """Register an engine, without waiting; the router tries the engine first, for :data:`OFFER_SECONDS`.
+
+        It tries ten at once, duplicates included: ten offers of one engine that hangs keep every other engine out.
+
+        Args:
+            url: Address of the engine.
+            role: What else the router must know of the engine.
+            attempts: The class's own if ``None``.
+
+        Raises:
+            HttpError: It does not answer in time.
+        """
+        call(
+            "POST",
+            f"{self.url}/workers",
+            {"url": url, **(role or {})},
+            timeout=CONTROL_TIMEOUT_SECONDS,
+            attempts=attempts or self.attempts,
+        )
+
+    def remove_worker(self, url: str) -> None:
+        """Stop it from sending requests to an engine; does nothing if it does not know that one.
+
+        Raises:
+            HttpError: It does not answer in time.
+        """
+        if url not in (workers := self.workers()):
+            return
+        try:
+            call("DELETE", f"{self.url}/workers/{workers[url][0]}", timeout=CONTROL_TIMEOUT_SECONDS)
+        except HttpError as error:
+            if error.status != NOT_FOUND:  # else it was removed meanwhile
+                raise
+
+    def _workers(self, attempts: int) -> Workers:
+        answer = call("GET", f"{self.url}/workers", timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
+        try:
+            return {worker["url"]: (worker["id"], bool(worker["is_healthy"])) for worker in answer["workers"]}
+        except (KeyError, TypeError):
+            raise HttpError("GET", f"{self.url}/workers", 200, f"not a list of workers: {str(answer)[:200]}") from None
 
 
 class Router(ServingProcess, RouterApi):
-    """A running router. Made by :meth:`start`, which returns at once; :meth:`is_ready` tells when it serves."""
+    """A running router, made by :meth:`start`, which returns at once. It has no workers at first."""
+
+    title = "sglang-router"
+    ready_path = LIVENESS_PATH
 
     @classmethod
     def start(
@@ -96,9 +227,9 @@ class Router(ServingProcess, RouterApi):
         Args:
             config: Its address, policy and time limit.
             port: Port that it listens on.
-            prometheus_port: Port of its own metrics.
+            prometheus_port: Port of its metrics.
             log_path: Where its output goes.
-            disaggregated: Whether it gets prefill and decode engines.
+            disaggregated: Whether its engines are prefill and decode engines.
 
         Raises:
             PortInUseError: The port is taken. Nothing was started.
@@ -109,24 +240,97 @@ class Router(ServingProcess, RouterApi):
         process = Supervised.start(command, env=router_environment(), log_path=log_path, grace=GRACE_SECONDS)
         return cls(process, address(config.sglang_router_ip, port))
 
-    def is_ready(self, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
-        """Whether the router itself answers. It has no workers at first.
+
+class ExternalRouter(RouterApi):
+    """An external sglang-router, made by :meth:`connect`; used like :class:`Router`, but never stopped.
+
+    It lists only the engines of this run: those given to :meth:`connect`, and those that it was offered.
+    """
+
+    attempts = 3
+    exit_code = None  # it is not this run's process
+
+    def __init__(self, url: str, known: Collection[str] = ()) -> None:
+        self.url = url
+        self._known = frozenset(known)
+        self._added: set[str] = set()
+        self._next_check = 0.0
+        self._missed = 0
+
+    @classmethod
+    def connect(cls, url: str, engine_urls: Collection[str] = ()) -> ExternalRouter:
+        """Check that a router is there, and that it sends requests to no other engines.
 
         Args:
-            timeout: How long to wait for the answer, in seconds.
+            url: Address of the router.
+            engine_urls: Engines of this run that may be registered there already.
 
         Raises:
-            EngineStartError: It ended.
+            EngineStartError: Nobody answers, it is not an sglang-router, or it has healthy workers of others, which
+                would get requests, too.
         """
-        if (code := self.exit_code) is not None:
-            raise EngineStartError(f"sglang-router {self.url} did not start (exit code {code}); {self.log_excerpt()}")
-        return self.answers(timeout)
+        router = cls(url.rstrip("/"), engine_urls)
+        try:
+            workers = router._all_workers(router.attempts)
+        except HttpError as error:
+            raise EngineStartError(f"--sglang-router-url {url} does not answer as a router: {error}") from error
+        others = {worker: healthy for worker, (_, healthy) in workers.items() if worker not in engine_urls}
+        if used := sorted(worker for worker, healthy in others.items() if healthy):
+            raise EngineStartError(
+                f"the router {url} sends requests to {', '.join(used)}, not of this run; give a router without other "
+                f"workers, or remove them with DELETE {router.url}/workers/ID"
+            )
+        if others:
+            logger.warning("the router %s has workers that do not answer: %s", url, ", ".join(sorted(others)))
+        return router
+
+    def is_ready(self, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
+        """Whether it answers within ``timeout`` seconds."""
+        return answers(self.url + LIVENESS_PATH, timeout)
+
+    def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
+        """As :meth:`RouterApi.offer_worker`; the engine then counts as this run's, also after it was removed.
+
+        The router lists an engine only once it has tried it, which may be after the removal.
+        """
+        self._added.add(url)
+        super().offer_worker(url, role, attempts=attempts)
+
+    def process_ids(self) -> list[int]:
+        """None: it is not this run's process."""
+        return []
 
     def check(self) -> None:
-        """Raise if the process has ended.
+        """Raise `EngineDiedError` if it has not answered three times in a row. Asks every five seconds at most."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_SECONDS
+        self._missed = 0 if self.is_ready() else self._missed + 1
+        if self._missed >= MISSED_CHECKS:
+            raise EngineDiedError(f"the external router {self.url} does not answer; start it again")
 
-        Raises:
-            EngineDiedError: It has.
-        """
-        if (code := self.exit_code) is not None:
-            raise EngineDiedError(f"sglang-router {self.url} ended by itself (exit code {code}); {self.log_excerpt()}")
+    def log_excerpt(self) -> str:
+        """Where its log is."""
+        return "the log of that external router"
+
+    def request_stop(self) -> None:
+        """Unregister the engines that this run has registered."""
+        try:
+            for url in sorted(self._added):
+                self.remove_worker(url)
+        except HttpError as error:
+            logger.warning("engines of this run may be left in the router %s: %s", self.url, error)
+        self._added.clear()
+
+    def stop(self) -> None:
+        """The same; the router itself goes on."""
+        self.request_stop()
+
+    def _workers(self, attempts: int) -> Workers:
+        ours = self._known | self._added
+        return {url: state for url, state in self._all_workers(attempts).items() if url in ours}
+
+    def _all_workers(self, attempts: int) -> Workers:
+        """Those of others, too."""
+        return super()._workers(attempts)

@@ -1,25 +1,65 @@
-"""The flags of the SGLang that is installed in some interpreter, read from its source.
+"""The flags of the SGLang that is installed in some interpreter: those of its own argument parser.
 
-Importing SGLang takes seconds and needs its own interpreter; its flags stand in literal form in a few files.
+The parser is built in that interpreter, which imports SGLang and takes seconds. The result is cached on disk, until
+SGLang's files change or a package is installed beside it.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
+import contextlib
 import difflib
-import time
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from slime_core.errors import ConfigError
+from slime_core.files import write_whole
 from slime_rollout.engine.config import SglangValue
-from slime_rollout.engine.interpreter import find_package
+from slime_rollout.engine.spec import import_environment
 
-_PARSE_ATTEMPTS = 50
-_PARSE_AGAIN_SECONDS = 0.1
+logger = logging.getLogger(__name__)
 
-# Flags that slime sets itself, and what to use instead.
+_LOOK_SECONDS, _IMPORT_SECONDS = 60.0, 300.0
+_SHOWN_CHARACTERS = 500
+# Run in the interpreter of the engines, as `sglang.launch_server` builds its parser; plugins may add choices.
+_REPORT = """
+import argparse, json
+from pathlib import Path
+import sglang
+from sglang.srt.server_args import ServerArgs
+try:
+    from sglang.srt.plugins import load_plugins
+except ImportError:
+    pass
+else:
+    load_plugins()
+parser = argparse.ArgumentParser(add_help=False)
+ServerArgs.add_cli_args(parser)
+flags = [
+    {
+        "name": name[2:],
+        "takes_value": action.nargs != 0,
+        "several": action.nargs in ("+", "*"),
+        "type": {int: "int", float: "float"}.get(action.type, "str"),
+        "choices": [str(choice) for choice in action.choices or () if choice is not None],
+        "help": " ".join((action.help or "").split()),
+        "default": None if action.default in (None, argparse.SUPPRESS) else str(action.default),
+    }
+    for action in parser._actions
+    for name in action.option_strings
+    if name.startswith("--")
+]
+package, version = str(Path(sglang.__file__).parent), getattr(sglang, "__version__", "unknown")
+print("\\n" + json.dumps({"package": package, "version": version, "flags": flags}))
+"""
+
+# Flags that slime sets itself → what to use instead.
 CONTROLLED: Mapping[str, str] = {
     "model-path": "use --hf-checkpoint",
     "model": "use --hf-checkpoint",
@@ -49,11 +89,9 @@ CONTROLLED: Mapping[str, str] = {
     "language-only": "use worker_type in --sglang-config",
     "encoder-urls": "use worker_type in --sglang-config",
 }
-_TYPES: Mapping[str, type] = {"int": int, "float": float}
 
 
-@dataclasses.dataclass(frozen=True)
-class SglangFlag:
+class SglangFlag(msgspec.Struct, frozen=True, kw_only=True):
     """One flag of SGLang.
 
     Attributes:
@@ -61,32 +99,60 @@ class SglangFlag:
         takes_value: Whether a value follows it.
         several: Whether several values may follow it.
         type: ``int`` or ``float`` where each value must be one, else ``str``.
-        choices: All allowed values, where SGLang's source lists them beside the flag; else none.
+        choices: All allowed values; any if there are none.
+        help: SGLang's own description.
+        default: SGLang's default as text, or ``None``.
     """
 
     name: str
     takes_value: bool
     several: bool = False
-    type: type = str
+    type: str = "str"
     choices: tuple[str, ...] = ()
+    help: str = ""
+    default: str | None = None
+
+
+class _Report(msgspec.Struct, kw_only=True):
+    """What is cached: SGLang's flags, and what they were read from.
+
+    Attributes:
+        package: SGLang's directory.
+        version: Its version.
+        flags: All flags.
+        stamp: Times of change of the files that the flags depend on.
+    """
+
+    package: str
+    version: str
+    flags: list[SglangFlag]
+    stamp: list[int] = []
+
+    def current_stamp(self) -> list[int]:
+        package = Path(self.package)
+        sources = sorted((package / "srt" / "arg_groups").rglob("*.py"))
+        # Installing any package, which may bring a plugin of SGLang's, changes the directory above.
+        files = [package.parent, package / "__init__.py", package / "srt" / "server_args.py", *sources]
+        return [file.stat().st_mtime_ns for file in files]
 
 
 def installed_flags(python: str) -> dict[str, SglangFlag]:
     """All flags of the SGLang that ``python`` would import, by name.
 
-    Args:
-        python: An interpreter.
-
     Raises:
-        ConfigError: It has no SGLang, or one whose flags are written in a way that is not understood.
+        ConfigError: It has no SGLang, or SGLang cannot be imported there.
     """
-    root = _package_directory(python)
-    flags = {flag.name: flag for file in _files_with_flags(root / "srt") for flag in _flags_of(file)}
-    if "model-path" not in flags:
-        raise ConfigError(
-            f"the flags of the SGLang in {root} are not written as slime expects; it was tested with SGLang 0.5.23"
-        )
-    return flags
+    environment = import_environment()
+    cache = _cache_file(python, environment)
+    report = _cached(cache)
+    if report is None:
+        logger.warning("reading the flags of the SGLang in %s; it is done once and takes some seconds", python)
+        report = _read_flags(python, environment)
+        with contextlib.suppress(OSError, RuntimeError):  # without a cache the next call takes as long
+            report.stamp = report.current_stamp()
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(cache, msgspec.json.encode(report).decode())
+    return {flag.name: flag for flag in report.flags}
 
 
 def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, SglangFlag]) -> None:
@@ -97,8 +163,7 @@ def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, Sglan
         flags: What :func:`installed_flags` returned.
 
     Raises:
-        ConfigError: One is unknown, with the nearest known one; or slime sets it itself; or its value is missing, too
-            much, or none that it takes.
+        ConfigError: One is unknown (names the nearest known one), set by slime itself, or has an invalid value.
     """
     for name, value in args.items():
         if name in CONTROLLED:
@@ -106,7 +171,7 @@ def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, Sglan
         if name not in flags:
             near = difflib.get_close_matches(name, sorted(set(flags) - set(CONTROLLED)), n=1)
             hint = f"did you mean --sglang-{near[0]}?" if near else "see the flags of sglang.launch_server"
-            raise ConfigError(f"--sglang-{name} is no flag of the installed SGLang; {hint}")
+            raise ConfigError(f"--sglang-{name} is not a flag of the installed SGLang; {hint}")
         flag = flags[name]
         if flag.takes_value and value is True:
             raise ConfigError(f"--sglang-{name} needs a value")
@@ -119,9 +184,9 @@ def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, Sglan
 
 
 def _check_values(flag: SglangFlag, values: tuple[str, ...]) -> None:
-    kind = {int: "a whole number", float: "a number"}.get(flag.type)
+    kind = {"int": "a whole number", "float": "a number"}.get(flag.type)
     for value in values:
-        if kind is not None and not _converts(flag.type, value):
+        if kind is not None and not _converts(int if flag.type == "int" else float, value):
             raise ConfigError(f"--sglang-{flag.name} {value} is not {kind}")
         if flag.choices and value not in flag.choices:
             raise ConfigError(f"--sglang-{flag.name} {value} is unknown; allowed: {', '.join(flag.choices)}")
@@ -135,125 +200,75 @@ def _converts(kind: type, value: str) -> bool:
     return True
 
 
-def _package_directory(python: str) -> Path:
-    directory = find_package(python, "sglang")
-    if directory is None:
-        raise ConfigError(
-            f"SGLang is not installed in {python}; install it there, or name the interpreter that has it with "
-            "--sglang-python"
-        )
-    return directory
-
-
-def _files_with_flags(srt: Path) -> Iterator[Path]:
-    yield srt / "server_args.py"
-    yield from sorted((srt / "arg_groups" / "fields").glob("*.py"))
-
-
-def _parsed(source: str) -> ast.Module:
-    """The syntax tree of some source.
-
-    CPython 3.11 counts the depth of trees under construction for all threads together, and raises `SystemError` where
-    another thread, such as one that imports torch, builds one at the same time (seen with 3.11.7; compare
-    python/cpython issue 106905).
-    """
-    for _ in range(_PARSE_ATTEMPTS):
-        try:
-            return ast.parse(source)
-        except SystemError:
-            time.sleep(_PARSE_AGAIN_SECONDS)
-    return ast.parse(source)
-
-
-def _flags_of(file: Path) -> Iterator[SglangFlag]:
-    if not file.is_file():
-        return
-    for node in ast.walk(_parsed(file.read_text())):
-        if isinstance(node, ast.AnnAssign):
-            yield from _flags_of_field(node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-            yield from _flags_of_call(node)
-
-
-def _flags_of_field(node: ast.AnnAssign) -> Iterator[SglangFlag]:
-    """``name: A[type, "help"]`` and ``name: A[type, Arg(...)]``, where ``A`` is ``typing.Annotated``."""
-    annotation = node.annotation
-    if not (
-        isinstance(node.target, ast.Name)
-        and isinstance(annotation, ast.Subscript)
-        and ast.unparse(annotation.value) in ("A", "Annotated")
-        and isinstance(annotation.slice, ast.Tuple)
-    ):
-        return
-    kind, known = _unwrapped(annotation.slice.elts[0])
-    options = _options_of_arg(annotation.slice.elts[1:])
-    if _literal(options.get("no_cli")):
-        return
-    aliases = _literal(options.get("aliases"))
-    names = [str(_literal(options.get("cli_name")) or "--" + node.target.id.replace("_", "-"))]
-    names += aliases if isinstance(aliases, list) else []
-    parsed = "type_parser" in options
-    several = _literal(options.get("nargs")) in ("+", "*") or ("ist[" in kind and not parsed)
-    is_bool = "action" not in options and kind == "bool"
-    item = str if parsed else _TYPES.get(kind.removeprefix("List[").removeprefix("list[").rstrip("]"), str)
-    yield from _named(names, options, several=several, switch=is_bool, type=item, choices=known)
-
-
-def _unwrapped(node: ast.expr) -> tuple[str, tuple[str, ...]]:
-    """A field's type without ``Optional``; and of a ``Literal`` the type of its values, and the values."""
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Optional":
-        node = node.slice
-    if isinstance(node, ast.BinOp) and ast.unparse(node.right) == "None":
-        node = node.left
-    if not (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"):
-        return ast.unparse(node), ()
-    values = [_literal(item) for item in (node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])]
-    return type(values[0]).__name__, tuple(str(value) for value in values if value is not None)
-
-
-def _options_of_arg(metadata: Iterable[ast.expr]) -> dict[str, ast.expr]:
-    for item in metadata:
-        if isinstance(item, ast.Call) and ast.unparse(item.func) == "Arg":
-            return {keyword.arg: keyword.value for keyword in item.keywords if keyword.arg is not None}
-    return {}
-
-
-def _flags_of_call(node: ast.Call) -> Iterator[SglangFlag]:
-    """``parser.add_argument("--name", …)``."""
-    names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-    options = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
-    several = _literal(options.get("nargs")) in ("+", "*")
-    kind = _TYPES.get(ast.unparse(options["type"]), str) if "type" in options else str
-    yield from _named([str(name) for name in names], options, several=several, type=kind)
-
-
-def _named(
-    names: Iterable[str],
-    options: Mapping[str, ast.expr],
-    *,
-    several: bool,
-    switch: bool = False,
-    type: type,
-    choices: tuple[str, ...] = (),
-) -> Iterator[SglangFlag]:
-    action = ast.unparse(options["action"]) if "action" in options else ""
-    both_ways = "BooleanOptional" in action
-    # A deprecated constant that has `choices` still takes its old value.
-    constant = "Const" in action and "choices" not in options
-    switch = switch or both_ways or constant or "store_true" in action or "StoreTrue" in action
-    listed = _literal(options.get("choices"))
-    if isinstance(listed, list):
-        choices = tuple(str(choice) for choice in listed)
-    for name in names:
-        if name.startswith("--"):
-            bare = name.removeprefix("--")
-            yield SglangFlag(bare, False) if switch else SglangFlag(bare, True, several, type, choices)
-            if both_ways:
-                yield SglangFlag(name.replace("--", "no-", 1), takes_value=False)
-
-
-def _literal(node: ast.expr | None) -> object:
+def importable_in(python: str, package: str) -> bool:
+    """Whether an interpreter can find a package; it is not imported. The log says why if the interpreter fails."""
+    # -S would be faster still, but then virtual environments and editable installs are not found.
+    code = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({package!r}) else 9)"
     try:
-        return None if node is None else ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
+        result = _run(python, code, None, _LOOK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("%s does not run as a Python interpreter: %s", python, error)
+        return False
+    if result.returncode not in (0, 9):
+        logger.warning("%s ended with exit code %d: %s", python, result.returncode, _end(result.stderr))
+    return result.returncode == 0
+
+
+def missing_sglang(python: str) -> str:
+    """The message where an interpreter has no SGLang."""
+    return (
+        f"SGLang is not installed in {python}; install it there, or name the interpreter that has it with "
+        "--sglang-python"
+    )
+
+
+def _read_flags(python: str, environment: Mapping[str, str]) -> _Report:
+    try:
+        result = _run(python, _REPORT, environment, _IMPORT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the flags of the SGLang in {python} cannot be read: {error}") from error
+    if result.returncode == 0:
+        with contextlib.suppress(IndexError, msgspec.DecodeError):
+            return msgspec.json.decode(result.stdout.splitlines()[-1], type=_Report)
+    if not importable_in(python, "sglang"):
+        raise ConfigError(missing_sglang(python))
+    problem = _end(result.stderr).splitlines()[-1:] or ["no output"]
+    raise ConfigError(
+        f"the SGLang in {python} does not report its flags (slime was tested with SGLang 0.5.23): {problem[0]}"
+    )
+
+
+def _run(
+    python: str, code: str, environment: Mapping[str, str] | None, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def _end(text: str) -> str:
+    return text.strip()[-_SHOWN_CHARACTERS:]
+
+
+def _cache_file(python: str, environment: Mapping[str, str]) -> Path:
+    """One file for each interpreter and search path, in the user's cache directory."""
+    key = json.dumps([str(Path(python).absolute()), environment.get("PYTHONPATH", ""), _REPORT])
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    with contextlib.suppress(RuntimeError):  # no home directory
+        directory = directory.expanduser()
+    return directory / "slime" / f"sglang-flags-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _cached(cache: Path) -> _Report | None:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        report = msgspec.json.decode(cache.read_bytes(), type=_Report)
+        if report.stamp == report.current_stamp():
+            return report
+    return None

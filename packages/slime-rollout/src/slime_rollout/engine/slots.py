@@ -1,37 +1,58 @@
-"""The places of a fleet. A place stays; the process that fills it may be replaced by another one."""
+"""The slots of a fleet, and the log of what happens to them.
+
+A slot stays; the process that fills it may be replaced by another one.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import datetime
+import enum
+import json
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Collection
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineError, PortInUseError
-from slime_rollout.engine.given_router import GivenRouter
-from slime_rollout.engine.probes import Probe
-from slime_rollout.engine.process import ServingProcess
-from slime_rollout.engine.router import Router
-from slime_rollout.engine.server import EngineSpec, SGLangEngine
+from slime_rollout.engine.router import LIVENESS_PATH, ExternalRouter, Router
+from slime_rollout.engine.server import EngineLauncher, ServingProcess, SGLangEngine
+from slime_rollout.engine.spec import EngineSpec
 
-# How often a start is tried again on another port where somebody was quicker.
+logger = logging.getLogger(__name__)
+
+# How often a start is retried on another port.
 PORT_ATTEMPTS = 5
-LOOPBACK = "127.0.0.1"
-
 AS_STARTED = "as started"
+EVENTS_FILE = "engine_events.jsonl"
 
 P = TypeVar("P", bound=ServingProcess)
 
-FreePort = Callable[[str], int]
-"""Gives a free port of an address, which nobody in the fleet has had before."""
+
+@dataclasses.dataclass
+class Probe:
+    """A pending health check of a process.
+
+    Attributes:
+        problem: ``None`` if all is well, else what is wrong.
+        since: When it began, in seconds of the monotonic clock.
+        updates: How many weight updates had begun by then.
+    """
+
+    problem: Future[str | None]
+    since: float
+    updates: int
 
 
 @dataclasses.dataclass(eq=False)
 class Occupant(Generic[P]):
-    """One process in a place, and what is known of it. Of its replacement, which is another object, nothing is known.
+    """One process in a slot, and its state. Its replacement is another object, with a fresh state.
 
     Attributes:
         process: The process.
@@ -39,11 +60,11 @@ class Occupant(Generic[P]):
         up: Whether it has answered.
         weights: An update's version, :data:`AS_STARTED` or `slime_rollout.weight_version.INCOMPLETE`. Engines only.
         in_router: Whether the router sends it requests. Engines only.
-        checked: When the last question that it answered well was asked.
-        due: When to ask next.
-        probe: The question that is open now.
+        checked: When the last successful health check began.
+        due: When the next one is due.
+        probe: The pending one.
         silent: Whether it did not answer a request of a weight update.
-        no_successor: Why no other process could be started in its place, after it has ended.
+        no_successor: Why it could not be replaced, after it has ended.
     """
 
     process: P
@@ -59,28 +80,25 @@ class Occupant(Generic[P]):
 
 
 class Slot(abc.ABC, Generic[P]):
-    """A place. Nothing is in it before :meth:`start`.
+    """A place for one process; empty before :meth:`start`.
 
     Attributes:
         name: Such as ``engine 0``.
         health_path: What a process that works answers.
-        restarts: How often that was replaced because it failed.
+        restarts: How often its process was replaced because it failed.
     """
 
     name: str
     health_path: str
 
-    def __init__(self, config: EngineConfig, *, log_path: Path, free_port: FreePort) -> None:
+    def __init__(self) -> None:
         self.restarts = 0
-        self._config = config
-        self._log_path = log_path
-        self._free_port = free_port
         self._moves = 0
         self._now: Occupant[P] | None = None
 
     @property
     def now(self) -> Occupant[P]:
-        """The process that fills it, and what is known of it."""
+        """The process that fills it, and its state."""
         if self._now is None:
             raise RuntimeError(f"{self.name} was not started")
         return self._now
@@ -96,7 +114,7 @@ class Slot(abc.ABC, Generic[P]):
         return self.process.url
 
     def start(self) -> None:
-        """Start a process and have it fill the place.
+        """Start a process in it.
 
         Raises:
             PortInUseError: The port that was asked for is taken, or so were all that were tried. Nothing was started.
@@ -121,10 +139,7 @@ class Slot(abc.ABC, Generic[P]):
             self._now.process.stop()
 
     def is_ready(self, timeout: float) -> bool:
-        """Whether its process answers; if that has lost its port to somebody else, starts it on another one.
-
-        Args:
-            timeout: How long to wait for the answer, in seconds.
+        """Whether its process answers within ``timeout`` seconds. Starts it on another port if it has lost its own.
 
         Raises:
             EngineStartError: It ended before it ever answered.
@@ -138,10 +153,10 @@ class Slot(abc.ABC, Generic[P]):
             raise
 
     def move(self) -> bool:
-        """Start again on another port where the process has ended because somebody has taken its port.
+        """Start again on another port if the process has ended because another program had taken its port.
 
         Returns:
-            Whether that was so, and not so too often already.
+            Whether it did; not more than :data:`PORT_ATTEMPTS` times.
         """
         if self.now.up or not self._may_move or self._moves == PORT_ATTEMPTS:
             return False
@@ -161,52 +176,39 @@ class Slot(abc.ABC, Generic[P]):
 
 
 class EngineSlot(Slot[SGLangEngine]):
-    """The place of one engine. Each server in it has a port of its own, so an address always means one process.
+    """The slot of one engine. Each server in it has a port of its own, so an address always means one process.
 
     Args:
         index: Number of the engine.
-        config: How it is started.
-        spec: Tells for a port what is served there.
-        log_path: Log of all servers in this place.
-        free_port: Where ports come from.
+        spec: What is served; its port is chosen at each start.
+        launcher: Starts the engine.
+        log_path: Log of all servers in this slot.
     """
 
     health_path = "/health_generate"
+    _may_move = True
 
-    def __init__(
-        self,
-        index: int,
-        config: EngineConfig,
-        spec: Callable[[int], EngineSpec],
-        *,
-        log_path: Path,
-        free_port: FreePort,
-    ) -> None:
-        super().__init__(config, log_path=log_path, free_port=free_port)
+    def __init__(self, index: int, spec: EngineSpec, launcher: EngineLauncher, *, log_path: Path) -> None:
+        super().__init__()
         self.name = f"engine {index}"
-        self._spec = spec
-
-    @property
-    def _may_move(self) -> bool:
-        return True
+        self._spec = dataclasses.replace(spec, port=0)
+        self._launcher, self._log_path = launcher, log_path
 
     def _start(self) -> SGLangEngine:
-        spec = self._spec(self._free_port(LOOPBACK))
-        return SGLangEngine.start(self._config, spec, log_path=self._log_path)
+        return self._launcher.start(self._spec, log_path=self._log_path)
 
 
 class RouterSlot(Slot[Router]):
-    """The router's place. A router that replaces another one has its address."""
+    """The router's slot. A router that replaces another one has its address."""
 
     name = "router"
-    health_path = "/liveness"
+    health_path = LIVENESS_PATH
 
-    def __init__(
-        self, config: EngineConfig, *, log_path: Path, free_port: FreePort, disaggregated: bool = False
-    ) -> None:
-        super().__init__(config, log_path=log_path, free_port=free_port)
-        self._port: int | None = None
+    def __init__(self, config: EngineConfig, ports: Ports, *, log_path: Path, disaggregated: bool = False) -> None:
+        super().__init__()
+        self._config, self._ports, self._log_path = config, ports, log_path
         self._disaggregated = disaggregated
+        self._port: int | None = None
 
     @property
     def _may_move(self) -> bool:
@@ -214,29 +216,105 @@ class RouterSlot(Slot[Router]):
 
     def _start(self) -> Router:
         if self._port is None or self._may_move:
-            self._port = self._config.sglang_router_port or self._free_port(self._config.sglang_router_ip)
-        prometheus_port = self._free_port(LOOPBACK)
+            self._port = self._config.sglang_router_port or self._ports.take(self._config.sglang_router_ip)
         return Router.start(
             self._config,
             port=self._port,
-            prometheus_port=prometheus_port,
+            prometheus_port=self._ports.take(),
             log_path=self._log_path,
             disaggregated=self._disaggregated,
         )
 
 
-class GivenRouterSlot(Slot[Any]):
-    """The place of a router that others run: it is found there, and neither replaced nor stopped."""
+class ExternalRouterSlot(Slot[Any]):
+    """The slot of an external router: it is neither started, replaced nor stopped."""
 
     name = "router"
-    health_path = "/liveness"
+    health_path = LIVENESS_PATH
+    _may_move = False
 
-    @property
-    def _may_move(self) -> bool:
-        return False
+    def __init__(self, url: str, engine_urls: Collection[str] = ()) -> None:
+        super().__init__()
+        self._url, self._engine_urls = url, engine_urls
 
-    def _start(self) -> GivenRouter:
-        return GivenRouter.connect(str(self._config.sglang_router_url))
+    def _start(self) -> ExternalRouter:
+        return ExternalRouter.connect(self._url, self._engine_urls)
 
 
-AnyRouterSlot = RouterSlot | GivenRouterSlot
+AnyRouterSlot = RouterSlot | ExternalRouterSlot
+
+
+def router_slot(
+    config: EngineConfig,
+    ports: Ports,
+    *,
+    log_path: Path,
+    engine_urls: Collection[str] = (),
+    disaggregated: bool = False,
+) -> AnyRouterSlot:
+    """The slot of the router that ``config`` asks for.
+
+    Args:
+        config: ``sglang_router_url``, or how to start a router.
+        ports: Where its port comes from.
+        log_path: Where a router that is started writes its log.
+        engine_urls: External engines of this run, which an external router may know already.
+        disaggregated: Whether its engines are prefill and decode engines.
+    """
+    if config.sglang_router_url is not None:
+        return ExternalRouterSlot(config.sglang_router_url, engine_urls)
+    return RouterSlot(config, ports, log_path=log_path, disaggregated=disaggregated)
+
+
+class Event(enum.StrEnum):
+    """What happens to the process in a slot.
+
+    Attributes:
+        UNHEALTHY: It has ended, or gave no good answer in time.
+        KILLED: What was left of it was ended by SIGKILL.
+        RESTARTED: Another process was started in its place.
+        STARTED: That process answers.
+        WEIGHTS: It has the current weights.
+        REGISTERED: The router sends it requests.
+        BUDGET_EXHAUSTED: It may not be restarted again; the run ends.
+    """
+
+    UNHEALTHY = "unhealthy"
+    KILLED = "killed"
+    RESTARTED = "restarted"
+    STARTED = "started"
+    WEIGHTS = "weights"
+    REGISTERED = "registered"
+    BUDGET_EXHAUSTED = "budget_exhausted"
+
+
+_SERIOUS = {Event.UNHEALTHY, Event.BUDGET_EXHAUSTED}
+
+
+class EventLog:
+    """Writes events to a file, one JSON object a line, and to this process's log.
+
+    Args:
+        path: The file. Events of earlier runs stay in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def write(self, slot: Slot[Any], event: Event, detail: str) -> None:
+        """Add an event of the process in ``slot``; ``detail`` says more in words."""
+        level = logging.WARNING if event in _SERIOUS else logging.INFO
+        logger.log(level, "%s (%s) %s: %s", slot.name, slot.url, event.value, detail)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "engine": slot.name, "event": event.value, "url": slot.url, "detail": detail}
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def read_events(directory: Path) -> list[dict[str, Any]]:
+    """All events in a fleet's ``log_dir``, in order; none if nothing has happened."""
+    path = directory / EVENTS_FILE
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,62 +1,23 @@
-"""The engines of a run, however they come about: started here, as a YAML file says, or run by others."""
+"""The engines of a run: of one model or several, started here or external."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import concurrent.futures
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
+from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.external import ExternalFleet
-from slime_rollout.engine.fleet import EngineFleet, Progress
-from slime_rollout.engine.models import ModelFleets
+from slime_rollout.engine.fleet import EngineFleet, Fleet, Progress
+from slime_rollout.engine.server import EngineLauncher, HostLauncher, SGLangEngine
 from slime_rollout.engine.topology import Topology, read_topology
-from slime_rollout.engine.topology_plan import plan_engines
-
-
-class Engines(Protocol):
-    """Engines behind a router, as a run sees them."""
-
-    @property
-    def router_url(self) -> str:
-        """Where requests to the model that is trained go."""
-
-    @property
-    def engine_urls(self) -> Sequence[str]:
-        """The engines of that model: where its weights go."""
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor parallel size of one of them."""
-
-    @property
-    def startup_seconds(self) -> float:
-        """How long it took until the first request could be sent."""
-
-    @property
-    def model_urls(self) -> Mapping[str, str]:
-        """Name of every model → address of its router."""
-
-    def check(self) -> None:
-        """Raise `EngineDiedError` if something is gone that does not come back."""
-
-    def not_serving(self) -> list[str]:
-        """Names of what is being replaced."""
-
-    def engines_behind(self) -> list[str]:
-        """Addresses of engines that miss the weights of the last confirmed update."""
-
-    def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """Where to send weights now; with ``only_behind`` those of the last confirmed update."""
-
-    def confirm_update(self, version: int) -> None:
-        """Every engine of :meth:`begin_update` has confirmed ``version``."""
-
-    def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """The update failed, perhaps as some did not answer; whether an engine that is being replaced is to blame."""
-
-    def stop(self) -> None:
-        """End what was started, and leave what others run. Does nothing the second time."""
+from slime_rollout.engine.topology_plan import EnginePlan, PlannedModel, check_runs_here, plan_engines
 
 
 def start_engines(
@@ -74,27 +35,29 @@ def start_engines(
     weights_follow: bool = False,
     device: str | None = None,
     on_progress: Progress | None = None,
-) -> Engines:
-    """Start the engines that ``config`` asks for, or find those that others run; return when requests can be sent.
+    launcher: EngineLauncher | None = None,
+) -> Fleet:
+    """Start the engines that ``config`` asks for, or attach to external ones; return when requests can be sent.
 
     Args:
-        config: Says which.
+        config: Which engines.
         model_path: Hugging Face directory.
-        num_engines: Number of engines to start, unless ``sglang_config`` says it.
+        num_engines: Number of engines to start, without ``sglang_config``.
         dtype: ``float32``, ``bfloat16`` …
         context_length: Longest prompt plus response of engines that are started; the model's own limit if ``None``.
-        seed: Seed of requests that bring none.
+        seed: Seed of requests without one.
         log_dir: Directory for logs; made if missing.
         num_gpus: GPUs for generation, which ``sglang_config`` must use up; those of ``num_engines`` if ``None``.
-        topology: What ``sglang_config`` holds, where it has been read already.
-        longest_sample: Prompt plus response that engines which others run must take; not looked at if ``None``.
+        topology: The content of ``sglang_config``, if it was read already.
+        longest_sample: Prompt plus response that external engines must take; not checked if ``None``.
         weights_follow: Whether new weights are sent before the first request.
-        device: ``cpu`` or ``cuda``; found out if ``None``.
-        on_progress: Told how far it is.
+        device: ``cpu`` or ``cuda``; detected if ``None``.
+        on_progress: Called with the progress.
+        launcher: Starts the engines; on this host if ``None``.
 
     Raises:
-        ConfigError: A flag or a value that the installed SGLang does not know.
-        EngineError: Something does not come up, or does not fit the run. Everything was stopped again.
+        ConfigError: The installed SGLang does not know a flag or a value.
+        EngineError: Something did not come up, or does not fit the run. Everything was stopped again.
     """
     if config.sglang_config is not None:
         plan = plan_engines(
@@ -107,7 +70,7 @@ def start_engines(
             seed=seed,
             device=device,
         )
-        return ModelFleets.start(plan, log_dir=log_dir, on_progress=on_progress)
+        return ModelFleets.start(plan, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
     if config.rollout_external_engine_addrs:
         return ExternalFleet.attach(
             config,
@@ -128,4 +91,167 @@ def start_engines(
         log_dir=log_dir,
         device=device,
         on_progress=on_progress,
+        launcher=launcher,
     )
+
+
+class ModelFleets(Fleet):
+    """Several models, each with a fleet and a router of its own. Made by :meth:`start`; weights go to one of them."""
+
+    def __init__(
+        self, fleets: Mapping[str, EngineFleet], trained: str, encoders: Collection[SGLangEngine] = ()
+    ) -> None:
+        self._fleets = dict(fleets)
+        self._trained = self._fleets[trained]
+        self._encoders = list(encoders)
+        self.tp_size = self._trained.tp_size
+
+    @classmethod
+    def start(
+        cls,
+        plan: EnginePlan,
+        *,
+        log_dir: Path,
+        on_progress: Progress | None = None,
+        launcher: EngineLauncher | None = None,
+    ) -> ModelFleets:
+        """Start everything; return when every router sends requests to its engines.
+
+        Prefill, decode and encoder groups are written from SGLang's documentation; they were not run on CUDA.
+
+        Args:
+            plan: What to start. If no model is trained, the first one counts as that.
+            log_dir: Each model's logs go into a directory of its name there.
+            on_progress: Called with the progress of all models together.
+            launcher: Starts the engines; on this host if ``None``.
+
+        Raises:
+            ConfigError: A group needs GPUs, and there are none.
+            PortInUseError: A port that was asked for is taken.
+            EngineStartError: A process did not come up, with the end of its log. Everything was stopped again, without
+                waiting for what was still starting.
+        """
+        check_runs_here(plan)
+        started = time.monotonic()
+        main = plan.trained or plan.models[0]
+        other_config = dataclasses.replace(plan.config, sglang_router_port=None, sglang_router_url=None)
+        progress = _Progress(plan, on_progress)
+        with contextlib.ExitStack() as undo, ThreadPoolExecutor(len(plan.models)) as pool:
+            host = launcher or HostLauncher(plan.config, Ports())
+            encoders = {model.name: _start_encoders(model, host, log_dir, undo) for model in plan.models}
+
+            def launch(model: PlannedModel) -> EngineFleet:
+                for engine in encoders[model.name]:
+                    engine.wait_until_ready(plan.config.engine_startup_timeout)
+                config = plan.config if model is main else other_config
+                fleet = EngineFleet.launch(
+                    config,
+                    model.generating,
+                    log_dir=log_dir / model.name,
+                    on_progress=progress.of(model.name),
+                    launcher=launcher,
+                )
+                undo.callback(fleet.stop)
+                return fleet
+
+            started_encoders = [engine for engines in encoders.values() for engine in engines]
+            futures = {model.name: pool.submit(launch, model) for model in plan.models}
+            try:
+                for future in concurrent.futures.as_completed(futures.values()):
+                    future.result()
+            except BaseException:
+                progress.end_starts = True
+                for encoder in started_encoders:
+                    encoder.request_stop()
+                raise
+            fleets = cls({name: future.result() for name, future in futures.items()}, main.name, started_encoders)
+            undo.pop_all()
+        fleets.startup_seconds = time.monotonic() - started
+        return fleets
+
+    @property
+    def router_url(self) -> str:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        return self._trained.router_url
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        return self._trained.engine_urls
+
+    @property
+    def model_urls(self) -> dict[str, str]:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        return {name: fleet.router_url for name, fleet in self._fleets.items()}
+
+    def check(self) -> None:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`, for all models."""
+        for fleet in self._fleets.values():
+            fleet.check()
+        for encoder in self._encoders:
+            encoder.check()
+
+    def not_serving(self) -> list[str]:
+        """Names of what is being replaced, with their models."""
+        return [f"{name} {lost}" for name, fleet in self._fleets.items() for lost in fleet.not_serving()]
+
+    def engines_behind(self) -> list[str]:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        return self._trained.engines_behind()
+
+    def begin_update(self, *, only_behind: bool = False) -> list[str]:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        self.check()
+        return self._trained.begin_update(only_behind=only_behind)
+
+    def confirm_update(self, version: int) -> None:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        self._trained.confirm_update(version)
+
+    def fail_update(self, silent: Collection[str] = ()) -> bool:
+        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        return self._trained.fail_update(silent)
+
+    def stop(self) -> None:
+        """End all processes; returns when they are gone."""
+        for encoder in self._encoders:
+            encoder.request_stop()
+        with contextlib.ExitStack() as stack:  # an error with one of them must not keep the others
+            for encoder in self._encoders:
+                stack.callback(encoder.stop)
+            for fleet in self._fleets.values():
+                stack.callback(fleet.stop)
+
+
+def _start_encoders(
+    model: PlannedModel, launcher: EngineLauncher, log_dir: Path, undo: contextlib.ExitStack
+) -> list[SGLangEngine]:
+    started = []
+    for number, spec in enumerate(model.encoders):
+        started.append(launcher.start(spec, log_path=log_dir / model.name / f"encoder_{number}.log"))
+        undo.callback(started[-1].stop)
+    return started
+
+
+class _Progress:
+    """Adds up the progress of several fleets.
+
+    Attributes:
+        end_starts: Set to end the start of those that are not up yet.
+    """
+
+    def __init__(self, plan: EnginePlan, report: Progress | None) -> None:
+        self.end_starts = False
+        self._report = report
+        self._ready = {model.name: 0 for model in plan.models}
+        self._total = sum(len(model.generating) + 1 for model in plan.models)
+
+    def of(self, name: str) -> Callable[[int, int, float], None]:
+        def count(ready: int, total: int, seconds: float) -> None:
+            if self.end_starts:
+                raise EngineStartError(f"the start of model {name} was ended, as another one has failed")
+            self._ready[name] = ready
+            if self._report is not None:
+                self._report(sum(self._ready.values()), self._total, seconds)
+
+        return count

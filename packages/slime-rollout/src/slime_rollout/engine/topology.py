@@ -14,25 +14,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
-import yaml
+import msgspec
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import SglangValue
+from slime_rollout.strict_yaml import load_yaml
 
-T = TypeVar("T")
+FLAG = "--sglang-config"
 WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+# Words for msgspec's names of types.
+_WORDS = {
+    "`int` >= 1": "a whole number, 1 or more",
+    "`int | null`": "a whole number",
+    "`int`": "a whole number",
+    "`str | null`": "a text",
+    "`str`": "a text",
+    "`bool | null`": "true or false",
+    "`array` of length >= 1": "a list with at least one entry",
+    "`array`": "a list",
+}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerGroup:
+class _InvalidError(ConfigError, ValueError):
+    """An invalid record; msgspec adds its place to a ``ValueError``."""
+
+
+class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines of one model that are all alike.
 
     Attributes:
@@ -48,20 +62,27 @@ class ServerGroup:
     """
 
     worker_type: str = "regular"
-    num_gpus: int
-    num_gpus_per_engine: int | None = None
-    overrides: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
+    num_gpus: _Count
+    num_gpus_per_engine: _Count | None = None
+    overrides: Mapping[str, Any] = {}
 
     def __post_init__(self) -> None:
         if self.worker_type not in WORKER_TYPES:
-            raise ConfigError(f"worker_type {self.worker_type} is unknown; {_choices(self.worker_type, WORKER_TYPES)}")
-        _at_least_one(self, "num_gpus", "num_gpus_per_engine")
+            raise _InvalidError(
+                f"worker_type {self.worker_type} is unknown; {_choices(self.worker_type, WORKER_TYPES)}"
+            )
         if self.worker_type == "placeholder" and (self.overrides or self.num_gpus_per_engine):
-            raise ConfigError("a placeholder starts nothing; give it num_gpus alone")
+            raise _InvalidError("a placeholder starts nothing; give it num_gpus alone")
+        overrides: dict[str, SglangValue] = {}
+        for name, value in self.overrides.items():
+            flag = name.replace("_", "-")
+            if flag in overrides:
+                raise _InvalidError(f"the override {flag} is given twice, with dashes and underscores; keep one")
+            overrides[flag] = _override(name, value)
+        msgspec.structs.force_setattr(self, "overrides", overrides)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model, behind a router of its own.
 
     Attributes:
@@ -72,55 +93,51 @@ class ServedModel:
         server_groups: Its engines.
 
     Raises:
-        ConfigError: The name is none, or the groups do not make a server.
+        ConfigError: The name is invalid, or the groups do not make a server.
     """
 
     name: str
     model_path: str | None = None
-    num_gpus_per_engine: int | None = None
+    num_gpus_per_engine: _Count | None = None
     update_weights: bool | None = None
-    server_groups: tuple[ServerGroup, ...]
+    server_groups: Annotated[tuple[ServerGroup, ...], msgspec.Meta(min_length=1)]
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise ConfigError(f"name {self.name!r} is none; use letters, digits, '.', '_' and '-'")
-        _at_least_one(self, "num_gpus_per_engine")
+            raise _InvalidError(f"name {self.name!r} is invalid; use letters, digits, '.', '_' and '-'")
         types = {group.worker_type for group in self.server_groups}
         if not types & {"regular", "prefill", "decode"}:
-            raise ConfigError("no server group generates; give it a regular one, or prefill and decode")
+            raise _InvalidError("no server group generates; give it a regular one, or prefill and decode")
         if ("prefill" in types) != ("decode" in types):
-            raise ConfigError("prefill and decode groups need each other; give both or neither")
+            raise _InvalidError("prefill and decode groups need each other; give both or neither")
         if "regular" in types and "prefill" in types:
-            raise ConfigError(
+            raise _InvalidError(
                 "its router sends requests either to regular groups or to prefill and decode, not to both"
             )
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all its groups, those that are left free among them."""
+        """GPUs of all its groups, placeholders included."""
         return sum(group.num_gpus for group in self.server_groups)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"models": "sglang"}):
     """All models.
 
     Raises:
-        ConfigError: There is none, or two have one name.
+        ConfigError: Two have one name.
     """
 
-    models: tuple[ServedModel, ...]
+    models: Annotated[tuple[ServedModel, ...], msgspec.Meta(min_length=1)]
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]
-        if not names:
-            raise ConfigError("there is no model under `sglang`")
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"two models are called {', '.join(twice)}; give each a name of its own")
+            raise _InvalidError(f"two models are called {', '.join(twice)}; give each another name")
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all groups, those that are left free among them."""
+        """GPUs of all groups, placeholders included."""
         return sum(model.num_gpus for model in self.models)
 
 
@@ -131,115 +148,73 @@ def read_topology(path: str) -> Topology:
         path: The file.
 
     Raises:
-        ConfigError: It cannot be read, or says something that is not understood; with the place.
+        ConfigError: It cannot be read, or holds something invalid; with the place.
     """
+    content = load_yaml(FLAG, path)
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--sglang-config {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--sglang-config {path} is no YAML: {' '.join(str(error).split())}") from error
-    try:
-        top = _mapping(content, ("sglang",), "the file")
-        return Topology(models=tuple(_model(item, number) for number, item in enumerate(_list(top, "sglang"), 1)))
+        return msgspec.convert(_normalized(content), Topology)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{FLAG} {path}: {_explained(error, content)}") from error
     except ConfigError as error:
-        raise ConfigError(f"--sglang-config {path}: {error}") from error
+        raise ConfigError(f"{FLAG} {path}: {error}") from error
 
 
-def _model(item: Any, number: int) -> ServedModel:
-    where = f"model {number}"
-    names = [field.name for field in dataclasses.fields(ServedModel)]
-    given = _mapping(item, (*names, "engine_groups"), where)
-    where = f"model {given.get('name', number)}"
-    if "engine_groups" in given:
-        if "server_groups" in given:
-            raise ConfigError(f"{where}: server_groups and engine_groups are the same; give one of them")
-        given["server_groups"] = given.pop("engine_groups")
-    _types(given, {"name": str, "model_path": str, "num_gpus_per_engine": int, "update_weights": bool}, where)
-    groups = _list(given, "server_groups", where)
-    given["server_groups"] = tuple(_group(group, f"{where}, group {place}") for place, group in enumerate(groups, 1))
-    return _build(ServedModel, given, where)
+def _normalized(value: Any) -> Any:
+    """The content with ``engine_groups`` as ``server_groups``, and without empty keys, which mean the default."""
+    if isinstance(value, list):
+        return [_normalized(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "engine_groups" in value and "server_groups" in value:
+        raise ConfigError(f"model {value.get('name')}: server_groups and engine_groups are the same; give one of them")
+    return {
+        "server_groups" if key == "engine_groups" else key: item if key == "overrides" else _normalized(item)
+        for key, item in value.items()
+        if item is not None
+    }
 
 
-def _group(item: Any, where: str) -> ServerGroup:
-    given = _mapping(item, [field.name for field in dataclasses.fields(ServerGroup)], where)
-    _types(given, {"worker_type": str, "num_gpus": int, "num_gpus_per_engine": int, "overrides": dict}, where)
-    overrides: dict[str, SglangValue] = {}
-    for name, value in given.get("overrides", {}).items():
-        flag = str(name).replace("_", "-")
-        if flag in overrides:
-            raise ConfigError(f"{where}: the override {flag} is given twice, with dashes and underscores; keep one")
-        overrides[flag] = _override(str(name), value, where)
-    given["overrides"] = overrides
-    return _build(ServerGroup, given, where)
+def _explained(error: msgspec.ValidationError, content: Any) -> str:
+    """An error with its place in the file and the value there, in words."""
+    text, _, path = str(error).partition(" - at `$")
+    value, name = content, ""
+    places: list[str] = []
+    keys: tuple[str, ...] = ("sglang",)
+    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        if key:
+            value, name = value.get(key, value.get("engine_groups")), key
+            continue
+        value, name = value[int(index)], ""
+        given = value.get("name") if isinstance(value, dict) else None
+        places.append(f"model {given or int(index) + 1}" if not places else f"group {int(index) + 1}")
+        keys = (ServedModel if len(places) == 1 else ServerGroup).__struct_fields__
+    where = ", ".join(places) or "the file"
+    if match := re.fullmatch("Object contains unknown field `(.*)`", text):
+        return f"{where}: {match[1]} is not a key; {_choices(match[1], keys)}"
+    if match := re.fullmatch("Object missing required field `(.*)`", text):
+        return f"{where}: {match[1]} is missing"
+    if match := re.fullmatch(r"Expected (.*?)(?:, got .*)?", text):
+        subject = f"{where}: {name}" if name else where
+        wanted = (
+            f"`name: value` lines with {', '.join(keys)}" if match[1] == "`object`" else _WORDS.get(match[1], match[1])
+        )
+        return f"{subject} is {repr(value)[:60]}; give {wanted}"
+    return f"{where}: {text}"
 
 
-def _override(name: str, value: Any, where: str) -> SglangValue:
+def _override(name: str, value: Any) -> SglangValue:
     """A YAML value as SGLang's command line has it."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, list) and value and all(isinstance(part, str | int | float) for part in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(part, str | int | float) for part in value):
         return tuple(str(part) for part in value)
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, str | int | float):
         return str(value)
-    raise ConfigError(f"{where}: the override {name} is {value!r}; give a text, a number, true, false or a list")
+    raise _InvalidError(f"the override {name} is {value!r}; give a text, a number, true, false or a list")
 
 
-def _build(kind: type[T], given: dict[str, Any], where: str) -> T:
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if field.name not in given and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{where}: {field.name} is missing")
-    try:
-        return kind(**given)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _mapping(item: Any, allowed: Sequence[str], where: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise ConfigError(f"{where} is {str(item)[:60]!r}; give `name: value` lines with {', '.join(allowed)}")
-    for name in item:
-        if name not in allowed:
-            raise ConfigError(f"{where}: {name} is no key; {_choices(str(name), allowed)}")
-    return {name: value for name, value in item.items() if value is not None}
-
-
-def _list(given: Mapping[str, Any], name: str, where: str = "the file") -> list[Any]:
-    if not isinstance(given.get(name), list) or not given[name]:
-        raise ConfigError(f"{where}: {name} is {given.get(name)!r}; give a list with at least one entry")
-    return list(given[name])
-
-
-def _types(given: Mapping[str, Any], kinds: Mapping[str, type], where: str) -> None:
-    words = {str: "a text", int: "a whole number", bool: "true or false", dict: "`flag: value` lines"}
-    for name, kind in kinds.items():
-        if name in given and type(given[name]) is not kind:
-            raise ConfigError(f"{where}: {name} is {given[name]!r}; give {words[kind]}")
-
-
-def _at_least_one(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} must be 1 or more")
-
-
-def _choices(given: str, allowed: Sequence[str]) -> str:
+def _choices(given: str, allowed: Collection[str]) -> str:
     near = difflib.get_close_matches(given, allowed, n=1)
     return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(allowed)}"
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that comes twice; YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # refused below, as no key
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} comes twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)

@@ -1,4 +1,4 @@
-"""From a topology to the engines that are started: GPUs, flags and commands. Starts nothing.
+"""From a topology to the engines to start: their GPUs, flags and commands. Starts nothing.
 
 python -m slime_rollout.engine.topology_plan engines.yaml --hf-checkpoint DIR --rollout-num-gpus 8
 """
@@ -13,14 +13,14 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from slime_core.errors import ConfigError, SlimeError
+from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.device import engine_device
-from slime_rollout.engine.ports import free_port
-from slime_rollout.engine.server import EngineSpec, check_flags, server_command
+from slime_rollout.engine.server import check_flags
+from slime_rollout.engine.spec import EngineSpec, engine_device, server_command
 from slime_rollout.engine.topology import ServedModel, ServerGroup, Topology, read_topology
 
 PROGRAM = "Print the engines that a file of models would start, and their commands."
-# What a group's type says already.
+# Flags that follow from a group's type.
 ROLE_FLAGS = ("disaggregation-mode", "disaggregation-bootstrap-port", "encoder-only", "language-only", "encoder-urls")
 
 
@@ -40,7 +40,7 @@ class PlannedModel:
 
     @property
     def encoders(self) -> list[EngineSpec]:
-        """Engines that are started before the others, and get no requests from the router."""
+        """Engines that start before the others, and get no requests from the router."""
         return [spec for spec in self.specs if spec.worker_type == "encoder"]
 
     @property
@@ -80,7 +80,7 @@ class EnginePlan:
         ]
 
     def commands(self) -> list[str]:
-        """The command line of each engine, in the order of :meth:`lines`. A fleet chooses its engines' ports anew."""
+        """The command line of each engine, in the order of :meth:`lines`. A fleet chooses other ports."""
         return [shlex.join(server_command(self.config, spec)) for model in self.models for spec in model.specs]
 
     def _gpus(self, spec: EngineSpec) -> str:
@@ -99,21 +99,21 @@ def plan_engines(
     seed: int = 0,
     device: str | None = None,
 ) -> EnginePlan:
-    """Plan all engines. GPUs are given out in the file's order.
+    """Plan all engines. GPUs are assigned in the file's order.
 
     Args:
         topology: What to start.
-        config: How; its ``rollout_num_gpus_per_engine`` and ``sglang_args`` hold where a group says nothing else.
+        config: How; a group's settings win over its ``rollout_num_gpus_per_engine`` and ``sglang_args``.
         hf_checkpoint: The run's model.
         num_gpus: GPUs for generation.
         dtype: ``float32``, ``bfloat16`` …, of all models.
         context_length: Longest prompt plus response of the trained model; the model's own limit if ``None``.
-        seed: Seed of requests that bring none; each engine gets another one.
-        device: ``cpu`` or ``cuda``; found out if ``None``.
+        seed: Seed of requests without one; each engine gets another one.
+        device: ``cpu`` or ``cuda``; detected if ``None``.
 
     Raises:
-        ConfigError: The GPUs do not add up, more than one model is trained, or an override is no flag of the installed
-            SGLang.
+        ConfigError: The GPUs do not add up, more than one model is trained, or the installed SGLang does not know an
+            override.
     """
     if topology.num_gpus != num_gpus:
         parts = ", ".join(f"{model.name} {model.num_gpus}" for model in topology.models)
@@ -128,32 +128,22 @@ def plan_engines(
             "`update_weights: false` for all but one"
         )
     where = device or str(config.sglang_args.get("device") or engine_device())
-    ports = _ports(without=config.sglang_router_port)
+    ports = Ports(config.sglang_router_port)
     models, first_gpu, first_seed = [], 0, seed
     for model in topology.models:
         base = EngineSpec(
             model_path=model.model_path or hf_checkpoint,
-            port=0,
             dtype=dtype,
             context_length=context_length if model.name in trained else None,
             device=where,
         )
-        specs = list(_specs(model, base, config, ports, first_gpu, first_seed))
-        specs = _with_encoders(specs)
+        specs = _with_encoders(list(_specs(model, base, config, ports, first_gpu, first_seed)))
         _check_sizes(model, specs, config, is_trained=model.name in trained)
         models.append(PlannedModel(name=model.name, trained=model.name in trained, specs=tuple(specs)))
         first_gpu += model.num_gpus
         first_seed += len(specs)
     check_flags(config, [spec for planned in models for spec in planned.specs])
     return EnginePlan(config=config, models=tuple(models))
-
-
-def _ports(*, without: int | None) -> Iterator[int]:
-    """Free ports, each only once."""
-    taken = set() if without is None else {without}
-    while True:
-        taken.add(port := free_port(without=taken))
-        yield port
 
 
 def _is_trained(model: ServedModel, hf_checkpoint: str) -> bool:
@@ -163,7 +153,7 @@ def _is_trained(model: ServedModel, hf_checkpoint: str) -> bool:
 
 
 def _specs(
-    model: ServedModel, base: EngineSpec, config: EngineConfig, ports: Iterator[int], first_gpu: int, seed: int
+    model: ServedModel, base: EngineSpec, config: EngineConfig, ports: Ports, first_gpu: int, seed: int
 ) -> Iterator[EngineSpec]:
     for number, group in enumerate(model.server_groups, 1):
         if group.worker_type != "placeholder":
@@ -172,13 +162,13 @@ def _specs(
             for place in range(group.num_gpus // size):
                 yield dataclasses.replace(
                     base,
-                    port=next(ports),
+                    port=ports.take(),
                     seed=seed,
                     base_gpu_id=first_gpu + place * size,
                     tp_size=size,
                     sglang_args=group.overrides,
                     worker_type=group.worker_type,
-                    bootstrap_port=next(ports) if group.worker_type == "prefill" else None,
+                    bootstrap_port=ports.take() if group.worker_type == "prefill" else None,
                 )
                 seed += 1
         first_gpu += group.num_gpus
@@ -195,7 +185,7 @@ def _check_group(group: ServerGroup, size: int, where: str) -> None:
 
 
 def _with_encoders(specs: Sequence[EngineSpec]) -> list[EngineSpec]:
-    """Encoders first; the engines that read a prompt are told where they are."""
+    """Encoders first; the engines that read prompts get their addresses."""
     encoders = [spec for spec in specs if spec.worker_type == "encoder"]
     urls = tuple(spec.url for spec in encoders)
     reading = ("regular", "prefill")
@@ -212,19 +202,30 @@ def _check_sizes(model: ServedModel, specs: Sequence[EngineSpec], config: Engine
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a file would start.
+def check_runs_here(plan: EnginePlan) -> None:
+    """Check that there are GPUs where a group needs them.
 
-    Returns:
-        0; 2 if it cannot be used.
+    Raises:
+        ConfigError: There are none.
     """
+    for model in plan.models:
+        for spec in model.specs:
+            if spec.worker_type != "regular" and spec.device == "cpu":
+                raise ConfigError(
+                    f"--sglang-config: the {spec.worker_type} group of model {model.name} needs GPUs, which hand data "
+                    "to each other; without CUDA only regular groups run"
+                )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what a file would start. Returns 0, or 2 if the file is invalid."""
     parser = argparse.ArgumentParser(prog="python -m slime_rollout.engine.topology_plan", description=PROGRAM)
     parser.add_argument("file", help="the YAML file")
     parser.add_argument("--hf-checkpoint", required=True, help="the run's model")
     parser.add_argument("--rollout-num-gpus", type=int, required=True, help="GPUs for generation")
-    parser.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="where the file says nothing")
+    parser.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="unless the file says")
     parser.add_argument("--sglang-python", help="interpreter that has SGLang")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the engines run on; found out if not given")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the engines run on; detected if unset")
     given = parser.parse_args(argv)
     try:
         config = EngineConfig(

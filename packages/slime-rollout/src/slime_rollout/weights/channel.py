@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.interfaces import NamedTensors
+from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
 from slime_rollout.weights.control import Engines, engine_weight_version
 from slime_rollout.weights.equal import SentDigests, check_equal

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_rollout.engine.weight_sync import WeightSyncConfig
+from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.weights.channel import EngineChannel
 from slime_rollout.weights.delta import DeltaWeightChannel
 from slime_rollout.weights.disk import DiskWeightChannel

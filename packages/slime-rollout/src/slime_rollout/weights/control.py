@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.http import HttpError, call
 from slime_rollout.weight_version import INCOMPLETE
 

@@ -12,8 +12,8 @@ from types import TracebackType
 
 from slime_core.errors import DamagedError, IntegrityError, SlimeError
 from slime_core.interfaces import NamedTensors
+from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.engine.weight_sync import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.weights.channel import EngineChannel, check_alive
 from slime_rollout.weights.control import Engines, engine_weight_version
 from slime_rollout.weights.disk import load_from_disk

@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from slime_rollout.engine import given_router
+from slime_rollout.engine import router as router_module
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.models import ModelFleets
-from slime_rollout.engine.start import start_engines
+from slime_rollout.engine.start import ModelFleets, start_engines
 from slime_rollout.http import call
 from slime_rollout.supervise import SupervisionError, reaper
 
@@ -112,6 +111,8 @@ def test_one_that_cannot_be_stopped_keeps_no_other_one():
     stopped = []
 
     class Part:
+        tp_size = 1
+
         def __init__(self, name, error=None):
             self.name, self.error = name, error
 
@@ -123,8 +124,8 @@ def test_one_that_cannot_be_stopped_keeps_no_other_one():
             if self.error:
                 raise self.error
 
-    fleets = ModelFleets({"a": Part("a"), "b": Part("b", SupervisionError("still busy"))}, "a")
-    fleets._encoders = [Part("encoder")]
+    fleets = {"a": Part("a"), "b": Part("b", SupervisionError("still busy"))}
+    fleets = ModelFleets(fleets, "a", [Part("encoder")])
     with pytest.raises(SupervisionError):
         fleets.stop()
     assert sorted(stopped) == ["a", "b", "encoder"]
@@ -143,7 +144,7 @@ def test_our_engines_behind_a_router_that_others_run(start, quick_python, router
 
 def test_one_fleet_behind_a_router_that_others_run(quick_python, router, tmp_path, monkeypatch):
     """With fault tolerance: the engine is replaced there, and the router is not."""
-    monkeypatch.setattr(given_router, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(router_module, "CHECK_SECONDS", 0.0)
     theirs = router()
     with EngineFleet.start(
         EngineConfig(sglang_python=quick_python, sglang_router_url=theirs.url, use_fault_tolerance=True),
@@ -167,7 +168,7 @@ def test_one_fleet_behind_a_router_that_others_run(quick_python, router, tmp_pat
         fleet.stop()
         assert theirs.workers() == {}
         theirs.stop()
-        with pytest.raises(EngineDiedError, match=f"the router {theirs.url}, which others run, does not answer"):
-            for _ in range(given_router.MISSED_CHECKS):
+        with pytest.raises(EngineDiedError, match=f"the external router {theirs.url} does not answer"):
+            for _ in range(router_module.MISSED_CHECKS):
                 fleet.check()
     assert not (tmp_path / "logs" / "router.log").exists()
