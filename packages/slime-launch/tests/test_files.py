@@ -3,13 +3,17 @@ import fcntl
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from slime_launch.errors import ManifestError
 from slime_launch.files import LOCK, locked
+from slime_launch.flags.command import parse_train
+from slime_launch.preflight import Checked
 from slime_launch.run import run
 from slime_launch.watch import Watch
+from slime_launch.weights import StartWeights
 
 HOLDER = """
 import sys, time
@@ -105,7 +109,10 @@ def test_a_second_launcher_starts_nothing(tmp_path, holder, capsys, monkeypatch)
     before = {path.name for path in tmp_path.rglob("*")}
     words = ["--hf-checkpoint", "hf", "--prompt-data", "p", "--num-rollout", "1", "--colocate", "--load", "l"]
     words += ["--rollout-batch-size", "2", "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "out")]
-    assert run(words, Watch()) == 2
+    weights = StartWeights(load="l", ref_load="l")
+    settings = parse_train(words)
+    checked = Checked(settings=settings, shape=Mock(), manifest=None, weights=weights, topology=None, num_engines=1)
+    assert run(checked, Watch()) == 2
     said = capsys.readouterr().err
     assert said.startswith("slime-launch: --save") and f"in use by another run (process {holder.pid}" in said
     assert said.count("\n") == 1 and {path.name for path in tmp_path.rglob("*")} == before

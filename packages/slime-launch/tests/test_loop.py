@@ -25,7 +25,7 @@ from slime_launch.errors import RunError
 from slime_launch.finished import report_if_finished
 from slime_launch.flags.command import parse_train
 from slime_launch.loop import Parts, check_scored, check_versions, next_batch
-from slime_launch.preflight import preflight
+from slime_launch.preflight import preflight, with_output
 from slime_launch.rollouts import Progress
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.watch import Watch
@@ -197,7 +197,7 @@ def launch(clock, flags, to_words, monkeypatch):
 
         monkeypatch.setattr(slime_launch.run, "Startup", Startup)
         if driver:
-            return slime_launch.run.run(to_words(flags), Watch()) == 0
+            return slime_launch.run.run(with_output(checked, home / "out"), Watch()) == 0
         (home / "out").mkdir(exist_ok=True)
         slime_launch.run.drive(checked, home / "out", RunConsole(io.StringIO()), Watch())
         return True

@@ -10,7 +10,8 @@ import pytest
 from slime_core.errors import ConfigError
 from slime_launch.errors import PreflightError
 from slime_launch.flags.command import parse_train
-from slime_launch.preflight import check_engines, preflight
+from slime_launch.preflight import check_engines, look_again, preflight
+from slime_launch.resume import RunState
 
 ENGINES = """
 sglang:
@@ -78,3 +79,25 @@ def test_engines_of_others_need_no_sglang_here(flags, to_words, monkeypatch):
         check_engines(parse_train([*to_words(flags), "--rollout-num-gpus", "1"]))
     result = preflight(parse_train([*to_words(flags), "--rollout-external-engine-addrs", "10.0.0.1:30000"]))
     assert result.num_engines == 0
+
+
+def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}\n")
+    flags |= {"--prompt-data": str(broken), "--rollout-top-p": "0.9", "--eval-interval": "2"}
+    flags |= {"--load": str(tmp_path / "none"), "--custom-rm-path": "nowhere.to_be_found", "--sglang-router-port": "1"}
+    with pytest.raises(PreflightError) as caught:
+        preflight(parse_train(to_words(flags)))
+    lines = str(caught.value).splitlines()
+    for problem in ("--rollout-top-p 0.9", "--eval-interval 2", "broken.jsonl", "nowhere", str(tmp_path / "none")):
+        assert sum(problem in line for line in lines) == 1, (problem, lines)
+
+
+def test_a_run_that_appears_in_save_meanwhile_is_seen(flags, to_words, tmp_path):
+    flags["--save"] = str(tmp_path / "save")
+    checked = preflight(parse_train(to_words(flags)))
+    assert look_again(checked) is checked
+    state = RunState(checked.settings, None, checked.weights, output_dir=tmp_path)
+    state.begin({"position": 3})
+    again = look_again(checked)
+    assert again.manifest is not None and again.manifest.source_state == {"position": 3}

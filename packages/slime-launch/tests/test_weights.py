@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from slime_core.errors import ConfigError
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.errors import ManifestError
 from slime_launch.flags.command import parse_train
@@ -95,4 +96,11 @@ def test_a_reference_that_is_gone_is_named(check, flags, workspace):
     train_to(begin(check(flags), workspace), workspace, 1)
     shutil.rmtree(workspace / "dist")
     with pytest.raises(CheckpointError, match="dist/release does not exist"):
+        check(flags)
+
+
+def test_weights_must_come_from_somewhere(check, flags):
+    flags.pop("--load", None)
+    flags.pop("--ref-load", None)
+    with pytest.raises(ConfigError, match="no weights to start from: give --load DIR"):
         check(flags)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -69,7 +71,7 @@ def train(argv: list[str]) -> int:
         return 0
     settings = parse_train(argv)
     from slime_launch.finished import report_if_finished
-    from slime_launch.preflight import preflight
+    from slime_launch.preflight import preflight, with_output
     from slime_rollout.supervise import run_under_supervisor
 
     checked = preflight(settings)
@@ -77,8 +79,11 @@ def train(argv: list[str]) -> int:
     output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
     if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
         return 0
-    driver = [sys.executable, "-m", "slime_launch.driver", *argv, f"--output-dir={output_dir}"]
-    code = run_under_supervisor(driver, grace=STOP_SECONDS)
+    with tempfile.NamedTemporaryFile(prefix="slime-launch-", suffix=".pickle") as file:
+        pickle.dump(with_output(checked, output_dir), file)
+        file.flush()
+        driver = [sys.executable, "-m", "slime_launch.driver", file.name]
+        code = run_under_supervisor(driver, grace=STOP_SECONDS)
     if code in KILLED:
         print(
             f"slime-launch: the run's main process was ended by signal {code - 128} (out of memory?); everything it "

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from pathlib import Path
 
 from slime_launch.watch import Watch
 
 
 def main() -> int:
-    """Listen to signals before anything that takes time, then run the command line of this process."""
+    """Listen to signals before anything that takes time, then run what the command's own process has checked."""
     watch = Watch()
     watch.listen(at_once=True)
     from slime_launch.run import run
 
-    return run(sys.argv[1:], watch)
+    with Path(sys.argv[1]).open("rb") as file:
+        checked = pickle.load(file)
+    return run(checked, watch)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, SlimeError
 from slime_core.hooks import HookArgs
 from slime_launch.errors import PreflightError
 from slime_launch.flags.settings import Settings
@@ -27,6 +29,7 @@ from slime_rollout.engine.topology import Topology, read_topology
 from slime_rollout.engine.topology_plan import EnginePlan, check_runs_here, plan_engines
 from slime_rollout.hooks import check_hooks
 
+T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -51,33 +54,59 @@ class Checked:
     num_engines: int
 
 
-def preflight(settings: Settings, *, tell: bool = True) -> Checked:
-    """Check a command before Ray, an engine or a trainer is started.
+class Problems:
+    """Runs checks one after the other, and reports what all of them found."""
+
+    def __init__(self) -> None:
+        self.found: list[Exception] = []
+
+    def attempt(self, check: Callable[..., T], *args: Any) -> T | None:
+        """What a check returns; ``None`` if it found a problem."""
+        try:
+            return check(*args)
+        except (SlimeError, ConvertError) as error:
+            self.found.append(error)
+            return None
+
+    def report(self) -> None:
+        """Raise if there are problems: the one there is, or one error that names all."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise PreflightError("\n".join(str(error) for error in self.found))
+
+
+def preflight(settings: Settings) -> Checked:
+    """Check a command before Ray, an engine or a trainer is started. All checks run, whatever the others find.
 
     Args:
         settings: Its settings.
-        tell: Log what of the data will be left out; once for a command that is checked twice.
 
     Raises:
-        SlimeError: Something is wrong; says what and what to do.
+        SlimeError: Something is wrong: everything that is, a line each, with what to do.
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
-    check_settings(settings)
+    problems = Problems()
+    problems.attempt(check_settings, settings)
     with importing_hooks():
-        check_algorithm(settings.algorithm)
-        check_hooks(settings.rollout, HookArgs(settings.flags()))
-    check_hf_directory(Path(settings.rollout.hf_checkpoint))
-    shape = check_shape(settings)
-    settings.megatron.check_fits(shape)
-    check_prompt_data(settings.rollout, tell=tell)
-    manifest = find_run(settings)
-    weights = start_weights(settings, manifest)
-    for flag, directory in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
-        if directory is not None:
-            check_writable(Path(directory), flag)
+        problems.attempt(check_algorithm, settings.algorithm)
+        problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
+    directory = Path(settings.rollout.hf_checkpoint)
+    problems.attempt(check_hf_directory, directory)
+    shape = problems.attempt(check_shape, settings) if directory.is_dir() else None
+    if shape is not None:
+        problems.attempt(settings.megatron.check_fits, shape)
+    problems.attempt(check_prompt_data, settings.rollout)
+    run = problems.attempt(find_weights, settings)
+    for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
+        if path is not None:
+            problems.attempt(check_writable, Path(path), flag)
     if settings.engine.sglang_router_port is not None:
-        check_router_port(settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
-    plan = check_engines(settings)
+        problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
+    plan = problems.attempt(check_engines, settings)
+    problems.report()
+    assert shape is not None and run is not None  # their problems were reported
+    manifest, weights = run
     return Checked(
         settings=settings,
         shape=shape,
@@ -86,6 +115,35 @@ def preflight(settings: Settings, *, tell: bool = True) -> Checked:
         topology=read_topology(settings.engine.sglang_config) if settings.engine.sglang_config is not None else None,
         num_engines=num_engines(settings) if plan is None else plan.num_engines,
     )
+
+
+def with_output(checked: Checked, output_dir: str | Path) -> Checked:
+    """The same command with a directory for its output, which the flags may have left open."""
+    run = dataclasses.replace(checked.settings.run, output_dir=str(output_dir))
+    return dataclasses.replace(checked, settings=dataclasses.replace(checked.settings, run=run))
+
+
+def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights]:
+    """The run in ``--save``, if there is one, and the checkpoints that the command begins with.
+
+    Raises:
+        ManifestError: ``--save`` holds another run.
+        CheckpointError: A checkpoint that is needed cannot be used.
+    """
+    manifest = find_run(settings)
+    return manifest, start_weights(settings, manifest)
+
+
+def look_again(checked: Checked) -> Checked:
+    """What was checked, with the run that ``--save`` holds now: another process may have had the directory meanwhile.
+
+    Raises:
+        SlimeError: It holds another run now.
+    """
+    if find_run(checked.settings) == checked.manifest:
+        return checked
+    manifest, weights = find_weights(checked.settings)
+    return dataclasses.replace(checked, manifest=manifest, weights=weights)
 
 
 def check_engines(settings: Settings) -> EnginePlan | None:

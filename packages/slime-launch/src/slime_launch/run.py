@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +14,8 @@ from slime_core.errors import SlimeError
 from slime_launch.console import RunConsole
 from slime_launch.errors import RayDiedError, RunError, Stopped
 from slime_launch.files import locked
-from slime_launch.flags.command import parse_train
 from slime_launch.loop import Parts, run_sync
-from slime_launch.preflight import Checked, preflight
+from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices
 from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resume import RunState
@@ -27,21 +25,21 @@ from slime_launch.validate import global_batch_size, notices
 from slime_launch.watch import Watch, stopped_line
 
 
-def run(argv: Sequence[str], watch: Watch) -> int:
-    """Run the command to its end.
+def run(checked: Checked, watch: Watch) -> int:
+    """Run a command that was checked, to its end.
 
     Args:
-        argv: The words after ``slime-launch train``, ``--output-dir`` among them.
+        checked: From :func:`slime_launch.preflight.preflight`, with an output directory.
         watch: Listens to signals already.
 
     Returns:
         0; 1 if a part of the run failed; 2 if it could not be started; 128 + n if signal n stopped it.
     """
+    settings = checked.settings
     try:
-        settings = parse_train(argv)
         save = settings.megatron.save
         with contextlib.nullcontext() if save is None else locked(Path(save), check=watch.check):
-            checked = preflight(settings, tell=False)  # the command's first process did
+            checked = look_again(checked)
             output_dir = Path(str(settings.run.output_dir))
             (output_dir / "logs").mkdir(parents=True, exist_ok=True)
             console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")

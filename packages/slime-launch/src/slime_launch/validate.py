@@ -43,17 +43,38 @@ def check_settings(settings: Settings) -> None:
     """Check what no package can check alone.
 
     Raises:
-        ConfigError: With the values and what to set.
+        ConfigError: With the values and what to set; a line for each problem.
     """
-    cluster, megatron = settings.cluster, settings.megatron
+    problems = []
+    for check in (
+        _check_batches,
+        _check_sampling,
+        _check_colocation,
+        _check_distillation,
+        check_engine_gpus,
+        _check_evaluation,
+    ):
+        try:
+            check(settings)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_batches(settings: Settings) -> None:
+    megatron = settings.megatron
     check_batch_sizes(
         num_samples=settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt,
         global_batch_size=global_batch_size(settings),
-        data_parallel_size=megatron.data_parallel_size(cluster.actor_gpus),
+        data_parallel_size=megatron.data_parallel_size(settings.cluster.actor_gpus),
         micro_batch_size=megatron.micro_batch_size,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
     )
+
+
+def _check_sampling(settings: Settings) -> None:
     for name, value, everything in (
         ("--rollout-top-p", settings.rollout.rollout_top_p, 1.0),
         ("--rollout-top-k", settings.rollout.rollout_top_k, -1),
@@ -69,23 +90,24 @@ def check_settings(settings: Settings) -> None:
             "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
             "engine has not looked at all tokens of its last step; leave one of them out"
         )
-    if cluster.colocate and settings.rollout.async_buffer_size is not None:
+
+
+def _check_colocation(settings: Settings) -> None:
+    if not settings.cluster.colocate:
+        return
+    if settings.rollout.async_buffer_size is not None:
         raise ConfigError(
             "--colocate has trainer and engines take turns, and --async-buffer-size has them work at the same time; "
             "give --rollout-num-gpus in place of --colocate"
         )
-    _check_distillation(settings)
-    check_engine_gpus(settings)
-    if cluster.colocate and settings.engine.update_weight_transport == "nccl":
+    if settings.engine.update_weight_transport == "nccl":
         raise ConfigError(
             "--update-weight-transport nccl does not work with --colocate: NCCL takes no GPU twice into one group; "
             "leave it out, which shares tensors on the GPU"
         )
-    if megatron.load is None and megatron.ref_load is None:
-        raise ConfigError(
-            "the trainer has no weights to start from: give --load DIR, a checkpoint that "
-            "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
-        )
+
+
+def _check_evaluation(settings: Settings) -> None:
     if settings.run.eval_interval is not None and not settings.rollout.has_eval_sets:
         raise ConfigError(
             f"--eval-interval {settings.run.eval_interval} needs held-out prompts; "

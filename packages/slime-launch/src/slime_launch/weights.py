@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from slime_core.errors import ConfigError
 from slime_launch.flags.settings import Settings
 from slime_launch.manifest import Manifest
 from slime_megatron.checkpoint import find_checkpoint
@@ -41,7 +42,8 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
         manifest: The run that it continues.
 
     Raises:
-        CheckpointError: A directory that is needed is no checkpoint.
+        ConfigError: Neither flag is given.
+        CheckpointError: A directory that is needed is not a checkpoint.
     """
     if manifest is not None:
         if manifest.checkpoint is None:
@@ -51,6 +53,11 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
         return StartWeights(load=manifest.load, ref_load=manifest.ref_load)
     megatron = settings.megatron
     load = megatron.load
+    if load is None and megatron.ref_load is None:
+        raise ConfigError(
+            "the trainer has no weights to start from: give --load DIR, a checkpoint that "
+            "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
+        )
     if megatron.ref_load is not None and (load is None or (load == megatron.save and _is_empty(Path(load)))):
         load = megatron.ref_load
     return StartWeights(load=_newest(str(load)), ref_load=_newest(megatron.ref_load or str(load)))

@@ -136,12 +136,11 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
     return row
 
 
-def check_prompt_data(config: RolloutConfig, *, tell: bool = True) -> dict[str, int]:
+def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
     """Read every prompt file that a run will read, as :func:`check_prompt_file`; of streams, the first rows.
 
     Args:
         config: What the run will do with them.
-        tell: Log rows that ``--on-bad-data skip`` leaves out.
 
     Returns:
         Usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
@@ -151,21 +150,21 @@ def check_prompt_data(config: RolloutConfig, *, tell: bool = True) -> dict[str, 
         if config.streaming_data:
             _check_stream(path, config)
         else:
-            counts[path] = len(check_prompt_file(path, config, tell=tell))
+            counts[path] = len(check_prompt_file(path, config))
     for held_out in read_eval_sets(config):
         with held_out.named():
-            counts[held_out.path] = len(check_prompt_file(held_out.path, held_out.config, tell=tell))
+            counts[held_out.path] = len(check_prompt_file(held_out.path, held_out.config))
     return counts
 
 
-def check_prompt_file(path: str, config: RolloutConfig, *, tell: bool = True) -> list[PromptRow]:
+def check_prompt_file(path: str, config: RolloutConfig) -> list[PromptRow]:
     """The rows of one prompt file as ``config`` will use it; with ``--on-bad-data skip`` the usable ones.
 
     Raises:
         DataError: The file breaks the format, a label is missing or unusable for the reward rule, or a prompt is
             chat messages without ``--apply-chat-template``.
     """
-    return read_rows(path, functools.partial(check_row, config=config), config.on_bad_data, log=tell)
+    return read_rows(path, functools.partial(check_row, config=config), config.on_bad_data)
 
 
 def _check_stream(path: str, config: RolloutConfig) -> None:
@@ -184,7 +183,7 @@ def _check_stream(path: str, config: RolloutConfig) -> None:
         raise DataError(f"{first_error} (none of the first {seen} rows of {path} can be used)")
 
 
-def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, log: bool = True) -> list[T]:
+def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str) -> list[T]:
     """What ``make`` makes of each row of a file or slice, as :func:`usable`; its `DataError` means a bad row.
 
     Raises:
@@ -197,10 +196,10 @@ def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, log: 
         except DataError as error:
             return error
 
-    return usable(path, (attempt(raw) for _, raw in PromptFile(path).rows()), on_bad_data, log=log)
+    return usable(path, (attempt(raw) for _, raw in PromptFile(path).rows()), on_bad_data)
 
 
-def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str, *, log: bool = True) -> list[T]:
+def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str) -> list[T]:
     """The rows of a file that can be used, of rows or why they cannot be.
 
     With ``on_bad_data`` ``skip`` the number of bad rows is logged, with the first ones.
@@ -220,9 +219,8 @@ def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str, *, log: b
             reasons.append(str(row))
     total = bad + len(good)
     if bad and on_bad_data == "skip" and good:
-        if log:
-            more = f"; and {bad - _SHOWN} more" if bad > _SHOWN else ""
-            logger.warning("%s: skipped %d of %d rows: %s%s", path, bad, total, "; ".join(reasons), more)
+        more = f"; and {bad - _SHOWN} more" if bad > _SHOWN else ""
+        logger.warning("%s: skipped %d of %d rows: %s%s", path, bad, total, "; ".join(reasons), more)
     elif bad:
         counts = f"({bad} of {total} rows of {path} are bad; fix them, or leave them out with --on-bad-data skip)"
         counts = counts if good else f"(all {total} rows of {path} are bad)"
