@@ -91,7 +91,7 @@ def test_with_a_model_and_prompts_of_ones_own(run, tokenizer_dir, write_rows):
         (["--custom-rm-path", "own_hooks.score", "--rm-type", "exact"], "are both given; give one of them"),
         (["--custom-rm-path", "own_hooks.score", "--reply", "x"], "--reply is for --run; give both"),
         (["--run", "--custom-rm-path", "own_hooks.score", "--time-limit", "0"], "--time-limit 0.0 is no time limit"),
-        (["--run", "--custom-rm-path", "own_hooks.score", "--hf-checkpoint", "nowhere"], "nowhere is no directory"),
+        (["--run", "--custom-rm-path", "own_hooks.score", "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
     ],
 )
 def test_a_command_that_cannot_work_is_one_line(run, words, message):

@@ -79,7 +79,7 @@ def test_no_template_to_apply(tokenizer):
 
 
 def test_no_directory():
-    with pytest.raises(ConfigError, match=r"some/model is no directory; give a model's"):
+    with pytest.raises(ConfigError, match=r"some/model is not a directory; give a model's"):
         load_tokenizer("some/model")
 
 

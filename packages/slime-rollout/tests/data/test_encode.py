@@ -135,7 +135,7 @@ def test_the_processes_of_a_closed_pool_end(own_pool):
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_load_the_tokenizer_says_why(own_pool, tmp_path):
     pool, _ = own_pool(1, hf_checkpoint=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"--hf-checkpoint .*none is no directory"):
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint .*none is not a directory"):
         next(pool.outcomes(rows(1)))
 
 

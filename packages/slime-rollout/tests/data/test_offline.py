@@ -22,7 +22,6 @@ from slime_rollout.data import (
     preference_batch,
     read_preferences,
     read_sft,
-    sft_sample,
 )
 
 
@@ -126,8 +125,8 @@ def test_bad_rows_are_counted_and_can_be_skipped(write_rows, chat_tokenizers, ca
 
 
 def test_a_sample_trains_on_the_answers(write_rows, encoder, chat_tokenizers):
-    (row,) = read_sft(write_rows([{"messages": chat("a", "b"), "level": 3}]))
-    sample = sft_sample(row, encoder, index=4)
+    dataset = SftDataset.load(write_rows([{"messages": chat("a", "b"), "level": 3}]), encoder)
+    (sample,) = dataset.group(0, group_index=4, first_index=4, size=1)
     decode = chat_tokenizers["qwen3"].decode
     assert decode(sample.prompt_tokens) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert sample.response == decode(sample.response_tokens)
@@ -142,12 +141,14 @@ def test_a_sample_trains_on_the_answers(write_rows, encoder, chat_tokenizers):
 
 def test_truncation(write_rows, encoder, caplog):
     path = write_rows([{"messages": chat("a" * 40)}, {"messages": chat("a")}])
-    long, short = (sft_sample(row, encoder, index=0) for row in read_sft(path))
+
+    def samples(max_length=None):
+        dataset = SftDataset.load(path, encoder, max_length=max_length)
+        return [dataset.group(place, group_index=0, first_index=0, size=1)[0] for place in range(len(dataset))]
+
+    long, short = samples()
     size = len(short.tokens)
-    (row, _) = read_sft(path)
-    with pytest.raises(DataError, match=rf"{path}:1: there is nothing to train on among the first {size} tokens"):
-        sft_sample(row, encoder, index=0, max_length=size)
-    cut = sft_sample(row, encoder, index=0, max_length=len(long.tokens) - 5)
+    cut, _ = samples(len(long.tokens) - 5)
     assert (cut.status, cut.tokens) == (Status.TRUNCATED, long.tokens[:-5])
     assert cut.loss_mask == long.loss_mask[:-5]
     dataset = SftDataset.load(path, encoder, max_length=size)

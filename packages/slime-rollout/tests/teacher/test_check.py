@@ -153,5 +153,5 @@ def test_samples_that_may_get_too_long_are_told(connect, engine, answers, reads,
 
 
 def test_a_student_that_cannot_be_read(connect, engine, answers):
-    with pytest.raises(ConfigError, match="--hf-checkpoint nowhere is no directory"):
+    with pytest.raises(ConfigError, match="--hf-checkpoint nowhere is not a directory"):
         connect(hf_checkpoint="nowhere")

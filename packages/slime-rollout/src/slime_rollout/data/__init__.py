@@ -19,7 +19,6 @@ from slime_rollout.data.offline import (
     preference_batch,
     read_preferences,
     read_sft,
-    sft_sample,
 )
 from slime_rollout.data.rows import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
 from slime_rollout.data.source import (
@@ -67,5 +66,4 @@ __all__ = [
     "read_preferences",
     "read_prompts",
     "read_sft",
-    "sft_sample",
 ]

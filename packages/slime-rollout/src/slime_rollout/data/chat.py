@@ -32,10 +32,12 @@ def load_tokenizer(hf_checkpoint: str) -> Any:
     """The tokenizer of a Hugging Face directory. transformers is imported here, not with this package.
 
     Raises:
-        ConfigError: It is no directory, has no tokenizer that can be read, or transformers cannot be imported.
+        ConfigError: It is not a directory, has no tokenizer that can be read, or transformers cannot be imported.
     """
     if not Path(hf_checkpoint).is_dir():
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} is no directory; give a model's, with tokenizer.json in it")
+        raise ConfigError(
+            f"--hf-checkpoint {hf_checkpoint} is not a directory; give a model's, with tokenizer.json in it"
+        )
     _ignore_broken_torchvision()
     from transformers import AutoTokenizer
 

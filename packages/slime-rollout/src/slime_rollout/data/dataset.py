@@ -145,7 +145,7 @@ class DatasetFeed:
     def __init__(self, dataset: Dataset[Any], *, shuffle: bool, seed: int) -> None:
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
         self._identity = {"prompts": len(dataset), "digest": dataset.digest, "shuffle": shuffle, "seed": seed}
-        self._epoch = self._position = 0
+        self.epoch = self.position = 0
         self._order = self._epoch_order()
 
     @property
@@ -153,33 +153,23 @@ class DatasetFeed:
         """As for `Feed`."""
         return dict(self._identity)
 
-    @property
-    def epoch(self) -> int:
-        """As for `Feed`."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Prompts of the epoch that were handed out."""
-        return self._position
-
     def seek(self, epoch: int, position: int) -> None:
         """As for `Feed`."""
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if epoch != self.epoch:
+            self.epoch = epoch
             self._order = self._epoch_order()
-        self._position = position
+        self.position = position
 
     def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
         """As for `Feed`; never fails."""
-        if self._position == len(self._order):
-            self.seek(self._epoch + 1, 0)
-        place = self._order[self._position]
-        self._position += 1
+        if self.position == len(self._order):
+            self.seek(self.epoch + 1, 0)
+        place = self._order[self.position]
+        self.position += 1
         return self._dataset.group(place, group_index=group_index, first_index=first_index, size=size)
 
     def _epoch_order(self) -> list[int]:
-        return self._dataset.epoch_order(self._epoch, shuffle=self._shuffle, seed=self._seed)
+        return self._dataset.epoch_order(self.epoch, shuffle=self._shuffle, seed=self._seed)
 
 
 def epoch_order(

@@ -155,8 +155,8 @@ def _begin(config: RolloutConfig, parent: int) -> None:
     _config = config
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
-    # transformers imports torch wherever it finds it, for seconds and hundreds of MiB; tokenizing needs none of it.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # no warning that torch is missing
+    # transformers imports torch wherever it finds it, for seconds and hundreds of MiB; tokenizing does not need it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
 

@@ -314,7 +314,7 @@ class _Table:
                     yield opened
 
     def _batch_rows(self, batch: Any, number: int) -> Iterator[tuple[int, RawRow]]:
-        """The rows of a batch, of which the first has this number. A bad value makes only its own row bad."""
+        """The rows of a batch, the first with this number. A bad value makes only its own row bad."""
         try:
             values: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
             for row in values:

@@ -59,23 +59,6 @@ def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "
     return read_rows(path, functools.partial(_sft_row, fields=fields or SftFields()), on_bad_data)
 
 
-def sft_sample(row: SftRow, encoder: ChatEncoder, *, index: int, max_length: int | None = None) -> Sample:
-    """A conversation as a sample to train on, numbered ``index``, in a group of the same number.
-
-    Its prompt tokens end where the first trained token begins; its loss mask is 0 on what users, tools and headers
-    say after that. The reward is 0, which no SFT loss looks at. What is longer than ``max_length`` tokens loses its end
-    and is marked ``truncated``.
-
-    Raises:
-        DataError: The template cannot be used for it, or no trained token is left.
-    """
-    encoded = _encode(row, encoder, max_length)
-    if 1 not in encoded.loss_mask:
-        cut = f" among the first {max_length} tokens" if encoded.truncated else ""
-        raise DataError(f"{row.where}: there is nothing to train on{cut}; leave the row out")
-    return _sft_sample(row, encoder, encoded, index=index, group_index=index)
-
-
 class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
     """Conversations and the tokens that ``encoder`` made of them.
 
@@ -106,7 +89,10 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
 
         def encoded_row(raw: RawRow) -> tuple[SftRow, EncodedChat]:
             row = _sft_row(raw, fields or SftFields())
-            return row, _encode(row, encoder, max_length)
+            try:
+                return row, encoder.encode(row.messages, tools=row.tools, max_length=max_length)
+            except DataError as error:
+                raise DataError(f"{row.where}: {error}") from None
 
         rows = read_rows(path, encoded_row, on_bad_data)
         kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
@@ -117,34 +103,27 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         return cls(kept, encoder)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
-        """Samples of one conversation: ``size`` of them, usually one."""
+        """Samples of one conversation: ``size`` of them, usually one.
+
+        Their prompt tokens end where the first trained token begins; the loss mask is 0 on what users, tools and
+        headers say after that. The reward is 0, which no SFT loss looks at.
+        """
         row, encoded = self._items[place]
         return [
-            _sft_sample(row, self._encoder, encoded, index=first_index + offset, group_index=group_index)
+            encoded.sample(
+                self._encoder.tokenizer,
+                reward=0.0,
+                index=first_index + offset,
+                group_index=group_index,
+                prompt=copy.deepcopy(row.messages),
+                metadata=copy.deepcopy(row.metadata) | ({"tools": copy.deepcopy(row.tools)} if row.tools else {}),
+            )
             for offset in range(size)
         ]
 
     def _hashed(self, item: tuple[SftRow, EncodedChat]) -> Any:
         row, encoded = item
         return [row.metadata, encoded.tokens, encoded.loss_mask]
-
-
-def _encode(row: SftRow, encoder: ChatEncoder, max_length: int | None) -> EncodedChat:
-    try:
-        return encoder.encode(row.messages, tools=row.tools, max_length=max_length)
-    except DataError as error:
-        raise DataError(f"{row.where}: {error}") from None
-
-
-def _sft_sample(row: SftRow, encoder: ChatEncoder, encoded: EncodedChat, *, index: int, group_index: int) -> Sample:
-    return encoded.sample(
-        encoder.tokenizer,
-        reward=0.0,
-        index=index,
-        group_index=group_index,
-        prompt=copy.deepcopy(row.messages),
-        metadata=copy.deepcopy(row.metadata) | ({"tools": copy.deepcopy(row.tools)} if row.tools else {}),
-    )
 
 
 def _sft_row(raw: RawRow, fields: SftFields) -> SftRow:
@@ -307,8 +286,8 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
     ) -> PreferenceDataset:
         """Read, check and tokenize a file as :func:`read_preferences` does; a pair that the template refuses is bad.
 
-        A side longer than ``max_length`` tokens loses its end. Pairs of which that leaves a side without a response,
-        or both sides the same, are left out.
+        A side longer than ``max_length`` tokens loses its end. Pairs are left out if then a side has no response, or
+        both sides are the same.
 
         Raises:
             DataError: The file breaks its format, the template cannot be used, or no pair is left.

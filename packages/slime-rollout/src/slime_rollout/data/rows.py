@@ -4,7 +4,7 @@
     {"prompt": [{"role": "user", "content": "57 + 26?"}], "label": 83}
 
 Messages are ``{"role": …, "content": …}``; ShareGPT's ``{"from": "human", "value": …}`` is read as the same. Fields
-that are neither prompt, label, tools nor metadata are kept beside the metadata's own entries. All prompt files are
+that are neither prompt, label, tools nor metadata are added to the metadata. All prompt files are
 checked before a run: without a tokenizer, in a second for usual files.
 """
 
@@ -258,7 +258,7 @@ def field_name(
 
 
 def common_values(where: str, values: dict[str, Any], fields: Fields, used: set[str | None]) -> dict[str, Any]:
-    """The fields of `Row`. Values that are not ``used`` otherwise are kept beside the metadata's."""
+    """The fields of `Row`. Values that are not ``used`` otherwise are added to the metadata."""
     known = used | {fields.tool_key, fields.metadata_key}
     metadata = values.get(fields.metadata_key)
     if not isinstance(metadata, dict | None):
