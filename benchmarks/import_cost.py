@@ -16,7 +16,7 @@ CASES = {
     "slime_core": ("import torch", "import slime_core"),
     "types and settings": ("import torch", "import slime_core; slime_core.Sample; slime_core.AlgorithmConfig"),
     "types and settings, without torch": ("", "import slime_core; slime_core.Sample; slime_core.AlgorithmConfig"),
-    "all algorithms": ("import torch", "import slime_core.ops, slime_core.integrity"),
+    "all algorithms": ("import torch", "import slime_core.ops"),
     "slime_convert, without torch": ("", "import slime_convert; slime_convert.ModelShape; slime_convert.WeightMap"),
     "a conversion, without torch": ("", "import slime_convert; slime_convert.hf_to_torch_dist"),
 }

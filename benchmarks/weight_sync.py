@@ -33,7 +33,7 @@ from slime_rollout.weights import (
     DistributedWeightChannel,
     TensorWeightChannel,
 )
-from slime_rollout.weights.control import Engines
+from slime_rollout.weights.engines import Engines
 from slime_rollout.weights.tensor import PICKLE_PROTOCOL, _file_system_sharing
 
 ROUNDS, LAYERS, HIDDEN, BUCKET_BYTES, CHANGED = 7, 12, 512, 2**24, 1000
@@ -96,7 +96,7 @@ def measure(
     """Seconds of each update, and the bytes of the last one's files."""
     model = str(out / "model")
     seconds: dict[str, list[float]] = {}
-    with DeltaReceiver.start(directory=str(out / "local"), hf_checkpoint=model, source=str(out / "delta")) as receiver:
+    with DeltaReceiver(directory=str(out / "local"), hf_checkpoint=model, source=str(out / "delta")) as receiver:
         channels: dict[str, WeightChannel] = {
             BASE: TensorWeightChannel(urls),
             "tensor by tensor": TensorByTensor(urls),

@@ -7,7 +7,7 @@ import pytest
 
 import slime_core
 
-WITH_TORCH = ("slime_core.ops", "slime_core.integrity")
+WITH_TORCH = ("slime_core.ops",)
 MODULES = [module.name for module in pkgutil.walk_packages(slime_core.__path__, "slime_core.")]
 WITHOUT_TORCH = [name for name in MODULES if not name.startswith(WITH_TORCH)]
 
@@ -20,10 +20,10 @@ def modules_after(statement):
 
 def test_the_list_of_modules_is_one():
     assert {"slime_core.types.packed", "slime_core.schedule", "slime_core.frame"} <= set(WITHOUT_TORCH)
-    assert {"slime_core.ops.losses", "slime_core.integrity.delta"} <= set(MODULES) - set(WITHOUT_TORCH)
+    assert {"slime_core.ops.losses"} <= set(MODULES) - set(WITHOUT_TORCH)
 
 
-def test_only_the_operations_and_the_integrity_helpers_import_torch():
+def test_only_the_operations_import_torch():
     loaded = modules_after(f"import {', '.join(WITHOUT_TORCH)}")
     foreign = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"slime_core", "numpy"}
     startup = {name.partition(".")[0] for name in modules_after("pass")}

@@ -30,7 +30,7 @@ ELSEWHERE = {
     *("--colocate", "--opd-kl-coef", "--rollout-num-gpus", "--use-opd", "--use-tis"),
     *("--reply", "--run", "--time-limit"),
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
-    *("--from", "--listen", "--once", "--patience", "--timeout", "--to", "--url"),
+    *("--from", "--listen", "--to"),
 }
 THEIRS = {"CustomRewardModel"}  # of the user's
 

@@ -1,7 +1,7 @@
 """The algorithms, types and interfaces of slime.
 
 Importing this imports nothing else: a name loads its module when it is first asked for, and so does a module, so that
-types and flag tables can be had without torch. Only `slime_core.ops` and `slime_core.integrity` import torch.
+types and flag tables can be had without torch. Only `slime_core.ops` imports torch.
 """
 
 from __future__ import annotations

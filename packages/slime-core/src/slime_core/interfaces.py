@@ -109,8 +109,7 @@ class WeightChannel(Protocol):
         """Close the update; return only when every engine has confirmed the version.
 
         Returns:
-            The tensors' checksums at the receiving end, by name, for
-            :func:`slime_core.integrity.verify_checksums`. None from a transport whose receivers tell no checksums.
+            The tensors' checksums at the receiving end, by name; empty if the transport has none.
         """
         ...
 

@@ -287,7 +287,7 @@ def start_receiver(spec: RolloutSpec) -> Any:
         return None
     from slime_rollout.weights import DeltaReceiver
 
-    return DeltaReceiver.start(
+    return DeltaReceiver(
         directory=str(spec.engine.update_weight_local_checkpoint_dir),
         hf_checkpoint=spec.rollout.hf_checkpoint,
         source=str(spec.engine.update_weight_disk_dir),

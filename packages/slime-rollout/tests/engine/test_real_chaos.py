@@ -31,7 +31,7 @@ from slime_rollout.http import call, patient_delays
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel
-from slime_rollout.weights.control import Engines
+from slime_rollout.weights.engines import Engines
 
 pytestmark = [pytest.mark.real, pytest.mark.full, pytest.mark.timeout(300)]
 

@@ -20,8 +20,7 @@ from slime_rollout.weights import (
     TensorWeightChannel,
     open_channel,
 )
-from slime_rollout.weights.control import Engines
-from slime_rollout.weights.disk import load_from_disk
+from slime_rollout.weights.engines import Engines
 
 CONTROL = [
     "/pause_generation",
@@ -178,11 +177,11 @@ def test_only_reading_all_weights_may_take_longer_than_another_request(monkeypat
     def call(method, url, payload, *, timeout):
         limits.append(timeout)
 
-    monkeypatch.setattr("slime_rollout.weights.control.call", call)
+    monkeypatch.setattr("slime_rollout.weights.engines.call", call)
     for more, limit in (({}, REQUEST_TIMEOUT_SECONDS), ({"load_timeout": 900.0}, 900.0)):
         update = Engines(("http://e",), 4, timeout=0.5, **more)
         update.pause("retract")
-        load_from_disk(update, "http://e", "/path")
+        update.load("http://e", "/path")
         assert limits[-2:] == [0.5, limit]
 
 
@@ -205,9 +204,8 @@ def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_ch
         engines[0].version = payload.get("new_version", engines[0].version)
         return {"checksums": channel._after, "path": "/local"}
 
-    monkeypatch.setattr("slime_rollout.weights.control.call", call)
-    monkeypatch.setattr("slime_rollout.weights.control.engine_weight_version", lambda url: engines[0].version)
-    monkeypatch.setattr("slime_rollout.weights.channel.engine_weight_version", lambda url: engines[0].version)
+    monkeypatch.setattr("slime_rollout.weights.engines.call", call)
+    monkeypatch.setattr("slime_rollout.weights.engines.engine_weight_version", lambda url: engines[0].version)
     for tolerant, limit in ((True, 60.0), (False, 1800.0)):
         config = EngineConfig(
             **{**DELTA, "update_weight_disk_dir": str(tmp_path / f"shared-{tolerant}")},

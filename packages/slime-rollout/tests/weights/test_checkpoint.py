@@ -1,6 +1,5 @@
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -8,12 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from random_tensors import DTYPES, LAYOUTS, bits, random_tensor, relaid, tensors
 from safetensors.torch import load_file
 
-from slime_core.errors import DamagedError, DataError, IntegrityError
-from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.weights import DiskWeightChannel, verify_checkpoint
-from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter, NewDirectory, version_name
+from slime_core.errors import DamagedError, DataError, FormatVersionError, IntegrityError
+from slime_rollout.weights import verify_checkpoint
+from slime_rollout.weights.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    NewDirectory,
+    combined_checksum,
+    tensor_bytes,
+    tensor_checksum,
+    verify_checksums,
+    version_name,
+)
 
 KILLED = """
 import os, signal, sys, torch
@@ -23,6 +32,76 @@ writer = CheckpointWriter(Path(sys.argv[1]) / "weight_v000007", Path(sys.argv[2]
 writer.add([("w", torch.ones(9))])
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@given(tensors())
+def test_bytes_are_in_row_major_order_whatever_the_strides(tensor):
+    assert list(tensor_bytes(tensor)) == bits(tensor)
+
+
+def test_a_contiguous_tensor_is_not_copied():
+    tensor = torch.zeros(3, 5, dtype=torch.bfloat16)
+    tensor_bytes(tensor)[0] = 7
+    assert tensor.view(torch.uint8)[0, 0] == 7
+
+
+def test_a_checksum_never_changes():
+    # Both ends may run different releases: these are part of the format.
+    assert tensor_checksum(torch.empty(0)) == "80f2440afbea78c4448c8db646be1f7e"
+    assert tensor_checksum(torch.arange(100_000)) == "417ad858b452f60e13bbadcc52fad7c1"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_memory_layout_makes_no_difference(dtype, layout):
+    tensor = random_tensor(dtype, (30, 7, 13), 0)
+    other = relaid(tensor, layout)
+    assert other.stride() != tensor.stride() or layout in ("contiguous", "offset")
+    assert tensor_checksum(other) == tensor_checksum(tensor)
+    assert tensor_checksum(torch.nn.Parameter(tensor)) == tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_flipped_bit_changes_the_checksum(dtype):
+    tensor = random_tensor(dtype, (3,), 0)
+    seen = {tensor_checksum(tensor)}
+    raw = tensor.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[place] ^= 1 << bit
+            seen.add(tensor_checksum(tensor))
+            raw[place] ^= 1 << bit
+    assert len(seen) == 1 + raw.numel() * (1 if dtype == torch.bool else 8)
+
+
+def test_dtype_and_shape_count():
+    zeros = [
+        torch.zeros(4, dtype=torch.int32),
+        torch.zeros(4),
+        torch.zeros(2, 2),
+        torch.zeros(4, 1),
+        torch.zeros(5),
+        torch.zeros(0),
+        torch.zeros(0, 3),
+        torch.zeros(()),
+        torch.zeros(1),
+    ]
+    assert len({tensor_checksum(tensor) for tensor in zeros}) == len(zeros)
+
+
+def test_many_tensors_have_one_checksum():
+    assert combined_checksum({"a": "1", "b": "2"}) == combined_checksum({"b": "2", "a": "1"})
+    others = [{"a": "2", "b": "1"}, {"a": "1"}, {}, {"a": "1", "b": "2", "c": "3"}]
+    assert combined_checksum({"a": "1", "b": "2"}) not in [combined_checksum(other) for other in others]
+
+
+def test_a_receiver_that_differs_is_told_where():
+    sent = {f"w{i}": str(i) for i in range(9)}
+    verify_checksums(dict(sent), sent)
+    with pytest.raises(IntegrityError, match="of 9 tensors, 1 differ: w3; 1 are missing: w4; 1 were not sent: x; send"):
+        verify_checksums({name: value for name, value in sent.items() if name != "w4"} | {"w3": "?", "x": "1"}, sent)
+    with pytest.raises(IntegrityError, match="9 are missing: w0, w1, w2, w3, w4 …; send the weights again"):
+        verify_checksums({}, sent)
 
 
 def write(directory, hf_checkpoint, weights, version=7):
@@ -88,6 +167,14 @@ def test_a_flipped_byte_is_found(tmp_path, hf_checkpoint, first):
         verify_checkpoint(path)
 
 
+def test_a_version_with_checksums_of_another_kind_is_refused_in_one_line(tmp_path, hf_checkpoint, first):
+    path = write(tmp_path / "out", hf_checkpoint, first)
+    about = path / "slime_weights.json"
+    about.write_text(about.read_text().replace('"format_version": 2', '"format_version": 1'))
+    with pytest.raises(FormatVersionError, match=r"slime_weights.json has format version 1, and this slime reads 2"):
+        verify_checkpoint(path)
+
+
 def test_a_directory_without_safetensors_is_named(tmp_path):
     with pytest.raises(DataError, match=r"holds neither model.safetensors.index.json nor model.safetensors"):
         CheckpointReader(tmp_path)
@@ -100,85 +187,3 @@ def test_what_is_published_is_on_disk_first(tmp_path, monkeypatch):
     (directory.path / "file").write_text("x")
     directory.publish()
     assert synced == ["file", directory.path.name, tmp_path.name]
-
-
-@pytest.fixture
-def channel(engines, tmp_path, hf_checkpoint):
-    urls = tuple(engine.url for engine in engines)
-    return DiskWeightChannel(urls, directory=str(tmp_path / "shared"), hf_checkpoint=str(hf_checkpoint))
-
-
-def push(channel, weights, version):
-    channel.begin(version)
-    channel.send(list(weights.items())[:3])
-    channel.send(list(weights.items())[3:])
-    return channel.end()
-
-
-def versions(tmp_path):
-    return sorted(path.name for path in (tmp_path / "shared").glob("*weight_v*"))
-
-
-def test_the_version_before_is_removed_once_the_next_is_confirmed(channel, engines, tmp_path, first):
-    push(channel, first, 1)
-    push(channel, first, 2)
-    assert versions(tmp_path) == ["weight_v000002"]
-    loads = [body["model_path"] for path, body in engines[0].asked if path == "/update_weights_from_disk"]
-    assert loads == [str(tmp_path / "shared" / name) for name in ("weight_v000001", "weight_v000002")]
-    channel.keep_files = True
-    push(channel, first, 3)
-    assert versions(tmp_path) == ["weight_v000002", "weight_v000003"]
-
-
-def test_what_an_earlier_process_left_is_removed(channel, tmp_path, first):
-    push(channel, first, 7)
-    again = pickle.loads(pickle.dumps(channel))
-    (tmp_path / "shared" / "weight_v000006").mkdir()  # nothing that was written by a channel
-    push(again, first, 8)
-    assert versions(tmp_path) == ["weight_v000006", "weight_v000008"]
-
-
-def test_the_checkpoint_that_the_run_began_with_is_kept_wherever_it_is(channel, tmp_path, first):
-    push(channel, first, 7)
-    (tmp_path / "link").symlink_to(tmp_path / "shared")
-    channel.hf_checkpoint = str(tmp_path / "link" / "weight_v000007")
-    again = pickle.loads(pickle.dumps(channel))
-    push(again, first, 8)
-    push(again, first, 9)
-    assert versions(tmp_path) == ["weight_v000007", "weight_v000009"]
-
-
-def test_engines_pause_only_to_load(channel, engines, first):
-    channel.begin(1)
-    channel.send(list(first.items()))
-    assert not engines[0].asked
-    channel.end()
-    assert engines[0].paths()[:3] == ["/pause_generation", "/update_weight_version", "/update_weights_from_disk"]
-
-
-def test_an_error_before_engines_load_leaves_them_as_they_are(channel, engines, tmp_path, first):
-    push(channel, first, 1)
-    channel.begin(2)
-    with pytest.raises(DataError, match="has shape"):
-        channel.send([("model.norm.weight", torch.ones(9))])
-    channel.begin(3)
-    with pytest.raises(WeightSyncError, match="weight version 3: no tensor was sent"):
-        channel.end()
-    assert [engine.version for engine in engines] == ["1", "1"]
-    assert versions(tmp_path) == ["weight_v000001"]
-
-
-def test_a_directory_that_cannot_be_written_is_one_error(channel, tmp_path):
-    (tmp_path / "shared").write_text("a file")
-    with pytest.raises(WeightSyncError, match=r"weight version 1: .*File exists: .*shared"):
-        channel.begin(1)
-
-
-def test_a_version_that_an_engine_refuses_is_removed_and_the_one_before_stays(channel, engines, tmp_path, first):
-    push(channel, first, 1)
-    engines[1].refuse["/update_weights_from_disk"] = "cannot load"
-    with pytest.raises(WeightSyncError, match="cannot load") as caught:
-        push(channel, first, 2)
-    assert caught.value.url == engines[1].url
-    assert versions(tmp_path) == ["weight_v000001"]
-    assert [engine.version for engine in engines] == ["incomplete", "incomplete"]

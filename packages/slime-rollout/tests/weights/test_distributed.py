@@ -11,9 +11,8 @@ import torch.distributed as dist
 from slime_core.errors import ConfigError
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import DistributedWeightChannel
-from slime_rollout.weights.buckets import byte_size, largest_elements_first
-from slime_rollout.weights.control import Engines
-from slime_rollout.weights.group import BroadcastGroup, local_address, while_engines
+from slime_rollout.weights.distributed import BroadcastGroup, largest_elements_first, local_address, while_engines
+from slime_rollout.weights.engines import Engines
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def test_an_engine_that_refuses_to_join_is_named_at_once(channel, engines):
     with pytest.raises(WeightSyncError, match="no group") as caught:
         channel.begin(4)
     assert time.monotonic() - started < 10
-    assert not [thread for thread in threading.enumerate() if "_Call" in str(thread._target)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "weight-sync"]
     assert caught.value.url == engines[1].url
     for engine in engines:
         assert engine.version == "incomplete" and "/destroy_weights_update_group" in engine.paths()
@@ -91,7 +90,7 @@ def test_tensors_lie_at_multiples_of_their_size():
     start = 0
     for _, tensor in largest_elements_first(bucket):
         assert start % tensor.element_size() == 0
-        start += byte_size(tensor)
+        start += tensor.nbytes
     assert start == sum(tensor.nbytes for _, tensor in bucket)
 
 

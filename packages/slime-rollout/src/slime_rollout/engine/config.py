@@ -77,7 +77,10 @@ class WeightSyncConfig(Config):
         may_change=True,
     )
     check_weight_update_equal: bool = flag(
-        False, help="after every update, compare checksums of what the engines hold with what was sent", may_change=True
+        False,
+        help="after every update, compare checksums of what the engines hold: with each other, and with what was sent "
+        "where SGLang reports a checksum of it (CPU engines without tensor parallelism, in the dtype that is sent)",
+        may_change=True,
     )
 
     @property

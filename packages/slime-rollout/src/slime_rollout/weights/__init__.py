@@ -4,16 +4,20 @@ The trainer's rank 0 calls ``begin``, ``send`` for each bucket, ``end``; :func:`
 run's flags choose. Importing this imports torch, and nothing of SGLang.
 """
 
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Sequence
+from typing import Any
+
+from slime_core.errors import ConfigError
+from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.weights.channel import EngineChannel
 from slime_rollout.weights.checkpoint import verify_checkpoint
-from slime_rollout.weights.choose import open_channel, receivers_beside
-from slime_rollout.weights.control import engine_weight_version
-from slime_rollout.weights.delta import DeltaWeightChannel
-from slime_rollout.weights.disk import DiskWeightChannel
+from slime_rollout.weights.disk import DeltaWeightChannel, DiskWeightChannel
 from slime_rollout.weights.distributed import DistributedWeightChannel
-from slime_rollout.weights.follow import Follower
-from slime_rollout.weights.local import LocalCheckpoint
-from slime_rollout.weights.receiver import DeltaReceiver
+from slime_rollout.weights.engines import engine_weight_version
+from slime_rollout.weights.receiver import DeltaReceiver, LocalCheckpoint
 from slime_rollout.weights.tensor import TensorWeightChannel
 
 __all__ = [
@@ -22,7 +26,6 @@ __all__ = [
     "DiskWeightChannel",
     "DistributedWeightChannel",
     "EngineChannel",
-    "Follower",
     "LocalCheckpoint",
     "TensorWeightChannel",
     "engine_weight_version",
@@ -30,3 +33,77 @@ __all__ = [
     "receivers_beside",
     "verify_checkpoint",
 ]
+
+
+def open_channel(
+    config: WeightSyncConfig,
+    *,
+    engine_urls: Sequence[str],
+    tp_size: int,
+    hf_checkpoint: str,
+    receivers: Sequence[str] = (),
+    colocate: bool = False,
+) -> EngineChannel:
+    """Make the sending end. It connects in ``begin``.
+
+    Args:
+        config: The flags.
+        engine_urls: The engines.
+        tp_size: Tensor parallel size of one engine.
+        hf_checkpoint: What the engines were started with.
+        receivers: URL of the :class:`DeltaReceiver` on each engine's machine, or of one for all; for deltas only.
+        colocate: Trainer and engines share their GPUs.
+
+    Raises:
+        ConfigError: NCCL without CUDA.
+        WeightSyncError: Deltas without a receiver.
+    """
+    common: dict[str, Any] = {
+        "engine_urls": tuple(engine_urls),
+        "tp_size": tp_size,
+        "timeout": config.update_request_timeout,
+        "load_timeout": config.update_weight_timeout,
+        "pause_mode": config.update_weight_pause_mode,
+        "check": config.check_weight_update_equal,
+        "hf_checkpoint": hf_checkpoint,
+    }
+    files: dict[str, Any] = {
+        "directory": config.update_weight_disk_dir,
+        "keep_files": config.update_weight_disk_keep_files,
+    }
+    if config.update_weight_mode == "delta":
+        return DeltaWeightChannel(**common, **files, receivers=tuple(receivers))
+    if config.update_weight_transport == "disk":
+        return DiskWeightChannel(**common, **files)
+    if config.update_weight_transport == "tensor":
+        return TensorWeightChannel(**common, cuda_ipc=colocate)
+    return DistributedWeightChannel(**common, backend=config.update_weight_transport)
+
+
+def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:
+    """The receiver on each engine's machine.
+
+    Args:
+        engine_urls: The engines.
+        receivers: ``host:port`` of all receivers; a single one serves all engines.
+
+    Returns:
+        The URLs, one for each engine.
+
+    Raises:
+        ConfigError: A machine of an engine has none or several.
+    """
+    urls = [address if "://" in address else f"http://{address}" for address in receivers]
+    if len(urls) == 1:
+        return tuple(urls * len(engine_urls))
+    beside = []
+    for engine in engine_urls:
+        host = urllib.parse.urlsplit(engine).hostname
+        found = [url for url in urls if urllib.parse.urlsplit(url).hostname == host]
+        if len(found) != 1:
+            raise ConfigError(
+                f"--update-weight-receivers {' '.join(receivers)} has {len(found)} on the machine of {engine}; give "
+                f"one on each, named as the engine is: {host}:PORT"
+            )
+        beside += found
+    return tuple(beside)

@@ -1,4 +1,4 @@
-"""What all weight channels have in common: one update after the other, whole or not at all."""
+"""What all weight channels have in common: one update after the other, each complete or not applied at all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slime_core.interfaces import NamedTensors
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
-from slime_rollout.weights.control import Engines, engine_weight_version
-from slime_rollout.weights.equal import SentDigests, check_equal
+from slime_rollout.weights.engines import Engines, SentDigests, check_engines
 
 
 @dataclasses.dataclass
@@ -24,22 +25,21 @@ class EngineChannel(abc.ABC):
     Picklable while no update is open; what is kept between updates stays behind. One update at a time.
 
     While weights change, engines do not generate, and requests in flight stay where they are. With the pause mode
-    ``retract`` their KV cache is given up; they go on from their tokens so far, all of which the new weights then see
-    anew, and the cache of prefixes is flushed. With ``in_place`` they keep the keys and values that the old weights
-    computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are running.
-    So a new request that shares a prefix with an earlier one would meet old keys and values, unless it has another
-    ``extra_key``: see :class:`~slime_rollout.weight_version.CacheNamespace`.
+    ``retract`` their KV cache is dropped; they continue from their tokens so far, all of which the new weights
+    recompute, and the cache of prefixes is flushed. With ``in_place`` they keep the keys and values that the old
+    weights computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are
+    running. So a new request that shares a prefix with an earlier one would meet old keys and values, unless it has
+    another ``extra_key``: see :class:`~slime_rollout.weight_version.CacheNamespace`.
 
     Attributes:
-        engine_urls: The engines themselves, not the router: it knows no control traffic.
+        engine_urls: The engines themselves, not the router: it forwards no control requests.
         tp_size: Tensor parallel size of one engine.
         timeout: Time limit in seconds of a request that loads no files.
-        load_timeout: The same of one that takes as long as reading all weights, at an engine or a receiver; not less
-            than ``timeout``.
+        load_timeout: Time limit of a request that may read all weights, at an engine or a receiver.
         pause_mode: ``retract`` or ``in_place``.
-        check: Compare checksums of what the engines hold with what was sent, see :mod:`slime_rollout.weights.equal`.
-        hf_checkpoint: What the engines were started with. If it is given and in safetensors, a tensor of another shape
-            is refused before any engine meets it, which not every engine would survive.
+        check: Compare checksums of what the engines hold, see :func:`slime_rollout.weights.engines.check_engines`.
+        hf_checkpoint: What the engines were started with. If it is in safetensors, a tensor of another shape is refused
+            before any engine gets it, since not every engine would survive it.
     """
 
     engine_urls: tuple[str, ...]
@@ -69,7 +69,7 @@ class EngineChannel(abc.ABC):
         self._forget()
 
     def begin(self, version: int) -> None:
-        """Open the update on every engine. What is in flight goes on after :meth:`end`.
+        """Open the update on every engine. Requests in flight continue after :meth:`end`.
 
         Raises:
             WeightSyncError: An engine refused or is gone, an update is already open on this channel, or files cannot be
@@ -111,17 +111,17 @@ class EngineChannel(abc.ABC):
         """Close the update; return when every engine has confirmed the version and generates again.
 
         Returns:
-            The tensors' checksums at the receiving end, by name; empty where it tells none.
+            The tensors' checksums at the receiving end, by name; empty if the transport has none.
 
         Raises:
-            WeightSyncError: An engine refused or is gone, says that it has another version, or holds other weights.
+            WeightSyncError: An engine refused or is gone, reports another version, or holds other weights.
         """
         update = self._require_open()
         with self._giving_up_on_error():
             checksums = self._end(update)
             update.flush_cache(must=self.pause_mode == "retract")
             if self._digests is not None:
-                check_equal(update, self._digests, tp_size=self.tp_size)
+                check_engines(update, self._digests, tp_size=self.tp_size)
             update.confirm_version()
             update.resume()
             self._confirmed()
@@ -143,19 +143,14 @@ class EngineChannel(abc.ABC):
         """Have all weights loaded, and generation paused."""
 
     def _confirmed(self) -> None:  # noqa: B027 - most transports keep nothing
-        """Drop what the version before needed. Every engine has the new one."""
+        """Drop what only the previous version needed: every engine has the new one."""
 
     def _give_up(self) -> None:  # noqa: B027
-        """Drop what this transport has begun. Called before the engines are told."""
+        """Drop what this transport has begun. Called before the engines are released."""
 
     def _pause(self, update: Engines) -> None:
-        """From here on engines hold weights that are neither the old nor the new ones, and say so.
-
-        If this process is killed, whoever has them generate again does not take what they sample for the old weights'.
-        """
         self._touched = True
         update.pause(self.pause_mode)
-        update.mark_incomplete()
 
     def _require_open(self) -> Engines:
         if self._update is None:
@@ -174,16 +169,18 @@ class EngineChannel(abc.ABC):
             finally:
                 if self._touched and update is not None:
                     update.give_up()
-            if isinstance(error, OSError):  # a full disk, a directory that is not there
+            if isinstance(error, OSError):  # a full disk, a missing directory
                 version = "" if update is None else f"weight version {update.version}: "
                 raise WeightSyncError(f"{version}{error}") from error
             raise
 
 
-def check_alive(update: Engines) -> None:
-    """Ask every engine for its version, before a transport that meets engines only at the end spends time.
+def copy_into(buffer: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
+    """Copy a tensor into a flat buffer of bytes, from any device and layout.
 
-    Raises:
-        WeightSyncError: One does not answer.
+    Args:
+        buffer: One-dimensional, uint8.
+        tensor: What is copied.
+        start: Where to, in bytes; a multiple of the element size.
     """
-    update.on_all(engine_weight_version)
+    buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

@@ -1,31 +1,84 @@
-"""Hugging Face checkpoints of weight versions: written whole or not at all, and read tensor by tensor."""
+"""Hugging Face checkpoints of weight versions: written whole or not at all, read and verified tensor by tensor."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from slime_core.errors import DamagedError, DataError
-from slime_core.integrity import CHECKSUM_ALGORITHM, tensor_checksum, verify_checksums
+from slime_core.errors import DamagedError, DataError, FormatVersionError, IntegrityError
+from slime_core.files import sync
 from slime_core.interfaces import NamedTensors
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 VERSION_FILE = "slime_weights.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had checksums of another kind
 _NAME = "weight_v"
-# Weights in any form; everything else beside them belongs to every version.
+# Weights in any form; all other files of a checkpoint belong to every version.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_SHOWN = 5
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A dense tensor's bytes in row-major order; no copy of a contiguous tensor on the CPU."""
+    whole = tensor.detach().cpu().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # a contiguous dimension of one element may have any stride
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """XXH3 of a tensor's dtype, shape and bytes, as 32 hexadecimal digits.
+
+    It sees bits and no values: NaN equals itself if its bits do, and 0.0 differs from -0.0.
+    """
+    checksum = xxhash.xxh3_128(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
+    checksum.update(tensor_bytes(tensor))
+    return str(checksum.hexdigest())
+
+
+def combined_checksum(checksums: Mapping[str, str]) -> str:
+    """One checksum for many named tensors, whatever their order."""
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(sorted(checksums.items())).encode()))
+
+
+def verify_checksums(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    """Check that a receiver has the tensors that a sender sent.
+
+    Args:
+        found: Name → checksum at the receiver.
+        expected: Name → checksum at the sender.
+
+    Raises:
+        IntegrityError: Naming the tensors that differ, are missing, or were not sent.
+    """
+    faults = {
+        "differ": [name for name in expected if name in found and found[name] != expected[name]],
+        "are missing": expected.keys() - found.keys(),
+        "were not sent": found.keys() - expected.keys(),
+    }
+    if any(faults.values()):
+        listed = "; ".join(f"{len(names)} {fault}: {some(names)}" for fault, names in faults.items() if names)
+        raise IntegrityError(f"of {len(expected)} tensors, {listed}; send the weights again")
+
+
+def some(names: Collection[str]) -> str:
+    """The first of some names, for a message."""
+    return ", ".join(sorted(names)[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
 
 
 def version_name(version: int) -> str:
@@ -33,39 +86,36 @@ def version_name(version: int) -> str:
     return f"{_NAME}{version:06d}"
 
 
-def version_number(path: Path) -> int:
-    """The version that a directory of this name is of; -1 if it is of none."""
-    number = path.name.removeprefix(_NAME)
-    return int(number) if number.isdecimal() else -1
-
-
 class NewDirectory:
     """A directory that appears under its name with everything in it, or not at all.
 
     Args:
-        final: Where it shall be. What is there is replaced.
+        final: Its name. A directory that has this name is replaced.
     """
 
     def __init__(self, final: Path) -> None:
         self.final = final
         final.parent.mkdir(parents=True, exist_ok=True)
-        for left in final.parent.glob(".weight_v*.*"):  # by a process that was killed: one writes at a time
+        for left in final.parent.glob(f".{_NAME}*.*"):  # by a process that was killed: one writes at a time
             shutil.rmtree(left, ignore_errors=True)
-        self.path = final.parent / f".{final.name}.{uuid.uuid4().hex[:8]}"
+        self.path = self._other_name()
         self.path.mkdir()
+
+    def _other_name(self) -> Path:
+        return self.final.parent / f".{self.final.name}.{uuid.uuid4().hex[:8]}"
 
     def publish(self) -> Path:
         """Give it its name, once its bytes are on disk."""
         for path in (*self.path.iterdir(), self.path):
-            _sync(path)
+            sync(path)
         if self.final.exists():
-            old = self.final.parent / f".{self.final.name}.{uuid.uuid4().hex[:8]}"
+            old = self._other_name()
             self.final.rename(old)
             self.path.rename(self.final)
             shutil.rmtree(old)
         else:
             self.path.rename(self.final)
-        _sync(self.final.parent)
+        sync(self.final.parent)
         return self.final
 
     def discard(self) -> None:
@@ -74,7 +124,7 @@ class NewDirectory:
 
 
 class CheckpointWriter:
-    """Writes one version, bucket by bucket, with one file for each.
+    """Writes one version, with one file for each bucket.
 
     Args:
         final: Directory of the version.
@@ -93,36 +143,37 @@ class CheckpointWriter:
         """Write some tensors.
 
         Raises:
-            DataError: One was there before.
+            DataError: A tensor was written before.
+            OSError: The file cannot be written, for instance because the disk is full.
         """
-        if twice := [name for name, _ in bucket if name in self._files]:
-            raise DataError(f"{twice[0]} was sent twice in one update")
+        check_new(bucket, self._files)
         self._count += 1
         file = f"model-{self._count:05d}.safetensors"
         # Clones: safetensors takes no views of one storage, which parts of a fused weight are.
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
-        write_tensors(self._directory.path / file, tensors)
+        try:
+            save_file(tensors, self._directory.path / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{self._directory.path / file} cannot be written: {error}") from error
         for name, tensor in tensors.items():
             self._files[name] = file
             self.checksums[name] = tensor_checksum(tensor)
-            self._bytes += tensor.numel() * tensor.element_size()
+            self._bytes += tensor.nbytes
 
     def finish(self, about: Mapping[str, Any] | None = None) -> Path:
-        """Write what belongs to it and give it its name.
+        """Write index, config and tokenizer, and give the directory its name.
 
         Args:
-            about: More for :func:`read_about` to tell; JSON.
-
-        Returns:
-            The directory.
+            about: More for :func:`read_about` to return; JSON.
         """
         path = self._directory.path
         for source in self._template.iterdir():
             if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES) and source.name != VERSION_FILE:
                 shutil.copyfile(source, path / source.name)
-        _write_json(path / INDEX_FILE, {"metadata": {"total_size": self._bytes}, "weight_map": self._files})
-        head = {"format_version": FORMAT_VERSION, "version": self._version, "algorithm": CHECKSUM_ALGORITHM}
-        _write_json(path / VERSION_FILE, {**(about or {}), **head, "checksums": self.checksums})
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": self._files}
+        head = {"format_version": FORMAT_VERSION, "version": self._version, "checksums": self.checksums}
+        for name, content in ((INDEX_FILE, index), (VERSION_FILE, {**(about or {}), **head})):
+            (path / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
         return self._directory.publish()
 
     def discard(self) -> None:
@@ -160,15 +211,6 @@ class CheckpointReader:
             tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape.
-
-        Raises:
-            DamagedError: Its file cannot be read.
-        """
-        with reading(self.directory / self._files[name]):
-            return tuple(self._file(name).get_slice(name).get_shape())
-
     def _file(self, name: str) -> Any:
         """The file that a tensor is in, mapped into memory; opened once."""
         file = self._files[name]
@@ -183,8 +225,22 @@ class CheckpointReader:
             DataError: One has another shape; the engines would not survive it.
         """
         for name, tensor in bucket:
-            if name in self._files and tuple(tensor.shape) != (expected := self.shape(name)):
-                raise DataError(f"{name} has shape {list(tensor.shape)}; in {self.directory} it is {list(expected)}")
+            if name not in self._files:
+                continue
+            with reading(self.directory / self._files[name]):
+                expected = list(self._file(name).get_slice(name).get_shape())
+            if list(tensor.shape) != expected:
+                raise DataError(f"{name} has shape {list(tensor.shape)}; in {self.directory} it is {expected}")
+
+
+def check_new(bucket: NamedTensors, before: Collection[str]) -> None:
+    """Check that no tensor comes twice.
+
+    Raises:
+        DataError: One does.
+    """
+    if twice := [name for name, _ in bucket if name in before]:
+        raise DataError(f"{twice[0]} was sent twice in one update")
 
 
 def is_safetensors(directory: str) -> bool:
@@ -194,31 +250,43 @@ def is_safetensors(directory: str) -> bool:
 
 def written_versions(directory: Path) -> list[Path]:
     """Directories that :class:`CheckpointWriter` wrote."""
-    return sorted(path for path in directory.glob("weight_v*") if (path / VERSION_FILE).exists())
+    return sorted(path for path in directory.glob(f"{_NAME}*") if (path / VERSION_FILE).exists())
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """What a version that :class:`CheckpointWriter` wrote says of itself: ``version``, ``checksums`` and ``about``.
+    """What :class:`CheckpointWriter` noted about a version: ``version``, ``checksums`` and ``about``.
 
     Raises:
-        DamagedError: It cannot be read, or is of another format.
+        DamagedError: It cannot be read.
+        FormatVersionError: It is of another format version.
     """
     path = directory / VERSION_FILE
     with reading(path):
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if (about["format_version"], about["algorithm"]) != (FORMAT_VERSION, CHECKSUM_ALGORITHM):
-            raise ValueError(f"format {about['format_version']} with {about['algorithm']} is unknown")
+        check_format(path, about["format_version"], FORMAT_VERSION)
     return about
 
 
+def check_format(path: Path, found: int, expected: int) -> None:
+    """Refuse a file of another format version.
+
+    Raises:
+        FormatVersionError: Naming the file.
+    """
+    if found != expected:
+        raise FormatVersionError(
+            f"{path} has format version {found}, and this slime reads {expected}; write it again with this one"
+        )
+
+
 def verify_checkpoint(directory: Path) -> dict[str, str]:
-    """Read a version that :class:`CheckpointWriter` wrote, and compare with the checksums in it.
+    """Read a version that :class:`CheckpointWriter` wrote, and compare it with the checksums that it holds.
 
     Returns:
         Name → checksum, of all its tensors.
 
     Raises:
-        IntegrityError: Tensors differ, are missing or too many, or a file cannot be read.
+        IntegrityError: Tensors differ, are missing or were not written with it, or a file cannot be read.
     """
     with reading(directory / VERSION_FILE):
         expected = dict(read_about(directory)["checksums"])
@@ -226,18 +294,6 @@ def verify_checkpoint(directory: Path) -> dict[str, str]:
     found = {name: tensor_checksum(reader.read(name)) for name in sorted(reader.names)}
     verify_checksums(found, expected)
     return found
-
-
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        OSError: It cannot be written, for instance because the disk is full.
-    """
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 @contextlib.contextmanager
@@ -264,15 +320,3 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
         raise DataError(f"{directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}; give a checkpoint in safetensors")
     with reading(single), safe_open(single, framework="pt", device="cpu") as file:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,7 @@
-"""New weights for engines on the same machine: by shared memory, or by CUDA IPC on shared GPUs.
+"""New weights for engines on the same machine: through shared memory, or CUDA IPC on shared GPUs.
 
-Nothing of SGLang is imported: a bucket is copied into one flat buffer, and the engines are told, over HTTP, where it is
-and what lies where in it (SGLang's ``update_weights_from_tensor`` with ``flattened_bucket``).
+SGLang is not imported: a bucket is copied into one flat buffer, and a request tells the engines where it is and what
+lies where in it (SGLang's ``update_weights_from_tensor`` with ``flattened_bucket``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 import torch.multiprocessing
 
 from slime_core.interfaces import NamedTensors
-from slime_rollout.weights.buckets import byte_size, copy_into
-from slime_rollout.weights.channel import EngineChannel
-from slime_rollout.weights.control import Engines
+from slime_rollout.weights.channel import EngineChannel, copy_into
+from slime_rollout.weights.engines import Engines
 
 # Tensors start at multiples of this in the buffer, so that every dtype is aligned.
 ALIGNMENT_BYTES = 64
@@ -33,12 +32,12 @@ SHARED_MEMORY = Path("/dev/shm")
 class TensorWeightChannel(EngineChannel):
     """Sends tensors to engines on this machine through shared memory (SGLang's ``update_weights_from_tensor``).
 
-    Every rank of an engine reads the same full tensors and takes its part. What is verified: every engine answers that
-    it has loaded every bucket, and confirms the version; with ``check`` also checksums.
+    Every rank of an engine reads the same full tensors and takes its part. Verified: every engine responds that it has
+    loaded every bucket, and confirms the version; with ``check`` also checksums.
 
     Attributes:
-        cuda_ipc: Leave tensors that are on a GPU there, and give engines its address. They must see the same GPUs, as
-            with ``--colocate``. Not run on CUDA yet.
+        cuda_ipc: Leave tensors on their GPU, and give engines the address there. They must see the same GPUs, as with
+            ``--colocate``. Not run on CUDA yet.
     """
 
     cuda_ipc: bool = False
@@ -48,11 +47,11 @@ class TensorWeightChannel(EngineChannel):
         self._buffer: torch.Tensor | None = None
 
     def close(self) -> None:
-        """Give the memory back, which is as large as the largest bucket; another update takes some anew.
+        """Free the buffer, which is as large as the largest bucket; the next update allocates another.
 
-        On the CPU :meth:`end` does so, too: of a process that is killed, torch leaves the file in ``/dev/shm`` until
-        the last engine that ever read it has ended, and engines may outlive many trainers. So nothing is there but
-        amid an update.
+        On the CPU :meth:`end` does so, too: when a process is killed, torch leaves its file in ``/dev/shm`` until the
+        last engine that ever read it has ended, and engines may outlive many trainers. So the file exists only during
+        an update.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.is_cuda:
@@ -73,7 +72,7 @@ class TensorWeightChannel(EngineChannel):
 
     def _send(self, update: Engines, bucket: NamedTensors) -> None:
         flat, metadata = self._copied(bucket)
-        # A handle counts as one reference, given up by who reads it: each rank of each engine needs its own.
+        # A handle is one reference, which its reader releases: each rank of each engine needs its own.
         handles = {url: [_handle(flat, metadata) for _ in range(self.tp_size)] for url in update.urls}
         update.on_all(lambda url: self._load(update, url, handles[url]))
 
@@ -91,21 +90,18 @@ class TensorWeightChannel(EngineChannel):
         self.close()
 
     def _copied(self, bucket: NamedTensors) -> tuple[torch.Tensor, list[types.SimpleNamespace]]:
-        """The bucket in one buffer, which is kept for the next one, and what lies where."""
+        """The bucket in one buffer, which is reused for the next one, and what lies where."""
         starts, total = [], 0
         for _, tensor in bucket:
             starts.append(total)
-            total += -(-byte_size(tensor) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            total += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         buffer = self._buffer_on(self._device(bucket), max(total, ALIGNMENT_BYTES))
         metadata = []
         for (name, tensor), start in zip(bucket, starts, strict=True):
             copy_into(buffer, tensor, start)
-            size = byte_size(tensor)
-            metadata.append(
-                types.SimpleNamespace(
-                    name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + size, numel=size
-                )
-            )
+            size = tensor.nbytes
+            place = {"start_idx": start, "end_idx": start + size, "numel": size}
+            metadata.append(types.SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
         return buffer, metadata
@@ -133,10 +129,10 @@ def _handle(flat: torch.Tensor, metadata: list[types.SimpleNamespace]) -> str:
 
 @contextlib.contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    """Share CPU tensors by name while sending; put the process's own way back.
+    """Share CPU tensors by name while sending; then restore the process's setting.
 
-    The other way passes file descriptors over a socket, which SGLang's scheduler cannot read. Torch keeps a helper
-    process, ``torch_shm_manager``, for the names. It is a child of this process and ends after it, but holds its
+    The other strategy passes file descriptors over a socket, which SGLang's scheduler cannot read. Torch keeps a helper
+    process for the names, ``torch_shm_manager``. It is a child of this process and ends after it, but holds its
     standard error open until then.
     """
     before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ import torch
 
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import TensorWeightChannel
-from slime_rollout.weights.equal import SentDigests
+from slime_rollout.weights.engines import SentDigests
 
 Q, K, V = (torch.full((rows, 3), float(rows)) for rows in (4, 2, 2))
 LAYER = "model.layers.0.self_attn."
@@ -32,15 +32,15 @@ def test_what_engines_hold_is_known_by_name_joined_and_padded(digests):
         "model.norm.weight": sha(torch.ones(3)),
         "model.rotary.cache": "not sent",
     }
-    assert digests.differing(good) == (list(good)[:3], [])
+    assert digests.compare(good) == (list(good)[:3], [])
     wrong = {**good, LAYER + "qkv_proj.weight": sha(torch.cat([Q, V, K]) + 1), "model.norm.weight": sha(torch.zeros(3))}
-    assert digests.differing(wrong) == (["model.embed_tokens.weight"], [LAYER + "qkv_proj.weight", "model.norm.weight"])
+    assert digests.compare(wrong) == (["model.embed_tokens.weight"], [LAYER + "qkv_proj.weight", "model.norm.weight"])
 
 
 def test_parts_that_come_in_another_order_are_not_judged():
     digests = SentDigests()
     digests.add([SENT[1], SENT[0], SENT[2]])
-    assert digests.differing({LAYER + "qkv_proj.weight": "x"}) == ([], [])
+    assert digests.compare({LAYER + "qkv_proj.weight": "x"}) == ([], [])
 
 
 @pytest.fixture
@@ -84,19 +84,23 @@ def test_engines_that_all_hold_something_else_are_noticed_on_a_cpu(channel, engi
 
 
 @pytest.mark.parametrize(
-    ("info", "tp_size", "sent"),
+    ("info", "tp_size", "sent", "why"),
     [
-        ({"device": "cuda", "dtype": "float32"}, 1, torch.zeros(3)),
-        ({"device": "cpu", "dtype": "bfloat16"}, 1, torch.zeros(3)),
-        ({"device": "cpu", "dtype": "float32"}, 2, torch.zeros(3)),
+        ({"device": "cuda", "dtype": "float32"}, 1, torch.zeros(3), "engines on cuda compute another kind of checksum"),
+        ({"device": "cpu", "dtype": "bfloat16"}, 1, torch.zeros(3), "float32 was sent and the engine has bfloat16"),
+        ({"device": "cpu", "dtype": "float32"}, 2, torch.zeros(3), "every rank holds a part"),
     ],
 )
-def test_where_it_cannot_be_told_only_engines_are_compared(channel, engines, info, tp_size, sent):
+def test_where_engines_have_no_checksum_of_it_only_they_are_compared(
+    channel, engines, info, tp_size, sent, why, caplog
+):
     channel.tp_size = tp_size
     for engine in engines:
         engine.answers["/server_info"] = info
         holds(engine, *[torch.ones(3)] * tp_size)
     push(channel, sent)
+    (line,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert line.message == f"weight version 4: engines hold the same; not compared with what was sent: {why}"
     holds(engines[1], *[torch.zeros(3)] * tp_size)
     with pytest.raises(WeightSyncError, match="holds other weights"):
         push(channel, sent)

@@ -12,20 +12,90 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
-from slime_core.integrity import tensor_checksum
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights import DeltaReceiver, DeltaWeightChannel, LocalCheckpoint, verify_checkpoint
-from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter
+from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter, tensor_checksum
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from slime_rollout.weights import LocalCheckpoint, local
+from slime_rollout.weights import LocalCheckpoint, receiver
 def killed(*args):
     os.kill(os.getpid(), signal.SIGKILL)
-local.CheckpointWriter.finish = killed
-local.LocalCheckpoint(*map(Path, sys.argv[1:])).pull(1)
+receiver.CheckpointWriter.finish = killed
+LocalCheckpoint(*map(Path, sys.argv[1:])).pull(1)
+"""
+
+# A publisher; and receivers, each killed at another one of the calls that change the disk, and then started once more.
+# They are forked, for it takes long to import torch.
+PUBLISHER = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+from slime_rollout.weights import DeltaWeightChannel
+source, hf_checkpoint, whole = sys.argv[1:]
+channel = DeltaWeightChannel((), directory=source, hf_checkpoint=hf_checkpoint)
+weights = load_file(hf_checkpoint + "/model.safetensors")
+for version in (1, 2, 3):
+    torch.manual_seed(version)
+    channel.begin(version)
+    for name, tensor in weights.items():
+        if name != "model.frozen":
+            tensor += (0.1 * torch.randn(tensor.shape) * (torch.rand(tensor.shape) < 0.03)).to(tensor.dtype)
+            channel.send([(name, tensor)])
+    channel.end()
+save_file(weights, whole)
+"""
+KILLED_ANYWHERE = """
+import os, pathlib, shutil, signal, sys, torch
+from safetensors.torch import load_file
+from slime_rollout.weights import LocalCheckpoint, checkpoint, receiver, verify_checkpoint
+source, hf_checkpoint, whole, place = map(pathlib.Path, sys.argv[1:])
+expected = load_file(whole)
+CHANGES = [(checkpoint, "save_file"), (os, "fsync"), (pathlib.Path, "rename"), (shutil, "rmtree"), (shutil, "copyfile")]
+
+def receive(directory, killed_at):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = [killed_at]
+    def before(change):
+        def changing(*args, **more):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*args, **more)
+        return changing
+    for owner, name in CHANGES:
+        setattr(owner, name, before(getattr(owner, name)))
+    receiver.FILE_BYTES = 20_000
+    LocalCheckpoint(directory, hf_checkpoint, source).pull(3)
+    os._exit(0)
+
+killed = ended = 0
+for killed_at in range(1, 100):
+    directory = place / f"{killed_at:02}"
+    if killed_at % 2:
+        LocalCheckpoint(directory, hf_checkpoint, source).pull(1)
+    code = receive(directory, killed_at)
+    if code == 0:
+        ended += 1
+        if ended == 2:  # with a copy to begin with, and without
+            break
+        continue
+    assert code == -signal.SIGKILL, code
+    killed += 1
+    for path in directory.glob("weight_v*"):
+        verify_checkpoint(path)  # whole, or not under its name
+    assert receive(directory, 0) == 0
+    assert [path.name for path in directory.iterdir()] == ["weight_v000003"]
+    reader = checkpoint.CheckpointReader(directory / "weight_v000003")
+    assert reader.names == expected.keys()
+    for name, tensor in expected.items():
+        assert reader.read(name).view(-1).view(torch.uint8).equal(tensor.view(-1).view(torch.uint8)), name
+    if killed_at > 2:
+        shutil.rmtree(place / f"{killed_at - 2:02}", ignore_errors=True)
+print(killed)
 """
 
 
@@ -42,7 +112,7 @@ def local(tmp_path, hf_checkpoint, source):
 
 @pytest.fixture
 def receiver(tmp_path, hf_checkpoint, source):
-    with DeltaReceiver.start(
+    with DeltaReceiver(
         directory=str(tmp_path / "local"), hf_checkpoint=str(hf_checkpoint), source=str(source)
     ) as receiver:
         yield receiver
@@ -191,9 +261,9 @@ def test_dtypes_and_names_that_the_first_checkpoint_has_not(channel, tmp_path, f
 
 def test_a_flipped_byte_of_a_delta_is_an_error_and_nothing_is_left(pushed, local, source):
     local.pull(1)
-    file = source / "weight_v000002" / "delta-00001.safetensors"
+    file = source / "weight_v000002" / "deltas.bin"
     content = file.read_bytes()
-    for place in (9, len(content) // 2, len(content) - 2):
+    for place in (0, len(content) // 2, len(content) - 1):
         flipped = bytearray(content)
         flipped[place] ^= 4
         file.write_bytes(flipped)
@@ -206,21 +276,21 @@ def test_a_flipped_byte_of_a_delta_is_an_error_and_nothing_is_left(pushed, local
 
 
 def test_a_flipped_byte_of_an_index_is_an_error(pushed, local, source):
-    index = source / "weight_v000003" / "index.slwi"
+    index = source / "weight_v000003" / "index.json"
     content = bytearray(index.read_bytes())
     content[60] ^= 1
     index.write_bytes(content)
-    with pytest.raises(DamagedError, match="a delta's index"):
+    with pytest.raises(DamagedError, match=r"index\.json is damaged; publish version 3 again"):
         local.pull(3)
 
 
 def test_a_missing_version_is_an_error(pushed, local, source):
-    with pytest.raises(DamagedError, match=r"weight_v000009.index\.slwi cannot be read"):
+    with pytest.raises(DamagedError, match=r"weight_v000009.index\.json cannot be read"):
         local.pull(9)
     shutil.rmtree(source / "weight_v000002")
     with pytest.raises(
         DamagedError,
-        match=r"version 3 was made from version 2, and .*weight_v000002.index\.slwi cannot be read: .*; send the w",
+        match=r"version 3 was made from version 2, and .*weight_v000002.index\.json cannot be read: .*; send the w",
     ):
         local.pull(3)
 
@@ -330,9 +400,7 @@ def test_the_first_checkpoint_is_kept_wherever_it_is(engines, source, tmp_path, 
     writer = CheckpointWriter(kept, hf_checkpoint, 9)
     writer.add([(name, tensor) for name, tensor in held(hf_checkpoint).items()])
     writer.finish()
-    with DeltaReceiver.start(
-        directory=str(tmp_path / "local"), hf_checkpoint=str(kept), source=str(source)
-    ) as receiver:
+    with DeltaReceiver(directory=str(tmp_path / "local"), hf_checkpoint=str(kept), source=str(source)) as receiver:
         channel = DeltaWeightChannel(
             (engines[0].url,), directory=str(source), hf_checkpoint=str(kept), receivers=(receiver.url,)
         )
@@ -343,3 +411,15 @@ def test_the_first_checkpoint_is_kept_wherever_it_is(engines, source, tmp_path, 
 def test_receivers_are_one_for_all_or_one_for_each():
     with pytest.raises(WeightSyncError, match="2 receivers for 3 engines"):
         DeltaWeightChannel(("http://a", "http://b", "http://c"), receivers=("http://r", "http://s"))
+
+
+def test_killed_anywhere_it_continues(source, tmp_path, hf_checkpoint):
+    """Kill -9 at each single change of the disk; the copy is the full checkpoint then, to the bit."""
+    words = [str(source), str(hf_checkpoint), str(tmp_path / "whole.safetensors")]
+    subprocess.run([sys.executable, "-c", PUBLISHER, *words], timeout=60, check=True)
+    words.append(str(tmp_path / "places"))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_ANYWHERE, *words], timeout=100, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) >= 15
