@@ -176,11 +176,5 @@ class EngineChannel(abc.ABC):
 
 
 def copy_into(buffer: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
-    """Copy a tensor into a flat buffer of bytes, from any device and layout.
-
-    Args:
-        buffer: One-dimensional, uint8.
-        tensor: What is copied.
-        start: Where to, in bytes; a multiple of the element size.
-    """
+    """Copy a tensor into a flat buffer of uint8, from any device and layout, at a multiple of its element size."""
     buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

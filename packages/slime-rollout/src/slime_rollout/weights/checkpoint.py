@@ -57,11 +57,7 @@ def combined_checksum(checksums: Mapping[str, str]) -> str:
 
 
 def verify_checksums(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Check that a receiver has the tensors that a sender sent.
-
-    Args:
-        found: Name → checksum at the receiver.
-        expected: Name → checksum at the sender.
+    """Check that a receiver has the tensors that a sender sent, by name and checksum.
 
     Raises:
         IntegrityError: Naming the tensors that differ, are missing, or were not sent.
@@ -87,11 +83,7 @@ def version_name(version: int) -> str:
 
 
 class NewDirectory:
-    """A directory that appears under its name with everything in it, or not at all.
-
-    Args:
-        final: Its name. A directory that has this name is replaced.
-    """
+    """A directory that appears under its name with everything in it, or not at all. An earlier one is replaced."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -161,11 +153,7 @@ class CheckpointWriter:
             self._bytes += tensor.nbytes
 
     def finish(self, about: Mapping[str, Any] | None = None) -> Path:
-        """Write index, config and tokenizer, and give the directory its name.
-
-        Args:
-            about: More for :func:`read_about` to return; JSON.
-        """
+        """Write index, config and tokenizer, and give the directory its name; ``about`` is for :func:`read_about`."""
         path = self._directory.path
         for source in self._template.iterdir():
             if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES) and source.name != VERSION_FILE:
@@ -184,9 +172,6 @@ class CheckpointWriter:
 class CheckpointReader:
     """Reads tensors of a Hugging Face directory in safetensors, one at a time.
 
-    Args:
-        directory: The checkpoint.
-
     Raises:
         DataError: It holds no safetensors.
     """
@@ -202,11 +187,7 @@ class CheckpointReader:
         return frozenset(self._files)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU.
-
-        Raises:
-            DamagedError: Its file cannot be read.
-        """
+        """A tensor on the CPU."""
         with reading(self.directory / self._files[name]):
             tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
@@ -234,17 +215,13 @@ class CheckpointReader:
 
 
 def check_new(bucket: NamedTensors, before: Collection[str]) -> None:
-    """Check that no tensor comes twice.
-
-    Raises:
-        DataError: One does.
-    """
+    """Refuse a tensor that comes twice."""
     if twice := [name for name, _ in bucket if name in before]:
         raise DataError(f"{twice[0]} was sent twice in one update")
 
 
 def is_safetensors(directory: str) -> bool:
-    """Whether a directory holds a checkpoint that :class:`CheckpointReader` reads; false for no directory."""
+    """Whether a directory holds a checkpoint that :class:`CheckpointReader` reads."""
     return bool(directory) and any((Path(directory) / name).exists() for name in (INDEX_FILE, SINGLE_FILE))
 
 
@@ -268,11 +245,7 @@ def read_about(directory: Path) -> dict[str, Any]:
 
 
 def check_format(path: Path, found: int, expected: int) -> None:
-    """Refuse a file of another format version.
-
-    Raises:
-        FormatVersionError: Naming the file.
-    """
+    """Refuse a file of another format version."""
     if found != expected:
         raise FormatVersionError(
             f"{path} has format version {found}, and this slime reads {expected}; write it again with this one"
@@ -280,10 +253,7 @@ def check_format(path: Path, found: int, expected: int) -> None:
 
 
 def verify_checkpoint(directory: Path) -> dict[str, str]:
-    """Read a version that :class:`CheckpointWriter` wrote, and compare it with the checksums that it holds.
-
-    Returns:
-        Name → checksum, of all its tensors.
+    """Read a version that :class:`CheckpointWriter` wrote, and compare it with its checksums, which are returned.
 
     Raises:
         IntegrityError: Tensors differ, are missing or were not written with it, or a file cannot be read.
@@ -298,11 +268,7 @@ def verify_checkpoint(directory: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a damaged file causes into one kind of error.
-
-    Raises:
-        DamagedError: Naming the file.
-    """
+    """Turn whatever a damaged file causes into a `DamagedError` that names it."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -1,10 +1,9 @@
 """New weights through files, as whole checkpoints or as deltas.
 
-A published delta is a directory ``weight_v000123/`` with two files. ``deltas.bin`` holds the tensors' deltas end to end
-(see :func:`encode_delta`). ``index.json`` is the XXH3 of what follows, a line break, and a :class:`DeltaIndex` as JSON.
-A version is made from the one before, or from the checkpoint that everything began with: a tensor that has another
-dtype there is converted first, and one that is missing there, such as a tied output layer, is taken as zeros. So
-versions form a chain by ``base_version`` and ``base``, which a receiver follows back to what it has.
+A published delta is a directory ``weight_v000123/`` with ``deltas.bin``, the tensors' deltas end to end, and
+``index.json``: the XXH3 of what follows, a line break, and a :class:`DeltaIndex` as JSON. It is made from the version
+before, or from the first checkpoint, where another dtype is converted and a missing tensor, such as a tied output
+layer, counts as zeros. A receiver follows this chain (``base_version``, ``base``) back to what it has.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -64,10 +63,10 @@ _LEVEL = 1  # zstandard's; level 3 makes deltas no smaller and takes up to twice
 class DiskWeightChannel(EngineChannel):
     """Writes ``weight_v000123/`` and has the engines load it (SGLang's ``update_weights_from_disk``).
 
-    Engines generate while it is written, and pause to load it. The directory appears with everything in it or not at
-    all, with config and tokenizer of ``hf_checkpoint``. When all engines have confirmed it, earlier versions there are
-    removed, whichever process wrote them. Verified: with ``check``, the files are read back before engines load them,
-    and what engines hold is compared; without, that engines respond and confirm the version.
+    Engines generate while it is written, and pause to load it. The directory appears whole or not at all, with config
+    and tokenizer of ``hf_checkpoint``. When all engines have confirmed it, earlier versions are removed, whichever
+    process wrote them. Verified: engines respond and confirm the version; with ``check``, the files are read back
+    before engines load them, and what engines hold is compared.
 
     Attributes:
         directory: Where versions are written; trainer and engines see it under the same path.
@@ -79,31 +78,27 @@ class DiskWeightChannel(EngineChannel):
 
     def _forget(self) -> None:
         super()._forget()
-        self._writer: CheckpointWriter | None = None
+        self._discard: Callable[[], None] = lambda: None
         self._new: Path | None = None
         self._current: Path | None = None
 
     def close(self) -> None:
         """Remove what an unfinished version has written. The last whole one stays."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.discard()
+        self._discard()
 
     def _begin(self, update: Engines) -> None:
         update.check_alive()
         final = Path(self.directory).absolute() / version_name(update.version)
         self._writer = CheckpointWriter(final, Path(self.hf_checkpoint), update.version)
+        self._discard = self._writer.discard
 
     def _send(self, update: Engines, bucket: NamedTensors) -> None:
-        if self._writer is not None:
-            self._writer.add(bucket)
+        self._writer.add(bucket)
 
     def _end(self, update: Engines) -> dict[str, str]:
-        writer = self._writer
-        if writer is None or not writer.checksums:
+        if not self._writer.checksums:
             raise WeightSyncError(f"weight version {update.version}: no tensor was sent")
-        path = self._new = writer.finish()
-        self._writer = None
+        path = self._new = self._writer.finish()
         if self.check:
             verify_checkpoint(path)
         self._pause(update)
@@ -128,15 +123,14 @@ class DiskWeightChannel(EngineChannel):
 class DeltaWeightChannel(EngineChannel):
     """Publishes ``weight_v000123/`` with what changed; receivers on the engines' machines apply it, and engines load.
 
-    SGLang itself knows no deltas: a :class:`~slime_rollout.weights.receiver.DeltaReceiver` keeps a whole checkpoint on
-    the engines' machine. Engines generate meanwhile, and pause to load it. Verified: every delta's base and result,
-    tensor by tensor, at the receiver, whose checksums :meth:`end` compares with the sender's and returns; with
-    ``check`` also what engines hold.
+    SGLang does not read deltas: a :class:`~slime_rollout.weights.receiver.DeltaReceiver` keeps a whole checkpoint on
+    the engines' machine. Engines generate meanwhile, and pause to load it. Verified: every tensor before and after, by
+    checksum, at the receiver, whose checksums :meth:`end` compares with the sender's and returns; with ``check`` also
+    what engines hold.
 
-    The version that all receivers confirmed last is kept in memory, as much as the model takes; without it, as in a new
-    process, deltas are made from ``hf_checkpoint``. The same happens once the chain of deltas has become larger than
-    the model: then what was published before is removed, whichever process did it, and a new receiver has less to
-    apply.
+    The last confirmed version is kept in memory. Without it, as in a new process, deltas are made from
+    ``hf_checkpoint``; also once the chain of deltas is larger than the model, so that a new receiver has less to apply.
+    Versions published before that are removed, whichever process wrote them.
 
     Attributes:
         directory: Where versions are published; the receivers see it.
@@ -155,22 +149,19 @@ class DeltaWeightChannel(EngineChannel):
 
     def _forget(self) -> None:
         super()._forget()
-        self._publication: DeltaPublication | None = None
-        self._first: CheckpointReader | None = None
+        self._discard: Callable[[], None] = lambda: None
         self._start_over()
 
     def _start_over(self) -> None:
         self._version: int | None = None
         self._last: dict[str, torch.Tensor] = {}
-        self._checksums: dict[str, str] = {}
+        self._before: dict[str, str] = {}
         self._after: dict[str, str] = {}
         self._chain_bytes = self._total_bytes = 0
 
     def close(self) -> None:
         """Forget the last version, and remove what an unfinished one has written. Published versions stay."""
-        publication, self._publication = self._publication, None
-        if publication is not None:
-            publication.discard()
+        self._discard()
         self._start_over()
 
     def _begin(self, update: Engines) -> None:
@@ -178,31 +169,58 @@ class DeltaWeightChannel(EngineChannel):
         if self._chain_bytes > self._total_bytes or (self._version is not None and update.version <= self._version):
             self._start_over()
         self._first = CheckpointReader(Path(self.hf_checkpoint))
-        self._publication = DeltaPublication(Path(self.directory).absolute(), update.version)
+        self._new = NewDirectory(Path(self.directory).absolute() / version_name(update.version))
+        self._discard = self._new.discard
+        self._deltas: dict[str, TensorDelta] = {}
+        self._bytes = 0
 
     def _send(self, update: Engines, bucket: NamedTensors) -> None:
-        publication, first = self._publication, self._first
-        if publication is None or first is None:
-            return
-        check_new(bucket, publication.tensors)
+        check_new(bucket, self._deltas)
         for name, tensor in bucket:
-            new = tensor.detach().cpu()
-            last = self._last.get(name)
-            publication.add(name, first_tensor(first, name, new.dtype, new.shape) if last is None else last, new)
+            new, last = tensor.detach().cpu(), self._last.get(name)
             if last is None:
+                self._write(name, first_tensor(self._first, name, new.dtype, new.shape), new)
                 self._last[name] = new.clone(memory_format=torch.contiguous_format)
             else:
+                self._write(name, last, new)
                 last.copy_(new)
 
+    def _write(self, name: str, base: torch.Tensor, new: torch.Tensor) -> None:
+        delta = encode_delta(base, new)
+        with (self._new.path / DELTA_FILE).open("ab") as file:
+            file.write(delta)
+        self._deltas[name] = TensorDelta(
+            dtype=dtype_name(new.dtype),
+            shape=tuple(new.shape),
+            base=tensor_checksum(base),
+            result=tensor_checksum(new),
+            start=self._bytes,
+            size=len(delta),
+            checksum=xxhash.xxh3_128_hexdigest(delta),
+        )
+        self._bytes += len(delta)
+
     def _end(self, update: Engines) -> dict[str, str]:
-        publication = self._publication
-        if publication is None or not publication.tensors:
+        if not self._deltas:
             raise WeightSyncError(f"weight version {update.version}: no tensor was sent")
-        self._after = publication.publish(base_version=self._version, before=self._checksums)
+        self._publish(update.version)
         paths = self._pull(update)
         self._pause(update)
         update.on_all(lambda url: update.load(url, paths[url]))
         return dict(self._after)
+
+    def _publish(self, version: int) -> None:
+        self._after = {**self._before, **{name: delta.result for name, delta in self._deltas.items()}}
+        index = DeltaIndex(
+            version=version,
+            base_version=self._version,
+            base=combined_checksum(self._before),
+            result=combined_checksum(self._after),
+            tensors=self._deltas,
+        )
+        text = msgspec.json.encode(index)
+        (self._new.path / DELTA_INDEX).write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
+        self._new.publish()
 
     def _pull(self, update: Engines) -> dict[str, str]:
         """Have all receivers apply it; returns for each engine what to load."""
@@ -221,18 +239,14 @@ class DeltaWeightChannel(EngineChannel):
         return str(answer["path"])
 
     def _confirmed(self) -> None:
-        publication, update = self._publication, self._require_open()
-        if publication is None:
-            return
+        version, started_over = self._require_open().version, self._version is None
         self._total_bytes = sum(tensor.nbytes for tensor in self._last.values())
-        logger.info("weight version %d: %d bytes of %d were sent", update.version, publication.bytes, self._total_bytes)
-        started_over = self._version is None
-        self._chain_bytes = publication.bytes + (0 if started_over else self._chain_bytes)
-        self._version, self._checksums = update.version, self._after
-        self._publication = None
+        logger.info("weight version %d: %d bytes of %d were sent", version, self._bytes, self._total_bytes)
+        self._chain_bytes += self._bytes
+        self._version, self._before = version, self._after
         if started_over and not self.keep_files:
             for path in published_versions(Path(self.directory).absolute()):
-                if path.name != version_name(update.version):
+                if path.name != version_name(version):
                     shutil.rmtree(path, ignore_errors=True)
 
     def _give_up(self) -> None:
@@ -241,17 +255,7 @@ class DeltaWeightChannel(EngineChannel):
 
 
 class TensorDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a published version.
-
-    Attributes:
-        dtype: Of both versions, such as ``bfloat16``.
-        shape: Of both versions.
-        base: The tensor's checksum before.
-        result: The tensor's checksum after.
-        start: Where its delta begins in the data file, in bytes.
-        size: The delta's bytes.
-        checksum: XXH3 of the delta's bytes.
-    """
+    """One tensor of a published version: its checksums before and after, and its delta's place and XXH3."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -267,9 +271,9 @@ class DeltaIndex(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: Its number.
-        base_version: The version before; ``None`` for the checkpoint that everything began with.
-        base: Checksum over the checksums of all tensors before.
-        result: The same after.
+        base_version: The version that it was made from; ``None`` for the first checkpoint.
+        base: Combined checksum of all tensors before.
+        result: Combined checksum of all tensors after.
         tensors: What it changes.
         format_version: Of the two files.
     """
@@ -282,11 +286,7 @@ class DeltaIndex(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = DELTA_FORMAT
 
     def read(self, directory: Path, name: str) -> bytes:
-        """A tensor's delta.
-
-        Args:
-            directory: Where versions are published.
-            name: The tensor.
+        """A tensor's delta, from the directory where versions are published.
 
         Raises:
             DamagedError: It cannot be read, or was altered.
@@ -298,64 +298,6 @@ class DeltaIndex(msgspec.Struct, frozen=True, kw_only=True):
         if xxhash.xxh3_128_hexdigest(delta) != tensor.checksum:
             raise DamagedError(f"{path}: the delta of {name} is damaged; publish version {self.version} again")
         return delta
-
-
-class DeltaPublication:
-    """A version that is being published.
-
-    Args:
-        directory: Where versions are published.
-        version: Its number.
-    """
-
-    def __init__(self, directory: Path, version: int) -> None:
-        self._directory = NewDirectory(directory / version_name(version))
-        self._version = version
-        self.tensors: dict[str, TensorDelta] = {}
-        self.bytes = 0
-
-    def add(self, name: str, base: torch.Tensor, new: torch.Tensor) -> None:
-        """Write what changed in a tensor."""
-        delta = encode_delta(base, new)
-        with (self._directory.path / DELTA_FILE).open("ab") as file:
-            file.write(delta)
-        self.tensors[name] = TensorDelta(
-            dtype=dtype_name(new.dtype),
-            shape=tuple(new.shape),
-            base=tensor_checksum(base),
-            result=tensor_checksum(new),
-            start=self.bytes,
-            size=len(delta),
-            checksum=xxhash.xxh3_128_hexdigest(delta),
-        )
-        self.bytes += len(delta)
-
-    def publish(self, *, base_version: int | None, before: Mapping[str, str]) -> dict[str, str]:
-        """Give it its name.
-
-        Args:
-            base_version: The version that the deltas were made from.
-            before: Checksums of all its tensors.
-
-        Returns:
-            Checksums of all tensors after it.
-        """
-        after = {**before, **{name: tensor.result for name, tensor in self.tensors.items()}}
-        index = DeltaIndex(
-            version=self._version,
-            base_version=base_version,
-            base=combined_checksum(before),
-            result=combined_checksum(after),
-            tensors=self.tensors,
-        )
-        text = msgspec.json.encode(index)
-        (self._directory.path / DELTA_INDEX).write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
-        self._directory.publish()
-        return after
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        self._directory.discard()
 
 
 def published_versions(directory: Path) -> list[Path]:
@@ -399,7 +341,7 @@ def first_tensor(first: CheckpointReader, name: str, dtype: torch.dtype, shape: 
 
 
 class _Stretch(msgspec.Struct, frozen=True, array_like=True):
-    """Changes of up to 2^20 elements, packed.
+    """Changes of up to 2^20 elements, packed by Zstandard.
 
     Attributes:
         gaps: Distances from one changed element to the next, 32 bits each; empty if all elements have a difference.
@@ -411,17 +353,10 @@ class _Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> bytes:
-    """What changed between two versions of a tensor, byte by byte and without loss, whatever the bits mean.
+    """What changed between two versions of a tensor, to the bit: MessagePack with a list of :class:`_Stretch`.
 
     An optimizer's small step moves a bf16 number to a neighbour: its low byte changes by 1 or so, its high byte rarely
     at all. So bytes are subtracted, and numbers' first, second … bytes lie side by side, which then pack well.
-
-    Args:
-        base: The version that the receiver has.
-        new: The version that it shall have; of the same dtype and shape.
-
-    Returns:
-        MessagePack with a list of stretches, each packed by zstandard, so that memory stays small.
 
     Raises:
         DataError: The two differ in dtype or shape.
@@ -445,12 +380,7 @@ def _encode_stretch(old_N: NDArray[np.unsignedinteger], new_N: NDArray[np.unsign
 
 
 def apply_delta(base: torch.Tensor, delta: bytes) -> torch.Tensor:
-    """The new version, as a new tensor. Whether it is the sender's is for checksums to say.
-
-    Args:
-        base: The version that the delta was made from.
-        delta: From :func:`encode_delta`.
-    """
+    """The new version, as a new tensor. The caller compares checksums before and after."""
     width = min(base.element_size(), 8)
     result = base.clone(memory_format=torch.contiguous_format)
     bytes_NW = np.frombuffer(tensor_bytes(result), np.uint8).reshape(-1, width)

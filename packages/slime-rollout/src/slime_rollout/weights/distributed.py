@@ -95,7 +95,7 @@ class DistributedWeightChannel(EngineChannel):
         except WeightSyncError:
             self._group = group  # engines that did join have to leave it
             raise
-        group.limit(self.timeout)
+        group.timeout = datetime.timedelta(seconds=self.timeout)
         return group
 
     def _send(self, update: Engines, bucket: NamedTensors) -> None:
@@ -193,10 +193,6 @@ class BroadcastGroup:
         else:
             self._backend = dist.ProcessGroupGloo(store, 0, self.world_size, self.timeout)
 
-    def limit(self, timeout: float) -> None:
-        """Give broadcasts another time limit than joining had."""
-        self.timeout = datetime.timedelta(seconds=timeout)
-
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all; return when it is sent, or fail by the time limit."""
         self._thread = threading.current_thread()
@@ -225,11 +221,7 @@ class BroadcastGroup:
 
 
 def local_address(url: str) -> str:
-    """This machine's address on the way to an engine.
-
-    Raises:
-        WeightSyncError: The engine does not respond.
-    """
+    """This machine's address on the way to an engine."""
     parts = urllib.parse.urlsplit(url)
     try:
         with socket.create_connection((parts.hostname, parts.port or 80), timeout=10.0) as connection:
@@ -241,8 +233,7 @@ def local_address(url: str) -> str:
 def while_engines(update: Engines, ask: Callable[[str], Any], act: Callable[[], None], timeout: float) -> None:
     """Send all engines a request that needs an action of this process at the same time.
 
-    Everything runs in daemon threads: if an engine refuses, the action would wait for it in vain, until the group's
-    time limit.
+    Both run in daemon threads: if an engine refuses, the action waits for it in vain, until the group's time limit.
 
     Args:
         update: The engines.

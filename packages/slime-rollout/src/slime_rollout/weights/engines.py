@@ -53,9 +53,8 @@ class Engines:
     def on_all(self, action: Callable[[str], Result]) -> list[Result]:
         """Run an action on all engines in parallel, and wait for all.
 
-        Raises:
-            Exception: The first error; the others are logged. A `WeightSyncError` names all engines that did not
-                respond, which can then be replaced together.
+        The first error is raised, the others are logged. A `WeightSyncError` names all engines that did not respond:
+        they can then be replaced together.
         """
         with concurrent.futures.ThreadPoolExecutor(max(1, len(self.urls))) as pool:
             futures = [pool.submit(action, url) for url in self.urls]
@@ -69,13 +68,7 @@ class Engines:
         return [future.result() for future in futures]
 
     def post(self, url: str, path: str, payload: dict[str, Any], *, is_long: bool = False) -> Any:
-        """Send one request to one engine.
-
-        Args:
-            url: The engine.
-            path: The endpoint.
-            payload: The request's body.
-            is_long: Whether it may take as long as reading all weights.
+        """Send one request to one engine; ``is_long`` if it may take as long as reading all weights.
 
         Raises:
             WeightSyncError: The engine refused, or did not respond in time.
@@ -95,13 +88,10 @@ class Engines:
         self.on_all(engine_weight_version)
 
     def pause(self, mode: str) -> None:
-        """Stop generating; requests in flight stay.
+        """Stop generating; requests in flight stay, see :class:`~slime_rollout.weights.channel.EngineChannel`.
 
         Engines then report no valid version until the update ends: if this process is killed, samples from partly
         updated weights are not taken for samples of the old ones.
-
-        Args:
-            mode: ``retract`` or ``in_place``, see :class:`~slime_rollout.weights.channel.EngineChannel`.
         """
         self.on_all(lambda url: self.post(url, "/pause_generation", {"mode": mode}))
         self.on_all(lambda url: self._set_version(url, INCOMPLETE))
@@ -132,11 +122,7 @@ class Engines:
         self.post(url, "/update_weights_from_disk", {"model_path": path, "flush_cache": False}, is_long=True)
 
     def flush_cache(self, *, must: bool) -> None:
-        """Drop the cache of prefixes, which the old weights computed.
-
-        Args:
-            must: Whether it is an error that an engine keeps its cache because requests are running.
-        """
+        """Drop the cache of prefixes; it is an error if an engine ``must`` and does not, since requests are running."""
         self.on_all(lambda url: self._flush_cache(url, must))
 
     def _flush_cache(self, url: str, must: bool) -> None:
@@ -155,11 +141,9 @@ class Engines:
     def _confirm_version(self, url: str) -> None:
         version = str(self.version)
         self._set_version(url, version)
-        confirmed = engine_weight_version(url)
-        if confirmed != version:
-            raise WeightSyncError(
-                f"{url} says it has weight version {confirmed!r} after version {version!r} was sent", url=url
-            )
+        if (confirmed := engine_weight_version(url)) != version:
+            text = f"{url} says it has weight version {confirmed!r} after version {version!r} was sent"
+            raise WeightSyncError(text, url=url)
 
     def resume(self) -> None:
         """Generate again."""
@@ -184,20 +168,15 @@ class Engines:
 
 
 def engine_weight_version(url: str) -> str:
-    """The weight version that an engine stamps on its samples.
-
-    Raises:
-        WeightSyncError: It does not respond, or is not an SGLang engine.
-    """
+    """The weight version that an engine stamps on its samples."""
     try:
         return str(call("GET", f"{url}/model_info", attempts=3)["weight_version"])
     except HttpError as error:
         silent = (url,) if error.timed_out else ()
         raise WeightSyncError(f"cannot ask for the weight version: {error}", url=url, silent=silent) from error
     except (KeyError, TypeError) as error:
-        raise WeightSyncError(
-            f"{url}/model_info names no weight version; give the address of an engine", url=url
-        ) from error
+        text = f"{url}/model_info names no weight version; give the address of an engine"
+        raise WeightSyncError(text, url=url) from error
 
 
 class SentDigests:
@@ -238,14 +217,7 @@ class SentDigests:
             del self._fusing[whole]
 
     def compare(self, held: dict[str, str]) -> tuple[list[str], list[str]]:
-        """Compare with what an engine holds.
-
-        Args:
-            held: The engine's name → its checksum.
-
-        Returns:
-            Names whose checksums are equal, and names whose checksums differ. Names that were not sent are in neither.
-        """
+        """Of what was sent: names with the same checksum at an engine, and names with another one there."""
         known = [name for name in held if name in self._expected]
         same = [name for name in known if held[name] in self._expected[name]]
         return same, sorted(set(known) - set(same))
@@ -254,10 +226,10 @@ class SentDigests:
 def check_engines(engines: Engines, sent: SentDigests, *, tp_size: int) -> None:
     """Compare checksums that the engines compute themselves (SGLang's ``/weights_checker``).
 
-    All engines are compared with each other, bit for bit, on every device. They are compared with what was sent only
-    where they report a checksum of it: on CPU engines (SHA-256; on CUDA it is one of a kernel of SGLang's), without
-    tensor parallelism (a rank holds a part of most tensors), and if they compute in the dtype that was sent. Elsewhere
-    a warning says that this was not compared: engines that all hold the same wrong weights are not noticed there.
+    All engines are compared with each other. With what was sent they are compared only where they report a checksum of
+    it: on CPU (SHA-256; on CUDA it is a kernel of SGLang's), without tensor parallelism (a rank holds a part of most
+    tensors), and in the dtype that was sent. Elsewhere engines that all hold the same wrong weights are not noticed; a
+    warning says so.
 
     Raises:
         WeightSyncError: Naming an engine, and tensors that differ.

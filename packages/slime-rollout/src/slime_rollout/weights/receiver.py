@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -63,7 +62,7 @@ class LocalCheckpoint:
     A copy that another process made here is continued, if it was made from the same first checkpoint.
 
     Args:
-        directory: On this machine, for the copies, each as large as the model; two at a time while a delta is applied.
+        directory: On this machine, for copies of the model; two at a time while a delta is applied.
         hf_checkpoint: What everything began with: the same as at the sender.
         source: Where versions are published.
     """
@@ -229,10 +228,9 @@ class DeltaReceiver:
     def __init__(
         self, *, directory: str, hf_checkpoint: str, source: str, host: str = "127.0.0.1", port: int = 0
     ) -> None:
+        checkpoint = LocalCheckpoint(Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute())
         self._server = _Server((host, port), _Handler)
-        self._server.checkpoint = LocalCheckpoint(
-            Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute()
-        )
+        self._server.checkpoint, self._server.lock = checkpoint, threading.Lock()
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         self._thread.start()
@@ -246,19 +244,14 @@ class DeltaReceiver:
     def __enter__(self) -> DeltaReceiver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     checkpoint: LocalCheckpoint
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lock = threading.Lock()
+    lock: threading.Lock
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
