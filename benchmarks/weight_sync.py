@@ -33,7 +33,7 @@ from slime_rollout.weights import (
     DistributedWeightChannel,
     TensorWeightChannel,
 )
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 from slime_rollout.weights.tensor import PICKLE_PROTOCOL, _file_system_sharing
 
 ROUNDS, LAYERS, HIDDEN, BUCKET_BYTES, CHANGED = 7, 12, 512, 2**24, 1000
@@ -44,7 +44,7 @@ BASE = "one shared buffer"
 class TensorByTensor(TensorWeightChannel):
     """As `TensorWeightChannel`, with a handle for every tensor of a bucket."""
 
-    def _send(self, update: Engines, bucket: NamedTensors) -> None:
+    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
         flat, metadata = self._copied(bucket)
         views = [
             (each.name, flat[each.start_idx : each.end_idx].view(each.dtype).view(each.shape)) for each in metadata

@@ -28,7 +28,7 @@ from slime_rollout.weights import (
     open_channel,
     verify_checkpoint,
 )
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -357,7 +357,7 @@ def test_an_engine_that_dies_in_an_update_is_named_soon(engine_config, tiny_mode
         parts = Parts(fleet, tiny_model, tmp_path)
         channel = parts.open(transport)
         parts.push(channel)
-        monkeypatch.setattr(Engines, "open_update", lambda update: fleet._servers[0].stop())
+        monkeypatch.setattr(EngineUpdate, "open_update", lambda update: fleet._servers[0].stop())
         started = time.monotonic()
         with pytest.raises(WeightSyncError) as caught:
             parts.push(channel)

@@ -31,7 +31,7 @@ from slime_rollout.http import call, patient_delays
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 
 pytestmark = [pytest.mark.real, pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -471,7 +471,7 @@ def test_engines_fail_while_weights_are_sent(fleet, trainer, manager, moment):
         faults.append(strike(fleet, "engine 1", signal.SIGSTOP))
 
     def pause_and_fail(urls):
-        Engines(urls, trainer.version).pause("retract")
+        EngineUpdate(urls, trainer.version).pause("retract")
         fail()
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

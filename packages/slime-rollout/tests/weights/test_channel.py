@@ -20,7 +20,7 @@ from slime_rollout.weights import (
     TensorWeightChannel,
     open_channel,
 )
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 
 CONTROL = [
     "/pause_generation",
@@ -179,7 +179,7 @@ def test_only_reading_all_weights_may_take_longer_than_another_request(monkeypat
 
     monkeypatch.setattr("slime_rollout.weights.engines.call", call)
     for more, limit in (({}, REQUEST_TIMEOUT_SECONDS), ({"load_timeout": 900.0}, 900.0)):
-        update = Engines(("http://e",), 4, timeout=0.5, **more)
+        update = EngineUpdate(("http://e",), 4, timeout=0.5, **more)
         update.pause("retract")
         update.load("http://e", "/path")
         assert limits[-2:] == [0.5, limit]

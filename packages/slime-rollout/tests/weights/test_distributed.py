@@ -12,7 +12,7 @@ from slime_core.errors import ConfigError
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import DistributedWeightChannel
 from slime_rollout.weights.distributed import BroadcastGroup, largest_elements_first, local_address, while_engines
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_broadcast_that_nobody_receives_ends_by_its_time_limit(engines, monkey
 
 def test_an_engine_that_waits_for_another_one_is_not_blamed(engines):
     """In a broadcast all wait for all, and the request to any of them may run out of time first."""
-    update = Engines((engines[0].url,), 4)
+    update = EngineUpdate((engines[0].url,), 4)
 
     def ask(url):
         raise WeightSyncError("time limit", url=url, silent=(url,))

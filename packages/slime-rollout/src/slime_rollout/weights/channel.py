@@ -15,7 +15,7 @@ from slime_core.interfaces import NamedTensors
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
-from slime_rollout.weights.engines import Engines, SentDigests, check_engines
+from slime_rollout.weights.engines import EngineUpdate, SentDigests, check_engines
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class EngineChannel(abc.ABC):
 
     def _forget(self) -> None:
         """Set what is not pickled."""
-        self._update: Engines | None = None
+        self._update: EngineUpdate | None = None
         self._touched = False
         self._digests: SentDigests | None = None
         self._shapes: CheckpointReader | None = None
@@ -79,7 +79,7 @@ class EngineChannel(abc.ABC):
             raise WeightSyncError(
                 f"the update to version {self._update.version} is still open; end it before version {version}"
             )
-        self._update = Engines(self.engine_urls, version, self.timeout, self.load_timeout)
+        self._update = EngineUpdate(self.engine_urls, version, self.timeout, self.load_timeout)
         self._touched = False
         self._digests = SentDigests() if self.check else None
         with self._giving_up_on_error():
@@ -133,13 +133,13 @@ class EngineChannel(abc.ABC):
         """Give back what is kept between updates."""
 
     @abc.abstractmethod
-    def _begin(self, update: Engines) -> None: ...
+    def _begin(self, update: EngineUpdate) -> None: ...
 
     @abc.abstractmethod
-    def _send(self, update: Engines, bucket: NamedTensors) -> None: ...
+    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None: ...
 
     @abc.abstractmethod
-    def _end(self, update: Engines) -> dict[str, str]:
+    def _end(self, update: EngineUpdate) -> dict[str, str]:
         """Have all weights loaded, and generation paused."""
 
     def _confirmed(self) -> None:  # noqa: B027 - most transports keep nothing
@@ -148,11 +148,11 @@ class EngineChannel(abc.ABC):
     def _give_up(self) -> None:  # noqa: B027
         """Drop what this transport has begun. Called before the engines are released."""
 
-    def _pause(self, update: Engines) -> None:
+    def _pause(self, update: EngineUpdate) -> None:
         self._touched = True
         update.pause(self.pause_mode)
 
-    def _require_open(self) -> Engines:
+    def _require_open(self) -> EngineUpdate:
         if self._update is None:
             raise WeightSyncError("no update is open; call begin(version) first")
         return self._update

@@ -42,7 +42,7 @@ from slime_rollout.weights.checkpoint import (
     version_name,
     written_versions,
 )
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -86,16 +86,16 @@ class DiskWeightChannel(EngineChannel):
         """Remove what an unfinished version has written. The last whole one stays."""
         self._discard()
 
-    def _begin(self, update: Engines) -> None:
+    def _begin(self, update: EngineUpdate) -> None:
         update.check_alive()
         final = Path(self.directory).absolute() / version_name(update.version)
         self._writer = CheckpointWriter(final, Path(self.hf_checkpoint), update.version)
         self._discard = self._writer.discard
 
-    def _send(self, update: Engines, bucket: NamedTensors) -> None:
+    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
         self._writer.add(bucket)
 
-    def _end(self, update: Engines) -> dict[str, str]:
+    def _end(self, update: EngineUpdate) -> dict[str, str]:
         if not self._writer.checksums:
             raise WeightSyncError(f"weight version {update.version}: no tensor was sent")
         path = self._new = self._writer.finish()
@@ -164,7 +164,7 @@ class DeltaWeightChannel(EngineChannel):
         self._discard()
         self._start_over()
 
-    def _begin(self, update: Engines) -> None:
+    def _begin(self, update: EngineUpdate) -> None:
         update.check_alive()
         if self._chain_bytes > self._total_bytes or (self._version is not None and update.version <= self._version):
             self._start_over()
@@ -174,7 +174,7 @@ class DeltaWeightChannel(EngineChannel):
         self._deltas: dict[str, TensorDelta] = {}
         self._bytes = 0
 
-    def _send(self, update: Engines, bucket: NamedTensors) -> None:
+    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
         check_new(bucket, self._deltas)
         for name, tensor in bucket:
             new, last = tensor.detach().cpu(), self._last.get(name)
@@ -200,7 +200,7 @@ class DeltaWeightChannel(EngineChannel):
         )
         self._bytes += len(delta)
 
-    def _end(self, update: Engines) -> dict[str, str]:
+    def _end(self, update: EngineUpdate) -> dict[str, str]:
         if not self._deltas:
             raise WeightSyncError(f"weight version {update.version}: no tensor was sent")
         self._publish(update.version)
@@ -222,7 +222,7 @@ class DeltaWeightChannel(EngineChannel):
         (self._new.path / DELTA_INDEX).write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
         self._new.publish()
 
-    def _pull(self, update: Engines) -> dict[str, str]:
+    def _pull(self, update: EngineUpdate) -> dict[str, str]:
         """Have all receivers apply it; returns for each engine what to load."""
         receivers = self.receivers if len(self.receivers) > 1 else self.receivers * len(update.urls)
         urls = tuple(dict.fromkeys(receivers))
@@ -230,7 +230,7 @@ class DeltaWeightChannel(EngineChannel):
         answers = dict(zip(urls, pulls.on_all(lambda url: self._pull_one(pulls, url)), strict=True))
         return {engine: answers[receiver] for engine, receiver in zip(update.urls, receivers, strict=True)}
 
-    def _pull_one(self, pulls: Engines, url: str) -> str:
+    def _pull_one(self, pulls: EngineUpdate, url: str) -> str:
         answer = pulls.post(url, "/pull", {"version": pulls.version}, is_long=True)
         try:
             verify_checksums(answer["checksums"], self._after)

@@ -23,7 +23,7 @@ from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights.channel import EngineChannel, copy_into
 from slime_rollout.weights.checkpoint import dtype_name
-from slime_rollout.weights.engines import GIVE_UP_SECONDS, Engines
+from slime_rollout.weights.engines import GIVE_UP_SECONDS, EngineUpdate
 
 JOIN_TIMEOUT_SECONDS = 60.0
 _DEVICES = {"nccl": "cuda", "gloo": "cpu"}
@@ -63,16 +63,16 @@ class DistributedWeightChannel(EngineChannel):
         if group is None:
             return
         group.leave()
-        Engines(self.engine_urls, -1).on_all(lambda url: _destroy(url, group.name))
+        EngineUpdate(self.engine_urls, -1).on_all(lambda url: _destroy(url, group.name))
         group.settle(GIVE_UP_SECONDS)
 
-    def _begin(self, update: Engines) -> None:
+    def _begin(self, update: EngineUpdate) -> None:
         self._pause(update)
         update.open_update()
         if self._group is None:
             self._group = self._joined(update)
 
-    def _joined(self, update: Engines) -> BroadcastGroup:
+    def _joined(self, update: EngineUpdate) -> BroadcastGroup:
         address = self.master_address or local_address(update.urls[0])
         limit = min(JOIN_TIMEOUT_SECONDS, self.timeout)
         world_size = 1 + self.tp_size * len(update.urls)
@@ -98,7 +98,7 @@ class DistributedWeightChannel(EngineChannel):
         group.timeout = datetime.timedelta(seconds=self.timeout)
         return group
 
-    def _send(self, update: Engines, bucket: NamedTensors) -> None:
+    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
         group = self._group
         if group is None:
             raise WeightSyncError("the group is gone; call begin(version) again")
@@ -129,7 +129,7 @@ class DistributedWeightChannel(EngineChannel):
             start += tensor.nbytes
         return self._buffer[:total]
 
-    def _end(self, update: Engines) -> dict[str, str]:
+    def _end(self, update: EngineUpdate) -> dict[str, str]:
         update.close_update()
         return {}
 
@@ -230,7 +230,7 @@ def local_address(url: str) -> str:
         raise WeightSyncError(f"{url} is not there: {error}", url=url) from error
 
 
-def while_engines(update: Engines, ask: Callable[[str], Any], act: Callable[[], None], timeout: float) -> None:
+def while_engines(update: EngineUpdate, ask: Callable[[str], Any], act: Callable[[], None], timeout: float) -> None:
     """Send all engines a request that needs an action of this process at the same time.
 
     Both run in daemon threads: if an engine refuses, the action waits for it in vain, until the group's time limit.

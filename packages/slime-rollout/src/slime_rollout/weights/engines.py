@@ -35,8 +35,8 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class Engines:
-    """The engines of one update.
+class EngineUpdate:
+    """One update of some engines to a weight version.
 
     Attributes:
         urls: The engines themselves, not the router: it forwards no control requests.
@@ -223,7 +223,7 @@ class SentDigests:
         return same, sorted(set(known) - set(same))
 
 
-def check_engines(engines: Engines, sent: SentDigests, *, tp_size: int) -> None:
+def check_engines(update: EngineUpdate, sent: SentDigests, *, tp_size: int) -> None:
     """Compare checksums that the engines compute themselves (SGLang's ``/weights_checker``).
 
     All engines are compared with each other. With what was sent they are compared only where they report a checksum of
@@ -234,11 +234,11 @@ def check_engines(engines: Engines, sent: SentDigests, *, tp_size: int) -> None:
     Raises:
         WeightSyncError: Naming an engine, and tensors that differ.
     """
-    if not engines.urls:
+    if not update.urls:
         return
-    version, first = engines.version, engines.urls[0]
-    held = engines.on_all(lambda url: _checksums(engines, url))
-    for url, ranks in zip(engines.urls, held, strict=True):
+    version, first = update.version, update.urls[0]
+    held = update.on_all(lambda url: _checksums(update, url))
+    for url, ranks in zip(update.urls, held, strict=True):
         if other := _different(ranks, held[0]):
             raise WeightSyncError(
                 f"weight version {version}: {url} holds other weights than {first}: {some(other)}; "
@@ -258,9 +258,9 @@ def check_engines(engines: Engines, sent: SentDigests, *, tp_size: int) -> None:
     logger.info("weight version %d: %d tensors of %d engines are what was sent", version, len(same), len(held))
 
 
-def _checksums(engines: Engines, url: str) -> list[dict[str, str]]:
+def _checksums(update: EngineUpdate, url: str) -> list[dict[str, str]]:
     """Checksums of what an engine holds, by its own names, for each of its ranks."""
-    answer = engines.post(url, "/weights_checker", {"action": "checksum"}, is_long=True)
+    answer = update.post(url, "/weights_checker", {"action": "checksum"}, is_long=True)
     try:
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
     except (KeyError, TypeError) as error:

@@ -20,7 +20,7 @@ import torch.multiprocessing
 
 from slime_core.interfaces import NamedTensors
 from slime_rollout.weights.channel import EngineChannel, copy_into
-from slime_rollout.weights.engines import Engines
+from slime_rollout.weights.engines import EngineUpdate
 
 # Tensors start at multiples of this in the buffer, so that every dtype is aligned.
 ALIGNMENT_BYTES = 64
@@ -66,21 +66,21 @@ class TensorWeightChannel(EngineChannel):
         with contextlib.suppress(FileNotFoundError):
             (SHARED_MEMORY / name.decode().removeprefix("/")).unlink()
 
-    def _begin(self, update: Engines) -> None:
+    def _begin(self, update: EngineUpdate) -> None:
         self._pause(update)
         update.open_update()
 
-    def _send(self, update: Engines, bucket: NamedTensors) -> None:
+    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
         flat, metadata = self._copied(bucket)
         # A handle is one reference, which its reader releases: each rank of each engine needs its own.
         handles = {url: [_handle(flat, metadata) for _ in range(self.tp_size)] for url in update.urls}
         update.on_all(lambda url: self._load(update, url, handles[url]))
 
-    def _load(self, update: Engines, url: str, handles: list[str]) -> None:
+    def _load(self, update: EngineUpdate, url: str, handles: list[str]) -> None:
         payload = {"serialized_named_tensors": handles, "load_format": "flattened_bucket", "flush_cache": False}
         update.post(url, "/update_weights_from_tensor", payload)
 
-    def _end(self, update: Engines) -> dict[str, str]:
+    def _end(self, update: EngineUpdate) -> dict[str, str]:
         update.close_update()
         if self._buffer is not None and not self._buffer.is_cuda:
             self.close()
