@@ -194,8 +194,8 @@ class Rank:
 
         pack, alive, most, models = MicroBatch.pack, [], [], {"packed": 0}
 
-        def watched(batch):
-            packed = pack(batch)
+        def watched(batch, device):
+            packed = pack(batch, device)
             alive[:] = [reference for reference in alive if reference() is not None]
             alive.append(weakref.ref(packed.attention.output_rows_T))
             most.append(len(alive))

@@ -42,7 +42,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="'zarr' checkpoint"):
         find_checkpoint(make(tmp_path / "other", "zarr"))
     (tmp_path / "other" / "metadata.json").write_text('{"sharded_')
-    with pytest.raises(CheckpointError, match="no valid JSON"):
+    with pytest.raises(CheckpointError, match="invalid JSON"):
         find_checkpoint(tmp_path / "other")
 
 

@@ -82,8 +82,8 @@ def _complete(directory: Path) -> CheckpointInfo:
     for name in ("metadata.json", ".metadata", "common.pt"):
         if not (directory / name).is_file():
             raise CheckpointError(
-                f"{directory} is no torch_dist checkpoint: it has neither {TRACKER} nor {name}; give a directory that "
-                "slime saved or that `slime-convert hf-to-torch-dist` wrote"
+                f"{directory} is not a torch_dist checkpoint: it has neither {TRACKER} nor {name}; give a directory "
+                "that slime saved or that `slime-convert hf-to-torch-dist` wrote"
             )
     backend = _backend(directory / "metadata.json")
     if backend != "torch_dist":
@@ -99,6 +99,6 @@ def _backend(metadata: Path) -> str | None:
         content = json.loads(metadata.read_text())
     except ValueError as error:
         raise CheckpointError(
-            f"{metadata} is no valid JSON ({error}); the checkpoint is damaged, give another"
+            f"{metadata} is invalid JSON ({error}); the checkpoint is damaged, give another"
         ) from error
     return content.get("sharded_backend") if isinstance(content, dict) else None

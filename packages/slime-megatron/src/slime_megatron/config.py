@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
@@ -16,6 +17,14 @@ OPTIMIZERS = ("adam",)
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 CKPT_FORMATS = ("torch_dist",)
 MAX_SEED = 2**32 - 1  # NumPy's
+_USE_TP = "use --tensor-model-parallel-size"
+_DENSE = "the supported models have no experts"
+_EXACT = "log-probs of the engine and of the trainer would differ"
+
+
+def _only(value: float, help: str, advice: str) -> Any:
+    """A flag of Megatron's that has one value here."""
+    return flag(value, help=help, least=value, most=value, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,34 +39,10 @@ class MegatronConfig(Config):
     """
 
     tensor_model_parallel_size: int = flag(1, help="ranks that share each layer's weights", least=1, may_change=True)
-    pipeline_model_parallel_size: int = flag(
-        1,
-        help="ranks that share the stack of layers; 1 is supported now",
-        least=1,
-        most=1,
-        advice="use --tensor-model-parallel-size",
-    )
-    context_parallel_size: int = flag(
-        1,
-        help="ranks that share a sequence; 1 is supported now",
-        least=1,
-        most=1,
-        advice="use --tensor-model-parallel-size",
-    )
-    expert_model_parallel_size: int = flag(
-        1,
-        help="ranks that share a layer's experts; 1 is supported now",
-        least=1,
-        most=1,
-        advice="the supported models have no experts",
-    )
-    expert_tensor_parallel_size: int = flag(
-        1,
-        help="ranks that share an expert's weights; 1 is supported now",
-        least=1,
-        most=1,
-        advice="the supported models have no experts",
-    )
+    pipeline_model_parallel_size: int = _only(1, "ranks that share the stack of layers; 1 is supported now", _USE_TP)
+    context_parallel_size: int = _only(1, "ranks that share a sequence; 1 is supported now", _USE_TP)
+    expert_model_parallel_size: int = _only(1, "ranks that share a layer's experts; 1 is supported now", _DENSE)
+    expert_tensor_parallel_size: int = _only(1, "ranks that share an expert's weights; 1 is supported now", _DENSE)
     sequence_parallel: bool = flag(
         False,
         help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split",
@@ -163,20 +148,10 @@ class MegatronConfig(Config):
         may_change=True,
     )
 
-    attention_dropout: float = flag(
-        0.0,
-        help="dropout of attention weights; 0 is supported (Megatron's default is 0.1)",
-        least=0,
-        most=0,
-        advice="log-probs of the engine and of the trainer would differ",
+    attention_dropout: float = _only(
+        0.0, "dropout of attention weights; only 0 is supported (Megatron has 0.1)", _EXACT
     )
-    hidden_dropout: float = flag(
-        0.0,
-        help="dropout of hidden states; 0 is supported (Megatron's default is 0.1)",
-        least=0,
-        most=0,
-        advice="log-probs of the engine and of the trainer would differ",
-    )
+    hidden_dropout: float = _only(0.0, "dropout of hidden states; only 0 is supported (Megatron has 0.1)", _EXACT)
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, help="no effect: gradients are accumulated and reduced in fp32 always", may_change=True
     )
@@ -252,12 +227,12 @@ class MegatronConfig(Config):
         """How many data-parallel ranks ``world_size`` processes make.
 
         Raises:
-            ConfigError: ``world_size`` is no multiple of the model-parallel size.
+            ConfigError: ``world_size`` is not a multiple of the model-parallel size.
         """
         model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
         if world_size % model_parallel:
             raise ConfigError(
-                f"{world_size} trainer ranks are no multiple of --tensor-model-parallel-size "
+                f"{world_size} trainer ranks are not a multiple of --tensor-model-parallel-size "
                 f"{self.tensor_model_parallel_size}; change one of them"
             )
         return world_size // model_parallel

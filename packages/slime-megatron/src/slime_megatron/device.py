@@ -137,7 +137,7 @@ def _stand_in_for_the_runtime() -> None:
 
 
 def _stand_in_for_random_state() -> None:
-    """A generator of its own for the "device", so that the CPU's random state stays what the program made it."""
+    """A separate generator for the "device": the CPU's random state stays what the program made it."""
     generator = torch.Generator()
 
     def get_state(device: object = None) -> torch.Tensor:

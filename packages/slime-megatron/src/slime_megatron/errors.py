@@ -10,4 +10,4 @@ class TrainingError(SlimeError):
 
 
 class CheckpointError(SlimeError):
-    """A directory is no checkpoint, or a checkpoint does not fit the run."""
+    """A checkpoint is missing or invalid, or does not fit the run."""

@@ -14,6 +14,7 @@ from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.ops import Statistics, drift_statistics, policy_objective, policy_statistics, sft_objective
 from slime_core.ops.corrections import weighted_sum
+from slime_core.ops.needed import needed
 from slime_core.user_functions import load_function
 
 DRIFT_WEIGHT = "drift_weight"
@@ -80,13 +81,11 @@ class Loss:
 def policy_loss(inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
     """The policy gradient of ``--advantage-estimator``, with KL, entropy and off-policy corrections."""
     old_N = inputs.log_probs_N.detach() if inputs.old_log_probs_N is None else inputs.old_log_probs_N
-    if inputs.advantages_N is None:
-        raise ConfigError("the policy loss needs advantages")
     loss, sums = policy_objective(
         inputs.algorithm,
         log_probs_T=inputs.log_probs_N,
         old_log_probs_T=old_N,
-        advantages_T=inputs.advantages_N,
+        advantages_T=needed(inputs.advantages_N, "the policy loss", "advantages"),
         weights_T=inputs.weights_N,
         lengths=inputs.lengths,
         ref_log_probs_T=inputs.ref_log_probs_N,

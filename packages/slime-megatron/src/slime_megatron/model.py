@@ -100,12 +100,9 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        device = None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def _device(config: Any) -> torch.device | None:
-    return None if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]

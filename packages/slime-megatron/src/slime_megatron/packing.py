@@ -27,9 +27,6 @@ from numpy.typing import NDArray
 from slime_core.errors import DataError
 from slime_core.types import TrainSample, TrainShard
 
-Rows = NDArray[np.int64]
-"""Numbers of packed tokens, or tokens."""
-
 
 @dataclass(frozen=True)
 class AttentionBlock:
@@ -45,11 +42,6 @@ class AttentionBlock:
     query_rows_GQ: torch.Tensor
     key_rows_GK: torch.Tensor
     mask_G1QK: torch.Tensor | None
-
-    def to(self, device: torch.device) -> AttentionBlock:
-        """The same block on ``device``."""
-        mask = None if self.mask_G1QK is None else self.mask_G1QK.to(device)
-        return AttentionBlock(self.query_rows_GQ.to(device), self.key_rows_GK.to(device), mask)
 
 
 @dataclass(frozen=True)
@@ -84,18 +76,6 @@ class PackedBatch:
     logit_rows_N: torch.Tensor
     targets_N: torch.Tensor
     computed_tokens: int
-
-    def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on ``device``."""
-        blocks = tuple(block.to(device) for block in self.attention.blocks)
-        return PackedBatch(
-            self.tokens_T.to(device),
-            self.positions_T.to(device),
-            AttentionLayout(blocks, self.attention.output_rows_T.to(device)),
-            self.logit_rows_N.to(device),
-            self.targets_N.to(device),
-            self.computed_tokens,
-        )
 
 
 class MicroBatch:
@@ -140,8 +120,8 @@ class MicroBatch:
             row[_mask(sample)] = part.numpy()
         return spread
 
-    def pack(self) -> PackedBatch:
-        """Lay the samples out as one row of tokens, on the CPU."""
+    def pack(self, device: torch.device | None = None) -> PackedBatch:
+        """Lay the samples out as one row of tokens on the device; on the CPU unless given."""
         tokens, positions, rows, targets = [_NOTHING], [_NOTHING], [_NOTHING], [_NOTHING]
         own: list[_Segment] = []
         continued: list[_Segment] = []
@@ -166,11 +146,11 @@ class MicroBatch:
             own, start = [_Segment(range(0), range(1))], 1
         length = start + -start % self._multiple_of
         return PackedBatch(
-            tokens_T=_joined(tokens, length),
-            positions_T=_joined(positions, length),
-            attention=_layout([own, continued], length),
-            logit_rows_N=_joined(rows),
-            targets_N=_joined(targets),
+            tokens_T=_joined(tokens, length).to(device),
+            positions_T=_joined(positions, length).to(device),
+            attention=_layout([own, continued], length, device),
+            logit_rows_N=_joined(rows).to(device),
+            targets_N=_joined(targets).to(device),
             computed_tokens=start,
         )
 
@@ -216,7 +196,7 @@ def _mask(sample: TrainSample) -> NDArray[np.bool_]:
     return np.asarray(sample.loss_mask, bool)
 
 
-def _joined(parts: Sequence[Rows], length: int = 0) -> torch.Tensor:
+def _joined(parts: Sequence[NDArray[np.int64]], length: int = 0) -> torch.Tensor:
     """The parts as one tensor, filled up with zeros to ``length``."""
     joined = np.concatenate(parts)
     return torch.from_numpy(np.pad(joined, (0, max(length - len(joined), 0))))
@@ -236,7 +216,7 @@ def _share(samples: Sequence[TrainSample], share_prompts: bool) -> list[list[Tra
     return list(shared.values())
 
 
-def _layout(kinds: list[list[_Segment]], num_tokens: int) -> AttentionLayout:
+def _layout(kinds: list[list[_Segment]], num_tokens: int, device: torch.device | None) -> AttentionLayout:
     """One attention block per kind of segment; tokens in no segment (padding) get the output of token 0."""
     blocks: list[AttentionBlock] = []
     output_rows_T = torch.zeros(num_tokens, dtype=torch.long)
@@ -244,28 +224,28 @@ def _layout(kinds: list[list[_Segment]], num_tokens: int) -> AttentionLayout:
     for segments in kinds:
         if not segments:
             continue
-        block = _block(segments)
+        block = _block(segments, device)
         width = block.query_rows_GQ.shape[1]
         for number, segment in enumerate(segments):
             place = offset + number * width
             output_rows_T[segment.rows.start : segment.rows.stop] = torch.arange(place, place + len(segment.rows))
         offset += block.query_rows_GQ.numel()
         blocks.append(block)
-    return AttentionLayout(tuple(blocks), output_rows_T)
+    return AttentionLayout(tuple(blocks), output_rows_T.to(device))
 
 
-def _block(segments: list[_Segment]) -> AttentionBlock:
+def _block(segments: list[_Segment], device: torch.device | None) -> AttentionBlock:
     queries = max(len(segment.rows) for segment in segments)
-    query_rows_GQ = _padded([[segment.rows] for segment in segments])
+    query_rows_GQ = _padded([[segment.rows] for segment in segments]).to(device)
     if not any(segment.prefix for segment in segments):
         return AttentionBlock(query_rows_GQ, query_rows_GQ, None)
-    key_rows_GK = _padded([[segment.prefix, segment.rows] for segment in segments])
+    key_rows_GK = _padded([[segment.prefix, segment.rows] for segment in segments]).to(device)
     # Query q of a row sees the prefix and the row's own first q + 1 tokens; a padded one, q ≥ length, key 0 only.
-    prefix_G11 = torch.tensor([len(segment.prefix) for segment in segments])[:, None, None]
-    length_G11 = torch.tensor([len(segment.rows) for segment in segments])[:, None, None]
-    query_1Q1 = torch.arange(queries)[None, :, None]
+    prefix_G11 = torch.tensor([len(segment.prefix) for segment in segments], device=device)[:, None, None]
+    length_G11 = torch.tensor([len(segment.rows) for segment in segments], device=device)[:, None, None]
+    query_1Q1 = torch.arange(queries, device=device)[None, :, None]
     last_GQ1 = torch.where(query_1Q1 < length_G11, prefix_G11 + query_1Q1, 0)
-    mask_GQK = torch.arange(key_rows_GK.shape[1])[None, None, :] <= last_GQ1
+    mask_GQK = torch.arange(key_rows_GK.shape[1], device=device)[None, None, :] <= last_GQ1
     return AttentionBlock(query_rows_GQ, key_rows_GK, mask_GQK[:, None])
 
 

@@ -22,7 +22,7 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
     """Meet the other ranks and divide them into model-parallel and data-parallel groups.
 
     Raises:
-        ConfigError: The number of ranks is no multiple of the model-parallel size.
+        ConfigError: The number of ranks is not a multiple of the model-parallel size.
     """
     config.data_parallel_size(rendezvous.world_size)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from slime_core.ops import AdvantageEstimator
     from slime_megatron.worker import MegatronWorker
 
-_FLAG = "--custom-advantage-function-path"
-
 
 def check_algorithm(algorithm: AlgorithmConfig) -> AdvantageEstimator | None:
     """Check that the trainer has what the algorithm needs. Can be asked before a run starts.
@@ -27,15 +25,15 @@ def check_algorithm(algorithm: AlgorithmConfig) -> AdvantageEstimator | None:
         The user-defined advantage function, if there is one.
 
     Raises:
-        ConfigError: ppo, which needs a critic; or there is no such function.
+        ConfigError: It is ppo, which needs a critic, or the function cannot be used.
     """
-    path = algorithm.custom_advantage_function_path
+    path, flag = algorithm.custom_advantage_function_path, "--custom-advantage-function-path"
     if algorithm.advantage_estimator == "ppo" and path is None:
         raise ConfigError(
             "--advantage-estimator ppo needs a critic, and this trainer has none; take another estimator, such as "
             "rloo or reinforce_plus_plus_baseline. `slime_core.ops` has ppo's advantages and losses for other trainers"
         )
-    return None if path is None else load_function(path, _FLAG, arguments=("inputs",))
+    return None if path is None else load_function(path, flag, arguments=("inputs",))
 
 
 def start_worker(
@@ -67,10 +65,12 @@ def start_worker(
     """
     from slime_megatron.device import select_device
 
+    estimator = check_algorithm(algorithm)
     device = select_device(config.trainer_threads)
     with warnings.catch_warnings():
         # Megatron warns six times that it goes on without these two, as we mean it to.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")
         from slime_megatron.worker import MegatronWorker
 
-    return MegatronWorker(config, algorithm, shape, rendezvous, device, loss=loss, resume_from=resume_from)
+    given = (config, algorithm, shape, rendezvous, device)
+    return MegatronWorker(*given, loss=loss, estimator=estimator, resume_from=resume_from)

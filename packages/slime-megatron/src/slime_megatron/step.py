@@ -145,7 +145,7 @@ def token_weights(batch: MicroBatch, step: TrainStep, algorithm: AlgorithmConfig
 
 
 def step_mis_sums(plan: StepPlan, algorithm: AlgorithmConfig, device: torch.device) -> torch.Tensor:
-    """:func:`slime_core.ops.mis_weight_sums` over the step and all data-parallel ranks, all of which call this [2]."""
+    """:func:`slime_core.ops.mis_weight_sums` over the step and all data-parallel ranks; all call this [2]."""
     sums_2, flag = torch.zeros(2, device=device), "--mis-batch-normalize"
     for planned in plan.batches:
         batch = planned.batch

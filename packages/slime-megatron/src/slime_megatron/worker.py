@@ -20,6 +20,7 @@ from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.interfaces import Role, WeightChannel
+from slime_core.ops import AdvantageEstimator
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
 from slime_megatron.checkpoint import find_checkpoint, reference_source
 from slime_megatron.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
@@ -32,7 +33,6 @@ from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_mode
 from slime_megatron.packing import MicroBatch, PackedBatch, trained_samples
 from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
 from slime_megatron.plan import Planner, StepPlan
-from slime_megatron.start import check_algorithm
 from slime_megatron.step import evaluate, forward_backward
 from slime_megatron.sync import push_weights
 
@@ -67,7 +67,7 @@ class MegatronWorker:
     """One rank of the training half: the model, its optimizer and, if the loss needs one, the reference model.
 
     Implements :class:`slime_core.interfaces.TrainerWorker`; made by :func:`slime_megatron.start.start_worker`, whose
-    arguments these are. ``device`` is what the rank computes on.
+    arguments these are. ``device`` is what the rank computes on, ``estimator`` a user-defined advantage function.
     """
 
     def __init__(
@@ -78,15 +78,16 @@ class MegatronWorker:
         rendezvous: Rendezvous,
         device: Device,
         *,
-        loss: str = "policy",
-        resume_from: str | Path | None = None,
+        loss: str,
+        estimator: AdvantageEstimator | None,
+        resume_from: str | Path | None,
     ) -> None:
         self.config = config
         self.algorithm = algorithm
         self.shape = shape
         self._device = device
         self._loss = loss_named(loss)
-        self._estimator = check_algorithm(algorithm) if self._loss.uses_advantages else None
+        self._estimator = estimator
         join_ranks(config, rendezvous, device)
         seed_everything(config.seed)
         weights = config.load or config.ref_load
@@ -238,7 +239,7 @@ class MegatronWorker:
 
     def _packed(self, batches: Iterable[MicroBatch], timer: PhaseTimer, phase: str) -> Iterator[PackedBatch]:
         """The batches on the device, each packed when it is asked for: those before it can be freed by then."""
-        return (timer.counted(phase, batch.pack().to(self._device.torch_device)) for batch in batches)
+        return (timer.counted(phase, batch.pack(self._device.torch_device)) for batch in batches)
 
     def _evaluate(
         self, temperature: float, timer: PhaseTimer, role: Role, batches: Sequence[MicroBatch]
