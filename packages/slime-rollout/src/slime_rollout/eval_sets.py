@@ -19,16 +19,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.eval_metrics import set_name_problem
 from slime_rollout.config import RolloutConfig
+from slime_rollout.strict_yaml import load_yaml
 
 FLAG = "--eval-prompt-data"
 FILE_FLAG = "--eval-config"
@@ -245,7 +244,7 @@ class EvalFile(NamedTuple):
 def read_eval_config(path: str) -> EvalFile:
     """Read and check the file. Raises `ConfigError` for unknown keys and invalid values, with the place."""
     where = f"{FILE_FLAG} {path}"
-    whole = _mapping(f"{where}: the file", _load(path), ("eval",), where)
+    whole = _mapping(f"{where}: the file", load_yaml(FILE_FLAG, path), ("eval",), where)
     if "eval" not in whole:
         raise ConfigError(f"{where} has no key eval; write eval: {{datasets: [{{name: …, path: …}}]}}")
     given = _mapping(f"{where}: eval", whole["eval"], ("defaults", "datasets"))
@@ -315,33 +314,3 @@ def _mapping(what: str, value: Any, known: Collection[str] | None = None, where:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:80] + "…"
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, of which YAML's readers silently take the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return node
-
-
-def _load(path: str) -> Any:
-    where = f"{FILE_FLAG} {path}"
-    try:
-        return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"{where} does not exist; give a YAML file that names held-out sets") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}; give a readable YAML file in UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ConfigError(f"{where}{line}: no valid YAML: {problem}") from None
-    except RecursionError:
-        raise ConfigError(f"{where} is nested too deeply") from None

@@ -35,6 +35,8 @@ def load_yaml(flag: str, path: str) -> Any:
     """
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"{flag} {path} does not exist; give a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error}; give a readable YAML file in UTF-8") from error
     except yaml.YAMLError as error:

@@ -248,7 +248,7 @@ def test_a_router_port_is_no_engines_port(engine_config, tiny_model, tmp_path, m
         promised.append(set(without))
         return free_port(without=without)
 
-    monkeypatch.setattr("slime_rollout.engine.fleet.free_port", free)
+    monkeypatch.setattr("slime_rollout.engine.addresses.free_port", free)
     config = dataclasses.replace(engine_config, engine_startup_timeout=0.1, sglang_router_port=free_port())
     with pytest.raises(EngineStartError):
         start(config, tiny_model, tmp_path)

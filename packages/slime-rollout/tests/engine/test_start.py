@@ -7,9 +7,11 @@ import time
 import pytest
 
 from slime_rollout.engine import router as router_module
+from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.server import HostLauncher
 from slime_rollout.engine.start import ModelFleets, start_engines
 from slime_rollout.http import call
 from slime_rollout.supervise import SupervisionError, reaper
@@ -172,3 +174,27 @@ def test_one_fleet_behind_a_router_that_others_run(quick_python, router, tmp_pat
             for _ in range(router_module.MISSED_CHECKS):
                 fleet.check()
     assert not (tmp_path / "logs" / "router.log").exists()
+
+
+def test_engines_are_started_by_the_launcher_that_is_given(quick_python, tmp_path):
+    started = []
+
+    class Recorder(HostLauncher):
+        def start(self, spec, *, log_path):
+            started.append((spec.seed, log_path.name))
+            return super().start(spec, log_path=log_path)
+
+    config = EngineConfig(sglang_python=quick_python)
+    with start_engines(
+        config,
+        model_path="m",
+        num_engines=2,
+        dtype="float32",
+        context_length=None,
+        seed=3,
+        log_dir=tmp_path,
+        device="cpu",
+        launcher=Recorder(config, Ports()),
+    ) as fleet:
+        assert started == [(3, "engine_0.log"), (4, "engine_1.log")]
+        assert [model_behind(url) for url in fleet.engine_urls] == ["m", "m"]

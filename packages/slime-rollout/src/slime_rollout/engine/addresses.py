@@ -44,7 +44,7 @@ def get_model_url(args: Any, name: str, path: str = "") -> str:
         path: Appended to the address, such as ``/generate``.
 
     Raises:
-        ConfigError: There is no such model.
+        ConfigError: The model does not exist.
     """
     routers: Mapping[str, list[Any]] = getattr(args, "sglang_model_routers", {})
     if name not in routers:

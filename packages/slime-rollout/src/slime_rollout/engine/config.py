@@ -252,7 +252,7 @@ def find_python(given: str | None) -> str:
     """The interpreter that ``--sglang-python`` names, by its path or as a command in PATH; the running one if unset.
 
     Raises:
-        ConfigError: There is no such program.
+        ConfigError: The program does not exist.
     """
     found = sys.executable if given is None else shutil.which(given)
     if found is None:

@@ -22,14 +22,14 @@ class EngineDiedError(EngineError):
 
 
 class ExternalEngineError(EngineError):
-    """An engine that others run cannot be asked what it is, or does not fit the run."""
+    """An external engine does not report what it is, or does not fit the run."""
 
 
 class WeightSyncError(EngineError):
     """An engine refused new weights, or does not confirm their version.
 
     Attributes:
-        url: The engine, or the receiver beside it, that the error is about; ``None`` if it is about none.
+        url: The engine, or its receiver, that caused the error; ``None`` if no single one did.
         silent: Addresses of all that gave no answer in time, where no other engine is the cause. ``url`` may be among
             them.
     """

@@ -1,7 +1,7 @@
 """The flags of the SGLang that is installed in some interpreter: those of its own argument parser.
 
 The parser is built in that interpreter, which imports SGLang and takes seconds. The result is cached on disk, until
-SGLang's files change or a package is installed beside it.
+SGLang's files change or another package is installed.
 """
 
 from __future__ import annotations

@@ -178,14 +178,14 @@ def _cpu_flags(context_length: int | None) -> dict[str, SglangValue]:
         "cuda-graph-backend-decode": "disabled",
         "cuda-graph-backend-prefill": "disabled",
         # The cache's size is given in tokens. SGLang only compares this share with what loading seemed to take, and
-        # that includes whatever other processes took meanwhile: at 0.1 it gave up beside a trainer that was starting.
+        # that includes whatever other processes took meanwhile: at 0.1 it gave up while a trainer was starting.
         "mem-fraction-static": "0.8",
         "max-total-tokens": str(max(KV_TOKENS, context_length or 0)),
         "max-running-requests": str(RUNNING_REQUESTS),
         # Samples of one prompt arrive together. A small first part of them is prefilled, and serves the others.
         "schedule-policy": "lpm",
         "chunked-prefill-size": str(PREFILL_TOKENS),
-        # Without it an idle server keeps one core busy, and a trainer beside it runs at half its speed.
+        # Without it an idle server keeps one core busy, and a trainer on the same machine runs at half its speed.
         "sleep-on-idle": True,
         # `sampling_seed` counts only with this.
         "enable-deterministic-inference": True,

@@ -8,7 +8,6 @@ kernel closes the write end, and the supervisor ends every process below it. A p
 it reaches only the direct child, and it follows the thread that forked, not the process.
 """
 
-from slime_rollout.supervise.supervised import Supervised, SupervisionError
-from slime_rollout.supervise.topmost import run_under_supervisor
+from slime_rollout.supervise.supervised import Supervised, SupervisionError, run_under_supervisor
 
 __all__ = ["Supervised", "SupervisionError", "run_under_supervisor"]

@@ -32,7 +32,7 @@ TORCH_MEMORY = "torch"
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """One process, told apart from a later one with the same pid.
+    """One process, distinct from a later one with the same pid.
 
     Attributes:
         pid: Process id.

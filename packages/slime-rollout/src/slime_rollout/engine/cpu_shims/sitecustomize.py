@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from slime_cpu_shims import stand_ins
+import slime_cpu_shims
 
 HERE = Path(__file__).resolve().parent
 
@@ -20,5 +20,5 @@ def _run_hidden_sitecustomize():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-stand_ins.install()
+slime_cpu_shims.install()
 _run_hidden_sitecustomize()

@@ -39,7 +39,7 @@ def _attend_to_many_sequences_at_once():
 
 
 def _fork_children():
-    """Fork scheduler and detokenizer from the server instead of starting them anew.
+    """Fork scheduler and detokenizer from the server instead of starting new interpreters.
 
     All three import the same modules, which is nearly all of their start-up. When they are forked, the server has
     neither threads of its own nor a device, the two things that forbid forking.

@@ -1,5 +1,0 @@
-"""Only this family."""
-
-from sglang.srt.models.qwen3 import EntryClass
-
-__all__ = ["EntryClass"]
