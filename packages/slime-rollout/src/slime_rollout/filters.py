@@ -14,7 +14,7 @@ from slime_core.types import Drop, Group, Keep, Verdict
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.generate import by_trajectory
-from slime_rollout.hooks.limits import await_within
+from slime_rollout.threads import await_within
 
 FLAG = "--dynamic-sampling-filter-path"
 REJECTED = "rejected"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import logging
 import math
 import os
 import random
+import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime_core.errors import SlimeError
+from slime_rollout.threads import LoopThread
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads flags needs none of it
     import aiohttp
@@ -27,6 +31,11 @@ RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, *(10.0,) * 30)
 """Mean seconds before each retry of a generation request: five minutes, as long as an engine may take to restart."""
 QUICK_DELAYS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 """Mean seconds before each retry of any other request, as far as it is given that many attempts."""
+
+REQUESTS = 64
+"""Most requests to a `Service` at once."""
+ATTEMPTS = 4
+"""How often a `Service` is asked."""
 
 _LONGEST_DELAY = RETRY_DELAYS[-1]
 _JITTER = 0.25
@@ -242,6 +251,62 @@ def call(
         return thread.submit(asyncio.run, work()).result()
 
 
+class Service:
+    """An address that is asked about samples from any event loop: a reward service, or a teacher.
+
+    Connections are kept and used again, on an event loop of the service's own, which starts with the first request and
+    ends with the last reference.
+
+    Args:
+        url: Address of the service.
+        timeout: Time limit of one attempt, in seconds. Waiting for a turn is not counted.
+    """
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        self.url = url
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._connections: _Connections | None = None
+
+    async def ask(self, payload: Any) -> Any:
+        """What the service answers to a POST of ``payload``: parsed JSON, its text if it is not, ``None`` if empty.
+
+        Raises:
+            HttpError: There was no good answer.
+        """
+        with self._lock:
+            if self._connections is None:
+                self._connections = _Connections(self.url, self._timeout)
+                weakref.finalize(self, self._connections.close)
+            connections = self._connections
+        return await asyncio.wrap_future(connections.thread.submit(connections.post(_dump(payload))))
+
+
+class _Connections:
+    """What lives on the service's own event loop. It refers to no `Service`, so that one can end."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._url, self._timeout = url, timeout
+        self._turns = asyncio.Semaphore(REQUESTS)
+        self._retries = Retries(QUICK_DELAYS[: ATTEMPTS - 1])
+        self._session: aiohttp.ClientSession | None = None
+        self.thread = LoopThread("slime-service")
+
+    async def post(self, body: bytes) -> Any:
+        if self._session is None:
+            self._session = make_session(self._timeout)
+        async with self._turns:
+            return await request(self._session, "POST", self._url, body, self._retries)
+
+    def close(self) -> None:
+        """Close the connections and end the thread. Does not wait."""
+        self.thread.close(self._close_session)
+
+    async def _close_session(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
 def parse_body(content: bytes) -> Any:
     """What an answer holds: parsed JSON, its text if it is not JSON, ``None`` if it is empty."""
     if not content:
@@ -288,3 +353,10 @@ def _late(session: aiohttp.ClientSession) -> str:
 def _reason(error: aiohttp.ClientConnectorError) -> str:
     number = error.os_error.errno
     return os.strerror(number) if number is not None and number > 0 else str(error.os_error)
+
+
+def _dump(payload: Any) -> bytes:
+    try:
+        return orjson.dumps(payload)
+    except orjson.JSONEncodeError:  # half a surrogate pair, which a model may write
+        return json.dumps(payload).encode()

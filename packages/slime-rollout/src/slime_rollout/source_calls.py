@@ -12,7 +12,7 @@ from slime_core.types import Group
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import AccountedSource, checked_groups
 from slime_rollout.errors import HookTimeoutError
-from slime_rollout.hooks.limits import call_within
+from slime_rollout.threads import call_within
 
 
 class SourceCalls:

@@ -17,8 +17,7 @@ from slime_rollout import failures
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import load_tokenizer
 from slime_rollout.errors import TeacherError
-from slime_rollout.http import HttpError, call
-from slime_rollout.service import ATTEMPTS, REQUESTS, Service
+from slime_rollout.http import ATTEMPTS, REQUESTS, HttpError, Service, call
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Work in other threads: an event loop that lives there, and plain calls that may never end."""
+"""Work in other threads: plain calls that may never end, also within a time limit, and an event loop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
+from slime_rollout.errors import HookTimeoutError
+
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 Arguments = TypeVarTuple("Arguments")
 CallOutcome = tuple[Any, BaseException | None]
 """What a function returned, or what it raised."""
 
+HOOK_FLAG = "--hook-timeout"
+_HOOK_THREAD = "slime-hook"
 _STOP_SECONDS = 10.0
 
 
@@ -43,6 +47,49 @@ def start_call(thread: str, function: Callable[..., Any], *args: Any) -> Future[
     # No executor: Python joins an executor's threads at exit, so one stuck call would keep the process alive.
     threading.Thread(target=run, name=thread, daemon=True).start()
     return answer
+
+
+def call_within(seconds: float, what: str, function: Callable[..., Any], *args: Any, flag: str = HOOK_FLAG) -> Any:
+    """Call a user-defined function in a thread of its own and wait for it; raises what it raises.
+
+    A thread cannot be stopped, so a function that takes too long is left behind. One that lets no other thread run,
+    such as an endless regular expression, is not noticed.
+
+    Args:
+        seconds: The time limit.
+        what: The function's name, for the message.
+        function: What to call.
+        *args: Its arguments.
+        flag: What sets the limit, for the message.
+
+    Raises:
+        HookTimeoutError: It took longer.
+    """
+    answer = start_call(_HOOK_THREAD, function, *args)
+    if not concurrent.futures.wait([answer], timeout=seconds).done:
+        raise _too_long(seconds, what, flag)
+    return _given(answer.result())
+
+
+async def await_within(seconds: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """As :func:`call_within`, without blocking the event loop."""
+    try:
+        async with asyncio.timeout(seconds):
+            outcome = await asyncio.wrap_future(start_call(_HOOK_THREAD, function, *args))
+    except TimeoutError:
+        raise _too_long(seconds, what, HOOK_FLAG) from None
+    return _given(outcome)
+
+
+def _given(outcome: CallOutcome) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
+
+
+def _too_long(seconds: float, what: str, flag: str) -> HookTimeoutError:
+    return HookTimeoutError(f"{what} was not done after {seconds:g} s; it hangs, or needs a higher {flag}")
 
 
 class PerLoop(Generic[Value]):

@@ -124,7 +124,7 @@ def test_a_boxed_answer_is_all_that_a_service_sees(monkeypatch, response, sent):
         asked.append(payload)
         return 1.0
 
-    monkeypatch.setattr("slime_rollout.service.Service.ask", ask)
+    monkeypatch.setattr("slime_rollout.http.Service.ask", ask)
     reward = RowRuleReward(config(rm_type="boxed_remote_rm", rm_url="http://a"), {})
     assert score(reward, sample(response)) == [1.0]
     assert score(RemoteReward("http://a", timeout=1.0), sample(response)) == [1.0]
@@ -139,7 +139,7 @@ def test_a_service_may_fail_for_half_an_hour_and_then_ends_the_run_once_256_samp
             return 1.0
         raise HttpError("POST", "http://a", 503, "it starts")
 
-    monkeypatch.setattr("slime_rollout.service.Service.ask", ask)
+    monkeypatch.setattr("slime_rollout.http.Service.ask", ask)
     monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
     reward = RowRuleReward(config(rm_type="remote_rm", rm_url="http://a"), {})
     assert score(reward, *[sample("1")] * 2000) == [0.0] * 2000

@@ -7,8 +7,7 @@ import time
 import pytest
 from aiohttp import web
 
-from slime_rollout.http import HttpError
-from slime_rollout.service import ATTEMPTS, REQUESTS, Service
+from slime_rollout.http import ATTEMPTS, REQUESTS, HttpError, Service
 
 
 class Server:
