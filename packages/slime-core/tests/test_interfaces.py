@@ -97,6 +97,12 @@ class PlainRollout:
     def evaluate(self, rollout_id):
         return EvalReport(rollout_id=rollout_id, scores={}, metrics={}, samples={}, seconds=0.0)
 
+    def sleep(self):
+        pass
+
+    def wake(self):
+        pass
+
     def state_dict(self):
         return self.source.state_dict()
 

@@ -8,9 +8,8 @@ import pytest
 from slime_core.errors import ConfigError
 from slime_core.types import WeightUpdate
 from slime_launch.flags.command import parse_train
-from slime_launch.rollouts import ChannelSpec, RolloutHost, RolloutSpec, start_receiver
 from slime_launch.trainers import TrainerRank
-from slime_rollout.weight_version import CacheNamespace
+from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, start_receiver
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel, DistributedWeightChannel, TensorWeightChannel
 
 
@@ -53,7 +52,7 @@ def test_colocated_tensors_stay_on_their_gpu():
 
 def rollout_spec(*words):
     settings = engine_flags(*words)
-    return RolloutSpec(
+    return GenerationSpec(
         engine=settings.engine, rollout=settings.rollout, num_engines=1, num_gpus=1, topology=None,
         dtype="float32", context_length=None, seed=1, log_dir="", flags={},
     )  # fmt: skip
@@ -81,38 +80,37 @@ class Fleet:
 
 
 def host(spec):
-    host = RolloutHost.__new__(RolloutHost)
-    host._spec, host._fleet, host._receiver = spec, Fleet(), None
-    host._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
-    return host
+    service = GenerationService(spec)
+    service._engines = Fleet()
+    return service
 
 
 def test_each_engine_gets_deltas_from_the_receiver_on_its_machine():
     given = host(rollout_spec(*FAR))
-    assert given.channel(False).receivers == ("http://a:9", "http://b:9", "http://a:9")
-    behind = given.channel(True)
+    assert given.begin_update().receivers == ("http://a:9", "http://b:9", "http://a:9")
+    behind = given.begin_update(only_behind=True)
     assert behind.receivers == ("http://b:9", "http://a:9")
     assert behind.open().receivers == behind.receivers
-    assert host(rollout_spec(*TOLD, "c:9")).channel(True).receivers == ("http://c:9",) * 2
+    assert host(rollout_spec(*TOLD, "c:9")).begin_update(only_behind=True).receivers == ("http://c:9",) * 2
     with pytest.raises(ConfigError, match=r"b:8 c:9 has 0 on the machine of http://a:2; give one on each, .*: a:PORT"):
-        host(rollout_spec(*TOLD, "b:8", "c:9")).channel(True)
+        host(rollout_spec(*TOLD, "b:8", "c:9")).begin_update(only_behind=True)
 
 
 def test_requests_before_amid_and_after_an_update_in_place_share_no_cached_prefixes():
     given = host(rollout_spec("--update-weight-pause-mode", "in_place"))
     names = [given._namespace()]
-    given.channel(only_behind=False)
+    given.begin_update()
     names.append(given._namespace())
     given.confirm_update(3)
     names.append(given._namespace())
-    assert len(set(names)) == 3 and given._fleet.version == 3
+    assert len(set(names)) == 3 and given._engines.version == 3
 
 
 def test_cached_prefixes_are_kept_where_no_engine_is_behind():
     given = host(rollout_spec("--update-weight-pause-mode", "in_place"))
     before = given._namespace()
-    given._fleet.engine_urls = ()
-    assert given.channel(only_behind=True).engine_urls == ()
+    given._engines.engine_urls = ()
+    assert given.begin_update(only_behind=True).engine_urls == ()
     assert given._namespace() == before
 
 

@@ -26,9 +26,9 @@ from slime_launch.finished import report_if_finished
 from slime_launch.flags.command import parse_train
 from slime_launch.loop import Parts, check_scored, check_versions, next_batch
 from slime_launch.preflight import preflight, with_output
-from slime_launch.rollouts import Progress
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.watch import Watch
+from slime_rollout.generation_service import Progress
 from slime_rollout.store import RolloutStore
 
 
@@ -57,22 +57,35 @@ class Engine:
     weights: int | None = None
 
 
+class Call:
+    """Ends at the second look."""
+
+    def __init__(self, result) -> None:
+        self.result, self.looks = result, 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
 class Rollout:
     """Generates what follows from the data position and from the weights that were sent last."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.engine, self.position, self.version = clock, Engine(), 0, 0
 
-    def channel(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
+    def begin_update(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
         return types.SimpleNamespace(engine_urls=()) if only_behind else self.engine
 
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None
         self.version = version
 
-    def generate(self, rollout_id, *, on_poll):
+    def generate(self, rollout_id):
         self.clock.tick(f"generate {rollout_id}")
-        on_poll()
+        return Call(lambda: self.generated(rollout_id))
+
+    def generated(self, rollout_id):
         assert self.engine.weights is not None
         groups = [
             [self.sample(group * 2 + member, group, self.position, self.engine.weights) for member in range(2)]
@@ -87,9 +100,11 @@ class Rollout:
             index=index, group_index=group, prompt="p", tokens=[1, token], response_length=1, reward=float(token % 2)
         )
 
-    def evaluate(self, iteration, *, on_poll):
+    def evaluate(self, iteration):
         self.clock.tick(f"evaluate {iteration}")
-        on_poll()
+        return Call(lambda: self.evaluated(iteration))
+
+    def evaluated(self, iteration):
         rate = digest(self.engine.weights) % 101 / 100
         self.clock.tick(f"evaluated {iteration}")
         metrics = {"eval/sums": rate, "eval/sums-pass@2": rate}

@@ -12,10 +12,10 @@ import pytest
 from slime_core.types import SyncReport
 from slime_launch import loop
 from slime_launch.console import RunConsole
-from slime_launch.loop import Parts, push_weights, watch_rollout, watch_trainers
-from slime_launch.rollouts import ChannelSpec, Progress, retry_delays
+from slime_launch.loop import Parts, push_weights, wait_for, watch_trainers
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
+from slime_rollout.generation_service import ChannelSpec, Progress, retry_delays
 from slime_rollout.http import RETRY_DELAYS
 
 
@@ -31,7 +31,7 @@ class Rollout:
         self.blames_an_engine = True
         self.calls: list[str] = []
 
-    def channel(self, *, only_behind: bool = False) -> ChannelSpec:
+    def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
         self.calls.append("behind" if only_behind else "all")
         assert self.open is None
         self.open = tuple(url for url in self.weights if not only_behind or self.weights[url] != self.current)
@@ -127,14 +127,25 @@ def test_the_end_of_the_budget_ends_the_update():
 def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
     run = parts("a", "b", iteration=9, version=4)
     push_weights(run, version=4)
+
+    class Generating:
+        """Takes five moments; in the second an engine is replaced, and dies again when it gets the weights."""
+
+        moments = 0
+
+        def done(self):
+            self.moments += 1
+            if self.moments == 2:
+                assert run.rollout.calls == ["all"]
+                run.rollout.weights = {"a": 4, "b'": None}
+                run.rollout.doomed = ["b'"]
+            return self.moments > 5
+
+        def result(self):
+            return "a rollout"
+
     with run.console.wait("generate") as wait:
-        poll = watch_rollout(run, wait)
-        poll()
-        assert run.rollout.calls == ["all"]
-        run.rollout.weights = {"a": 4, "b'": None}
-        run.rollout.doomed = ["b'"]
-        for _ in range(3):
-            poll()
+        assert wait_for(run, Generating(), wait) == "a rollout"
     assert run.trainers.pushed[1:] == [(("b'",), 4), (("b''",), 4)]
     assert run.rollout.weights == {"a": 4, "b''": 4}
 

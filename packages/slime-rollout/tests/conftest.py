@@ -146,8 +146,8 @@ def good_reply(text="42", tokens=(5, 6), version="default", finish=None, **meta)
 class ScriptedEngine:
     """Answers each POST /generate by calling ``answer(number, body)``: a reply, an HTTP status, or a coroutine.
 
-    Also keeps what POST /abort_request was told, and answers GET /workers as a router does once there are any, and any
-    other GET from ``pages``.
+    Also keeps what POST /abort_request was told, answers GET /workers as a router does once there are any, any other GET
+    from ``pages``, and any other POST by ``on_post(path)``.
     """
 
     def __init__(self):
@@ -159,6 +159,7 @@ class ScriptedEngine:
         self.in_flight = self.most_in_flight = 0
         self.answer: Callable = lambda number, body: good_reply()
         self.pages = {}
+        self.on_post: Callable = lambda path: web.Response(status=404)
         self.url = ""
 
     async def _handle(self, request):
@@ -205,6 +206,9 @@ class ScriptedEngine:
             return web.Response(status=404)
         return web.json_response({"workers": [{"url": url} for url in self.workers]})
 
+    async def _post(self, request):
+        return self.on_post(request.path)
+
     async def _page(self, request):
         page = self.pages.get(request.path)
         return web.Response(status=404) if page is None else web.json_response(page)
@@ -214,6 +218,7 @@ class ScriptedEngine:
             app = web.Application()
             app.router.add_post("/generate", self._handle)
             app.router.add_post("/abort_request", self._abort)
+            app.router.add_post("/{page}", self._post)
             app.router.add_get("/workers", self._workers)
             app.router.add_get("/{page}", self._page)
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

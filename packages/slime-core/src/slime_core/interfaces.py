@@ -84,6 +84,14 @@ class Rollout(Protocol):
         """Score the held-out prompts."""
         ...
 
+    def sleep(self) -> None:
+        """Stop generating, and give back device memory as far as possible."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again. Weights are undefined until the next update."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """State of the data source, as plain values."""
         ...

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from slime_core.errors import SlimeError
 from slime_launch.errors import RunError
 from slime_launch.watch import Watch
+
+Result = TypeVar("Result")
 
 POLL_SECONDS = 0.2
 LOG_LINES = 15
@@ -81,11 +83,43 @@ class Worker:
         ray.kill(self.handle, no_restart=True)
 
 
-class Question:
-    """A call that is made again and again and never waited for.
+class Call(Generic[Result]):
+    """A call of a worker that is under way.
 
     Args:
-        workers: Who is asked.
+        worker: Who is called.
+        method: What is called.
+        *args: With what.
+    """
+
+    def __init__(self, worker: Worker, method: str, *args: Any) -> None:
+        self._worker = worker
+        self._ref = worker.start_call(method, *args)
+
+    def done(self) -> bool:
+        """Whether it has ended, after a moment's wait.
+
+        Raises:
+            Stopped: A signal asked the run to stop.
+            RunError: A part of the run is gone.
+        """
+        import ray
+
+        ready, _ = ray.wait([self._ref], timeout=POLL_SECONDS)
+        self._worker.watch.check()
+        return bool(ready)
+
+    def result(self) -> Result:
+        """Its result. Errors as in :func:`gather`."""
+        result: Result = _result(self._ref, self._worker)
+        return result
+
+
+class Question:
+    """A call that is repeated and never waited for.
+
+    Args:
+        workers: Who is called.
         method: What is called on each; must return at once.
     """
 

@@ -1,4 +1,4 @@
-"""The synchronous loop: generate, train, send the weights, again."""
+"""The loop: generate, train, send the weights, again. It reads from :func:`run_sync` down."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from slime_convert.shape import ModelShape
 from slime_core.types import RolloutBatch, SyncReport, TrainReport
+from slime_launch.calls import Call
 from slime_launch.console import RunConsole, Wait
 from slime_launch.errors import RunError
 from slime_launch.flags.settings import Settings
 from slime_launch.resume import RunState
-from slime_launch.rollouts import ChannelSpec, RolloutWorker
+from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import split_rollout
 from slime_launch.step_metrics import eval_line, eval_row, reward_failures, rollout_row, step_line, train_rows
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
 from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.generation_service import ChannelSpec
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the loop turns.
+    """What the loop works with.
 
     Attributes:
         settings: All of the run's settings.
@@ -33,7 +38,7 @@ class Parts:
         rollout: The generation half, its engines serving.
         state: What survives a restart.
         tracker: Where metrics go.
-        console: Where the run speaks.
+        console: Where progress is shown.
     """
 
     settings: Settings
@@ -47,16 +52,15 @@ class Parts:
 
 
 def run_sync(parts: Parts) -> None:
-    """Turn the crank from where the run stands to ``--num-rollout``.
+    """Go from the run's current iteration to ``--num-rollout``.
 
     Engines that were replaced get the weights whenever the trainers are free: while they wait for a rollout, and before
     they train or save. With ``--async-buffer-size`` they may never have to wait for one.
     """
-    first, last = parts.state.iteration, parts.settings.run.num_rollout
     restore_data_position(parts)
     push_weights(parts, version=parts.state.weight_version)
     evaluate_if_due(parts)
-    for rollout_id in range(first, last):
+    for rollout_id in range(parts.state.iteration, parts.settings.run.num_rollout):
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             batch = next_batch(parts, rollout_id)
@@ -74,7 +78,7 @@ def run_sync(parts: Parts) -> None:
 
 
 def restore_data_position(parts: Parts) -> None:
-    """Continue the data where the run stands; a new run becomes one that can be continued."""
+    """Continue the data where the run stands; make a new run resumable."""
     if parts.state.source_state is None:
         parts.state.begin(parts.rollout.state_dict())
     else:
@@ -89,11 +93,25 @@ def next_batch(parts: Parts, rollout_id: int) -> RolloutBatch:
         parts.rollout.load_state_dict(parts.state.source_state_after(rollout_id))
         return batch
     with parts.console.wait("generate") as wait:
-        batch = parts.rollout.generate(rollout_id, on_poll=watch_rollout(parts, wait))
+        batch = wait_for(parts, parts.rollout.generate(rollout_id), wait)
     check_versions(batch, may_lag=parts.settings.rollout.may_lag)
     check_scored(batch)
     parts.state.write_down(batch, parts.rollout.state_dict() if parts.state.can_resume else None)
     return batch
+
+
+def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
+    """Wait for the rollout worker, and send the weights to engines that are replaced meanwhile.
+
+    If all engines died, the rollout waits for nothing else. A trainer rank that dies ends the wait, too.
+    """
+    while not call.done():
+        parts.trainers.check()
+        progress = parts.rollout.progress()
+        wait.update(progress.note, done=progress.done, total=progress.total)
+        if progress.behind:
+            catch_up(parts, wait)
+    return call.result()
 
 
 def check_versions(batch: RolloutBatch, *, may_lag: bool) -> None:
@@ -119,7 +137,7 @@ def check_versions(batch: RolloutBatch, *, may_lag: bool) -> None:
 
 
 def check_scored(batch: RolloutBatch) -> None:
-    """The first rollout has a reward: what scores nothing from the beginning is wrong itself, not out of order.
+    """Refuse a run whose first rollout has no reward at all: then the reward itself is wrong, not a service down.
 
     Args:
         batch: A new rollout.
@@ -153,7 +171,7 @@ def push_weights(parts: Parts, *, version: int) -> SyncReport:
     with parts.console.wait(f"send weights, version {version}") as wait:
         report = None
         while report is None:
-            report = try_to_push(parts, parts.rollout.channel(), version, wait)
+            report = try_to_push(parts, parts.rollout.begin_update(), version, wait)
         return report
 
 
@@ -174,10 +192,10 @@ def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     """Send the current weights to engines that were replaced; the trainers must have nothing else to do.
 
     Args:
-        parts: What the loop turns.
+        parts: What the loop works with.
         wait: The wait that is going on; a new one if ``None``.
     """
-    channel = parts.rollout.channel(only_behind=True)
+    channel = parts.rollout.begin_update(only_behind=True)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
         with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what) as shown:
@@ -215,29 +233,13 @@ def evaluate_if_due(parts: Parts) -> None:
     if not due:
         return
     with parts.console.wait("evaluate") as wait:
-        report = parts.rollout.evaluate(iteration, on_poll=watch_rollout(parts, wait))
+        report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
     parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report))
     parts.console.line(eval_line(report))
 
 
-def watch_rollout(parts: Parts, wait: Wait) -> Callable[[], None]:
-    """What to call while the rollout worker is busy. A trainer rank that dies meanwhile ends the wait, too.
-
-    Engines that were replaced are sent the weights here: if all died, the rollout waits for nothing else.
-    """
-
-    def poll() -> None:
-        parts.trainers.check()
-        progress = parts.rollout.progress()
-        wait.update(progress.note, done=progress.done, total=progress.total)
-        if progress.behind:
-            catch_up(parts, wait)
-
-    return poll
-
-
 def watch_trainers(parts: Parts, wait: Wait) -> Callable[[], None]:
-    """What to call while the trainers are busy. An engine that dies meanwhile ends the wait, too."""
+    """Shows that the trainers are busy. An engine that dies meanwhile ends the wait."""
 
     def poll() -> None:
         parts.rollout.progress()
@@ -248,7 +250,7 @@ def watch_trainers(parts: Parts, wait: Wait) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Note how long the block took."""
+    """Record how long the block took."""
     start = time.monotonic()
     yield
     seconds[phase] = time.monotonic() - start

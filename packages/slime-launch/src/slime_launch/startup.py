@@ -13,10 +13,11 @@ from slime_launch.flags.settings import Settings
 from slime_launch.placement import Layout, Placement, check_layout, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked
 from slime_launch.ray_runtime import ray_runtime
-from slime_launch.rollouts import RolloutSpec, RolloutWorker
+from slime_launch.rollouts import RolloutWorker
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import engine_dtype, num_engines
 from slime_launch.watch import Watch
+from slime_rollout.generation_service import GenerationSpec
 
 
 class Startup:
@@ -72,7 +73,8 @@ class Startup:
             settings = limit_threads(settings, engines=self._checked.num_engines)
         trainers = TrainerGroup.start(place, settings.megatron, log_dir=self._log_dir, watch=self._watch)
         self._stack.callback(trainers.kill)
-        rollout = RolloutWorker.start(place, log_dir=self._log_dir, watch=self._watch)
+        service = self._generation_spec(settings)
+        rollout = RolloutWorker.start(place, service, log_dir=self._log_dir, watch=self._watch)
         self._stack.callback(rollout.close)
         spec = TrainerSpec(
             config=self._checked.weights.into(settings.megatron),
@@ -82,13 +84,13 @@ class Startup:
         )
         title = "start engines, router and trainers"
         with self._console.wait(title, done="engines, router and trainers are up") as wait:
-            engines = rollout.open(self._rollout_spec(settings))
+            engines = rollout.open()
             models = trainers.build(spec)
             gather(dict([engines, *models]), on_poll=lambda: wait.update(rollout.progress().note))
         return trainers, rollout
 
-    def _rollout_spec(self, settings: Settings) -> RolloutSpec:
-        return RolloutSpec(
+    def _generation_spec(self, settings: Settings) -> GenerationSpec:
+        return GenerationSpec(
             engine=settings.engine,
             rollout=settings.rollout,
             num_engines=num_engines(settings),

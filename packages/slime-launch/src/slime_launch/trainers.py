@@ -14,9 +14,9 @@ from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard, We
 from slime_launch.calls import Question, Worker, gather
 from slime_launch.errors import RunError
 from slime_launch.placement import Placement, free_port
-from slime_launch.rollouts import ChannelSpec
 from slime_launch.watch import Watch
 from slime_launch.worker_process import prepare
+from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:
     from slime_convert.shape import ModelShape

@@ -1,0 +1,371 @@
+"""`GenerationService`: the generation half as one object, from the engines' processes to scored rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slime_core.errors import SlimeError
+from slime_core.hooks import HookArgs
+from slime_core.interfaces import WeightChannel
+from slime_core.types import EvalReport, RolloutBatch
+
+if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings needs none of it
+    from slime_rollout.config import RolloutConfig
+    from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
+    from slime_rollout.engine.start import Engines
+    from slime_rollout.engine.topology import Topology
+    from slime_rollout.rollout import RolloutManager
+    from slime_rollout.weights import DeltaReceiver
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 30.0  # until an engine has ended what was aborted
+_POLL_SECONDS = 0.2
+
+
+class Progress(NamedTuple):
+    """How far the service is with what it does.
+
+    Attributes:
+        done: Samples scored.
+        total: Of how many.
+        note: Or a few words.
+        behind: Whether engines wait to be sent the current weights.
+    """
+
+    done: int | None = None
+    total: int | None = None
+    note: str = ""
+    behind: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationSpec:
+    """Settings of the generation half.
+
+    Attributes:
+        engine: Settings of the engines and the router.
+        rollout: Settings of prompts, sampling and rewards.
+        num_engines: Number of SGLang servers.
+        num_gpus: GPUs for generation.
+        topology: Contents of ``--sglang-config``.
+        dtype: ``float32`` or ``bfloat16``.
+        context_length: Longest prompt plus response in tokens; ``None`` leaves it to the model's config.
+        seed: The run's seed.
+        log_dir: Where engines and router write their logs.
+        flags: Every flag of the run, for user hooks.
+        colocate: Trainer and engines share their GPUs.
+    """
+
+    engine: EngineConfig
+    rollout: RolloutConfig
+    num_engines: int
+    num_gpus: int
+    topology: Topology | None
+    dtype: str
+    context_length: int | None
+    seed: int
+    log_dir: str
+    flags: Mapping[str, Any]
+    colocate: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelSpec:
+    """What a weight channel is made of. Unlike the channel itself, it needs no torch.
+
+    Attributes:
+        sync: How weights travel.
+        engine_urls: The engines.
+        tp_size: Tensor-parallel size of one engine.
+        hf_checkpoint: What the engines were started with.
+        receivers: What applies deltas beside the engines.
+        colocate: Trainer and engines share their GPUs.
+    """
+
+    sync: WeightSyncConfig
+    engine_urls: tuple[str, ...]
+    tp_size: int
+    hf_checkpoint: str
+    receivers: tuple[str, ...]
+    colocate: bool
+
+    def open(self) -> WeightChannel:
+        """The sending end."""
+        from slime_rollout.weights import open_channel
+
+        return open_channel(
+            self.sync,
+            engine_urls=self.engine_urls,
+            tp_size=self.tp_size,
+            hf_checkpoint=self.hf_checkpoint,
+            receivers=self.receivers,
+            colocate=self.colocate,
+        )
+
+
+class GenerationService:
+    """Engines, router, data, rewards and weight versions. Implements `slime_core.interfaces.Rollout`.
+
+    :meth:`progress` may be called from another thread at any time; all others one after the other.
+
+    Args:
+        spec: Its settings. Nothing is started before :meth:`start`.
+    """
+
+    def __init__(self, spec: GenerationSpec) -> None:
+        from slime_rollout.weight_version import CacheNamespace
+
+        self._spec = spec
+        self._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
+        self._engines: Engines | None = None
+        self._manager: RolloutManager | None = None
+        self._receiver: DeltaReceiver | None = None
+        self._version = 0
+        self._is_up = False
+        self._sleeping: list[str] = []
+        self._progress = Progress()
+
+    def start(self) -> None:
+        """Start router and engines, wait until they serve, and read the prompts meanwhile.
+
+        Raises:
+            SlimeError: A hook, the teacher, an engine or a prompt file cannot be used.
+        """
+        from slime_rollout.engine.addresses import require_this_machine, router_args
+        from slime_rollout.engine.start import start_engines
+        from slime_rollout.hooks import check_hooks
+        from slime_rollout.rollout import RolloutData, RolloutManager
+        from slime_rollout.teacher import make_teacher
+
+        spec, flags = self._spec, dict(self._spec.flags)
+        check_hooks(spec.rollout, HookArgs(flags))  # errors of hooks and the teacher come before engines start
+        teacher = make_teacher(spec.rollout)
+        reader = ThreadPoolExecutor(max_workers=1)
+        data = reader.submit(RolloutData.load, spec.rollout, HookArgs(flags))
+        reader.shutdown(wait=False)  # the error of an engine does not wait for the prompts
+        self._engines = engines = start_engines(
+            spec.engine,
+            model_path=spec.rollout.hf_checkpoint,
+            num_engines=spec.num_engines,
+            dtype=spec.dtype,
+            context_length=spec.context_length,
+            seed=spec.seed,
+            log_dir=Path(spec.log_dir),
+            num_gpus=spec.num_gpus,
+            topology=spec.topology,
+            longest_sample=longest_sample(spec.rollout),
+            weights_follow=True,
+            on_progress=self._count_processes,
+        )
+        local = spec.engine.update_weight_mode == "delta" and not spec.engine.update_weight_receivers
+        if spec.engine.update_weight_transport == "tensor" or local:
+            require_this_machine(engines.engine_urls)
+        self._receivers(engines.engine_urls)  # checks that each engine has one
+        self._is_up = True
+        self._receiver = start_receiver(spec)
+        self._progress = Progress(note="reading prompts")
+        self._manager = RolloutManager(
+            spec.rollout,
+            router_url=engines.router_url,
+            run_seed=spec.seed,
+            data=data.result(),
+            hook_args=HookArgs(flags | router_args(engines.router_url, engines.model_urls)),
+            on_progress=self._count_samples,
+            teacher=teacher,
+            retry_delays=retry_delays(spec.engine),
+            cache_namespace=self._namespace,
+        )
+        self._progress = Progress(note="engines and router are up; the trainers are loading")
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """Generate and score one rollout, to be trained from the version that was confirmed last."""
+        with self._blame_engines():
+            return self._built.generate(rollout_id, weight_version=self._version)
+
+    def evaluate(self, rollout_id: int) -> EvalReport:
+        """Score the held-out prompts."""
+        with self._blame_engines():
+            return self._built.evaluate(rollout_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the data source."""
+        return self._built.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the data source where ``state`` was saved."""
+        self._built.load_state_dict(state)
+
+    def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
+        """Where to send weights.
+
+        Args:
+            only_behind: Leave out the engines that have the current weights.
+
+        Raises:
+            EngineDiedError: An engine is gone that nobody replaces.
+        """
+        engine_urls = tuple(self._started.begin_update(only_behind=only_behind))
+        if engine_urls:
+            self._namespace.change()
+        return ChannelSpec(
+            sync=self._spec.engine,
+            engine_urls=engine_urls,
+            tp_size=self._started.tp_size,
+            hf_checkpoint=self._spec.rollout.hf_checkpoint,
+            receivers=self._receivers(engine_urls),
+            colocate=self._spec.colocate,
+        )
+
+    def confirm_update(self, version: int) -> None:
+        """Record that all engines of the last :meth:`begin_update` have this version."""
+        self._started.confirm_update(version)
+        self._namespace.change()
+        self._version = version
+
+    def fail_update(self, silent: Sequence[str] = ()) -> bool:
+        """Record that sending failed; returns whether the cause is an engine that is being replaced.
+
+        Args:
+            silent: Addresses of the engines that did not answer.
+        """
+        return self._started.fail_update(silent)
+
+    def sleep(self) -> None:
+        """Stop generating, and have the engines give back their device memory: weights and cache.
+
+        An engine without ``--enable-memory-saver`` keeps it, which is logged.
+
+        Raises:
+            HttpError: An engine is still busy after half a minute, or failed.
+        """
+        from slime_rollout.http import call
+
+        self._built.close()
+        for url in self._started.engine_urls:
+            if not call("GET", f"{url}/server_info").get("enable_memory_saver"):
+                logger.warning("%s runs without --enable-memory-saver: it keeps its device memory while it sleeps", url)
+                continue
+            _wait_until_idle(url)
+            call("POST", f"{url}/release_memory_occupation", {})
+            self._sleeping.append(url)
+
+    def wake(self) -> None:
+        """Have the engines take their memory again. Their weights are undefined until the next update.
+
+        Raises:
+            HttpError: An engine failed.
+        """
+        from slime_rollout.http import call
+
+        while self._sleeping:
+            call("POST", f"{self._sleeping[-1]}/resume_memory_occupation", {})
+            self._sleeping.pop()
+
+    def progress(self) -> Progress:
+        """The last thing that happened; raises if an engine or the router is gone that nobody replaces."""
+        if not self._is_up:
+            return self._progress
+        self._started.check()
+        lost = self._started.not_serving()
+        note = f"replacing {', '.join(lost)}" if lost else self._progress.note
+        return self._progress._replace(note=note, behind=bool(self._started.engines_behind()))
+
+    def close(self) -> None:
+        """Stop what generates beside the trainer, then engines and router."""
+        self._is_up = False
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others
+            for part in (self._engines, self._receiver):
+                if part is not None:
+                    stack.callback(part.stop)
+            if self._manager is not None:
+                stack.callback(self._manager.close)
+
+    @property
+    def _started(self) -> Engines:
+        if self._engines is None:
+            raise SlimeError("the engines are not started; call start() first")
+        return self._engines
+
+    @property
+    def _built(self) -> RolloutManager:
+        if self._manager is None:
+            raise SlimeError("the engines are not started; call start() first")
+        return self._manager
+
+    def _receivers(self, engine_urls: Sequence[str]) -> tuple[str, ...]:
+        """What applies deltas beside each engine."""
+        from slime_rollout.weights import receivers_beside
+
+        if self._receiver is not None:
+            return (str(self._receiver.url),)
+        given = self._spec.engine.update_weight_receivers
+        return receivers_beside(engine_urls, given) if given else ()
+
+    @contextlib.contextmanager
+    def _blame_engines(self) -> Iterator[None]:
+        """Where a request fails because an engine or the router is gone, raise that, with the end of its log."""
+        self._progress = Progress()
+        try:
+            yield
+        except SlimeError:
+            self._started.check()
+            raise
+
+    def _count_processes(self, ready: int, total: int, seconds: float) -> None:
+        self._progress = Progress(note=f"engines and router ready: {ready} of {total}")
+
+    def _count_samples(self, done: int, total: int) -> None:
+        self._progress = Progress(done, total)
+
+
+def retry_delays(engine: EngineConfig) -> tuple[float, ...]:
+    """Seconds before each retry of a request: with fault tolerance, until an engine has failed for good."""
+    from slime_rollout.http import RETRY_DELAYS, patient_delays
+
+    if not engine.use_fault_tolerance:
+        return RETRY_DELAYS
+    noticed = engine.rollout_health_check_interval + engine.rollout_health_check_timeout
+    return patient_delays((noticed + engine.engine_startup_timeout) * (engine.rollout_max_restarts + 1))
+
+
+def longest_sample(config: RolloutConfig) -> int:
+    """Tokens of the longest prompt and response that the run may ask for, as far as flags say."""
+    response = max(config.rollout_max_response_len, config.eval_max_response_len or 0)
+    return (config.rollout_max_prompt_len or 1) + response
+
+
+def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
+    """Applies deltas beside the engines; ``None`` in a run that sends none, or whose receivers are elsewhere."""
+    if spec.engine.update_weight_mode != "delta" or spec.engine.update_weight_receivers:
+        return None
+    from slime_rollout.weights import DeltaReceiver
+
+    return DeltaReceiver(
+        directory=str(spec.engine.update_weight_local_checkpoint_dir),
+        hf_checkpoint=spec.rollout.hf_checkpoint,
+        source=str(spec.engine.update_weight_disk_dir),
+    )
+
+
+def _wait_until_idle(url: str) -> None:
+    """Wait until an engine has ended what was aborted: one that is asked for its memory before that ends itself."""
+    from slime_rollout.http import HttpError, call
+
+    end = time.monotonic() + IDLE_SECONDS
+    while True:
+        try:
+            call("POST", f"{url}/flush_cache")  # refused while requests are running
+        except HttpError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
