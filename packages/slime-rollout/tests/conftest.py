@@ -146,8 +146,8 @@ def good_reply(text="42", tokens=(5, 6), version="default", finish=None, **meta)
 class ScriptedEngine:
     """Answers each POST /generate by calling ``answer(number, body)``: a reply, an HTTP status, or a coroutine.
 
-    Also keeps what POST /abort_request was told, answers GET /workers as a router does once there are any, any other GET
-    from ``pages``, and any other POST by ``on_post(path)``.
+    Also keeps what POST /abort_request was told, and answers GET /workers as a router does once there are any, any
+    other GET from ``pages``, and any other POST by ``on_post(path)``.
     """
 
     def __init__(self):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import AsyncIterator
 
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout import failures
@@ -14,7 +16,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Fate, copied_group
 from slime_rollout.errors import GenerationError
 from slime_rollout.filters import FilterCalls
-from slime_rollout.generate import GenerationContext, by_trajectory, number_parts
+from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.hook_call import begin_anew, forget_rows_prompts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.source_calls import SourceCalls
@@ -27,7 +29,7 @@ _ABORT_AGAIN_SECONDS = 0.5  # requests that were queued here come after the firs
 _ABORT_SECONDS = 30.0  # what ends a trajectory after its request was aborted, such as a tool, may take so long
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Collected:
     """The groups that one rollout trains on.
 
@@ -35,11 +37,13 @@ class Collected:
         groups: ``rollout_batch_size`` groups, in the order of their numbers.
         counts: How many groups were dropped, by reason, given back, or generated anew because they were too old.
         seconds: Wall time per phase.
+        problem: Which samples were lost or doubled, by the data source's ledger; ``None`` as a rule.
     """
 
     groups: list[Group]
     counts: dict[str, float]
     seconds: dict[str, float]
+    problem: str | None = None
 
 
 @dataclasses.dataclass
@@ -76,7 +80,7 @@ class Collector:
         calls: Where groups come from and go back to.
         pipeline: Generates and scores one.
         keep: Decides which are trained on; all without it.
-        context: Where requests go; its ``stop`` is replaced for each rollout.
+        context: Where requests go; its client is opened and closed here, and its ``stop`` replaced for each rollout.
         on_progress: Called with counts of scored samples.
     """
 
@@ -97,6 +101,7 @@ class Collector:
         self._judging = asyncio.Lock()
         self._changed = asyncio.Event()
         self._rollout_id = self._version = 0
+        self._is_open = False
         self._watch = Stopwatch(config.rollout_batch_size * config.n_samples_per_prompt, on_progress)
         self._begin_anew()
 
@@ -126,18 +131,40 @@ class Collector:
             DataError: The filter failed, or a reward lacks the entry of ``--reward-key``.
             HookTimeoutError: The filter or the data source took too long.
         """
-        if self._config.async_buffer_size is not None:
-            collected = await self._collect(rollout_id, version)
-            self._look_ahead()
-            return collected
-        with self._calls.transaction():
-            try:
-                collected = await self._collect(rollout_id, version)
-                if returned := await self._give_back():
-                    collected.counts["groups_given_back"] = returned
-            finally:
-                await self.stop()
+        self._calls.check()
+        await self.open()
+        looks_ahead = self._config.async_buffer_size is not None
+        async with contextlib.nullcontext() if looks_ahead else self._transaction():
+            self._rollout_id, self._version = rollout_id, version
+            self._watch.begin()
+            self._drop_aged()
+            self._top_up()
+            while len(self._ready) < self._config.rollout_batch_size or self._error is not None:
+                if self._error is not None:
+                    raise self._error
+                self._changed.clear()
+                await self._changed.wait()
+            collected = self._take_rollout()
+            if looks_ahead:
+                self._look_ahead()
+            elif returned := await self._give_back():
+                collected.counts["groups_given_back"] = returned
+        collected.problem = self._source.check_ledger(self._in_flight())
         return collected
+
+    async def open(self) -> EngineClient:
+        """Connect, if that has not been done since the last :meth:`close`; returns the client."""
+        if not self._is_open:
+            self._is_open = True
+            await self._context.client.__aenter__()
+        return self._context.client
+
+    async def close(self) -> None:
+        """Stop what is in flight, and close the connections."""
+        await self.stop()
+        if self._is_open:
+            self._is_open = False
+            await self._context.client.__aexit__(None, None, None)
 
     async def stop(self) -> list[_Work]:
         """Cancel what is in flight at once, at the engines too, and forget what is finished.
@@ -153,22 +180,22 @@ class Collector:
         self._begin_anew()
         return list(running.values())
 
-    async def _collect(self, rollout_id: int, version: int) -> Collected:
-        self._rollout_id, self._version = rollout_id, version
-        self._watch.begin()
-        self._drop_aged()
-        self._top_up()
-        while len(self._ready) < self._config.rollout_batch_size or self._error is not None:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
+    @contextlib.asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[None]:
+        """Whatever ends the block, nothing stays in flight; an error leaves the data source as it was."""
+        with self._calls.transaction():
+            try:
+                yield
+            finally:
+                await self.stop()
+
+    def _take_rollout(self) -> Collected:
         size = self._config.rollout_batch_size
         taken, self._ready = self._ready[:size], self._ready[size:]
         groups = sorted((one.group for one in taken), key=lambda group: group[0].group_index)
         counts, self._counts, self._started = self._counts, collections.Counter(), 0
         seconds = self._watch.end(sum(map(len, groups)))
-        self._rollout_id, self._version = rollout_id + 1, version + 1
+        self._rollout_id, self._version = self._rollout_id + 1, self._version + 1
         number_parts(groups, self._source.fresh_index)
         self._source.ledger.settle(groups, Fate.TRAINED)
         forget_rows_prompts(groups)
@@ -198,7 +225,7 @@ class Collector:
             self._calls.add_samples(groups)
         return len(groups)
 
-    def in_flight(self) -> list[Group]:
+    def _in_flight(self) -> list[Group]:
         """Groups that the data source handed out for later rollouts, finished ones included."""
         return [work.handed_out for work in self._running.values()] + [one.group for one in self._ready]
 

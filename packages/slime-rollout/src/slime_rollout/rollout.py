@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import statistics
@@ -118,7 +117,7 @@ class RolloutManager:
         self._filter = None if keep is None else FilterCalls(keep, config)
         self._tokenizer = data.tokenizer
         self._calls = SourceCalls(data.source, config)
-        self._client = EngineClient(
+        client = EngineClient(
             router_url,
             concurrency=config.rollout_concurrency,
             timeout=config.rollout_request_timeout,
@@ -126,7 +125,7 @@ class RolloutManager:
             cache_namespace=cache_namespace,
         )
         context = GenerationContext(
-            client=self._client,
+            client=client,
             params=SamplingParams.for_rollout(config),
             run_seed=run_seed,
             tokenizer=data.tokenizer,
@@ -142,10 +141,8 @@ class RolloutManager:
             on_progress=on_progress,
         )
         self._last_time: float | None = None
-        self._opened = contextlib.AsyncExitStack()
-        self._is_open = False
         self._thread = LoopThread("slime-generation", daemon_calls=False)
-        weakref.finalize(self, self._thread.cancel_all, self._opened.aclose)
+        weakref.finalize(self, self._thread.cancel_all, self._collector.close)
 
     @property
     def source(self) -> AccountedSource:
@@ -172,7 +169,21 @@ class RolloutManager:
             HookTimeoutError: A filter or a data source took too long. A data source cannot be used after that.
         """
         version = rollout_id if weight_version is None else weight_version
-        return self._thread.run(self._generate(rollout_id, version))
+        collected = self._thread.run(self._collector.collect(rollout_id, version))
+        if collected.problem:
+            logger.error("rollout %d: %s", rollout_id, collected.problem)
+        samples = [sample for group in collected.groups for sample in group]
+        return RolloutBatch(
+            rollout_id=rollout_id,
+            weight_version=version,
+            groups=collected.groups,
+            metrics=rollout_metrics(samples, self._config.reward_key)
+            | _engine_metrics(samples, self._seconds_since_last(collected))
+            | _failure_metrics(samples)
+            | (_age_metrics(samples, version) if self._config.may_lag else {})
+            | collected.counts,
+            seconds=collected.seconds,
+        )
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score all held-out sets, with the same seeds every time: two reports differ by the weights alone.
@@ -210,42 +221,15 @@ class RolloutManager:
         """Stop what is in flight and close the connections. Another :meth:`generate` goes on with it."""
         self._thread.run(self._close())
 
-    async def _generate(self, rollout_id: int, version: int) -> RolloutBatch:
-        self._calls.check()
-        await self._open()
-        collected = await self._collector.collect(rollout_id, version)
-        if problem := self.source.check_ledger(self._collector.in_flight()):
-            logger.error("rollout %d: %s", rollout_id, problem)
-        samples = [sample for group in collected.groups for sample in group]
-        return RolloutBatch(
-            rollout_id=rollout_id,
-            weight_version=version,
-            groups=collected.groups,
-            metrics=rollout_metrics(samples, self._config.reward_key)
-            | _engine_metrics(samples, self._seconds_since_last(collected))
-            | _failure_metrics(samples)
-            | (_age_metrics(samples, version) if self._config.may_lag else {})
-            | collected.counts,
-            seconds=collected.seconds,
-        )
-
     async def _evaluate(self, rollout_id: int) -> EvalReport:
-        await self._open()
-        return await self._evaluator.evaluate(rollout_id, self._client)
+        return await self._evaluator.evaluate(rollout_id, await self._collector.open())
 
     async def _state(self) -> dict[str, Any]:
         self._calls.check()
         return self.source.state_dict()
 
-    async def _open(self) -> None:
-        if not self._is_open:
-            await self._opened.enter_async_context(self._client)
-            self._opened.push_async_callback(self._collector.stop)
-            self._is_open = True
-
     async def _close(self) -> None:
-        self._is_open = False
-        await self._opened.aclose()
+        await self._collector.close()
         if not self._calls.hangs:
             self.source.take_back()
 

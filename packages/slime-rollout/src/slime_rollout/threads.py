@@ -136,21 +136,20 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something there and wait for it. If the wait is interrupted, the work is cancelled, and has ended."""
-        ended = threading.Event()
-
-        async def noted() -> Result:
-            try:
-                return await work
-            finally:
-                ended.set()
-
-        future = self.submit(noted())
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:
             if future.cancel():
-                ended.wait(_STOP_SECONDS)
+                self._wait_for_end(work)
             raise
+
+    def _wait_for_end(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def ended() -> None:
+            if tasks := [task for task in asyncio.all_tasks() if task.get_coro() is work]:
+                await asyncio.wait(tasks)
+
+        concurrent.futures.wait([self.submit(ended())], timeout=_STOP_SECONDS)
 
     async def responds(self, seconds: float) -> bool:
         """Whether something else could run there within so many seconds."""
