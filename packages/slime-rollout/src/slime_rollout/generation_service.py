@@ -19,7 +19,7 @@ from slime_core.types import EvalReport, RolloutBatch
 if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings needs none of it
     from slime_rollout.config import RolloutConfig
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
-    from slime_rollout.engine.start import Engines
+    from slime_rollout.engine.fleet import Fleet
     from slime_rollout.engine.topology import Topology
     from slime_rollout.rollout import RolloutManager
     from slime_rollout.weights import DeltaReceiver
@@ -125,7 +125,7 @@ class GenerationService:
 
         self._spec = spec
         self._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
-        self._engines: Engines | None = None
+        self._engines: Fleet | None = None
         self._manager: RolloutManager | None = None
         self._receiver: DeltaReceiver | None = None
         self._version = 0
@@ -289,7 +289,7 @@ class GenerationService:
                 stack.callback(self._manager.close)
 
     @property
-    def _started(self) -> Engines:
+    def _started(self) -> Fleet:
         if self._engines is None:
             raise SlimeError("the engines are not started; call start() first")
         return self._engines
