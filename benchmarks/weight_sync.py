@@ -136,7 +136,7 @@ def push(channel: WeightChannel, weights: dict[str, torch.Tensor], version: int)
 def newest_bytes(directory: Path) -> int:
     """Bytes of the weights of the last version in a directory."""
     newest = max(directory.glob("weight_v*"))
-    return sum(path.stat().st_size for path in newest.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in newest.iterdir() if path.suffix in (".safetensors", ".bin"))
 
 
 def change(weights: dict[str, torch.Tensor]) -> None:
