@@ -44,15 +44,7 @@ def open_channel(
     receivers: Sequence[str] = (),
     colocate: bool = False,
 ) -> EngineChannel:
-    """Make the sending end. It connects in ``begin``.
-
-    Args:
-        config: The flags.
-        engine_urls: The engines.
-        tp_size: Tensor parallel size of one engine.
-        hf_checkpoint: What the engines were started with.
-        receivers: URL of the :class:`DeltaReceiver` on each engine's machine, or of one for all; for deltas only.
-        colocate: Trainer and engines share their GPUs.
+    """Make the sending end that the flags choose, see :class:`EngineChannel`. It connects in ``begin``.
 
     Raises:
         ConfigError: NCCL without CUDA.
@@ -81,14 +73,7 @@ def open_channel(
 
 
 def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:
-    """The receiver on each engine's machine.
-
-    Args:
-        engine_urls: The engines.
-        receivers: ``host:port`` of all receivers; a single one serves all engines.
-
-    Returns:
-        The URLs, one for each engine.
+    """URL of the receiver on each engine's machine, from ``host:port`` of all; a single one serves all engines.
 
     Raises:
         ConfigError: A machine of an engine has none or several.

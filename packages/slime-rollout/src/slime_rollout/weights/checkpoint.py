@@ -231,12 +231,7 @@ def written_versions(directory: Path) -> list[Path]:
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """What :class:`CheckpointWriter` noted about a version: ``version``, ``checksums`` and ``about``.
-
-    Raises:
-        DamagedError: It cannot be read.
-        FormatVersionError: It is of another format version.
-    """
+    """What :class:`CheckpointWriter` noted about a version: ``version``, ``checksums`` and ``about``."""
     path = directory / VERSION_FILE
     with reading(path):
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -307,12 +307,7 @@ def published_versions(directory: Path) -> list[Path]:
 
 
 def read_index(directory: Path, version: int) -> DeltaIndex:
-    """What a published version says about itself.
-
-    Raises:
-        DamagedError: It is not there, or was altered.
-        FormatVersionError: It is of another format version.
-    """
+    """The index of a published version; an error if it is missing, damaged or of another format version."""
     path = directory / version_name(version) / DELTA_INDEX
     if (old := path.with_name(OLD_INDEX)).exists():
         check_format(old, 1, DELTA_FORMAT)

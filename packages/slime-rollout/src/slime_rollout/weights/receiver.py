@@ -129,7 +129,7 @@ class LocalCheckpoint:
         return local, steps
 
     def _before(self, index: DeltaIndex, base_version: int) -> DeltaIndex:
-        """The version that one was made from."""
+        """The version that this one was made from."""
         try:
             before = read_index(self._source, base_version)
         except DamagedError as error:
