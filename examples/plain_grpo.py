@@ -6,11 +6,10 @@ import torch
 
 from slime_core.config import AlgorithmConfig
 from slime_core.metrics import rollout_metrics
-from slime_core.ops import grpo_advantages, log_probs_and_entropy, policy_objective, token_weights
+from slime_core.ops import grpo_loss, log_probs_and_entropy
 from slime_core.schedule import build_shards
 from slime_core.types import RolloutBatch, Sample
 
-CONFIG = AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28)
 PROMPTS, GROUP, LENGTH = 16, 8, 5  # prompts per rollout, samples per prompt, tokens per response
 
 
@@ -34,22 +33,25 @@ def main() -> None:
     for rollout_id in range(30):
         batch = generate(model, rollout_id)
         (shard,) = build_shards(
-            batch, algorithm=CONFIG, temperature=1.0, data_parallel_size=1, micro_batch_size=32, global_batch_size=128
+            batch,
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            data_parallel_size=1,
+            micro_batch_size=32,
+            global_batch_size=128,
         )
         (step,) = shard.steps
         for members in step.micro_batches:
             samples = [shard.samples[member] for member in members]
-            masks = [sample.loss_mask for sample in samples]
             tokens = torch.tensor([sample.tokens for sample in samples])
             log_probs, _ = log_probs_and_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss, _ = policy_objective(
-                CONFIG,
-                log_probs_T=log_probs,
-                old_log_probs_T=log_probs.detach(),  # one step per rollout: the policy has not moved yet
-                advantages_T=torch.cat([grpo_advantages(s.reward, s.response_length) for s in samples]),
-                weights_T=token_weights(
-                    masks, global_samples=step.global_trajectories, global_tokens=step.global_tokens
-                ),
+            loss, _ = (
+                grpo_loss(  # one step per rollout: the policy has not moved yet, so its log-probs are the old ones
+                    log_probs.view(-1, LENGTH),
+                    torch.tensor([sample.loss_mask for sample in samples]),
+                    advantages=torch.tensor([sample.reward for sample in samples]),
+                    num_sequences=step.global_trajectories,
+                )
             )
             loss.backward()
         optimizer.step()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import log_probs_and_entropy, policy_objective, token_weights
+from slime_core.ops import algorithm_loss, log_probs_and_entropy
 from slime_core.rewards import normalize_group_rewards
 
 CONFIG = AlgorithmConfig(eps_clip=0.2, eps_clip_high=0.28, use_kl_loss=True, kl_loss_coef=1e-3, kl_loss_type="k3")
@@ -41,19 +41,15 @@ class Trainer:
         return log_probs_and_entropy(logits.flatten(0, 1), targets.flatten())[0].view(targets.shape)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        mask = inputs["completion_mask"]  # [B, L]
-        loss, _ = policy_objective(
+        loss, _ = algorithm_loss(
             self.config,
-            log_probs_T=self.per_token_logps(model, inputs).flatten(),
-            old_log_probs_T=inputs["old_per_token_logps"].flatten(),
-            ref_log_probs_T=inputs["ref_per_token_logps"].flatten(),
-            advantages_T=inputs["advantages"].unsqueeze(1).expand(mask.shape).flatten(),
-            weights_T=token_weights(  # 0 on padding; the denominators are the whole step's, not this micro-batch's
-                mask.unbind(),
-                global_samples=self.batch_size,
-                global_tokens=int(inputs["num_items_in_batch"][0]),
-                per_token=self.config.calculate_per_token_loss,
-            ),
+            self.per_token_logps(model, inputs),
+            inputs["completion_mask"],
+            advantages=inputs["advantages"],
+            old_log_probs=inputs["old_per_token_logps"],
+            ref_log_probs=inputs["ref_per_token_logps"],
+            num_sequences=self.batch_size,  # the denominators are the whole step's, not this micro-batch's
+            num_tokens=int(inputs["num_items_in_batch"][0]),
         )
         return loss
 
@@ -69,7 +65,7 @@ class Trainer:
         inputs["completion_mask"] = mask = (ids[:, 1:] != PAD).long()
         rewards = ((ids[:, 1:] == ids[:, :-1] + 1) * mask).sum(1) / mask.sum(1)  # STOP is the number after 9
         groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
-        inputs["advantages"] = torch.tensor(normalize_group_rewards(rewards, groups))
+        inputs["advantages"] = torch.as_tensor(normalize_group_rewards(rewards, groups))
         inputs["num_items_in_batch"] = mask.sum().expand(len(mask))
         inputs["old_per_token_logps"] = self.per_token_logps(self.model, inputs)
         inputs["ref_per_token_logps"] = self.per_token_logps(self.ref_model, inputs)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from slime_core import metrics, ops
-from slime_core.config import ESTIMATORS, KL_LOSS_TYPES, AlgorithmConfig
+from slime_core.config import ESTIMATORS, KL_LOSS_TYPES, MIS_LEVELS, MIS_MODES, AlgorithmConfig, MisConfig
 from slime_core.flags import flag_specs
-from slime_core.mis_config import MIS_LEVELS, MIS_MODES, MisConfig
 from slime_core.types import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
@@ -19,6 +18,7 @@ ELSEWHERE = {
     "--opd-type",
     "--rm-url",
     "--balance-by-flops",
+    "--n-samples-per-prompt",
     "--global-batch-size",
     "--max-tokens-per-gpu",
     "--micro-batch-size",

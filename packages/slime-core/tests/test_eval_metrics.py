@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.eval_metrics import eval_metrics, eval_scores, set_name_problem
+from slime_core.metrics import eval_metrics, eval_scores, set_name_problem
 from slime_core.types import Sample, Status
 
 

@@ -1,8 +1,8 @@
 import pytest
 
+from slime_core.config import MisConfig
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs
-from slime_core.mis_config import MisConfig
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from slime_core.config import OffPolicyConfig
 from slime_core.errors import ConfigError
-from slime_core.off_policy_config import OffPolicyConfig
 
 
 @pytest.mark.parametrize(

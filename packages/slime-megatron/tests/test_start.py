@@ -5,7 +5,7 @@ from slime_core.errors import ConfigError
 from slime_core.ops import estimator_named
 from slime_megatron.start import check_algorithm
 
-ESTIMATOR = "slime_core.ops.estimators.outcome"
+ESTIMATOR = "slime_core.ops.advantages.outcome"
 
 
 def test_what_the_trainer_can_run():

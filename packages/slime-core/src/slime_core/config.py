@@ -1,22 +1,134 @@
-"""The algorithm's settings, checked when they are built."""
+"""The algorithm's settings, checked when they are built. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime_core.flags import flag
-from slime_core.off_policy_config import OffPolicyConfig
+from slime_core.flags import Config, flag
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
-"""The estimators by name. A user-defined one has no name but a function: see :mod:`slime_core.ops.estimators`."""
+"""The estimators by name. A user-defined one has no name but a function: see :mod:`slime_core.ops.advantages`."""
 
 GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
 """Those that give a group of one sample an advantage of 0."""
 
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
+_PAPER_BOUNDS = {
+    "gspo": "--eps-clip 3e-4 --eps-clip-high 4e-4",
+    "cispo": "no lower bound, --eps-clip 1, and a larger upper one, such as --eps-clip-high 4",
+}
 _WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+MIS_LEVELS = ("token", "sequence", "geometric")
+MIS_MODES = ("truncate", "clip", "mask", "none")
+TIS_MODES = ("truncate", "icepop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MisConfig(Config):
+    """Which importance weights :func:`slime_core.ops.mis_weights` gives, and what it rejects.
+
+    Raises:
+        ConfigError: A value is outside its range, with the value, the range and what to do.
+    """
+
+    mis_level: str = flag(
+        "token",
+        choices=MIS_LEVELS,
+        help="what a weight is the ratio of: the token, the whole sequence (product), or its geometric mean",
+    )
+    mis_mode: str = flag(
+        "truncate",
+        choices=MIS_MODES,
+        help="weights beyond the bounds: cut at the upper one, cut at both, set to 0; or all weights 1",
+    )
+    mis_upper_bound: float = flag(2.0, help="upper bound of the importance weights", above=0)
+    mis_lower_bound: float | None = flag(
+        None, help="lower bound of the weights (clip, mask); 1 / --mis-upper-bound if left out", least=0
+    )
+    mis_batch_normalize: bool = flag(False, help="scale the step's weights to a mean of 1")
+    mis_rs_level: str | None = flag(
+        None, choices=MIS_LEVELS, help="reject what has a ratio beyond the rejection bounds, at this level"
+    )
+    mis_rs_upper_bound: float = flag(2.0, help="upper rejection bound", above=0)
+    mis_rs_lower_bound: float | None = flag(
+        None, help="lower rejection bound; 1 / --mis-rs-upper-bound if left out", least=0
+    )
+    mis_veto_threshold: float | None = flag(
+        None,
+        help="reject a whole sequence if the ratio of one of its tokens is below this",
+        above=0,
+        most=1,
+        advice="1e-4 is usual",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """Lower bounds above the upper ones."""
+        for name, (lower, upper) in (("--mis", self.bounds), ("--mis-rs", self.rejection_bounds)):
+            if lower > upper:
+                yield f"{name}-lower-bound {lower:g} must be at most {name}-upper-bound {upper:g}; set both"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of the weights."""
+        return _or_inverse(self.mis_lower_bound, self.mis_upper_bound), self.mis_upper_bound
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of what is not rejected."""
+        return _or_inverse(self.mis_rs_lower_bound, self.mis_rs_upper_bound), self.mis_rs_upper_bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyConfig(MisConfig):
+    """What is done about tokens that another policy sampled than the one that trains on them.
+
+    Raises:
+        ConfigError: A value is outside its range, or two of them contradict each other.
+    """
+
+    use_rollout_logprobs: bool = flag(
+        False, help="compare the policy with the engine's log-probs instead of the trainer's before the update"
+    )
+    use_tis: bool = flag(
+        False, help="multiply each token's loss by its importance weight, trainer over engine (truncated IS)"
+    )
+    tis_mode: str = flag(
+        "truncate", choices=TIS_MODES, help="weights beyond the bounds: cut to them, or set to 0 (IcePop)"
+    )
+    tis_clip: float = flag(2.0, help="upper bound of the importance weights", least=0)
+    tis_clip_low: float = flag(0.0, help="lower bound of the importance weights", least=0)
+    use_mis: bool = flag(
+        False, help="the same by token, sequence or geometric mean, with rejection and veto (masked IS; --mis-*)"
+    )
+    use_opsm: bool = flag(
+        False, help="leave out sequences of negative advantage that have drifted (off-policy sequence masking)"
+    )
+    opsm_delta: float = flag(1e-4, unit="nats per token", help="largest drift that --use-opsm allows", least=0)
+    get_mismatch_metrics: bool = flag(False, help="write how differently trainer and engine see the tokens, in detail")
+
+    def contradictions(self) -> Iterator[str]:
+        """Bounds that cross, and two corrections of the same thing."""
+        yield from super().contradictions()
+        if self.tis_clip_low > self.tis_clip:
+            yield f"--tis-clip-low {self.tis_clip_low} must be at most --tis-clip {self.tis_clip}"
+        if self.use_tis and self.use_mis:
+            yield "--use-tis and --use-mis would weigh each token twice; give one of them"
+        if self.use_rollout_logprobs and (self.use_tis or self.use_mis):
+            other = "--use-tis" if self.use_tis else "--use-mis"
+            yield f"--use-rollout-logprobs and {other} would both correct for the engine's log-probs; give one of them"
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Whether the samples must carry the engine's log-probs."""
+        return self.use_rollout_logprobs or self.use_tis or self.use_mis or self.get_mismatch_metrics
+
+    @property
+    def needs_step_sums(self) -> bool:
+        """Whether the loss needs sums over the whole step that are known only after log-probs were computed."""
+        return self.use_mis and self.mis_batch_normalize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +222,17 @@ class AlgorithmConfig(OffPolicyConfig):
     @property
     def notices(self) -> tuple[str, ...]:
         """What these settings do that a user may not expect, a line each."""
-        if not self.use_kl_loss:
-            return ()
-        if not self.kl_loss_coef:
-            return ("--use-kl-loss without --kl-loss-coef: the KL divergence is measured, and changes no weight",)
-        if self.kl_loss_type is None:
-            return ("--kl-loss-type is unset: k3; the upstream system's default, k1, has a mean gradient of 0",)
-        return ()
+        found = []
+        if self.use_kl_loss and not self.kl_loss_coef:
+            found.append("--use-kl-loss without --kl-loss-coef: the KL divergence is measured, and changes no weight")
+        elif self.use_kl_loss and self.kl_loss_type is None:
+            found.append("--kl-loss-type is unset: k3; the upstream system's default, k1, has a mean gradient of 0")
+        usual = _PAPER_BOUNDS.get(self.advantage_estimator)
+        if usual and self.eps_clip == 0.2 and self.eps_clip_high is None:
+            found.append(f"{self.advantage_estimator} with --eps-clip 0.2, the default of PPO: its paper takes {usual}")
+        if self.advantage_estimator == "rloo" and self.loss_divisor is None and not self.calculate_per_token_loss:
+            found.append("rloo averages over the tokens of a response; its paper sums over them: --loss-divisor 1")
+        return tuple(found)
 
     @property
     def needs_reference(self) -> bool:
@@ -127,3 +243,7 @@ class AlgorithmConfig(OffPolicyConfig):
     def advantages_need_log_probs(self) -> bool:
         """Whether advantages depend on log-probs from before the update, and so come after a forward pass."""
         return self.kl_coef != 0 or self.use_opd
+
+
+def _or_inverse(lower: float | None, upper: float) -> float:
+    return 1 / upper if lower is None else lower

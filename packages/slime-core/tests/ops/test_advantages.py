@@ -4,18 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import distilled_advantages, grpo_advantages, outcome_advantages
-
-
-@pytest.mark.parametrize("length", [0, 1, 5])
-def test_every_token_has_the_reward(length):
-    assert grpo_advantages(-0.25, length).tolist() == [-0.25] * length
-
-
-def test_type_and_error():
-    assert grpo_advantages(1.0, 2, dtype=torch.float64).dtype == torch.float64
-    with pytest.raises(DataError, match="response_length -1 is negative"):
-        grpo_advantages(1.0, -1)
+from slime_core.ops import distilled_advantages, outcome_advantages
 
 
 def test_what_outcome_advantages_refuse():

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime_core.config import MIS_LEVELS, MIS_MODES, MisConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.mis_config import MIS_LEVELS, MIS_MODES, MisConfig
-from slime_core.ops.aggregate import token_weights
-from slime_core.ops.corrections import icepop_weights, mis_weight_sums, mis_weights, opsm_mask, tis_weights
+from slime_core.ops.objective import token_weights
+from slime_core.ops.off_policy import icepop_weights, mis_weight_sums, mis_weights, opsm_mask, tis_weights
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 HUGE = [0.0, 30.0, -30.0, 1e4, -1e4, 1e15, -1e15]
@@ -359,7 +359,7 @@ def test_what_cannot_be_is_said():
         tis_weights(**inputs["token"], lower=3.0)
     with pytest.raises(ConfigError, match=r"between -1.0 and 2.0"):
         icepop_weights(**inputs["token"], lower=-1.0, upper=2.0)
-    with pytest.raises(ConfigError, match=r"--opsm-delta -0.1 must be 0 or more"):
+    with pytest.raises(ConfigError, match=r"delta -0.1 of OPSM must be 0 or more"):
         opsm_mask(**inputs["opsm"], delta=-0.1)
     with pytest.raises(DataError, match=r"must have one shape.*weights_T \[1\]"):
         tis_weights(**{**inputs["token"], "weights_T": torch.ones(1)})

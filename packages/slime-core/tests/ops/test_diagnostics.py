@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops.aggregate import token_weights
 from slime_core.ops.diagnostics import Statistics, drift_statistics, policy_statistics, weight_statistics
-from slime_core.ops.losses import policy_loss
+from slime_core.ops.objective import token_weights
+from slime_core.ops.token_losses import policy_token_loss
 
 COMPUTE = {"policy": policy_statistics, "drift": drift_statistics}
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
@@ -113,7 +113,7 @@ def test_policy_statistics_are_their_definitions(lengths, seed, per_token):
 def test_the_clip_fractions_are_those_of_the_loss():
     batch = Batch([40, 3, 0, 17], seed=1)
     inputs = batch.inputs("policy")
-    _, clipped = policy_loss(inputs["log_probs_T"], inputs["old_log_probs_T"], inputs["advantages_T"], 0.2, 0.28)
+    _, clipped = policy_token_loss(inputs["log_probs_T"], inputs["old_log_probs_T"], inputs["advantages_T"], 0.2, 0.28)
     sums = policy_statistics(**inputs).sums
     both = sums["pg_clipfrac_low"] + sums["pg_clipfrac_high"]
     assert both.item() == pytest.approx((clipped * inputs["weights_T"]).sum().item())

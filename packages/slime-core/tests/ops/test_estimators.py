@@ -9,9 +9,7 @@ from slime_core.ops import (
     AdvantageEstimator,
     AdvantageInputs,
     Advantages,
-    Discounted,
     Distillation,
-    GeneralizedAdvantage,
     compute_advantages,
     estimator_named,
     gae_advantages,
@@ -98,7 +96,7 @@ def test_distillation_comes_before_whitening_and_leaves_the_returns():
         teacher_log_probs_T=torch.tensor([-1.5, math.nan, -1.0, math.nan, math.nan, -3.0]),
         coef=0.1,
     )
-    estimator = GeneralizedAdvantage(0.9, 0.8)
+    estimator = estimator_named("ppo", gamma=0.9, lambd=0.8)
     bare = compute_advantages(inputs(), estimator)
     advantages, returns = compute_advantages(inputs(), estimator, distillation=term, whitened=True)
     added = bare.advantages_T - 0.1 * torch.tensor([0.5, 0, -1.0, 0, 0, 0], dtype=torch.float64)
@@ -155,14 +153,14 @@ def test_bad_settings():
     with pytest.raises(ConfigError, match="a2c is unknown; allowed: grpo, gspo"):
         estimator_named("a2c")
     with pytest.raises(ConfigError, match="gamma 2 must be between 0 and 1"):
-        Discounted(gamma=2)
+        estimator_named("reinforce_plus_plus", gamma=2)
     with pytest.raises(ConfigError, match="lambd -1 must be between 0 and 1"):
-        GeneralizedAdvantage(lambd=-1)
+        estimator_named("ppo", lambd=-1)
 
 
 def test_ppo_is_gae_of_the_token_rewards():
     rewards = token_rewards(rewards_N=REWARDS, mask_T=MASK, lengths=LENGTHS, kl_T=KL, kl_coef=0.5)
-    ours = compute_advantages(inputs(), GeneralizedAdvantage(0.9, 0.8))
+    ours = compute_advantages(inputs(), estimator_named("ppo", gamma=0.9, lambd=0.8))
     for mine, direct in zip(
         ours,
         gae_advantages(rewards_T=rewards, values_T=VALUES, mask_T=MASK, lengths=LENGTHS, gamma=0.9, lambd=0.8),

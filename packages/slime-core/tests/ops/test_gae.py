@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import gae_advantages, scan
+from slime_core.ops import gae_advantages, returns
 
 LENGTHS = st.lists(st.integers(0, 6), max_size=6)
 LONG = [0, 1, 23, 24, 25, 48, 3072, 3073, 0, 40]
@@ -92,8 +92,8 @@ def test_nothing_leaks_from_huge_values_next_door():
 
 @pytest.mark.parametrize("limit", [1, 40, 64, 2000])
 def test_a_cpu_works_block_by_block(limit, monkeypatch):
-    monkeypatch.setattr(scan, "CPU_BLOCK", limit)
-    taken = scan.blocks(torch.tensor(LONG))
+    monkeypatch.setattr(returns, "CPU_BLOCK", limit)
+    taken = returns.blocks(torch.tensor(LONG))
     for tokens, sequences in taken:
         assert tokens == slice(sum(LONG[: sequences.start]), sum(LONG[: sequences.stop]))
         assert tokens.stop - tokens.start <= limit or len(LONG[sequences]) == 1

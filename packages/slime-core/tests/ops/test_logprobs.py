@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import log_probs_and_entropy
+from slime_core.ops import linear_log_probs_and_entropy, log_probs_and_entropy
 
 
 def by_the_definition(logits, targets, temperature, vocab_size):
@@ -193,3 +193,48 @@ def test_a_leafs_values_are_not_overwritten():
     with pytest.raises(DataError, match="overwrite_logits would write the gradient of a leaf tensor over its values"):
         log_probs_and_entropy(leaf, targets, overwrite_logits=True)
     log_probs_and_entropy(leaf.detach(), targets, overwrite_logits=True)  # no backward pass, nothing to overwrite
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_ignored_targets_have_no_log_prob_and_no_gradient(linear):
+    """Labels of −100, as for cross-entropy."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4, 3, generator=generator), torch.randn(9, 3, generator=generator)
+    targets = torch.tensor([2, -100, 8, -100])
+    hidden.requires_grad_()
+
+    def log_probs(rows, ids):
+        if linear:
+            return linear_log_probs_and_entropy(rows, weight, ids, with_entropy=True)
+        return log_probs_and_entropy(rows @ weight.T, ids, with_entropy=True)
+
+    found, entropy = log_probs(hidden, targets)
+    expected, expected_entropy = log_probs(hidden, targets.clamp(min=0))
+    assert found[[1, 3]].tolist() == [0, 0]
+    assert found[[0, 2]].equal(expected[[0, 2]])
+    assert entropy.equal(expected_entropy)
+    (grad,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+    assert not grad[[1, 3]].any()
+    assert grad[[0, 2]].equal(torch.autograd.grad(expected[[0, 2]].sum(), hidden)[0][[0, 2]])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.timeout(300)
+def test_compiles_as_one_graph(linear, backend):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 3, generator=generator), torch.randn(9, 3, generator=generator)
+    targets = torch.randint(0, 9, (6,), generator=generator)
+    hidden.requires_grad_()
+
+    def loss_of(rows):
+        if linear:
+            log_probs, entropy = linear_log_probs_and_entropy(rows, weight, targets, with_entropy=True)
+        else:
+            log_probs, entropy = log_probs_and_entropy(rows @ weight.T, targets, with_entropy=True)
+        return log_probs.sum() + 0.1 * entropy.sum()
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+    loss, expected = compiled(hidden), loss_of(hidden)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0])

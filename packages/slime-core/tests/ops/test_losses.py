@@ -1,203 +1,287 @@
+"""The losses in one call against each paper's formula, token by token in float64."""
+
 import math
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from slime_core import ops
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import cispo_loss, gspo_loss, policy_loss
 
-ROW = st.tuples(st.floats(-10, 0), st.floats(-10, 0), st.floats(-5, 5))
-
-
-def by_the_paper(new, old, advantage, low, high):
-    """Schulman et al. 2017, equation 7: the expectation of min(...) is maximised, so the loss is its negative."""
-    ratio = math.exp(new - old)
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    objective = min(ratio * advantage, clipped * advantage)
-    slope = 0.0 if clipped * advantage < ratio * advantage else -advantage * ratio
-    return -objective, slope, clipped * advantage < ratio * advantage
+GROUPS = [0, 1, 0, 1, 1]
+REWARDS = [1.0, 0.0, 0.0, 2.0, 0.5]
+LENGTHS = [4, 2, 3, 1, 4]
 
 
-@given(st.lists(ROW, max_size=8), st.sampled_from([(0.2, 0.2), (0.2, 0.28), (0.0, 0.0), (1.0, 4.0)]))
-def test_value_gradient_and_clipping_equal_the_paper(rows, bounds):
-    new, old, advantages = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
-    new = new.clone().requires_grad_()
-    loss, clipped = policy_loss(new, old, advantages, *bounds)
-    expected = [by_the_paper(*row, *bounds) for row in rows]
-    assert loss.tolist() == pytest.approx([value for value, _, _ in expected], rel=1e-9, abs=1e-12)
-    loss.sum().backward()
-    assert clipped.tolist() == [was_clipped for _, _, was_clipped in expected]
-    # At a tie both sides are the same function's value, and any slope between theirs is a subgradient.
-    ratios = [math.exp(a - b) for a, b, _ in rows]
-    inner = [abs(r - 1 + bounds[0]) > 1e-9 and abs(r - 1 - bounds[1]) > 1e-9 for r in ratios]
-    for gradient, (_, slope, _), comparable in zip(new.grad.tolist(), expected, inner, strict=True):
-        if comparable:
-            assert gradient == pytest.approx(slope, rel=1e-9, abs=1e-12)
+class Rows:
+    """Padded rows [B, L] with NaN in the padding, and one masked token inside."""
+
+    def __init__(self, seed=0, spread=0.3):
+        generator = torch.Generator().manual_seed(seed)
+        self.mask = (torch.arange(4) < torch.tensor(LENGTHS).unsqueeze(1)).long()
+        self.mask[0, 1] = 0
+        hole = torch.where(self.mask == 0, torch.nan, 0.0).double()
+        noise = torch.randn(5, 5, 4, generator=generator, dtype=torch.float64)
+        self.old = -1 - noise[0].abs() + hole
+        self.new = (self.old + spread * noise[1]).requires_grad_()
+        self.ref = self.old + 0.3 * noise[2]
+        self.values, self.new_values = noise[3] + hole, (noise[3] + 0.5 * noise[4] + hole).requires_grad_()
+        self.given = {"rewards": REWARDS, "group_ids": GROUPS, "old_log_probs": self.old}
+
+    def trained(self, row):
+        return [t for t in range(4) if self.mask[row, t]]
 
 
-@pytest.mark.parametrize("advantage", [1.5, -1.5])
-def test_gradcheck(advantage):
-    new = torch.tensor([-1.0, -1.5, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([-1.05, -1.0, -1.0, -1.0], dtype=torch.float64)
-    advantages = torch.full((4,), advantage, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda lp: policy_loss(lp, old, advantages, 0.2, 0.28)[0], (new,))
+def normalized(divide=True):
+    result = []
+    for reward, group in zip(REWARDS, GROUPS, strict=True):
+        peers = [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group]
+        mean = sum(peers) / len(peers)
+        std = math.sqrt(sum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
+        result.append((reward - mean) / (std + 1e-6 if divide else 1))
+    return result
 
 
-def test_on_policy_the_gradient_is_minus_the_advantage():
-    new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, clipped = policy_loss(new, new.detach(), torch.tensor([2.0, -3.0]), 0.2, 0.2)
-    loss.sum().backward()
-    assert new.grad.tolist() == [-2.0, 3.0]
-    assert clipped.tolist() == [False, False]
+def clipped(ratio, advantage, low, high):
+    return -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
 
 
-@given(st.sampled_from([30.0, 89.0, 1e3, 1e15]), st.booleans(), st.sampled_from([0.0, 1.0, -1.0, 1e3]))
-def test_huge_and_tiny_ratios_stay_finite(size, grew, advantage):
-    """Finite, so that a weight of 0 takes a masked token out of the loss and of the gradient."""
-    new = torch.tensor([size if grew else -size], requires_grad=True)
-    loss, _ = policy_loss(new, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2)
-    (grad,) = torch.autograd.grad(loss.sum(), new)
-    assert loss.isfinite().all()
-    assert grad.isfinite().all()
+def by_the_paper(rows, name):
+    """The loss of each algorithm as its paper writes it, with the paper's constants."""
+    new, old, ref = rows.new.tolist(), rows.old.tolist(), rows.ref.tolist()
+    advantages = normalized(divide=name != "dr_grpo_loss")
+    count = int(rows.mask.sum())
+    total = 0.0
+    for row, advantage in enumerate(advantages):
+        tokens = rows.trained(row)
+        ratio = {t: math.exp(new[row][t] - old[row][t]) for t in tokens}
+        match name:
+            case "grpo_loss":
+                k3 = {t: math.exp(ref[row][t] - new[row][t]) - (ref[row][t] - new[row][t]) - 1 for t in tokens}
+                inner = sum(clipped(ratio[t], advantage, 0.2, 0.2) + 0.04 * k3[t] for t in tokens)
+                total += inner / len(tokens) / 5
+            case "dr_grpo_loss":
+                total += sum(clipped(ratio[t], advantage, 0.2, 0.2) for t in tokens) / 4 / 5
+            case "dapo_loss":
+                total += sum(clipped(ratio[t], advantage, 0.2, 0.28) for t in tokens) / count
+            case "gspo_loss":
+                s = math.exp(sum(new[row][t] - old[row][t] for t in tokens) / len(tokens))
+                total += clipped(s, advantage, 3e-4, 4e-4) / 5
+            case "cispo_loss":
+                total -= sum(min(ratio[t], 5.0) * advantage * new[row][t] for t in tokens) / count
+    return total
 
 
-def whole_sequence(new, old, advantages, low, high):
-    return gspo_loss(new, old, advantages, low, high, mask_T=torch.ones(1), lengths=[1])
+LOSSES = {
+    "grpo_loss": {"ref": True},
+    "dr_grpo_loss": {"loss_divisor": 4.0},
+    "dapo_loss": {},
+    "gspo_loss": {},
+    "cispo_loss": {},
+}
 
 
-@pytest.mark.parametrize("loss_of", [policy_loss, partial(policy_loss, eps_clip_c=3.0), cispo_loss, whole_sequence])
-def test_old_log_probs_and_advantages_are_constants(loss_of):
-    new, old, advantage = (torch.tensor([value], requires_grad=True) for value in (-1.1, -1.0, 1.0))
-    loss, clipped = loss_of(new, old, advantage, 0.2, 0.2)
-    loss.sum().backward()
-    assert new.grad is not None
-    assert old.grad is None
-    assert advantage.grad is None
-    assert not clipped.requires_grad
+def call(name, rows, **change):
+    options = dict(LOSSES[name])
+    if options.pop("ref", False):
+        options["ref_log_probs"] = rows.ref
+    return getattr(ops, name)(rows.new, rows.mask, **{**rows.given, **options, **change})
 
 
-def by_the_paper_with_dual_clip(new, old, advantage, low, high, c):
-    """Ye et al. 2020: max(min(ρA, clip(ρ)A), cA) where A < 0."""
-    loss, slope, clipped = by_the_paper(new, old, advantage, low, high)
-    if advantage < 0 and -loss < c * advantage:
-        return -c * advantage, 0.0, True
-    return loss, slope, clipped
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_the_papers(name, seed):
+    rows = Rows(seed, spread=1.0 if name != "gspo_loss" else 1e-3)
+    loss, metrics = call(name, rows)
+    expected = by_the_paper(rows, name)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+    assert metrics["loss"] == loss
+    (grad,) = torch.autograd.grad(loss, rows.new)
+    assert not grad[rows.mask == 0].any()
+    if name == "cispo_loss":  # its weight is no function of π for the gradient
+        return
+    for row, t in ((0, 2), (3, 0), (4, 1)):
+        moved, shift = Rows(seed, spread=1.0 if name != "gspo_loss" else 1e-3), 1e-7
+        with torch.no_grad():
+            moved.new[row, t] += shift
+        slope = (by_the_paper(moved, name) - expected) / shift
+        assert grad[row, t].item() == pytest.approx(slope, rel=1e-3, abs=1e-5)
 
 
-@given(st.lists(ROW, max_size=8), st.sampled_from([(0.2, 0.2), (0.2, 0.28), (1.0, 4.0)]), st.sampled_from([1.5, 3, 10]))
-def test_dual_clip_equals_the_paper(rows, bounds, c):
-    new, old, advantages = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
-    new = new.clone().requires_grad_()
-    loss, clipped = policy_loss(new, old, advantages, *bounds, eps_clip_c=c)
-    expected = [by_the_paper_with_dual_clip(*row, *bounds, c) for row in rows]
-    assert loss.tolist() == pytest.approx([value for value, _, _ in expected], rel=1e-9, abs=1e-12)
-    loss.sum().backward()
-    assert clipped.tolist() == [was_clipped for _, _, was_clipped in expected]
-    ratios = [math.exp(a - b) for a, b, _ in rows]
-    for ratio, gradient, (_, slope, _) in zip(ratios, new.grad.tolist(), expected, strict=True):
-        if all(abs(ratio - edge) > 1e-9 for edge in (1 - bounds[0], 1 + bounds[1], c)):  # else: a tie
-            assert gradient == pytest.approx(slope, rel=1e-9, abs=1e-12)
+@pytest.mark.parametrize("name", LOSSES)
+def test_ragged_shapes_give_the_same(name):
+    rows = Rows()
+    loss, metrics = call(name, rows)
+    (grad,) = torch.autograd.grad(loss, rows.new)
+    inside = torch.arange(4) < torch.tensor(LENGTHS).unsqueeze(1)
+
+    def parts(values):
+        return [row[:length] for row, length in zip(values, LENGTHS, strict=True)]
+
+    options = {key: value for key, value in LOSSES[name].items() if key != "ref"}
+    for form in (parts, lambda values: torch.cat(parts(values))):
+        given = {
+            "rewards": torch.tensor(REWARDS).double(),
+            "group_ids": torch.tensor(GROUPS),
+            "old_log_probs": form(rows.old),
+        }
+        if name == "grpo_loss":
+            given["ref_log_probs"] = form(rows.ref)
+        if form is not parts:
+            given["lengths"] = LENGTHS
+        other, found = getattr(ops, name)(form(rows.new), form(rows.mask), **given, **options)
+        torch.testing.assert_close(other, loss, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(other, rows.new)[0][inside], grad[inside], rtol=1e-9, atol=1e-12)
+        assert {key: value.item() for key, value in found.items()} == pytest.approx(
+            {key: value.item() for key, value in metrics.items()}, rel=1e-9, abs=1e-12
+        )
 
 
-def test_dual_clip_binds_only_where_the_advantage_is_negative_and_the_ratio_above_c():
-    new = torch.tensor([2.0, 2.0, 1.0, -2.0], requires_grad=True)  # c is e^1.1; ratios e², e², e, e^-2
-    loss, clipped = policy_loss(
-        new, torch.zeros(4), torch.tensor([1.0, -1.0, -1.0, -1.0]), 0.2, 0.2, eps_clip_c=math.exp(1.1)
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_add_up(name):
+    """With advantages, of sequences or tokens, and the whole step's counts."""
+    rows = Rows()
+    whole, _ = call(name, rows)
+    advantages = torch.tensor(normalized(divide=name != "dr_grpo_loss"), dtype=torch.float64)
+    counts = {"num_sequences": 5, "num_tokens": int(rows.mask.sum()), "rewards": None, "group_ids": None}
+    for given in (advantages, advantages.unsqueeze(1).expand(5, 4)):
+        total = 0.0
+        for part in ([0, 3], [1, 2, 4]):
+            piece = Rows()
+            for field in ("new", "old", "ref", "mask"):
+                setattr(piece, field, getattr(rows, field)[part])
+            piece.given = {"old_log_probs": piece.old}
+            total += call(name, piece, advantages=given[part], **counts)[0]
+        torch.testing.assert_close(total, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_ppo_has_advantages_from_the_critic_and_its_loss():
+    rows = Rows()
+    flat = {"mask_T": rows.mask.flatten(), "lengths": [4] * 5}
+    earned = ops.token_rewards(rewards_N=torch.tensor(REWARDS, dtype=torch.float64), **flat)
+    advantages, returns = ops.gae_advantages(rewards_T=earned, values_T=rows.values.flatten(), lambd=0.95, **flat)
+    weights = rows.mask.flatten() / rows.mask.sum()
+    expected, _ = ops.policy_token_loss(
+        rows.new.flatten(), rows.old.flatten(), advantages, 0.2, 0.2, mask_T=flat["mask_T"]
     )
-    loss.sum().backward()
-    assert loss.tolist() == pytest.approx([-1.2, math.exp(1.1), math.e, 0.8])
-    assert clipped.tolist() == [True, True, False, True]
-    assert new.grad.tolist() == pytest.approx([0.0, 0.0, math.e, 0.0])
+    given = {"rewards": REWARDS, "old_log_probs": rows.old, "values": rows.values}
+    policy, _ = ops.ppo_loss(rows.new, rows.mask, **given)
+    torch.testing.assert_close(policy, (expected * weights).sum())
+    squared, _ = ops.value_loss(rows.new_values.flatten(), rows.values.flatten(), returns, 0.2, mask_T=flat["mask_T"])
+    both, metrics = ops.ppo_loss(rows.new, rows.mask, **given, new_values=rows.new_values, value_coef=0.5)
+    torch.testing.assert_close(both, policy + 0.5 * (squared * weights).sum())
+    assert metrics["loss"] == both
+    assert {"pg_loss", "value_loss", "value_clipfrac"} <= metrics.keys()
 
 
-@pytest.mark.parametrize("c", [1.0, 0.5, -3.0, math.inf, math.nan])
-def test_a_dual_clip_that_cannot_be(c):
-    with pytest.raises(ConfigError, match=r"--eps-clip-c \S+ must be a finite number above 1"):
-        policy_loss(torch.zeros(1), torch.zeros(1), torch.ones(1), 0.2, 0.2, eps_clip_c=c)
+def test_dpo_on_summed_log_probs():
+    chosen, rejected, ref_chosen, ref_rejected = torch.tensor(
+        [[-10.0, -12.0], [-11.0, -9.0], [-10.5, -11.0], [-10.0, -10.0]], dtype=torch.float64
+    )
+    loss, metrics = ops.dpo_loss(chosen.requires_grad_(), rejected, ref_chosen, ref_rejected)
+    margins = [0.1 * (0.5 + 1.0), 0.1 * (-1.0 - 1.0)]
+    assert loss.item() == pytest.approx(sum(math.log1p(math.exp(-margin)) for margin in margins) / 2)
+    assert metrics["accuracy"] == 0.5
+    (grad,) = torch.autograd.grad(loss, chosen)
+    assert grad.tolist() == pytest.approx([-0.05 / (1 + math.exp(margin)) for margin in margins])
+    free, _ = ops.dpo_loss(chosen, rejected)
+    assert free.item() == pytest.approx(sum(math.log1p(math.exp(-margin)) for margin in (0.1, -0.3)) / 2)
+    with pytest.raises(ConfigError, match="or of neither"):
+        ops.dpo_loss(chosen, rejected, ref_chosen)
+    with pytest.raises(DataError, match=r"one length; got the shapes \[\[2\], \[1, 2\]\]"):
+        ops.dpo_loss(chosen, rejected.unsqueeze(0))
 
 
-def cispo_by_the_paper(new, old, advantage, low, high):
-    """MiniMax 2025, equations 4 and 5: value, gradient, and whether the weight was clipped."""
-    ratio = math.exp(new - old)
-    weight = min(max(ratio, 1 - low), 1 + high)
-    return -weight * advantage * new, -weight * advantage, weight != ratio
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_divisor": 7.0},
+        {"calculate_per_token_loss": True},
+        {"disable_grpo_std_normalization": True},
+        {"disable_rewards_normalization": True},
+        {"use_rollout_logprobs": True},
+        {"eps_clip": 0.01},
+        {"eps_clip_c": 1.1},
+        {"entropy_coef": 0.1},
+        {"kl_coef": 0.1},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"use_opd": True},
+        {"normalize_advantages": True},
+        {"use_tis": True, "tis_clip": 1.1},
+        {"use_mis": True, "mis_level": "sequence", "mis_batch_normalize": True},
+        {"use_opsm": True, "opsm_delta": 0.0},
+        {"advantage_estimator": "rloo"},
+        {"advantage_estimator": "ppo", "gamma": 0.9},
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "gamma": 0.9},
+    ],
+    ids=str,
+)
+def test_every_setting_is_honoured(settings):
+    """Whatever is set changes the loss; a setting that a loop forgets would leave it as it was, to the last digit."""
+    rows = Rows(seed=1, spread=1.0)
+    given = {**rows.given, "ref_log_probs": rows.ref, "rollout_log_probs": rows.ref, "teacher_log_probs": rows.ref,
+             "values": rows.values, "entropy": rows.values.abs()}  # fmt: skip
+    plain, _ = ops.algorithm_loss(AlgorithmConfig(), rows.new, rows.mask, **given)
+    loss, _ = ops.algorithm_loss(AlgorithmConfig(**settings), rows.new, rows.mask, **given)
+    assert loss.isfinite()
+    assert abs(loss.item() - plain.item()) > 1e-6
 
 
-@given(st.lists(ROW, max_size=8), st.sampled_from([(1.0, 4.0), (0.2, 0.28), (5.0, 1.0), (0.0, 0.0)]))
-def test_cispo_equals_the_paper(rows, bounds):
-    new, old, advantages = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
-    new, old = new.clone().requires_grad_(), old.clone().requires_grad_()
-    loss, clipped = cispo_loss(new, old, advantages, *bounds)
-    expected = [cispo_by_the_paper(*row, *bounds) for row in rows]
-    assert loss.tolist() == pytest.approx([value for value, _, _ in expected], rel=1e-9, abs=1e-12)
-    new_grad, old_grad = torch.autograd.grad(loss.sum(), (new, old), allow_unused=True)
-    assert new_grad.tolist() == pytest.approx([slope for _, slope, _ in expected], rel=1e-9, abs=1e-12)
-    assert old_grad is None
-    edges = (1 - bounds[0], 1 + bounds[1])
-    for (a, b, _), was, (_, _, expected_was) in zip(rows, clipped.tolist(), expected, strict=True):
-        if all(abs(math.exp(a - b) - edge) > 1e-9 for edge in edges):
-            assert was == expected_was
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": None}, "grpo needs advantages, or rewards and group_ids"),
+        ({"group_ids": None}, "grpo needs advantages, or rewards and group_ids"),
+        ({"eps_clip": -1.0}, r"^eps_clip -1.0 must be 0 or more"),
+        ({"eps_clip_high": math.inf}, r"^eps_clip_high inf must be"),
+    ],
+)
+def test_errors_name_the_argument_and_no_flag(change, message):
+    rows = Rows()
+    with pytest.raises(ConfigError, match=message) as caught:
+        ops.grpo_loss(rows.new, rows.mask, **{**rows.given, **change})
+    assert "--" not in str(caught.value)
 
 
-def test_cispo_keeps_the_gradient_that_ppo_drops():
-    new, one = torch.tensor([-0.5], requires_grad=True), torch.ones(1)
-    for loss_of, expected in ((policy_loss, 0.0), (cispo_loss, -1.28)):
-        loss, clipped = loss_of(new, torch.tensor([-2.5]), one, 0.2, 0.28)
-        assert clipped.item()
-        assert torch.autograd.grad(loss.sum(), new)[0].item() == pytest.approx(expected)
+def test_inputs_that_cannot_be():
+    rows = Rows()
+    with pytest.raises(DataError, match="every group has one sequence"):
+        ops.grpo_loss(rows.new, rows.mask, rewards=REWARDS, group_ids=range(5))
+    with pytest.raises(DataError, match=r"mask must come as log_probs do, in the shape \[5, 4\]; got \[4, 5\]"):
+        ops.grpo_loss(rows.new, rows.mask.T, **rows.given)
+    with pytest.raises(DataError, match=r"log_probs have shape \[20\]; give \[sequences, tokens\]"):
+        ops.grpo_loss(rows.new.flatten(), **rows.given)
+    with pytest.raises(TypeError, match="unknown arguments old_logps; known: rewards"):
+        ops.grpo_loss(rows.new, rows.mask, old_logps=rows.old)
+    with pytest.raises(ConfigError, match="advantages were given, which kl_coef, use_opd"):
+        ops.algorithm_loss(AlgorithmConfig(kl_coef=0.1), rows.new, rows.mask, advantages=torch.ones(5))
+    with pytest.raises(ConfigError, match="use_kl_loss needs the reference's log-probs"):
+        ops.algorithm_loss(AlgorithmConfig(use_kl_loss=True), rows.new, rows.mask, **rows.given)
 
 
-def test_cispo_without_an_upper_bound_stays_finite():
-    new = torch.tensor([1e4], requires_grad=True)
-    loss, _ = cispo_loss(new, torch.zeros(1), torch.ones(1), 1.0, math.inf)
-    assert loss.isfinite().all()
-    assert torch.autograd.grad(loss.sum(), new)[0].isfinite().all()
+def test_without_old_log_probs_it_is_on_policy():
+    rows = Rows()
+    given = {"rewards": REWARDS, "group_ids": GROUPS}
+    loss, metrics = ops.grpo_loss(rows.new, rows.mask, **given)
+    assert metrics["ppo_kl"] == 0
+    assert loss.item() == pytest.approx(-sum(normalized()) / 5, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss_of", [policy_loss, partial(policy_loss, eps_clip_c=3.0), cispo_loss])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_tokens_may_be_nan_and_the_rest_is_finite(loss_of, dtype):
-    sizes = [0.0, torch.nan, 30.0, -30.0, 1e4, -1e4, 1e15, -1e15, torch.inf]
-    mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 0])
-    new = torch.tensor(sizes, dtype=dtype, requires_grad=True)
-    for advantage in (1.0, -1.0, 0.0):
-        advantages = torch.full_like(new, advantage).detach().masked_fill(mask == 0, torch.nan)
-        loss, clipped = loss_of(new, torch.zeros(9, dtype=dtype), advantages, 0.2, 0.28, mask_T=mask)
-        (grad,) = torch.autograd.grad(loss.sum(), new)
-        assert loss.dtype == torch.float32
-        assert loss.isfinite().all()
-        assert grad.isfinite().all()
-        assert loss[mask == 0].tolist() == grad[mask == 0].tolist() == [0.0, 0.0]
-        assert not clipped[mask == 0].any()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+@pytest.mark.timeout(300)
+def test_compiles_as_one_graph(estimator, backend):
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(4, 6, generator=generator)
+    mask = (torch.rand(4, 6, generator=generator) > 0.3).float()
+    new = (old + 0.1 * torch.randn(4, 6, generator=generator)).requires_grad_()
+    advantages, config = torch.randn(4, generator=generator), AlgorithmConfig(advantage_estimator=estimator)
 
+    def loss_of(new):
+        return ops.algorithm_loss(config, new, mask, advantages=advantages, old_log_probs=old)[0]
 
-@given(st.lists(st.tuples(ROW, st.booleans()), max_size=8))
-def test_a_mask_changes_nothing_for_the_other_tokens(rows):
-    new, old, advantages = torch.tensor([row for row, _ in rows]).reshape(-1, 3).unbind(1)
-    mask = torch.tensor([kept for _, kept in rows], dtype=torch.bool)
-    for loss_of in (policy_loss, partial(policy_loss, eps_clip_c=2.0), cispo_loss):
-        plain, plain_clipped = loss_of(new, old, advantages, 0.2, 0.28)
-        loss, clipped = loss_of(new, old, advantages, 0.2, 0.28, mask_T=mask)
-        assert loss.equal(torch.where(mask, plain, 0.0))
-        assert clipped.equal(plain_clipped & mask)
-
-
-def test_shapes_must_agree_with_and_without_a_mask():
-    """A column would broadcast to a loss of T × T numbers."""
-    three = torch.zeros(3)
-    for loss_of in (policy_loss, cispo_loss):
-        for mask in (None, torch.ones(3)):
-            with pytest.raises(DataError, match=r"one shape.*old_log_probs_T \[3, 1\]"):
-                loss_of(three, three.unsqueeze(1), three, 0.2, 0.2, mask_T=mask)
-        with pytest.raises(DataError, match=r"one shape.*mask_T \[3, 1\]"):
-            loss_of(three, three, three, 0.2, 0.2, mask_T=torch.ones(3, 1))
-
-
-def test_narrow_bounds_survive_bf16():
-    """1 + 2e-4 is 1 in bf16: computed there, every ratio above 1 would be clipped."""
-    new = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
-    _, clipped = policy_loss(new, torch.tensor([-1.0001]), torch.ones(1), 2e-4, 2e-4)
-    assert not clipped.item()
+    compiled = torch.compile(loss_of, fullgraph=True, backend=backend)
+    loss, expected = compiled(new), loss_of(new)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, new)[0], torch.autograd.grad(expected, new)[0])

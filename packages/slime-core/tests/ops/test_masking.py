@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from slime_core.errors import DataError
-from slime_core.ops.masking import masked, widen
+from slime_core.ops.tokens import masked, widen
 
 
 @pytest.mark.parametrize(

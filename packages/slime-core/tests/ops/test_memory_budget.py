@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError
-from slime_core.ops.memory_budget import ChunkPlan
+from slime_core.ops.linear_log_probs import ChunkPlan
 
 QWEN_VOCAB = 151_936
 
 
-def plan(budget=None, *, tokens=2048, hidden=1024, columns=QWEN_VOCAB, dtype=torch.bfloat16, device="cpu", grad=True):
+def plan(budget=None, *, tokens=2048, hidden=1024, columns=QWEN_VOCAB, dtype=torch.bfloat16, device="cpu"):
     return ChunkPlan.within(
         budget,
         tokens=tokens,
@@ -17,14 +17,13 @@ def plan(budget=None, *, tokens=2048, hidden=1024, columns=QWEN_VOCAB, dtype=tor
         columns=columns,
         dtype=dtype,
         device=torch.device(device),
-        hidden_gradient=grad,
     )
 
 
-def bytes_of(chosen, *, tokens, hidden, dtype, grad):
+def bytes_of(chosen, *, tokens, hidden, dtype):
     """By the definition: a chunk and its weight's copy, two fp32 buffers, the sum of the hidden gradient."""
     wide = 8 if dtype == torch.float64 else 4
-    sums = tokens * hidden * wide if grad and dtype.itemsize < wide else 0
+    sums = tokens * hidden * wide if dtype.itemsize < wide else 0
     block = min(chosen.block_rows, tokens) * chosen.chunk_columns * wide
     return (tokens + hidden) * chosen.chunk_columns * dtype.itemsize + 2 * block + sums
 
@@ -35,11 +34,10 @@ def bytes_of(chosen, *, tokens, hidden, dtype, grad):
     columns=st.integers(0, 300_000),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     device=st.sampled_from(["cpu", "cuda"]),
-    grad=st.booleans(),
     budget=st.integers(0, 2**33),
 )
-def test_a_plan_stays_within_the_budget_or_is_refused(tokens, hidden, columns, dtype, device, grad, budget):
-    shape = {"tokens": tokens, "hidden": hidden, "dtype": dtype, "grad": grad}
+def test_a_plan_stays_within_the_budget_or_is_refused(tokens, hidden, columns, dtype, device, budget):
+    shape = {"tokens": tokens, "hidden": hidden, "dtype": dtype}
     try:
         chosen = plan(budget, columns=columns, device=device, **shape)
     except ConfigError:
@@ -55,7 +53,7 @@ def test_a_plan_stays_within_the_budget_or_is_refused(tokens, hidden, columns, d
 @pytest.mark.parametrize("hidden", [1024, 4096])
 def test_by_default_less_than_an_eighth_of_the_logits(hidden):
     chosen = plan(hidden=hidden)
-    taken = bytes_of(chosen, tokens=2048, hidden=hidden, dtype=torch.bfloat16, grad=True)
+    taken = bytes_of(chosen, tokens=2048, hidden=hidden, dtype=torch.bfloat16)
     assert taken <= 2048 * QWEN_VOCAB * 2 // 10
     assert chosen.chunk_columns >= 1024
 

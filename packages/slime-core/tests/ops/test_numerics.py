@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slime_core.ops.numerics import LIMIT, bounded_exp, bounded_expm1_minus
+from slime_core.ops.tokens import LIMIT, bounded_exp, bounded_expm1_minus
 
 FUNCTIONS = [(bounded_exp, math.exp), (bounded_expm1_minus, lambda x: math.expm1(x) - x)]
 

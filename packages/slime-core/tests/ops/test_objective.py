@@ -10,7 +10,6 @@ from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import (
     Advantages,
-    grpo_advantages,
     log_probs_and_entropy,
     policy_advantages,
     policy_objective,
@@ -55,7 +54,7 @@ def objective(weight, samples, config, sizes):
         log_probs_T=log_probs,
         old_log_probs_T=torch.cat([sample.old for sample in samples]),
         advantages_T=torch.cat(
-            [grpo_advantages(sample.reward, len(sample.mask), dtype=torch.float64) for sample in samples]
+            [torch.full((len(sample.mask),), sample.reward, dtype=torch.float64) for sample in samples]
         ),
         weights_T=token_weights([sample.mask for sample in samples], dtype=torch.float64, **sizes),
         ref_log_probs_T=torch.cat([sample.ref for sample in samples]),

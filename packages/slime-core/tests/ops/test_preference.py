@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import dpo_loss, preference_objective, reward_model_loss
+from slime_core.ops import dpo_pair_loss, preference_objective, reward_model_loss
 
 MASK = st.lists(st.integers(0, 1), max_size=4)
 PAIRS = st.lists(st.tuples(MASK, MASK), max_size=4)
@@ -34,7 +34,7 @@ class Batch:
         chosen = [n for pair in members for n in (2 * pair, 2 * pair + 1)]
         starts = [sum(self.lengths[:n]) for n in range(len(self.lengths))]
         rows = torch.tensor([t for n in chosen for t in range(starts[n], starts[n] + self.lengths[n])]).long()
-        return dpo_loss(
+        return dpo_pair_loss(
             self.new[rows], None if reference_free else self.ref[rows], mask_T=self.mask[rows],
             lengths=[self.lengths[n] for n in chosen], reference_free=reference_free, **options,
         )  # fmt: skip
@@ -118,13 +118,13 @@ def test_the_reward_model_loss_equals_the_paper(rows, with_margins):
 def test_gradcheck():
     new = torch.tensor([-0.5, -1.0, -2.0, -0.1], dtype=torch.float64, requires_grad=True)
     options = {"mask_T": torch.tensor([1, 1, 0, 1]), "lengths": [2, 2], "beta": 0.7, "label_smoothing": 0.1}
-    assert torch.autograd.gradcheck(lambda lp: dpo_loss(lp, -torch.ones_like(lp), **options)[0], new)
+    assert torch.autograd.gradcheck(lambda lp: dpo_pair_loss(lp, -torch.ones_like(lp), **options)[0], new)
     assert torch.autograd.gradcheck(reward_model_loss, (new, new.detach().flip(0).requires_grad_()))
 
 
 def test_the_reference_is_a_constant_and_the_rewards_are_detached():
     new, ref = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
-    loss, chosen, rejected = dpo_loss(new, ref, mask_T=torch.ones(2), lengths=[1, 1], beta=1.0)
+    loss, chosen, rejected = dpo_pair_loss(new, ref, mask_T=torch.ones(2), lengths=[1, 1], beta=1.0)
     loss.sum().backward()
     assert ref.grad is None
     assert new.grad.tolist() == [-0.5, 0.5]
@@ -138,7 +138,7 @@ def test_wild_margins_stay_finite(size, dtype):
     new = torch.tensor([size, torch.nan, -size], dtype=dtype, requires_grad=True)
     ref, mask = torch.zeros(3, dtype=dtype), torch.tensor([1, 0, 1])
     for smoothing in (0.0, 0.3):
-        loss, _, _ = dpo_loss(new, ref, mask_T=mask, lengths=[2, 1], beta=1.0, label_smoothing=smoothing)
+        loss, _, _ = dpo_pair_loss(new, ref, mask_T=mask, lengths=[2, 1], beta=1.0, label_smoothing=smoothing)
         (grad,) = torch.autograd.grad(loss.sum(), new)
         assert loss.dtype == torch.float32
         assert loss.isfinite().all()
@@ -154,7 +154,7 @@ def test_long_responses_keep_the_digits_of_their_difference():
     generator = torch.Generator().manual_seed(0)
     ref = -torch.rand(65536, generator=generator) / 16
     delta = torch.cat([torch.full((32768,), 2.0**-20), torch.zeros(32768)])
-    _, chosen, rejected = dpo_loss(ref + delta, ref, mask_T=torch.ones(65536), lengths=[32768, 32768], beta=1.0)
+    _, chosen, rejected = dpo_pair_loss(ref + delta, ref, mask_T=torch.ones(65536), lengths=[32768, 32768], beta=1.0)
     assert chosen.item() == pytest.approx(2.0**-5, rel=2e-3)
     assert rejected.item() == 0.0
 
@@ -164,16 +164,16 @@ def test_what_cannot_be():
     pair = {"mask_T": torch.ones(2), "lengths": [1, 1]}
     for beta in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match=r"beta \S+ must be a finite number above 0"):
-            dpo_loss(two, two, beta=beta, **pair)
+            dpo_pair_loss(two, two, beta=beta, **pair)
     for smoothing in (-0.1, 0.5, math.nan):
         with pytest.raises(ConfigError, match=r"label_smoothing \S+ must be 0 or more and below 0.5"):
-            dpo_loss(two, two, beta=0.1, label_smoothing=smoothing, **pair)
+            dpo_pair_loss(two, two, beta=0.1, label_smoothing=smoothing, **pair)
     with pytest.raises(ConfigError, match="none were given"):
-        dpo_loss(two, None, beta=0.1, **pair)
+        dpo_pair_loss(two, None, beta=0.1, **pair)
     with pytest.raises(ConfigError, match="given with reference_free"):
-        dpo_loss(two, two, beta=0.1, reference_free=True, **pair)
+        dpo_pair_loss(two, two, beta=0.1, reference_free=True, **pair)
     with pytest.raises(DataError, match="1 responses are not pairs"):
-        dpo_loss(two, two, beta=0.1, mask_T=torch.ones(2), lengths=[2])
+        dpo_pair_loss(two, two, beta=0.1, mask_T=torch.ones(2), lengths=[2])
     with pytest.raises(DataError, match=r"chosen_P \[2\], rejected_P \[2, 1\]"):
         reward_model_loss(two, two.unsqueeze(1))
     with pytest.raises(DataError, match="global_pairs 0 must be 1 or more"):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops.ragged import expand, lengths_tensor, sequence_mean, sequence_sum
+from slime_core.ops.tokens import expand, lengths_tensor, sequence_lengths, sequence_mean, sequence_sum
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 
@@ -40,12 +40,16 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda x: expand(sequence_sum(x, counts), counts), values)
 
 
-def test_what_is_masked_may_be_nan():
-    values = torch.tensor([1.0, torch.nan], requires_grad=True)
-    mean = sequence_mean(values, torch.tensor([1, 0]), lengths_tensor([2], 2))
-    mean.sum().backward()
-    assert mean.tolist() == [1.0]
-    assert values.grad is not None and values.grad.tolist() == [1.0, 0.0]
+def test_one_length_for_all_is_the_same_as_many():
+    values, mask = tokens([3, 3, 3, 3], 1), (tokens([3, 3, 3, 3], 2) > 0).long()
+    counts = lengths_tensor([3] * 4, 12)
+    assert sequence_lengths(3, values) == 3
+    torch.testing.assert_close(sequence_sum(values, 3), sequence_sum(values, counts))
+    torch.testing.assert_close(sequence_mean(values, mask, 3), sequence_mean(values, mask, counts))
+    assert expand(values[:4], 3).equal(expand(values[:4], counts))
+    for wrong in (5, 0):
+        with pytest.raises(DataError, match=f"12 tokens are not rows of {wrong}"):
+            sequence_lengths(wrong, values)
 
 
 @pytest.mark.parametrize(

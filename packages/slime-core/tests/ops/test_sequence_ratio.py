@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops import gspo_log_ratio, gspo_loss, sequence_log_ratio, token_weights
+from slime_core.ops import gspo_log_ratio, gspo_token_loss, sequence_log_ratio, token_weights
 
 MASKS = st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=6)
 BOUNDS = st.sampled_from([(3e-4, 4e-4), (0.2, 0.28), (0.0, 0.0), (1.0, 4.0)])
@@ -40,7 +40,7 @@ class Batch:
             per_token=per_token,
             dtype=torch.float64,
         )
-        loss, clipped = gspo_loss(
+        loss, clipped = gspo_token_loss(
             self.new[rows], self.old[rows], self.advantages[rows], *bounds,
             mask_T=self.mask[rows], lengths=[len(mask) for mask in masks], **options,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def test_with_advantages_per_token_the_token_form_learns_from_its_own():
     weights = torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 1.0], dtype=torch.float64)
     grads = {}
     for token_form in (False, True):
-        loss, clipped = gspo_loss(
+        loss, clipped = gspo_token_loss(
             batch.new, batch.old, batch.token_advantages, 0.5, 0.5,
             mask_T=batch.mask, lengths=batch.lengths, token_form=token_form,
         )  # fmt: skip
@@ -158,7 +158,7 @@ def test_gradcheck():
 @pytest.mark.parametrize("size", [30.0, -30.0, 1e4, -1e4, 1e15, -1e15])
 def test_huge_and_tiny_ratios_stay_finite(size, dtype, token_form):
     new = torch.tensor([size, size, torch.nan, size], dtype=dtype, requires_grad=True)
-    loss, clipped = gspo_loss(
+    loss, clipped = gspo_token_loss(
         new, torch.zeros(4, dtype=dtype), torch.tensor([1.0, -1.0, torch.nan, -1e3], dtype=dtype), 0.2, 0.2,
         mask_T=torch.tensor([1, 1, 0, 1]), lengths=[3, 0, 1], token_form=token_form,
     )  # fmt: skip
@@ -186,4 +186,4 @@ def test_old_log_probs_are_constants_and_bf16_is_summed_in_fp32():
 def test_shapes_that_cannot_be(lengths, mask, message):
     three = torch.zeros(3)
     with pytest.raises(DataError, match=message):
-        gspo_loss(three, three, three, 0.2, 0.2, mask_T=torch.tensor(mask), lengths=lengths)
+        gspo_token_loss(three, three, three, 0.2, 0.2, mask_T=torch.tensor(mask), lengths=lengths)

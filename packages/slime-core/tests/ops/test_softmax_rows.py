@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_core.ops.softmax_rows import SoftmaxRows, Statistics
+from slime_core.ops.log_probs import RowStatistics, SoftmaxRows
 
 
 def rows_of(logits, targets, first=0, *, block_rows=2):
@@ -20,7 +20,7 @@ def rows_of(logits, targets, first=0, *, block_rows=2):
     with_entropy=st.booleans(),
 )
 def test_parts_merge_into_the_whole_in_any_order(cuts, scale, seed, with_entropy):
-    """Statistics of any pieces of the columns, some of them empty or all −inf, are those of one row."""
+    """RowStatistics of any pieces of the columns, some of them empty or all −inf, are those of one row."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 12, generator=generator, dtype=torch.float64) * scale
     logits[0, :6] = -torch.inf
@@ -31,7 +31,7 @@ def test_parts_merge_into_the_whole_in_any_order(cuts, scale, seed, with_entropy
         for start, stop in itertools.pairwise(edges)
     ]
     order = torch.randperm(len(pieces), generator=generator).tolist()
-    merged = Statistics.of_nothing(torch.zeros(5, dtype=torch.bool), torch.float64, with_entropy=with_entropy)
+    merged = RowStatistics.of_nothing(torch.zeros(5, dtype=torch.bool), torch.float64, with_entropy=with_entropy)
     for index in order:
         merged = merged.merge(pieces[index])
     log_p = torch.log_softmax(logits, -1)

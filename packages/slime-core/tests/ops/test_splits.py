@@ -9,19 +9,18 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_core.config import KL_LOSS_TYPES
-from slime_core.mis_config import MisConfig
+from slime_core.config import KL_LOSS_TYPES, MisConfig
 from slime_core.ops import (
-    cispo_loss,
-    dpo_loss,
-    gspo_loss,
+    cispo_token_loss,
+    dpo_pair_loss,
+    gspo_token_loss,
     icepop_weights,
     kl_penalty,
     mis_weight_sums,
     mis_weights,
     opsm_mask,
     outcome_advantages,
-    policy_loss,
+    policy_token_loss,
     preference_objective,
     reward_model_loss,
     sft_objective,
@@ -113,12 +112,12 @@ def penalty(kind, unbiased):
 
 
 TOKEN_LOSSES = {
-    "policy_loss": lambda part: policy_loss(*part.surrogate(), eps_clip_c=1.5, mask_T=part.mask)[0],
-    "gspo_loss": lambda part: gspo_loss(*part.surrogate(), mask_T=part.mask, lengths=part.lengths)[0],
-    "gspo_loss, token form": lambda part: gspo_loss(
+    "policy_token_loss": lambda part: policy_token_loss(*part.surrogate(), eps_clip_c=1.5, mask_T=part.mask)[0],
+    "gspo_token_loss": lambda part: gspo_token_loss(*part.surrogate(), mask_T=part.mask, lengths=part.lengths)[0],
+    "gspo_token_loss, token form": lambda part: gspo_token_loss(
         *part.surrogate(), mask_T=part.mask, lengths=part.lengths, token_form=True
     )[0],
-    "cispo_loss": lambda part: cispo_loss(*part.surrogate(), mask_T=part.mask)[0],
+    "cispo_token_loss": lambda part: cispo_token_loss(*part.surrogate(), mask_T=part.mask)[0],
     **{f"kl_penalty, {kind}": penalty(kind, False) for kind in KL_LOSS_TYPES},
     **{f"kl_penalty, unbiased {kind}": penalty(kind, True) for kind in KL_LOSS_TYPES},
 }
@@ -139,7 +138,7 @@ MIS = {
 CORRECTIONS = ("none", "tis_weights", "icepop_weights", "opsm_mask", *MIS)
 CASES = [
     *itertools.product([*TOKEN_LOSSES, *OBJECTIVES], AGGREGATIONS, ["none"]),
-    *itertools.product(["policy_loss"], AGGREGATIONS, CORRECTIONS[1:]),
+    *itertools.product(["policy_token_loss"], AGGREGATIONS, CORRECTIONS[1:]),
 ]
 
 
@@ -235,8 +234,8 @@ def test_two_ranks(two_ranks, split, dtype, tolerance):
 def pair_losses(step, pairs, kind):
     """Loss and gradient [4] of some pairs of samples, under the count of all."""
     part = step.part([n for pair in pairs for n in (2 * pair, 2 * pair + 1)])
-    if kind == "dpo_loss":
-        triple = dpo_loss(part.outputs, part.ref, mask_T=part.mask, lengths=part.lengths, beta=0.5)
+    if kind == "dpo_pair_loss":
+        triple = dpo_pair_loss(part.outputs, part.ref, mask_T=part.mask, lengths=part.lengths, beta=0.5)
     else:
         scores = torch.stack([step.features[n].sum(0) @ step.parameters for n in part.chosen]).view(-1, 2).unbind(1)
         triple = reward_model_loss(*scores), *scores
@@ -248,7 +247,7 @@ def pairs_of_a_rank(rank, kind):
     return added_up(pair_losses(Step(LENGTHS, seed=3), [[0, 3, 1], [2]][rank], kind))
 
 
-@pytest.mark.parametrize("kind", ["dpo_loss", "reward_model_loss"])
+@pytest.mark.parametrize("kind", ["dpo_pair_loss", "reward_model_loss"])
 def test_two_ranks_with_pairs(two_ranks, kind):
     whole = pair_losses(Step(LENGTHS, seed=3), range(4), kind)
     for result in two_ranks(__file__, "pairs_of_a_rank", kind):
@@ -269,7 +268,9 @@ def test_the_order_of_samples_in_and_between_groups_changes_nothing(groups, seed
             ),
             mask_T=part.mask, lengths=part.lengths,
         )  # fmt: skip
-        loss = policy_loss(part.outputs, part.old, advantages, 0.1, 0.2, mask_T=part.mask)[0] @ part.weights("sample")
+        loss = policy_token_loss(part.outputs, part.old, advantages, 0.1, 0.2, mask_T=part.mask)[0] @ part.weights(
+            "sample"
+        )
         return torch.cat([loss.detach().unsqueeze(0), *torch.autograd.grad(loss, step.parameters)])
 
     order = list(range(len(groups)))

@@ -9,23 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_core.config import KL_LOSS_TYPES
-from slime_core.mis_config import MIS_LEVELS, MIS_MODES, MisConfig
+from slime_core.config import KL_LOSS_TYPES, MIS_LEVELS, MIS_MODES, MisConfig
 from slime_core.ops import (
-    cispo_loss,
+    cispo_token_loss,
     distilled_advantages,
-    dpo_loss,
+    dpo_pair_loss,
     drift_statistics,
     gspo_log_ratio,
-    gspo_loss,
+    gspo_token_loss,
     icepop_weights,
     kl_penalty,
     mis_weight_sums,
     mis_weights,
     opsm_mask,
     outcome_advantages,
-    policy_loss,
     policy_statistics,
+    policy_token_loss,
     sequence_log_ratio,
     sft_objective,
     tis_weights,
@@ -87,11 +86,11 @@ class Batch:
 
 
 def policy(batch, **options):
-    return policy_loss(batch.new, batch.old, batch.advantages, 0.2, 0.28, mask_T=batch.mask, **options)
+    return policy_token_loss(batch.new, batch.old, batch.advantages, 0.2, 0.28, mask_T=batch.mask, **options)
 
 
 def gspo(batch, **options):
-    return gspo_loss(
+    return gspo_token_loss(
         batch.new, batch.old, batch.advantages, 0.2, 0.28, mask_T=batch.mask, lengths=batch.lengths, **options
     )
 
@@ -112,11 +111,13 @@ def sequence_ratio(function, **options):
 
 
 WITH_GRADIENT = {
-    "policy_loss": policy,
-    "policy_loss, dual clip": lambda batch: policy(batch, eps_clip_c=3.0),
-    "gspo_loss": gspo,
-    "gspo_loss, token form": lambda batch: gspo(batch, token_form=True, eps_clip_c=3.0),
-    "cispo_loss": lambda batch: cispo_loss(batch.new, batch.old, batch.advantages, 0.2, 4.0, mask_T=batch.mask),
+    "policy_token_loss": policy,
+    "policy_token_loss, dual clip": lambda batch: policy(batch, eps_clip_c=3.0),
+    "gspo_token_loss": gspo,
+    "gspo_token_loss, token form": lambda batch: gspo(batch, token_form=True, eps_clip_c=3.0),
+    "cispo_token_loss": lambda batch: cispo_token_loss(
+        batch.new, batch.old, batch.advantages, 0.2, 4.0, mask_T=batch.mask
+    ),
     **{f"kl_penalty, {kind}": penalty(kind, False) for kind in KL_LOSS_TYPES},
     **{f"kl_penalty, unbiased {kind}": penalty(kind, True) for kind in KL_LOSS_TYPES},
     "sequence_log_ratio": sequence_ratio(sequence_log_ratio),
@@ -129,7 +130,7 @@ WITH_GRADIENT = {
         )
     ),
     "sft_objective": lambda batch: scalars(sft_objective(batch.new, batch.weights)),
-    "dpo_loss": lambda batch: dpo_loss(
+    "dpo_pair_loss": lambda batch: dpo_pair_loss(
         batch.new, batch.ref, mask_T=batch.mask, lengths=batch.lengths, beta=0.5, label_smoothing=0.1
     ),
 }
@@ -208,8 +209,8 @@ CONSTANTS = {
 }  # fmt: skip
 FUNCTIONS = WITH_GRADIENT | CONSTANTS
 PER_TOKEN = (
-    "policy_loss",
-    "gspo_loss",
+    "policy_token_loss",
+    "gspo_token_loss",
     "cispo",
     "kl_",
     "value_loss",

@@ -96,7 +96,7 @@ def test_wild_values_stay_finite(value, dtype):
 def test_what_cannot_be():
     three = torch.zeros(3)
     for clip in (-0.1, math.inf, math.nan):
-        with pytest.raises(ConfigError, match=r"--value-clip \S+ must be a finite number, 0 or more"):
+        with pytest.raises(ConfigError, match=r"value_clip \S+ must be a finite number, 0 or more"):
             value_loss(three, three, three, clip)
     with pytest.raises(DataError, match=r"values_T \[3, 1\], old_values_T \[3\]"):
         value_loss(three.unsqueeze(1), three, three, 0.2)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops.vocab_shard import VocabShard, check_temperature
+from slime_core.ops.log_probs import VocabShard, check_temperature
 
 
 @pytest.mark.parametrize(("columns", "vocab_size", "expected"), [(8, None, (8, 8)), (8, 5, (5, 5)), (8, 8, (8, 8))])
@@ -19,10 +19,12 @@ def test_vocabulary_that_does_not_fit(vocab_size):
 
 def test_targets():
     shard = VocabShard.of(8, None, 5)
-    assert shard.valid(torch.tensor([0, 4])).all()
+    shard.check(torch.tensor([0, 4, -100]))
     for outside in (-1, 5, 7):
         with pytest.raises(DataError, match=f"token id {outside} is outside the vocabulary of 5"):
-            shard.valid(torch.tensor([0, outside]))
+            shard.check(torch.tensor([0, outside]))
+    completed = shard.complete(torch.ones(4), torch.tensor([4, 5, -1, -100]))
+    torch.testing.assert_close(completed, torch.tensor([1, torch.nan, torch.nan, 0]), equal_nan=True)
 
 
 def test_temperature():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import AdvantageInputs, Discounted, compute_advantages, whiten
+from slime_core.ops import AdvantageInputs, compute_advantages, estimator_named, whiten
 
 
 def by_a_loop(values, mask, eps=1e-8):
@@ -93,7 +93,9 @@ def run_estimator(rank):
             mask_T=mask[start : start + sum(lengths[mine])],
             lengths_N=torch.tensor(lengths[mine], dtype=torch.int64),
         )
-        result = compute_advantages(inputs, Discounted(0.9), whitened=True, group=dist.group.WORLD)
+        result = compute_advantages(
+            inputs, estimator_named("reinforce_plus_plus", gamma=0.9), whitened=True, group=dist.group.WORLD
+        )
         results.append(result.advantages_T)
     return results
 
@@ -124,7 +126,7 @@ def test_advantages_are_whitened_alike_wherever_the_responses_lie(two_ranks):
             mask_T=torch.tensor([1, 1, 0, 1, 1, 0.0]),
             lengths_N=torch.tensor([2, 1, 3]),
         ),
-        Discounted(0.9),
+        estimator_named("reinforce_plus_plus", gamma=0.9),
         whitened=True,
     )
     for parts in zip(*two_ranks(__file__, "run_estimator"), strict=True):

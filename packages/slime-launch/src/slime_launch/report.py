@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from slime_core.eval_metrics import eval_scores
 from slime_core.files import write_whole
+from slime_core.metrics import eval_scores
 from slime_launch.chart import draw_chart, save_curve
 from slime_launch.tracking import TENSORBOARD_DIR, Row
 

@@ -50,7 +50,7 @@ def rollout_row(
 
 
 def eval_row(report: EvalReport) -> dict[str, float]:
-    """``eval/*`` of every held-out set, as :func:`slime_core.eval_metrics.eval_metrics` names them."""
+    """``eval/*`` of every held-out set, as :func:`slime_core.metrics.eval_metrics` names them."""
     return report.metrics | {"perf/eval_time": report.seconds}
 
 

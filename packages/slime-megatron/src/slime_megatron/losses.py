@@ -13,8 +13,8 @@ import torch
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.ops import Statistics, drift_statistics, policy_objective, policy_statistics, sft_objective
-from slime_core.ops.corrections import weighted_sum
-from slime_core.ops.needed import needed
+from slime_core.ops.off_policy import weighted_sum
+from slime_core.ops.tokens import needed
 from slime_core.user_functions import load_function
 
 DRIFT_WEIGHT = "drift_weight"

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.config import AlgorithmConfig
 from slime_core.ops import Statistics, loss_weights, mis_weight_sums
-from slime_core.ops.needed import needed
+from slime_core.ops.tokens import needed
 from slime_core.types import TrainStep
 from slime_megatron.losses import DRIFT_WEIGHT, Loss, LossInputs
 from slime_megatron.packing import MicroBatch, PackedBatch

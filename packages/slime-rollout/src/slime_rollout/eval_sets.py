@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from slime_core.errors import ConfigError, SlimeError
-from slime_core.eval_metrics import set_name_problem
+from slime_core.metrics import set_name_problem
 from slime_rollout.config import RolloutConfig
 from slime_rollout.strict_yaml import load_yaml
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import DataError
-from slime_core.eval_metrics import eval_metrics, eval_scores
 from slime_core.hooks import HookArgs
+from slime_core.metrics import eval_metrics, eval_scores
 from slime_core.types import EvalReport, Group, Sample
 from slime_rollout.data import PromptDataset, PromptEncoder
 from slime_rollout.eval_sets import EvalSet

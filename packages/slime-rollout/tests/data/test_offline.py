@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops.preference import dpo_loss, reward_model_loss
-from slime_core.ops.sft import sft_objective
+from slime_core.ops import sft_objective
+from slime_core.ops.preference import dpo_pair_loss, reward_model_loss
 from slime_core.types import Status
 from slime_rollout.data import (
     ChatEncoder,
@@ -306,7 +306,7 @@ def test_batches_fit_the_losses(write_rows, pair_encoder):
     assert len(batch.loss_mask) == tokens == sum(sample.response_length for sample in batch.samples)
     generator = torch.Generator().manual_seed(0)
     policy, reference = (-torch.rand(tokens, generator=generator, dtype=torch.float64) for _ in range(2))
-    loss, chosen, rejected = dpo_loss(
+    loss, chosen, rejected = dpo_pair_loss(
         policy, reference, mask_T=torch.tensor(batch.loss_mask), lengths=batch.lengths, beta=0.1
     )
     start, rewards = 0, []

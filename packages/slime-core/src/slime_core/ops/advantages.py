@@ -1,48 +1,232 @@
-"""From rewards to one advantage per response token.
+"""From rewards to one advantage per response token: the built-in estimators, custom ones, distillation and whitening.
 
-R is the number of response tokens of one response; T tokens of N responses. Where responses are discounted or a critic
-takes part: `returns.py` and `gae.py`.
+T tokens of N responses, whole and one after the other; W ranks. There is no registry of estimators: an estimator is a
+value that is passed to :func:`policy_advantages` or :func:`compute_advantages`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from slime_core.config import ESTIMATORS, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops.kl import kl_penalty
-from slime_core.ops.ragged import expand, lengths_tensor
-from slime_core.ops.returns import check_rewards, kl_penalties
-from slime_core.ops.scan import check_finite, check_tokens
+from slime_core.ops.returns import (
+    check_factor,
+    check_finite,
+    check_rewards,
+    check_tokens,
+    discounted_returns,
+    gae_advantages,
+    kl_penalties,
+    token_rewards,
+)
+from slime_core.ops.token_losses import kl_penalty
+from slime_core.ops.tokens import expand, lengths_tensor, needed
 
 
-def grpo_advantages(
-    reward: float,
-    response_length: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Every token of a response has the response's group-relative reward (GRPO; Shao et al. 2024, section 4.1.2).
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdvantageInputs:
+    """What an estimator sees: whole responses, one after the other. Checked when it is built.
 
-    Args:
-        reward: The reward after :func:`slime_core.rewards.normalize_group_rewards`.
-        response_length: R, 0 or more.
-        dtype: Type of the result.
-        device: Device of the result.
-
-    Returns:
-        Advantages [R].
+    Attributes:
+        rewards_N: One reward per response, after :func:`slime_core.rewards.estimator_rewards` [N].
+        mask_T: 1 where a token is trained on, else 0 [T]. In the other tensors, what is masked may be anything, NaN
+            too.
+        lengths_N: Tokens of each response, integers that add up to T [N]; 0 is allowed.
+        kl_T: Estimates of KL(policy ‖ reference), nats [T]. ``None`` without a reference.
+        kl_coef: Coefficient of the KL penalty in the reward.
+        values_T: The critic's values from before its update [T]. ``None`` without a critic.
 
     Raises:
-        DataError: ``response_length`` is negative.
+        DataError: The shapes do not fit, or a reward is not finite.
     """
-    if response_length < 0:
-        raise DataError(f"response_length {response_length} is negative; give the number of response tokens")
-    return torch.full((response_length,), reward, dtype=dtype, device=device)
+
+    rewards_N: Tensor
+    mask_T: Tensor
+    lengths_N: Tensor
+    kl_T: Tensor | None = None
+    kl_coef: float = 0.0
+    values_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        per_token = {"mask_T": self.mask_T, "kl_T": self.kl_T, "values_T": self.values_T}
+        check_tokens(len(self.mask_T), **{name: tensor for name, tensor in per_token.items() if tensor is not None})
+        check_rewards(self.rewards_N, lengths_tensor(self.lengths_N, len(self.mask_T)))
+
+
+class Advantages(NamedTuple):
+    """What an estimator returns.
+
+    Attributes:
+        advantages_T: What the policy's loss multiplies each token by [T].
+        returns_T: What a critic's value is fitted to [T]; without a critic, the advantages again.
+    """
+
+    advantages_T: Tensor
+    returns_T: Tensor
+
+
+class AdvantageEstimator(Protocol):
+    """A function, or an object with a ``__call__``, from inputs to advantages. The contract:
+
+    - Both results are floating-point [T], on the inputs' device, and finite where the mask is 1. Elsewhere they may be
+      anything: :func:`compute_advantages` puts 0 there.
+    - A response's result depends on that response alone, and on its reward, which its group has already entered. So it
+      makes no difference which responses a rank holds; a rank may hold none (N = 0), or masked ones only.
+    - ``kl_coef`` is honoured, or refused where it is not 0. :func:`slime_core.ops.token_rewards` does it.
+    - The inputs are not changed, no gradient is attached, and nothing is communicated.
+    """
+
+    def __call__(self, inputs: AdvantageInputs, /) -> Advantages:
+        """Advantages and returns of these responses."""
+        ...
+
+
+class Distillation(NamedTuple):
+    """What on-policy distillation adds to the advantages: see :func:`distilled_advantages`."""
+
+    student_log_probs_T: Tensor
+    teacher_log_probs_T: Tensor
+    coef: float
+
+
+def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> AdvantageEstimator:
+    """The built-in estimator of that name: one of :data:`slime_core.config.ESTIMATORS`.
+
+    Args:
+        name: ``ppo`` is :func:`token_rewards`, then :func:`gae_advantages`; ``reinforce_plus_plus``
+            :func:`token_rewards`, then :func:`discounted_returns`; the others are :func:`outcome_advantages`.
+        gamma: γ of ppo and reinforce_plus_plus; the others have none.
+        lambd: λ of ppo.
+
+    Raises:
+        ConfigError: There is none of that name, or γ or λ is not between 0 and 1.
+    """
+    check_factor("gamma", gamma)
+    check_factor("lambd", lambd)
+    if name not in ESTIMATORS:
+        raise ConfigError(f"the advantage estimator {name} is unknown; allowed: {', '.join(ESTIMATORS)}")
+
+    def generalized(inputs: AdvantageInputs, /) -> Advantages:
+        if inputs.values_T is None:
+            raise DataError("ppo needs the critic's values, values_T, and none were given")
+        found = gae_advantages(
+            rewards_T=_token_rewards(inputs), values_T=inputs.values_T, gamma=gamma, lambd=lambd, **_span(inputs)
+        )
+        return Advantages(*found)
+
+    def discounted(inputs: AdvantageInputs, /) -> Advantages:
+        returns_T = discounted_returns(rewards_T=_token_rewards(inputs), gamma=gamma, **_span(inputs))
+        return Advantages(returns_T, returns_T)
+
+    return {"ppo": generalized, "reinforce_plus_plus": discounted}.get(name, outcome)
+
+
+def outcome(inputs: AdvantageInputs, /) -> Advantages:
+    """The estimator of grpo, gspo, cispo, rloo and reinforce_plus_plus_baseline: :func:`outcome_advantages`."""
+    advantages_T = outcome_advantages(
+        rewards_N=inputs.rewards_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef, **_span(inputs)
+    )
+    return Advantages(advantages_T, advantages_T)
+
+
+def policy_advantages(
+    config: AlgorithmConfig,
+    *,
+    rewards_N: Tensor,
+    mask_T: Tensor,
+    lengths: Sequence[int] | Tensor,
+    old_log_probs_T: Tensor | None = None,
+    ref_log_probs_T: Tensor | None = None,
+    teacher_log_probs_T: Tensor | None = None,
+    values_T: Tensor | None = None,
+    estimator: AdvantageEstimator | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Advantages:
+    """Advantages and returns of a rank's responses: :func:`compute_advantages` by configuration.
+
+    Args:
+        config: The estimator and its factors, the KL penalty, distillation, whitening.
+        rewards_N: From :func:`slime_core.rewards.estimator_rewards` [N].
+        mask_T: 1 where a token is trained on, else 0 [T]; elsewhere the other tensors may hold anything, NaN too.
+        lengths: Tokens of each response, N numbers that add up to T; 0 is allowed.
+        old_log_probs_T: Log-probs (nats) from before the update [T]; needed with ``kl_coef`` and ``use_opd``.
+        ref_log_probs_T: Log-probs under the reference [T]; needed with ``kl_coef``.
+        teacher_log_probs_T: Log-probs under the teacher [T]; needed with ``use_opd``.
+        values_T: The critic's values [T]; needed by ppo.
+        estimator: A custom one, instead of the one that the configuration names.
+        group: Ranks to whiten over, every one of which must call this, with no responses too; see :func:`whiten`.
+
+    Returns:
+        Advantages and returns, each [T], 0 where masked.
+
+    Raises:
+        ConfigError: The configuration needs an input that is missing.
+        DataError: The shapes do not fit, or a number that counts is not finite.
+    """
+    kl_T = distillation = None
+    if config.kl_coef:
+        old_T = needed(old_log_probs_T, "--kl-coef", "the log-probs from before the update")
+        ref_T = needed(ref_log_probs_T, "--kl-coef", "the reference's log-probs")
+        kl_T = kl_penalty(old_T.detach(), ref_T.detach(), config.kl_loss_type or "k1")
+    if config.use_opd:
+        student_T = needed(old_log_probs_T, "--use-opd", "the log-probs from before the update")
+        teacher_T = needed(teacher_log_probs_T, "--use-opd", "the teacher's log-probs")
+        distillation = Distillation(student_T, teacher_T, config.opd_kl_coef)
+    inputs = AdvantageInputs(
+        rewards_N=rewards_N,
+        mask_T=mask_T,
+        lengths_N=lengths_tensor(lengths, len(mask_T), mask_T.device),
+        kl_T=kl_T,
+        kl_coef=config.kl_coef,
+        values_T=values_T,
+    )
+    estimator = estimator or estimator_named(config.advantage_estimator, gamma=config.gamma, lambd=config.lambd)
+    whitened = config.normalize_advantages
+    return compute_advantages(inputs, estimator, distillation=distillation, whitened=whitened, group=group)
+
+
+@torch.no_grad()
+def compute_advantages(
+    inputs: AdvantageInputs,
+    estimator: AdvantageEstimator,
+    *,
+    distillation: Distillation | None = None,
+    whitened: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Advantages:
+    """Estimate, then add distillation, then whiten.
+
+    Args:
+        inputs: This rank's responses of the rollout.
+        estimator: A built-in one (:func:`estimator_named`) or a custom one.
+        distillation: Added to the advantages; not to the returns.
+        whitened: Whiten the advantages over all trained tokens, which defines REINFORCE++ and its baseline variant.
+        group: The ranks to whiten over, every one of which must call this; see :func:`whiten`.
+
+    Returns:
+        Advantages and returns, each [T], 0 where masked.
+
+    Raises:
+        ConfigError: A coefficient is not finite, or ``inputs.kl_coef`` is not 0 and there is no ``kl_T``.
+        DataError: The estimator needs what the inputs lack, or broke its contract, in shape or by a number that is not
+            finite; or a number of the distillation is not finite.
+    """
+    advantages_T, returns_T = estimator(inputs)
+    advantages_T = _checked("advantages_T", advantages_T, inputs.mask_T)
+    returns_T = _checked("returns_T", returns_T, inputs.mask_T)
+    if distillation is not None:
+        advantages_T = distilled_advantages(advantages_T=advantages_T, mask_T=inputs.mask_T, **distillation._asdict())
+    if whitened:
+        advantages_T = whiten(advantages_T, inputs.mask_T, group=group)
+    return Advantages(advantages_T, returns_T)
 
 
 @torch.no_grad()
@@ -63,20 +247,7 @@ def outcome_advantages(
     reward; none of these papers has it there. They put the KL divergence into the loss or leave it out, except RLOO,
     which takes it off the reward of the whole response.
 
-    Args:
-        rewards_N: One reward per response, after group normalisation [N].
-        mask_T: 1 where a token is trained on, else 0 [T].
-        lengths: Tokens of each response, N numbers that add up to T; 0 is allowed.
-        kl_T: Estimates of KL(policy ‖ reference), nats [T], from :func:`slime_core.ops.kl_penalty` on the log-probs
-            from before the update. What is masked may be anything, NaN too.
-        kl_coef: Coefficient of the KL penalty. At 0, ``kl_T`` is not looked at.
-
-    Returns:
-        Advantages [T], 0 where masked, without gradient; in the rewards' type or, below that, float32.
-
-    Raises:
-        ConfigError: ``kl_coef`` is not finite, or not 0 with no ``kl_T``.
-        DataError: The shapes do not fit, or a number that counts is not finite.
+    Args, types and errors are those of :func:`token_rewards`.
     """
     check_tokens(len(mask_T), mask_T=mask_T)
     lengths_N = lengths_tensor(lengths, len(mask_T), mask_T.device)
@@ -111,18 +282,90 @@ def distilled_advantages(
     """
     if not math.isfinite(coef):
         raise ConfigError(f"the coefficient of on-policy distillation, {coef}, must be a finite number")
-    check_tokens(
-        len(mask_T),
-        mask_T=mask_T,
-        advantages_T=advantages_T,
-        student_log_probs_T=student_log_probs_T,
-        teacher_log_probs_T=teacher_log_probs_T,
-    )
+    given_T = {"student_log_probs_T": student_log_probs_T, "teacher_log_probs_T": teacher_log_probs_T}
+    check_tokens(len(mask_T), mask_T=mask_T, advantages_T=advantages_T, **given_T)
     masked_T = mask_T == 0
-    divergence_T = kl_penalty(student_log_probs_T.double(), teacher_log_probs_T.double(), "k1")
-    divergence_T = divergence_T.masked_fill(masked_T, 0)
+    divergence_T = (student_log_probs_T.double() - teacher_log_probs_T.double()).masked_fill(masked_T, 0)
     check_finite("student_log_probs_T - teacher_log_probs_T", divergence_T)
     result_T = advantages_T.detach().double().masked_fill(masked_T, 0)
     check_finite("advantages_T", result_T)
-    result_T = result_T.sub_(divergence_T, alpha=coef)
-    return result_T.to(torch.promote_types(advantages_T.dtype, torch.float32))
+    return result_T.sub_(divergence_T, alpha=coef).to(torch.promote_types(advantages_T.dtype, torch.float32))
+
+
+@torch.no_grad()
+def whiten(values_T: Tensor, mask_T: Tensor, *, group: dist.ProcessGroup | None = None, eps: float = 1e-8) -> Tensor:
+    """``(x − μ) / sqrt(σ² + eps)`` over the tokens with mask 1 of every rank in the group.
+
+    μ is the mean over those tokens and σ² their variance with Bessel's correction (n − 1), 0 for a single token. Each
+    rank's count, mean and sum of squared deviations are put together as in Chan et al. 1983 (pairwise update), so that
+    neither a large mean nor the way tokens fall to ranks costs accuracy.
+
+    One collective, in which **every rank of the group must take part**, with no tokens too. The group is the
+    data-parallel ranks, times the context-parallel ones where those split the tokens; ranks that hold the same tokens
+    (tensor and pipeline parallelism) belong to different groups. All tokens of a rollout go in at once.
+
+    Args:
+        values_T: Numbers to whiten, such as advantages [T]; T may be 0 and differ between ranks. What is masked may be
+            anything, NaN too.
+        mask_T: 1 where a token counts, else 0 [T].
+        group: Ranks that share the statistics. ``None`` means this process alone.
+        eps: Added to the variance, above 0: equal numbers have none.
+
+    Returns:
+        Whitened numbers [T], 0 where masked, without gradient; in the values' type or, below that, float32.
+
+    Raises:
+        ConfigError: ``eps`` is not a finite number above 0.
+        DataError: The shapes differ; or a number that counts is not finite on some rank, and then on every rank, so
+            that none waits for another.
+    """
+    if not 0 < eps < math.inf:
+        raise ConfigError(f"eps {eps} must be a finite number above 0; 1e-8 is usual")
+    check_tokens(len(mask_T), mask_T=mask_T, values_T=values_T)
+    kept_T = mask_T != 0
+    numbers_T = values_T.detach().double().masked_fill(~kept_T, 0)
+    count = kept_T.sum().double()
+    mean = numbers_T.sum() / count.clamp(min=1)
+    squares = (numbers_T - mean).masked_fill_(~kept_T, 0).square_().sum()
+    count_W, mean_W, squares_W = _gather(torch.stack([count, mean, squares]), group).unbind(1)
+    total = count_W.sum()
+    mean = (count_W * mean_W).sum() / total.clamp(min=1)
+    variance = (squares_W + count_W * (mean_W - mean).square()).sum() / (total - 1).clamp(min=1)
+    if not bool(variance.isfinite()):
+        raise DataError(
+            "numbers to whiten must be finite where the mask is 1, and their squares too; the sums of squared "
+            f"deviations on the ranks of the group are {squares_W.tolist()}: mask such numbers or mend them"
+        )
+    whitened_T = (numbers_T - mean).mul_((variance + eps).rsqrt()).masked_fill_(~kept_T, 0)
+    return whitened_T.to(torch.promote_types(values_T.dtype, torch.float32))
+
+
+def _gather(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Each rank's numbers, one row per rank."""
+    if group is None:
+        return numbers.unsqueeze(0)
+    rows = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, numbers, group=group)
+    return torch.stack(rows)
+
+
+class _Span(TypedDict):
+    mask_T: Tensor
+    lengths: Tensor
+
+
+def _span(inputs: AdvantageInputs) -> _Span:
+    return {"mask_T": inputs.mask_T, "lengths": inputs.lengths_N}
+
+
+def _token_rewards(inputs: AdvantageInputs) -> Tensor:
+    return token_rewards(rewards_N=inputs.rewards_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef, **_span(inputs))
+
+
+def _checked(name: str, values_T: Tensor, mask_T: Tensor) -> Tensor:
+    check_tokens(len(mask_T), **{name: values_T})
+    if not values_T.is_floating_point():
+        raise DataError(f"{name} has type {values_T.dtype}; an estimator gives floating-point numbers")
+    values_T = values_T.masked_fill(mask_T == 0, 0)
+    check_finite(name, values_T)
+    return values_T

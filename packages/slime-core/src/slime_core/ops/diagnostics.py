@@ -11,16 +11,14 @@ plain metrics at the end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.ops.corrections import bounded_ratio, log_ratio, weighted_sum
-from slime_core.ops.masking import masked
-from slime_core.ops.numerics import bounded_expm1_minus
-from slime_core.ops.ragged import lengths_tensor, sequence_mean, sequence_sum
+from slime_core.ops.off_policy import bounded_ratio, log_ratio, weighted_sum
+from slime_core.ops.tokens import Lengths, bounded_expm1_minus, masked, sequence_lengths, sequence_mean, sequence_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +168,7 @@ def drift_statistics(
     rollout_log_probs_T: Tensor,
     mask_T: Tensor,
     weights_T: Tensor,
-    lengths: Sequence[int] | Tensor,
+    lengths: Lengths,
     context_group: dist.ProcessGroup | None = None,
 ) -> Statistics:
     """How differently the trainer and the engine see the tokens that the engine sampled.
@@ -200,7 +198,7 @@ def drift_statistics(
         DataError: The shapes differ, or the lengths do not add up to T.
     """
     d_T = log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T)
-    lengths_N = lengths_tensor(lengths, len(d_T), d_T.device)
+    lengths_N = sequence_lengths(lengths, d_T)
     trained_T = mask_T != 0
     counted_N = sequence_sum(trained_T.to(d_T), lengths_N) > 0
     weights_N = sequence_sum(weights_T.detach().to(d_T).masked_fill(~trained_T, 0), lengths_N)

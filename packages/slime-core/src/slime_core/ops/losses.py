@@ -1,158 +1,460 @@
-"""Policy losses per token, before aggregation. T tokens."""
+"""A loss in one call, for any training loop: from log-probs, a mask, rewards and group ids to a scalar and its metrics.
+
+B sequences in a batch, L tokens of the longest. Numbers per token come in one of three shapes, all of a call in the
+same: rows [B, L] with padding where the mask is 0; a list of B tensors; or all sequences in one row [T], with
+``lengths``. Each function has its paper's clip ranges as defaults. :func:`algorithm_loss` does what any
+:class:`slime_core.config.AlgorithmConfig` says; given advantages and a config that was built before, it is traced by
+``torch.compile`` as one graph.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from slime_core.errors import ConfigError
-from slime_core.ops.masking import masked
-from slime_core.ops.numerics import bounded_exp
-from slime_core.ops.sequence_ratio import gspo_log_ratio
+from slime_core.config import GROUP_RELATIVE, AlgorithmConfig
+from slime_core.errors import ConfigError, DataError
+from slime_core.ops.advantages import AdvantageEstimator, Advantages, policy_advantages
+from slime_core.ops.objective import policy_objective, value_objective
+from slime_core.ops.off_policy import mis_weight_sums
+from slime_core.ops.preference import dpo_of_log_ratios, preference_objective
+from slime_core.ops.tokens import Lengths, scaled, sequence_lengths, sequence_sum, widen
+from slime_core.rewards import estimator_rewards
+from slime_core.user_functions import load_function
+
+Tokens: TypeAlias = Tensor | Sequence[Tensor]
+"""A number per token: [B, L], B tensors, or [T] with ``lengths``."""
+
+_Arguments = ParamSpec("_Arguments")
 
 
-def policy_loss(
-    log_probs_T: Tensor,
-    old_log_probs_T: Tensor,
-    advantages_T: Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
-    *,
-    eps_clip_c: float | None = None,
-    mask_T: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate, as a loss: ``max(−ρA, −clip(ρ, 1 − ε, 1 + ε_high) A)`` with ρ = π/π_old.
+class Loss(NamedTuple):
+    """A loss to call ``backward()`` on, and detached scalars by name."""
 
-    Schulman et al. 2017, equation 7, with the sign turned; separate bounds as in DAPO (Yu et al. 2025, equation 8). ρ
-    follows its tangent above exp(20), so neither a value nor a gradient overflows. With ``eps_clip_c`` c, a token of
-    negative advantage loses no more than −cA: ``min(max(…), −cA)`` (dual clip; Ye et al. 2020, "Mastering Complex
-    Control in MOBA Games with Deep Reinforcement Learning").
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Batch(TypedDict, total=False):
+    """What the losses of a policy take by keyword, besides their own settings.
+
+    Attributes:
+        rewards: One number per sequence [B]; with ``group_ids``, unless ``advantages`` are given.
+        group_ids: The prompt that each sequence answers [B]. Groups must be here whole; they may differ in size.
+        advantages: In place of rewards: one per sequence [B], or one per token.
+        old_log_probs: Log-probs from before the update; unset means on-policy, those of ``log_probs``.
+        ref_log_probs: Log-probs under the reference, for the KL divergence.
+        rollout_log_probs: Log-probs that the engine gave, for off-policy corrections.
+        teacher_log_probs: Log-probs under the teacher, for on-policy distillation.
+        values: A critic's values from before its update, for ppo.
+        entropy: Entropies (nats), with gradient, for the entropy bonus.
+        estimator: A custom estimator in place of the configuration's.
+        lengths: Tokens of each sequence, for numbers per token in one row [T].
+        num_sequences: Sequences of the whole optimizer step, where this is one of its micro-batches.
+        num_tokens: Tokens of the whole step where the mask is 1, likewise. Then losses add up over micro-batches.
+    """
+
+    rewards: Sequence[float] | Tensor | None
+    group_ids: Sequence[int] | Tensor | None
+    advantages: Tokens | None
+    old_log_probs: Tokens | None
+    ref_log_probs: Tokens | None
+    rollout_log_probs: Tokens | None
+    teacher_log_probs: Tokens | None
+    values: Tokens | None
+    entropy: Tokens | None
+    estimator: AdvantageEstimator | None
+    lengths: Sequence[int] | Tensor | None
+    num_sequences: int | None
+    num_tokens: int | None
+
+
+def _without_flags(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Loss]:
+    """Errors about a setting name it as in Python, ``eps_clip``, and not as on a command line that is not there."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Loss:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), str(error))
+            raise ConfigError(text) from None
+
+    return call
+
+
+@_without_flags
+def algorithm_loss(
+    config: AlgorithmConfig, log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[Batch]
+) -> Loss:
+    """The policy's loss as a configuration says: rewards, advantages, aggregation, corrections, KL, entropy and all.
 
     Args:
-        log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs under the policy that ρ compares with [T]; taken as constants.
-        advantages_T: Advantages [T]; taken as constants.
-        eps_clip: ε, how far below 1 the ratio may count.
-        eps_clip_high: ε_high, how far above 1.
-        eps_clip_c: c, above 1; ``None`` for no dual clip.
-        mask_T: 0 where a token does not count [T]: it has loss 0 and no gradient, and its inputs may be anything, NaN
-            too. ``None`` means that all count.
+        config: Every setting; each is honoured here. Sums that belong to a whole step (whitening, the mean of
+            ``mis_batch_normalize``) are those of this call.
+        log_probs: Log-probs (nats) of the sampled tokens under the policy being trained.
+        mask: 1 where a token is trained on, else 0, such as for padding; there the other inputs may be anything, NaN
+            too. ``None`` if all count.
+        batch: See :class:`Batch`.
 
     Returns:
-        The loss [T], and a bool [T]: whether a clip decides it (the clipped side is the larger one, or the dual clip's
-        bound the smaller one), so that the token has no gradient.
+        The loss, and the metrics of :func:`slime_core.ops.policy_objective`.
 
     Raises:
-        ConfigError: ``eps_clip_c`` is not above 1.
-        DataError: The shapes differ.
+        ConfigError: The configuration needs an input that is missing.
+        DataError: The shapes do not match, a reward is not finite, or no group has two sequences.
     """
-    new_T, old_T, advantages_T = masked(
-        mask_T, log_probs_T=log_probs_T, old_log_probs_T=old_log_probs_T, advantages_T=advantages_T
+    if unknown := set(batch) - Batch.__annotations__.keys():
+        raise TypeError(f"unknown arguments {', '.join(sorted(unknown))}; known: {', '.join(Batch.__annotations__)}")
+    rows = _Rows.of(log_probs, mask, batch)
+    weights_T = rows.weights(config)
+    mis_sums = None
+    if config.needs_step_sums and (engine_T := rows.maybe("rollout_log_probs")) is not None:
+        mis_sums = mis_weight_sums(
+            config,
+            train_log_probs_T=rows.old,
+            rollout_log_probs_T=engine_T,
+            mask_T=rows.mask_T,
+            weights_T=weights_T,
+            lengths=rows.lengths,
+        )
+    loss, metrics = policy_objective(
+        config,
+        log_probs_T=rows.log_probs_T,
+        old_log_probs_T=rows.old,
+        advantages_T=rows.advantages(config),
+        weights_T=weights_T,
+        lengths=rows.lengths,
+        ref_log_probs_T=rows.maybe("ref_log_probs"),
+        rollout_log_probs_T=rows.maybe("rollout_log_probs"),
+        entropy_T=rows.maybe("entropy"),
+        mis_sums=mis_sums,
     )
-    return _clipped_surrogate(new_T - old_T.detach(), advantages_T.detach(), eps_clip, eps_clip_high, eps_clip_c)
+    return Loss(loss, metrics)
 
 
+@_without_flags
+def grpo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    kl_loss_coef: float = 0.04,
+    **batch: Unpack[Batch],
+) -> Loss:
+    """GRPO (Shao et al. 2024, equations 3 and 4): normalised group rewards, PPO's clip, the mean of responses' means.
+
+    With ``ref_log_probs`` the paper's KL estimate, k3, is added with its coefficient, 0.04.
+    """
+    return _policy("grpo", log_probs, mask, batch, eps_clip, eps_clip_high, kl_loss_coef=kl_loss_coef)
+
+
+@_without_flags
+def dr_grpo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    loss_divisor: float,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
+    """Dr.GRPO (Liu et al. 2025, listing 1): no standard deviation, and each response's sum over one constant.
+
+    ``loss_divisor`` is that constant, in the paper the largest number of tokens that a response may have.
+    """
+    settings: dict[str, Any] = {"disable_grpo_std_normalization": True, "loss_divisor": loss_divisor}
+    return _policy("grpo", log_probs, mask, batch, eps_clip, eps_clip_high, kl_loss_coef=kl_loss_coef, **settings)
+
+
+@_without_flags
+def dapo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = 0.28,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
+    """DAPO (Yu et al. 2025, equation 8): GRPO with a higher upper bound and the mean over all tokens.
+
+    The paper's mean is over the tokens of each prompt's group, here it is over those of the step. Filtering groups of
+    equal rewards, and the reward for overlong responses, are the sampler's part.
+    """
+    settings = {"calculate_per_token_loss": True, "kl_loss_coef": kl_loss_coef}
+    return _policy("grpo", log_probs, mask, batch, eps_clip, eps_clip_high, **settings)
+
+
+@_without_flags
 def gspo_loss(
-    log_probs_T: Tensor,
-    old_log_probs_T: Tensor,
-    advantages_T: Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
+    log_probs: Tokens,
+    mask: Tokens | None = None,
     *,
-    mask_T: Tensor,
-    lengths: Sequence[int] | Tensor,
-    token_form: bool = False,
-    eps_clip_c: float | None = None,
-    context_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """GSPO: the clipped surrogate of :func:`policy_loss` with one ratio per sequence (Zheng et al. 2025, equation 5).
-
-    The ratio is s = exp(mean over the unmasked tokens of log π − log π_old), equation 7; with ``token_form`` it has the
-    gradient of GSPO-token, equations 13 and 14 (:func:`slime_core.ops.gspo_log_ratio` tells them apart). Summed under
-    per-sample token weights it is the paper's objective. s stays near 1, so the bounds are narrow: the paper takes
-    ε = 3e-4 and ε_high = 4e-4.
-
-    Args:
-        log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs under the policy that s compares with [T]; taken as constants.
-        advantages_T: Advantages [T]; taken as constants.
-        eps_clip: ε, how far below 1 the ratio may count.
-        eps_clip_high: ε_high, how far above 1.
-        mask_T: 0 where a token does not count [T]: it has loss 0 and no gradient, and its inputs may be anything, NaN
-            too.
-        lengths: Tokens of each sequence, N numbers that add up to T; 0 is allowed. A sequence must be here whole, or
-            its other tokens on the ranks of ``context_group``.
-        token_form: Whether a token's gradient comes from its own loss only.
-        eps_clip_c: The dual clip's c, above 1; ``None`` for none.
-        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
-            must call this. ``None`` if sequences are here whole.
-
-    Returns:
-        The loss [T], and a bool [T]: whether a clip decides it, so that it brings no gradient.
-
-    Raises:
-        ConfigError: ``eps_clip_c`` is not above 1.
-        DataError: The shapes or the lengths do not match.
-    """
-    _, advantages_T = masked(mask_T, log_probs_T=log_probs_T, advantages_T=advantages_T)
-    log_ratio_T = gspo_log_ratio(
-        log_probs_T, old_log_probs_T, mask_T=mask_T, lengths=lengths, token_form=token_form, context_group=context_group
-    )
-    return _clipped_surrogate(log_ratio_T, advantages_T.detach(), eps_clip, eps_clip_high, eps_clip_c)
+    eps_clip: float = 3e-4,
+    eps_clip_high: float | None = 4e-4,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
+    """GSPO (Zheng et al. 2025, equation 5): one ratio per sequence, and therefore narrow bounds."""
+    return _policy("gspo", log_probs, mask, batch, eps_clip, eps_clip_high, kl_loss_coef=kl_loss_coef)
 
 
+@_without_flags
 def cispo_loss(
-    log_probs_T: Tensor,
-    old_log_probs_T: Tensor,
-    advantages_T: Tensor,
-    eps_clip: float,
-    eps_clip_high: float,
+    log_probs: Tokens,
+    mask: Tokens | None = None,
     *,
-    mask_T: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """CISPO: ``−sg[clip(ρ, 1 − ε, 1 + ε_high)] A log π``: the weight is clipped, and every token keeps its gradient.
+    eps_clip: float = 1.0,
+    eps_clip_high: float | None = 4.0,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
+    """CISPO (MiniMax 2025, equations 4 and 5): clipped importance weights, and every token keeps its gradient.
 
-    MiniMax 2025 (MiniMax-M1), equations 4 and 5; sg: no gradient. The paper has no lower bound, which is ε of 1 or
-    more, and tunes ε_high only.
+    ``eps_clip`` 1 is no lower bound, as in the paper, which does not give its upper one; 1 + 4 is usual. The paper's
+    mean is over the tokens of each prompt's group, here it is over those of the step.
+    """
+    settings = {"calculate_per_token_loss": True, "kl_loss_coef": kl_loss_coef}
+    return _policy("cispo", log_probs, mask, batch, eps_clip, eps_clip_high, **settings)
+
+
+@_without_flags
+def ppo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    new_values: Tokens | None = None,
+    gamma: float = 1.0,
+    lambd: float = 0.95,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    value_clip: float = 0.2,
+    value_coef: float = 1.0,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
+    """PPO (Schulman et al. 2017, equations 7 and 9): the clipped surrogate, a mean over tokens, and the critic's loss.
+
+    ``rewards`` and ``values``, those from before the update, give the advantages (GAE; γ and λ are those of Ziegler et
+    al. 2019); group ids are not needed. With ``new_values``, under the critic being trained, ``value_coef`` times its
+    clipped squared error is added, and the metrics have ``value_loss`` and ``value_clipfrac``.
+    """
+    settings = {"gamma": gamma, "lambd": lambd, "kl_loss_coef": kl_loss_coef, "calculate_per_token_loss": True}
+    bounds = {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
+    config = _config("ppo", batch.get("ref_log_probs") is not None, **settings, **bounds)
+    loss, metrics = algorithm_loss(config, log_probs, mask, **batch)
+    if new_values is None:
+        return Loss(loss, metrics)
+    values = batch.get("values")
+    if values is None or batch.get("rewards") is None:
+        raise ConfigError("the critic's loss needs rewards, and values from before the update")
+    rows = _Rows.of(log_probs, mask, batch)
+    critic_loss, found = value_objective(
+        values_T=rows.flat("new_values", new_values),
+        old_values_T=rows.flat("values", values),
+        returns_T=rows.estimated(config).returns_T,
+        weights_T=rows.weights(config),
+        value_clip=value_clip,
+    )
+    loss = loss + value_coef * critic_loss
+    return Loss(loss, {**metrics, **found, "loss": loss.detach()})
+
+
+@_without_flags
+def dpo_loss(
+    chosen_log_probs: Tensor,
+    rejected_log_probs: Tensor,
+    ref_chosen_log_probs: Tensor | None = None,
+    ref_rejected_log_probs: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    num_pairs: int | None = None,
+) -> Loss:
+    """DPO (Rafailov et al. 2023, equation 7) on log-probs that are summed over each response's tokens, all [P].
+
+    Sum them in fp32 or better. Where the tokens' log-probs are at hand, :func:`slime_core.ops.dpo_pair_loss` keeps more
+    digits for long responses. Without the reference's, it is left out.
 
     Args:
-        log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs under the policy that ρ = π/π_old compares with [T].
-        advantages_T: Advantages [T]; taken as constants.
-        eps_clip: ε, how far below 1 the weight may be.
-        eps_clip_high: ε_high, how far above 1.
-        mask_T: 0 where a token does not count [T]: it has loss 0 and no gradient, and its inputs may be anything, NaN
-            too. ``None`` means that all count.
+        chosen_log_probs: Of the preferred responses under the policy.
+        rejected_log_probs: Of the other responses.
+        ref_chosen_log_probs: Those under the reference.
+        ref_rejected_log_probs: Likewise.
+        beta: β, above 0: how much a departure from the reference costs.
+        label_smoothing: The probability that a label is the wrong way round (conservative DPO; Mitchell 2023).
+        num_pairs: Pairs of the whole optimizer step, where this is one of its micro-batches.
 
     Returns:
-        The loss [T], and a bool [T]: whether the weight was clipped.
+        The mean over the pairs, and the metrics of :func:`slime_core.ops.preference_objective`.
 
     Raises:
+        ConfigError: β or the smoothing is outside its range, or only one of the reference's two is given.
         DataError: The shapes differ.
     """
-    new_T, old_T, advantages_T = masked(
-        mask_T, log_probs_T=log_probs_T, old_log_probs_T=old_log_probs_T, advantages_T=advantages_T
+    if (ref_chosen_log_probs is None) != (ref_rejected_log_probs is None):
+        raise ConfigError("give the reference's log-probs of the chosen and of the rejected responses, or of neither")
+    chosen_P, rejected_P = widen(chosen_log_probs), widen(rejected_log_probs)
+    given = [chosen_P, rejected_P, ref_chosen_log_probs, ref_rejected_log_probs]
+    if len({tensor.shape for tensor in given if tensor is not None}) != 1 or chosen_P.dim() != 1:
+        shapes = [list(tensor.shape) for tensor in given if tensor is not None]
+        raise DataError(
+            f"DPO takes one summed log-prob per response, in tensors of one length; got the shapes {shapes}"
+        )
+    if ref_chosen_log_probs is not None and ref_rejected_log_probs is not None:
+        chosen_P, rejected_P = chosen_P - ref_chosen_log_probs.detach(), rejected_P - ref_rejected_log_probs.detach()
+    found = dpo_of_log_ratios(chosen_P, rejected_P, beta, label_smoothing)
+    return Loss(*preference_objective(*found, global_pairs=len(chosen_P) if num_pairs is None else num_pairs))
+
+
+def _policy(
+    estimator: str,
+    log_probs: Tokens,
+    mask: Tokens | None,
+    batch: Batch,
+    eps_clip: float,
+    eps_clip_high: float | None,
+    **settings: Any,
+) -> Loss:
+    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
+    return algorithm_loss(
+        _config(estimator, batch.get("ref_log_probs") is not None, **settings), log_probs, mask, **batch
     )
-    ratio_T = bounded_exp((new_T - old_T).detach())
-    weight_T = ratio_T.clamp(1 - eps_clip, 1 + eps_clip_high)
-    return -weight_T * advantages_T.detach() * new_T, weight_T != ratio_T
 
 
-def _clipped_surrogate(
-    log_ratio_T: Tensor, advantages_T: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None
-) -> tuple[Tensor, Tensor]:
-    if eps_clip_c is not None and not 1 < eps_clip_c < math.inf:
-        raise ConfigError(f"--eps-clip-c {eps_clip_c} must be a finite number above 1; leave it out for no dual clip")
-    ratio_T = bounded_exp(log_ratio_T)
-    unclipped_T = -ratio_T * advantages_T
-    clipped_T = -ratio_T.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages_T
-    loss_T, decided_T = torch.maximum(unclipped_T, clipped_T), clipped_T > unclipped_T
-    if eps_clip_c is not None:
-        bound_T = -eps_clip_c * advantages_T
-        bounded_T = (advantages_T < 0) & (loss_T > bound_T)
-        loss_T, decided_T = torch.where(bounded_T, bound_T, loss_T), decided_T | bounded_T
-    return loss_T, decided_T.detach()
+@functools.lru_cache(maxsize=64)
+def _config(estimator: str, with_reference: bool, **settings: Any) -> AlgorithmConfig:
+    """A config is checked once, not in every step."""
+    return AlgorithmConfig(advantage_estimator=estimator, use_kl_loss=with_reference, **settings)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The batch as one row of T tokens, whatever shape it came in."""
+
+    batch: Batch
+    log_probs_T: Tensor
+    lengths: Lengths
+    size: int
+    shape: torch.Size | None
+    mask_T: Tensor
+
+    @classmethod
+    def of(cls, log_probs: Tokens, mask: Tokens | None, batch: Batch) -> _Rows:
+        lengths = batch.get("lengths")
+        sizes: Lengths
+        if not isinstance(log_probs, Tensor):
+            log_probs_T, sizes = torch.cat(list(log_probs)), [len(row) for row in log_probs]
+            size, shape = len(log_probs), None
+        elif log_probs.dim() == 2 and lengths is None:
+            log_probs_T, sizes = log_probs.reshape(-1), log_probs.shape[1]
+            size, shape = len(log_probs), log_probs.shape
+        elif log_probs.dim() == 1 and lengths is not None:
+            log_probs_T, sizes, size, shape = log_probs, lengths, len(lengths), log_probs.shape
+        else:
+            raise DataError(
+                f"log_probs have shape {list(log_probs.shape)}; give [sequences, tokens], a list of tensors, or one "
+                "row of all tokens with lengths"
+            )
+        rows = cls(batch, log_probs_T, sizes, size, shape, torch.ones_like(widen(log_probs_T), requires_grad=False))
+        return rows if mask is None else replace(rows, mask_T=rows.flat("mask", mask).to(rows.mask_T.dtype))
+
+    @property
+    def old(self) -> Tensor:
+        old_T = self.maybe("old_log_probs")
+        return self.log_probs_T.detach() if old_T is None else old_T
+
+    def flat(self, name: str, values: Tokens) -> Tensor:
+        """Numbers per token as [T]."""
+        if isinstance(values, Tensor):
+            flat_T, fits, given = values.reshape(-1), values.shape == self.shape, list(values.shape)
+        else:
+            rows = [torch.as_tensor(row, device=self.log_probs_T.device) for row in values]
+            flat_T, given = torch.cat(rows), [len(row) for row in rows]
+            fits = self.shape is None and given == self.lengths
+        if not fits:
+            kind = f"the lengths {self.lengths}" if self.shape is None else f"the shape {list(self.shape)}"
+            raise DataError(f"{name} must come as log_probs do, in {kind}; got {given}")
+        return flat_T
+
+    def maybe(self, name: str) -> Tensor | None:
+        """Numbers per token of the batch, if they are in it."""
+        values: Any = self.batch.get(name)
+        return None if values is None else self.flat(name, values)
+
+    def advantages(self, config: AlgorithmConfig) -> Tensor:
+        """One number per token [T] or sequence [B]."""
+        given, custom = self.batch.get("advantages"), self.batch.get("estimator") is not None
+        if given is None:
+            name = config.advantage_estimator
+            custom = custom or config.custom_advantage_function_path is not None
+            outcome = name in GROUP_RELATIVE and not (custom or config.normalize_advantages)
+            if outcome and not config.advantages_need_log_probs:
+                return self.rewards(config)
+            return self.estimated(config).advantages_T
+        if custom or config.advantages_need_log_probs or config.normalize_advantages:
+            raise ConfigError(
+                "advantages were given, which --kl-coef, --use-opd, --normalize-advantages and estimators would "
+                "change; give rewards instead, or leave these out"
+            )
+        if isinstance(given, Tensor) and given.shape == (self.size,):
+            return given
+        return self.flat("advantages", given)
+
+    def rewards(self, config: AlgorithmConfig) -> Tensor:
+        """The rewards as the estimator takes them [B]."""
+        name, rewards, group_ids = config.advantage_estimator, self.batch.get("rewards"), self.batch.get("group_ids")
+        grouped = name in GROUP_RELATIVE and not config.disable_rewards_normalization
+        if rewards is None or (group_ids is None and grouped):
+            raise ConfigError(f"{name} needs advantages, or rewards{' and group_ids' if grouped else ''}")
+        ids = torch.arange(self.size) if group_ids is None else torch.as_tensor(group_ids)
+        if grouped and self.size and len(torch.unique(ids)) == len(ids):
+            raise DataError(
+                "every group has one sequence, so that every advantage would be 0; sequences that answer the same "
+                "prompt must have the same group id, and be in one call"
+            )
+        found = estimator_rewards(
+            name,
+            rewards,
+            ids,
+            normalize=grouped,
+            divide_by_std=not config.disable_grpo_std_normalization,
+        )
+        return torch.as_tensor(found, dtype=self.mask_T.dtype, device=self.log_probs_T.device)
+
+    def estimated(self, config: AlgorithmConfig) -> Advantages:
+        """Advantages and returns, of more than the sequence's reward."""
+        estimator, path = self.batch.get("estimator"), config.custom_advantage_function_path
+        if estimator is None and path is not None:
+            estimator = load_function(path, "--custom-advantage-function-path", arguments=("inputs",))
+        return policy_advantages(
+            config,
+            rewards_N=self.rewards(config),
+            mask_T=self.mask_T,
+            lengths=[self.lengths] * self.size if isinstance(self.lengths, int) else self.lengths,
+            old_log_probs_T=self.old,
+            ref_log_probs_T=self.maybe("ref_log_probs"),
+            teacher_log_probs_T=self.maybe("teacher_log_probs"),
+            values_T=self.maybe("values"),
+            estimator=estimator,
+        )
+
+    def weights(self, config: AlgorithmConfig) -> Tensor:
+        """The tokens' weights in the loss, as :func:`slime_core.ops.loss_weights` has them [T]."""
+        tokens, sequences = self.batch.get("num_tokens"), self.batch.get("num_sequences")
+        if config.calculate_per_token_loss:
+            return self.mask_T / (self.mask_T.sum().clamp(min=1) if tokens is None else max(tokens, 1))
+        count = max(self.size if sequences is None else sequences, 1)
+        if config.loss_divisor is not None:
+            return self.mask_T / (config.loss_divisor * count)
+        lengths_N = sequence_lengths(self.lengths, self.mask_T)
+        return scaled(self.mask_T, 1 / (sequence_sum(self.mask_T, lengths_N).clamp(min=1) * count), lengths_N)

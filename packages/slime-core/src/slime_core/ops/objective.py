@@ -1,70 +1,45 @@
-"""The whole loss of a policy step, put together as an `AlgorithmConfig` says. T tokens of N responses."""
+"""The loss of an optimizer step: token weights, and the losses summed under them. T tokens of N responses.
+
+Weights carry the denominators of the whole step, so a step's loss is a plain sum over its tokens, micro-batches and
+ranks, and splitting the step differently changes nothing. Where a weight is 0, other tensors may hold anything,
+NaN too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.config import AlgorithmConfig
-from slime_core.errors import ConfigError
-from slime_core.ops.aggregate import token_weights, token_weights_by_constant, token_weights_per_trajectory
-from slime_core.ops.kl import kl_penalty
-from slime_core.ops.losses import cispo_loss, gspo_loss, policy_loss
-from slime_core.ops.masking import masked
-from slime_core.ops.needed import needed, needed_lengths
-from slime_core.ops.off_policy import correction_factors
+from slime_core.errors import ConfigError, DataError
+from slime_core.ops.off_policy import correction_factors, per_token
+from slime_core.ops.token_losses import (
+    cispo_token_loss,
+    clipped_surrogate,
+    gspo_log_ratio,
+    kl_penalty,
+    value_loss,
+)
+from slime_core.ops.tokens import (
+    Lengths,
+    check_shapes,
+    masked,
+    needed,
+    needed_lengths,
+    sequence_lengths,
+    sequence_mean,
+    sequence_sum,
+    total,
+    weighable,
+    widen,
+)
 
-
-def loss_weights(
-    config: AlgorithmConfig,
-    loss_masks: Sequence[Sequence[int] | Tensor],
-    *,
-    trajectory_tokens: Sequence[int],
-    global_trajectories: int,
-    global_tokens: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """The tokens' weights in the loss of a step, which is then a plain sum over micro-batches and ranks.
-
-    The mean over trajectories of each trajectory's mean over its trained tokens; with ``calculate_per_token_loss`` the
-    mean over all trained tokens of the step; with a ``loss_divisor`` the mean over trajectories of each one's sum
-    divided by that constant. See :mod:`slime_core.ops.aggregate`.
-
-    Args:
-        config: Which of the three.
-        loss_masks: Per sample, R numbers that are 1 where the token is trained on.
-        trajectory_tokens: Per sample, the trained tokens of its whole trajectory.
-        global_trajectories: Trajectories in the step over all ranks.
-        global_tokens: Trained tokens in the step over all ranks.
-        dtype: Type of the result.
-        device: Device of the result.
-
-    Returns:
-        Weights [T], T being the length of all masks together.
-
-    Raises:
-        DataError: ``global_trajectories`` is below 1, or there are not as many ``trajectory_tokens`` as masks.
-    """
-    if config.calculate_per_token_loss:
-        return token_weights(
-            loss_masks,
-            global_samples=global_trajectories,
-            global_tokens=global_tokens,
-            per_token=True,
-            dtype=dtype,
-            device=device,
-        )
-    if config.loss_divisor is not None:
-        return token_weights_by_constant(
-            loss_masks, divisor=config.loss_divisor, global_samples=global_trajectories, dtype=dtype, device=device
-        )
-    return token_weights_per_trajectory(
-        loss_masks, trajectory_tokens, global_trajectories=global_trajectories, dtype=dtype, device=device
-    )
+Masks = Sequence[Sequence[int] | Tensor]
 
 
 def policy_objective(
@@ -74,7 +49,7 @@ def policy_objective(
     old_log_probs_T: Tensor,
     advantages_T: Tensor,
     weights_T: Tensor,
-    lengths: Sequence[int] | Tensor | None = None,
+    lengths: Lengths | None = None,
     ref_log_probs_T: Tensor | None = None,
     rollout_log_probs_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
@@ -83,22 +58,22 @@ def policy_objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss − entropy_coef · entropy + kl_loss_coef · KL, each summed under the tokens' weights.
 
-    The policy loss is that of ``advantage_estimator``: :func:`slime_core.ops.gspo_loss` for gspo,
-    :func:`slime_core.ops.cispo_loss` for cispo, :func:`slime_core.ops.policy_loss` for the others. Off-policy
-    corrections multiply it token by token; they leave the KL and the entropy alone.
+    The policy loss is that of ``advantage_estimator``: :func:`slime_core.ops.gspo_token_loss` for gspo,
+    :func:`slime_core.ops.cispo_token_loss` for cispo, :func:`slime_core.ops.policy_token_loss` for the others.
+    Off-policy corrections multiply it token by token; they leave the KL and the entropy alone.
 
     Args:
         config: Clip ranges, coefficients, the KL estimator, off-policy corrections.
         log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs that the ratio compares with [T]; for the corrections, those under the policy that
-            the update starts from.
-        advantages_T: Advantages [T].
-        weights_T: From :func:`loss_weights` [T]. Where a weight is 0, the other tensors may hold anything, NaN too.
-        lengths: Tokens of each response, N numbers that add up to T. Needed by gspo, MIS and OPSM, which look at whole
-            responses.
+        old_log_probs_T: Log-probs that the ratio compares with [T], and under the policy that the update starts from.
+        advantages_T: Advantages [T], or one per response [N] if ``lengths`` are given.
+        weights_T: From :func:`loss_weights` [T].
+        lengths: Tokens of each response, N numbers that add up to T, or one that all have. Needed by gspo, MIS and
+            OPSM, which look at whole responses.
         ref_log_probs_T: Log-probs under the reference [T]; needed with ``use_kl_loss``.
-        rollout_log_probs_T: The engine's log-probs [T]; needed with ``use_tis`` and ``use_mis``. OPSM compares with
-            these where they are given, else with ``old_log_probs_T``.
+        rollout_log_probs_T: The engine's log-probs [T]; needed with ``use_tis`` and ``use_mis``, and with
+            ``use_rollout_logprobs``, which takes them in place of ``old_log_probs_T``. OPSM compares with these where
+            they are given, else with ``old_log_probs_T``.
         entropy_T: Entropies (nats) [T]; needed with an ``entropy_coef``, else only a metric.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step [2]; needed with ``mis_batch_normalize``.
         context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
@@ -113,12 +88,9 @@ def policy_objective(
         ConfigError: The configuration needs an input that is missing.
         DataError: The shapes or the lengths do not match.
     """
-    masked(None, log_probs_T=log_probs_T.detach(), weights_T=weights_T)  # an error that names the weights as such
-    token_loss_T, clipped_T = _policy_loss(
-        config, log_probs_T, old_log_probs_T, advantages_T, weights_T, lengths, context_group
-    )
-    old_T, new_T = masked(weights_T, old_log_probs_T=old_log_probs_T, log_probs_T=log_probs_T.detach())
-    metrics = {"pg_clipfrac": (clipped_T * weights_T).sum(), "ppo_kl": ((old_T - new_T) * weights_T).sum()}
+    check_shapes(log_probs_T=log_probs_T, weights_T=weights_T)
+    if config.use_rollout_logprobs:
+        old_log_probs_T = needed(rollout_log_probs_T, "--use-rollout-logprobs", "the engine's log-probs")
     factor_T, found = correction_factors(
         config,
         log_probs_T=log_probs_T,
@@ -130,11 +102,11 @@ def policy_objective(
         mis_sums=mis_sums,
         context_group=context_group,
     )
-    if factor_T is not None:
-        token_loss_T = token_loss_T * factor_T
-    loss = metrics["pg_loss"] = (token_loss_T * weights_T).sum()
+    counted_T = weights_T if factor_T is None else factor_T * weights_T
+    given = (log_probs_T, old_log_probs_T.detach(), advantages_T.detach())
+    loss, metrics = _policy_loss(config, *given, weights_T, counted_T, lengths, context_group)
     if entropy_T is not None:
-        (kept_T,) = masked(weights_T, entropy_T=entropy_T)
+        (kept_T,) = weighable(weights_T, entropy_T=entropy_T)
         metrics["entropy_loss"] = (kept_T * weights_T).sum()
         if config.entropy_coef:
             loss = loss - config.entropy_coef * metrics["entropy_loss"]
@@ -142,8 +114,11 @@ def policy_objective(
         raise ConfigError(f"--entropy-coef {config.entropy_coef} needs entropies, and none were given")
     if config.use_kl_loss:
         ref_T = needed(ref_log_probs_T, "--use-kl-loss", "the reference's log-probs").detach()
-        kind, sampled_T = config.kl_loss_type or "k3", old_log_probs_T if config.use_unbiased_kl else None
-        kl_T = kl_penalty(log_probs_T, ref_T, kind, old_log_probs_T=sampled_T, mask_T=weights_T)
+        new_T, ref_T = weighable(weights_T, log_probs_T=log_probs_T, ref_log_probs_T=ref_T)
+        sampled_T = None
+        if config.use_unbiased_kl:
+            (sampled_T,) = weighable(weights_T, old_log_probs_T=old_log_probs_T)
+        kl_T = kl_penalty(new_T, ref_T, config.kl_loss_type or "k3", old_log_probs_T=sampled_T)
         metrics["kl_loss"] = (kl_T * weights_T).sum()
         loss = loss + config.kl_loss_coef * metrics["kl_loss"]
     return loss, {name: value.detach() for name, value in {"loss": loss, **metrics, **found}.items()}
@@ -151,26 +126,240 @@ def policy_objective(
 
 def _policy_loss(
     config: AlgorithmConfig,
-    log_probs_T: Tensor,
-    old_log_probs_T: Tensor,
-    advantages_T: Tensor,
+    new_T: Tensor,
+    old_T: Tensor,
+    advantages_X: Tensor,
     weights_T: Tensor,
-    lengths: Sequence[int] | Tensor | None,
-    context_group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
-    given = (log_probs_T, old_log_probs_T, advantages_T, config.eps_clip, config.clip_high)
-    match config.advantage_estimator:
-        case "gspo":
-            # Advantages that differ within a response (a KL penalty, distillation) need the form for tokens.
-            return gspo_loss(
-                *given,
+    counted_T: Tensor,
+    lengths: Lengths | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy's loss under ``counted_T``, and its metrics under ``weights_T``."""
+    check_shapes(log_probs_T=new_T, old_log_probs_T=old_T, weights_T=weights_T)
+    (log_ratio_X,) = weighable(weights_T, log_ratio_T=widen(new_T) - widen(old_T))
+    counted_X, weights_X = counted_T, weights_T
+    metrics = {"ppo_kl": -total(log_ratio_X, weights_T)}
+    # Advantages that differ within a response (a KL penalty, distillation) need GSPO's form for tokens.
+    token_form = config.advantages_need_log_probs or config.custom_advantage_function_path is not None
+    gspo = config.advantage_estimator == "gspo"
+    if gspo and not token_form and advantages_X.shape != weights_T.shape:
+        lengths_N = sequence_lengths(needed_lengths(lengths, "--advantage-estimator gspo"), new_T)
+        log_ratio_X = sequence_mean(log_ratio_X, weights_T, lengths_N, group)
+        weights_X = sequence_sum(weights_T, lengths_N)
+        counted_X = weights_X if counted_T is weights_T else sequence_sum(counted_T, lengths_N)
+        advantages_X = widen(advantages_X)
+    else:
+        (advantages_X,) = weighable(weights_T, advantages_T=per_token(advantages_X, weights_T, lengths))
+        if gspo:
+            log_ratio_X = gspo_log_ratio(
+                new_T,
+                old_T,
                 mask_T=weights_T,
                 lengths=needed_lengths(lengths, "--advantage-estimator gspo"),
-                token_form=config.advantages_need_log_probs or config.custom_advantage_function_path is not None,
-                eps_clip_c=config.eps_clip_c,
-                context_group=context_group,
+                token_form=token_form,
+                context_group=group,
             )
-        case "cispo":
-            return cispo_loss(*given, mask_T=weights_T)
-        case _:
-            return policy_loss(*given, mask_T=weights_T, eps_clip_c=config.eps_clip_c)
+    if config.advantage_estimator == "cispo":
+        new_T, old_T = weighable(weights_T, log_probs_T=new_T, old_log_probs_T=old_T)
+        loss_X, clipped_X = cispo_token_loss(new_T, old_T, advantages_X, config.eps_clip, config.clip_high)
+    else:
+        bounds = (config.eps_clip, config.clip_high, config.eps_clip_c)
+        loss_X, clipped_X = clipped_surrogate(log_ratio_X, advantages_X, *bounds)
+    metrics |= {"pg_loss": (loss_X * counted_X).sum(), "pg_clipfrac": total(clipped_X, weights_X)}
+    return metrics["pg_loss"], metrics
+
+
+def value_objective(
+    *, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, value_clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss of a step: :func:`slime_core.ops.value_loss` summed under the tokens' weights.
+
+    Returns:
+        The scalar loss, and the detached scalars ``value_loss`` and ``value_clipfrac`` (the weighted share of tokens
+        without gradient because of the clip). Both add up over micro-batches and ranks.
+
+    Raises:
+        ConfigError: ``value_clip`` is negative or not finite.
+        DataError: The shapes differ.
+    """
+    loss_T, clipped_T = value_loss(values_T, old_values_T, returns_T, value_clip, mask_T=weights_T)
+    loss = (loss_T * weights_T).sum()
+    return loss, {"value_loss": loss.detach(), "value_clipfrac": (clipped_T * weights_T).sum().detach()}
+
+
+def sft_objective(log_probs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of the demonstrated tokens: ``−Σ w log π`` (Ouyang et al. 2022, section 3.5, the SFT model).
+
+    Under :func:`token_weights` with ``per_token`` it is the mean negative log-likelihood of the step's trained tokens.
+
+    Returns:
+        The scalar loss in nats, and the detached scalar ``loss``. It adds up over micro-batches and ranks.
+
+    Raises:
+        DataError: The shapes differ.
+    """
+    (log_probs_T,) = masked(weights_T, log_probs_T=log_probs_T)
+    loss = -(log_probs_T * weights_T).sum()
+    return loss, {"loss": loss.detach()}
+
+
+def loss_weights(
+    config: AlgorithmConfig,
+    loss_masks: Masks,
+    *,
+    trajectory_tokens: Sequence[int],
+    global_trajectories: int,
+    global_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The tokens' weights in the loss of a step [T], by configuration.
+
+    :func:`token_weights_per_trajectory`; with ``calculate_per_token_loss`` :func:`token_weights` per token; with a
+    ``loss_divisor`` :func:`token_weights_by_constant`.
+
+    Args:
+        config: Which of the three.
+        loss_masks: Per sample, R numbers that are 1 where the token is trained on.
+        trajectory_tokens: Per sample, the trained tokens of its whole trajectory.
+        global_trajectories: Trajectories in the step over all ranks.
+        global_tokens: Trained tokens in the step over all ranks.
+        dtype: Type of the result.
+        device: Device of the result.
+
+    Raises:
+        DataError: ``global_trajectories`` is below 1, or there are not as many ``trajectory_tokens`` as masks.
+    """
+    _check_count("global_trajectories", global_trajectories, "trajectories")
+    masks = _wide(loss_masks, dtype, device)
+    if config.calculate_per_token_loss:
+        return _divided(masks, repeat(max(global_tokens, 1)), dtype, device)
+    if config.loss_divisor is not None:
+        return _divided(masks, repeat(config.loss_divisor * global_trajectories), dtype, device)
+    return token_weights_per_trajectory(
+        masks, trajectory_tokens, global_trajectories=global_trajectories, dtype=dtype, device=device
+    )
+
+
+def token_weights(
+    loss_masks: Masks,
+    *,
+    global_samples: int,
+    global_tokens: int,
+    per_token: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Weights [T] under which a step's loss is a mean over samples, or over tokens.
+
+    - Per sample: ``m / max(Σ m, 1) / global_samples``, the sum running over the token's own sample: the mean over
+      samples of each sample's mean over its trained tokens (GRPO; Shao et al. 2024, equation 3).
+    - Per token: ``m / max(global_tokens, 1)``: the mean over all trained tokens of the step. DAPO (Yu et al. 2025,
+      equation 8) and CISPO (MiniMax 2025, equation 4) write it over the tokens of one prompt's group, and the mean over
+      prompts; here, as in public trainers, it is over the step, so that long groups weigh more.
+
+    Args:
+        loss_masks: Per sample, R numbers that are 1 where the token is trained on.
+        global_samples: Samples in the step over all ranks.
+        global_tokens: Trained tokens in the step over all ranks. Used only with ``per_token``.
+        per_token: Which of the two means.
+        dtype: Type of the result.
+        device: Device of the result.
+
+    Raises:
+        DataError: ``global_samples`` is below 1.
+    """
+    _check_count("global_samples", global_samples, "samples")
+    masks = _wide(loss_masks, dtype, device)
+    if per_token:
+        return _divided(masks, repeat(max(global_tokens, 1)), dtype, device)
+    return _divided(masks, (mask.sum().clamp(min=1) * global_samples for mask in masks), dtype, device)
+
+
+def token_weights_per_trajectory(
+    loss_masks: Masks,
+    tokens: Sequence[int],
+    *,
+    global_trajectories: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The per-sample mean of :func:`token_weights`, with a trajectory's samples counted as one [T].
+
+    ``m / max(D, 1) / global_trajectories``, D the trained tokens of the sample's whole trajectory, from
+    :func:`trajectory_tokens`. An interaction that was cut into several samples (by sub-agents or a rewritten context)
+    weighs as much as one that was not, and its samples may lie in different micro-batches and on different ranks.
+
+    Raises:
+        DataError: ``global_trajectories`` is below 1, or there are not as many ``tokens`` as masks.
+    """
+    _check_count("global_trajectories", global_trajectories, "trajectories")
+    if len(loss_masks) != len(tokens):
+        raise DataError(f"{len(loss_masks)} loss masks and {len(tokens)} token counts; give one per sample")
+    masks = _wide(loss_masks, dtype, device)
+    return _divided(masks, (max(count, 1) * global_trajectories for count in tokens), dtype, device)
+
+
+def token_weights_by_constant(
+    loss_masks: Masks,
+    *,
+    divisor: float,
+    global_samples: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Weights ``m / divisor / global_samples`` [T]: each token counts the same, however long its response.
+
+    Dr.GRPO (Liu et al. 2025, section 3.2 and listing 1): the mean over a sample's tokens favours short right answers
+    and long wrong ones; a constant does neither. The paper takes the largest response length. With 1 a sample counts
+    with the sum over its tokens, as in RLOO (Ahmadian et al. 2024).
+
+    Raises:
+        DataError: ``divisor`` is not a finite number above 0, or ``global_samples`` is below 1.
+    """
+    if not 0 < divisor < math.inf:
+        raise DataError(f"divisor {divisor} must be a finite number of tokens above 0")
+    _check_count("global_samples", global_samples, "samples")
+    return _divided(_wide(loss_masks, dtype, device), repeat(divisor * global_samples), dtype, device)
+
+
+def trajectory_tokens(loss_masks: Masks, trajectory_ids: Sequence[int] | Tensor) -> list[int]:
+    """Per sample, the trained tokens of its whole trajectory: Σ m over all samples with the same trajectory id.
+
+    Args:
+        loss_masks: Per sample, R numbers that are 1 where the token is trained on: all samples of all trajectories,
+            before they are split over micro-batches and ranks.
+        trajectory_ids: Per sample, the number of its trajectory.
+
+    Raises:
+        DataError: There are not as many ids as masks.
+    """
+    if len(loss_masks) != len(trajectory_ids):
+        raise DataError(f"{len(loss_masks)} loss masks and {len(trajectory_ids)} trajectory ids; give one per sample")
+    ids = [int(trajectory) for trajectory in trajectory_ids]  # a tensor's elements hash by identity
+    totals: dict[int, int] = {}
+    for mask, trajectory in zip(loss_masks, ids, strict=True):
+        totals[trajectory] = totals.get(trajectory, 0) + int(torch.as_tensor(mask).sum())
+    return [totals[trajectory] for trajectory in ids]
+
+
+def _check_count(name: str, count: int, what: str) -> None:
+    if count < 1:
+        raise DataError(f"{name} {count} must be 1 or more: the {what} of the step over all ranks")
+
+
+def _wide(loss_masks: Masks, dtype: torch.dtype, device: torch.device | str | None) -> list[Tensor]:
+    """The masks in fp32 or better: bf16 counts tokens to 256 and no further."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return [torch.as_tensor(mask, dtype=wide, device=device) for mask in loss_masks]
+
+
+def _divided(
+    masks: list[Tensor],
+    denominators: Iterable[float | Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Tensor:
+    """Each mask by its denominator, one after the other [T]."""
+    parts = [mask / denominator for mask, denominator in zip(masks, denominators, strict=False)]
+    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype, device=device)

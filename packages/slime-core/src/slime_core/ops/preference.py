@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops.masking import masked
-from slime_core.ops.ragged import lengths_tensor, sequence_sum
+from slime_core.ops.tokens import Lengths, masked, sequence_lengths, sequence_sum
 
 
-def dpo_loss(
+def dpo_pair_loss(
     log_probs_T: Tensor,
     ref_log_probs_T: Tensor | None,
     *,
     mask_T: Tensor,
-    lengths: Sequence[int] | Tensor,
+    lengths: Lengths,
     beta: float,
     label_smoothing: float = 0.0,
     reference_free: bool = False,
@@ -50,24 +48,30 @@ def dpo_loss(
         ConfigError: β or ε is outside its range, or ``reference_free`` contradicts ``ref_log_probs_T``.
         DataError: The shapes or the lengths do not match, or the responses do not come in pairs.
     """
-    if not 0 < beta < math.inf:
-        raise ConfigError(f"beta {beta} must be a finite number above 0")
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"label_smoothing {label_smoothing} must be 0 or more and below 0.5")
     if reference_free != (ref_log_probs_T is None):
         state = "none were given" if ref_log_probs_T is None else "they were given with reference_free"
         raise ConfigError(f"DPO takes the reference's log-probs unless it is reference_free, and {state}")
     if ref_log_probs_T is None:
         ref_log_probs_T = torch.zeros_like(log_probs_T)
     new_T, ref_T = masked(mask_T, log_probs_T=log_probs_T, ref_log_probs_T=ref_log_probs_T.detach())
-    lengths_N = lengths_tensor(lengths, len(new_T), new_T.device)
-    if len(lengths_N) % 2:
-        raise DataError(f"{len(lengths_N)} responses are not pairs; give chosen, rejected, chosen, rejected, …")
-    rewards_P2 = beta * sequence_sum(new_T - ref_T, lengths_N).view(-1, 2)
-    chosen_P, rejected_P = rewards_P2.unbind(1)
-    margin_P = chosen_P - rejected_P
+    log_ratios_N = sequence_sum(new_T - ref_T, sequence_lengths(lengths, new_T))
+    if len(log_ratios_N) % 2:
+        raise DataError(f"{len(log_ratios_N)} responses are not pairs; give chosen, rejected, chosen, rejected, …")
+    chosen_P, rejected_P = log_ratios_N.view(-1, 2).unbind(1)
+    return dpo_of_log_ratios(chosen_P, rejected_P, beta, label_smoothing)
+
+
+def dpo_of_log_ratios(
+    chosen_P: Tensor, rejected_P: Tensor, beta: float, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """DPO's loss and detached implicit rewards, from the responses' summed log π − log π_ref."""
+    if not 0 < beta < math.inf:
+        raise ConfigError(f"beta {beta} must be a finite number above 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"label_smoothing {label_smoothing} must be 0 or more and below 0.5")
+    margin_P = beta * chosen_P - beta * rejected_P
     loss_P = -(1 - label_smoothing) * logsigmoid(margin_P) - label_smoothing * logsigmoid(-margin_P)
-    return loss_P, chosen_P.detach(), rejected_P.detach()
+    return loss_P, (beta * chosen_P).detach(), (beta * rejected_P).detach()
 
 
 def reward_model_loss(chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor | None = None) -> Tensor:
@@ -99,7 +103,7 @@ def preference_objective(
     """The mean over a step's pairs, as a plain sum over micro-batches and ranks.
 
     Args:
-        loss_P: From :func:`dpo_loss` or :func:`reward_model_loss` [P].
+        loss_P: From :func:`dpo_pair_loss` or :func:`reward_model_loss` [P].
         chosen_P: Rewards of the chosen responses [P]: DPO's implicit ones, or the reward model's scores.
         rejected_P: Rewards of the rejected responses [P].
         global_pairs: Pairs in the step over all ranks.

@@ -184,7 +184,7 @@ class PreferenceBatch:
 
     Attributes:
         samples: 2P samples.
-        lengths: Tokens of each response, 2P numbers that add up to T: ``lengths`` of ``slime_core.ops.dpo_loss``.
+        lengths: Tokens of each response, 2P numbers that add up to T: ``lengths`` of ``slime_core.ops.dpo_pair_loss``.
         loss_mask: T numbers, 1 where a token counts: its ``mask_T``.
         score_positions: Per sample, the place in its ``tokens`` of the last token that counts, where a reward model's
             score is read.

@@ -18,10 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slime_core.errors import DataError
-from slime_core.ops.memory_budget import ChunkPlan
-from slime_core.ops.softmax_rows import SoftmaxRows, Statistics, accumulation_dtype
-from slime_core.ops.vocab_shard import VocabShard, check_temperature
+from slime_core.errors import ConfigError, DataError
+from slime_core.ops.log_probs import (
+    RowStatistics,
+    SoftmaxRows,
+    VocabShard,
+    accumulation_dtype,
+    block_elements,
+    check_temperature,
+)
+
+# Elements of a chunk beyond which matrix products gain nothing.
+_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
+# Columns of a chunk: below the first the products are too thin to be asked for, from the second on they run well.
+_MIN_COLUMNS, _GOOD_COLUMNS = 64, 1024
+_DEFAULT_FLOOR = 16 << 20
+# fp32 and int64 numbers per token in use at a time: targets, masks, gradients, statistics of two chunks.
+_BYTES_PER_TOKEN = 256
 
 
 def linear_log_probs_and_entropy(
@@ -50,7 +63,7 @@ def linear_log_probs_and_entropy(
     Args:
         hidden_TD: Hidden states [T, D]; in a group the same on all ranks.
         weight_VD: Output weight [V, D] of the same type. In a group, rank r holds the rows [r·V, (r+1)·V).
-        targets_T: Token ids [T], whole-vocabulary numbers, the same on all ranks.
+        targets_T: Token ids [T], as in :func:`slime_core.ops.log_probs_and_entropy`.
         bias_V: Added to the logits [V], split as the weight is; ``None`` for none.
         temperature: The logits are divided by it.
         group: Tensor-parallel group over which the weight's rows are split; ``None`` if they are all here.
@@ -71,7 +84,7 @@ def linear_log_probs_and_entropy(
     check_temperature(temperature)
     _check_inputs(hidden_TD, weight_VD, targets_T, bias_V)
     shard = VocabShard.of(len(weight_VD), group, vocab_size)
-    valid_T = shard.valid(targets_T)
+    shard.check(targets_T)
     plan = ChunkPlan.within(
         memory_budget,
         tokens=len(hidden_TD),
@@ -79,13 +92,12 @@ def linear_log_probs_and_entropy(
         columns=shard.columns,
         dtype=hidden_TD.dtype,
         device=hidden_TD.device,
-        hidden_gradient=True,  # the same chunks with and without, so that both give the same log-probs to the last bit
     )
     call = _Call(shard.columns, temperature, group, with_entropy, plan)
     log_probs_T, entropy_T = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden_TD, weight_VD, bias_V, targets_T.long() - shard.first, call
     )
-    return log_probs_T.masked_fill(~valid_T, torch.nan), entropy_T if with_entropy else None
+    return shard.complete(log_probs_T, targets_T), entropy_T if with_entropy else None
 
 
 def _check_inputs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tensor | None) -> None:
@@ -143,7 +155,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = accumulation_dtype(hidden_TD.dtype)
         nothing_T = torch.zeros_like(local_T, dtype=torch.bool)
-        statistics = Statistics.of_nothing(nothing_T, dtype, with_entropy=call.with_entropy)
+        statistics = RowStatistics.of_nothing(nothing_T, dtype, with_entropy=call.with_entropy)
         for _, _, rows in _tiles(hidden_TD, weight_VD, bias_V, local_T, call):
             statistics = statistics.merge(rows.statistics(with_entropy=call.with_entropy))
         if call.group is not None:
@@ -195,3 +207,64 @@ class _ProductSum:
         if group is not None:
             dist.all_reduce(self._sum_TD, group=group)
         return self._sum_TD if self._product_TD is None else self._product_TD.copy_(self._sum_TD)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """Vocabulary ids per chunk, and rows of a chunk that the softmax handles at a time."""
+
+    chunk_columns: int
+    block_rows: int
+
+    @classmethod
+    def within(
+        cls,
+        budget: int | None,
+        *,
+        tokens: int,
+        hidden: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ChunkPlan:
+        """The largest useful chunks within a budget.
+
+        What counts: a chunk of logits [tokens, chunk_columns] and a copy of the chunk's weight [chunk_columns, hidden]
+        in ``dtype`` (libraries of matrix products pack such a copy for themselves); two buffers of the softmax in fp32
+        (a quarter of what is left for both); and, where a gradient reaches 16-bit hidden states, its sum in fp32.
+
+        Args:
+            budget: Bytes. ``None`` means a tenth of the logits, which leaves libraries something of their own below an
+                eighth; at least 16 MiB and what 1,024 columns need.
+            tokens: Rows of the hidden states.
+            hidden: Hidden size.
+            columns: Vocabulary ids of this rank.
+            dtype: Type of hidden states and weight.
+            device: Where they are.
+
+        Raises:
+            ConfigError: Not even 64 columns fit.
+        """
+        wide = accumulation_dtype(dtype).itemsize
+        fixed = tokens * _BYTES_PER_TOKEN
+        # With and without a gradient the same chunks, so that both give the same log-probs to the last bit.
+        if wide != dtype.itemsize:
+            fixed += tokens * hidden * wide
+        column_bytes = (max(tokens, 1) + hidden) * dtype.itemsize
+
+        def needed(at_least: int) -> int:
+            width = min(at_least, columns)
+            return fixed + width * max(column_bytes * 4 // 3 + 1, 4 * 2 * wide)
+
+        if budget is None:
+            budget = max(columns * tokens * dtype.itemsize // 10, needed(_GOOD_COLUMNS), _DEFAULT_FLOOR)
+        if budget < needed(_MIN_COLUMNS):
+            raise ConfigError(
+                f"memory_budget {budget} bytes is below the {needed(_MIN_COLUMNS)} that {tokens} tokens of hidden size "
+                f"{hidden} need; raise it, or give fewer tokens at a time"
+            )
+        free = budget - fixed
+        elements = min(block_elements(device), free // 4 // (2 * wide))
+        cap = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"]) // max(tokens, 1)
+        chunk_columns = min(columns, elements, max(cap, _GOOD_COLUMNS), (free - elements * 2 * wide) // column_bytes)
+        return cls(chunk_columns, max(1, elements // max(chunk_columns, 1)))
