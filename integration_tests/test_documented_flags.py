@@ -27,7 +27,7 @@ OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"},
     "slime-launch": {"--help", "--help-sglang"},
     "scripts": {"--dry-run", "--full", "--quick", "--steps"},
-    "TensorBoard, uv": {"--extra", "--logdir", "--package"},
+    "TensorBoard, uv, Ray": {"--generate", "--logdir", "--python"},
 }
 
 

@@ -136,8 +136,9 @@ def test_result_and_summary_tell_the_reports_figures() -> None:
         "hf_dir": "/repo/hf",
         "prompt_template": PROMPT_TEMPLATE,
     }
-    text = "\n".join(summary_lines(result, REPORT, next_command="scripts/quickstart --steps 80"))
+    text = "\n".join(summary_lines(result, REPORT, next_command="quickstart --steps 80", command="run/command.sh"))
     assert "28.1% before, 75.8% after 40 steps in 6.8 min" in text
     assert "generate 4.5 s, train 4.2 s, send weights 0.8 s, in all 9.5 s" in text
     assert "tensorboard --logdir /repo/outputs\n" in text
-    assert text.endswith("scripts/quickstart --steps 80")
+    assert "what was run     run/command.sh\n" in text and "source .venv/bin/activate" in text
+    assert text.endswith("quickstart --steps 80")

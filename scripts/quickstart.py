@@ -175,7 +175,7 @@ def summarize(places: Places, *, seed: int) -> None:
         say("\nmean reward per step\n" + "\n".join(draw_chart(report["rewards"])))
     seed_words = f" --seed {seed}" if seed != 1 else ""
     following = f"scripts/quickstart{seed_words} --steps {result['steps'] * 2}"
-    say("\n" + "\n".join(summary_lines(result, report, next_command=following)))
+    say("\n" + "\n".join(summary_lines(result, report, next_command=following, command=short(places.command))))
     print(f"result: {json.dumps(result)}", flush=True)
 
 

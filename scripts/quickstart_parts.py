@@ -236,13 +236,16 @@ def make_result(report: Mapping[str, Any], *, hf_dir: Path, minutes: float) -> d
     }
 
 
-def summary_lines(result: Mapping[str, Any], report: Mapping[str, Any], *, next_command: str) -> list[str]:
+def summary_lines(
+    result: Mapping[str, Any], report: Mapping[str, Any], *, next_command: str, command: str
+) -> list[str]:
     """The summary without its chart.
 
     Args:
         result: From :func:`make_result`.
         report: `report.json` of `slime-launch train`.
-        next_command: What to try next.
+        next_command: The same for longer.
+        command: The file that holds the command that was run.
     """
     seconds = report["seconds"]
     shown = [("rollout", "generate"), ("train", "train"), ("update_weights", "send weights"), ("step", "in all")]
@@ -257,7 +260,11 @@ def summary_lines(result: Mapping[str, Any], report: Mapping[str, Any], *, next_
         f"TensorBoard      tensorboard --logdir {_tensorboard_root(report)}",
         f"checkpoint       {result['checkpoint_dir']}",
         f"Hugging Face     {result['hf_dir']}",
-        f"next             {next_command}",
+        "",
+        "what was run     " + command,
+        "go on            source .venv/bin/activate, and slime-launch train --help",
+        "your own reward  add --custom-rm-path FILE.py:FUNCTION --save NEW --output-dir NEW to a copy of that command",
+        f"longer           {next_command}",
     ]
     return lines
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -101,3 +103,19 @@ def test_a_run_that_appears_in_save_meanwhile_is_seen(flags, to_words, tmp_path)
     state.begin({"position": 3})
     again = look_again(checked)
     assert again.manifest is not None and again.manifest.source_state == {"position": 3}
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(flags, to_words, tmp_path, monkeypatch):
+    """1,000 parameters in fp32: 4 bytes each in the model, 12 in a checkpoint, 4 without the optimizer."""
+    model = Path(flags["--hf-checkpoint"])
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    (model / "model.safetensors").write_bytes(bytes(4000))
+    flags["--save"] = str(tmp_path / "save")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=11_999))
+    with pytest.raises(PreflightError, match=r"--save .*save has 0.0 GiB free, and one checkpoint takes about 0.0 GiB"):
+        preflight(parse_train(to_words(flags)))
+    preflight(parse_train([*to_words(flags), "--no-save-optim"]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_000))
+    preflight(parse_train(to_words(flags)))

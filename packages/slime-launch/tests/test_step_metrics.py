@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
@@ -60,6 +62,15 @@ def test_evaluation_row():
 
 def test_the_line_of_an_evaluation():
     assert eval_line(EVAL) == "eval after 4 rollouts: sums 0.750  aime -0.250 (pass@16 60.0%)  1.5 s"
+
+
+def test_an_evaluation_shows_a_sample():
+    sample = Sample(
+        index=0, group_index=0, prompt="Add.\n12 + 30 =", tokens=[1, 2], response_length=1, response=" 42\n", reward=1.0
+    )
+    report = dataclasses.replace(EVAL, samples={"sums": [sample, sample]})
+    line, example = eval_line(report).splitlines()
+    assert line == eval_line(EVAL) and example == "  for example: …Add. 12 + 30 = → 42 (reward 1)"
 
 
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])

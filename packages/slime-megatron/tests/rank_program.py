@@ -7,6 +7,7 @@ Run as ``python rank_program.py FD``. A command is ``(name, args, kwargs)``; the
 import faulthandler
 import pickle
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -70,18 +71,22 @@ class Rank:
     def save(self, iteration):
         return self.worker.save(iteration)
 
-    def save_on_a_full_disk(self, iteration, full_rank):
-        """Save while one rank can write only the first few kilobytes of a file."""
+    def save_on_a_full_disk(self, iteration, full_rank, free=None):
+        """Save while one rank can write only the first few kilobytes of a file; ``free`` bytes are said to be left."""
         import torch.distributed as dist
 
         old, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == full_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        usage = shutil.disk_usage
+        if free is not None:
+            shutil.disk_usage = lambda path: usage(path)._replace(free=free)
         try:
             return self.worker.save(iteration)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
+            shutil.disk_usage = usage
             resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard))
 
     def push(self, version):

@@ -1,5 +1,6 @@
 """A run continues from its checkpoint as if it had never stopped, at any parallel size."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,8 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(ranks, tiny_mod
     for answer in ranks.call("save_on_a_full_disk", 2, 1):
         assert answer.startswith(f"CheckpointError: cannot write the checkpoint {tmp_path / 'iter_0000002'}: ")
         assert "File too large (rank 1)" in answer and "\n" not in answer
+    for answer in ranks.call("save_on_a_full_disk", 2, 1, 0):
+        assert re.search(r": the disk is full \(.*File too large\) \(rank 1\); make room there", answer), answer
     names = ["iter_0000001", "latest_checkpointed_iteration.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / names[1]).read_text() == "1"

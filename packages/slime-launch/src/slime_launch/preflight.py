@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -101,6 +103,7 @@ def preflight(settings: Settings) -> Checked:
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None:
             problems.attempt(check_writable, Path(path), flag)
+    problems.attempt(check_room, settings)
     if settings.engine.sglang_router_port is not None:
         problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
     plan = problems.attempt(check_engines, settings)
@@ -205,15 +208,41 @@ def check_hf_directory(directory: Path) -> None:
         raise PreflightError(f"--hf-checkpoint {directory} has no *.safetensors; give a Hugging Face model directory")
 
 
+def check_room(settings: Settings) -> None:
+    """One checkpoint fits into ``--save``: the weights, and unless they are left out two moments and master weights.
+
+    Raises:
+        PreflightError: It does not, with both sizes.
+    """
+    megatron, model = settings.megatron, Path(settings.rollout.hf_checkpoint)
+    if megatron.save is None or not (model / "config.json").is_file():
+        return
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) // width
+    each = (2 if megatron.bf16 else 4) + (0 if megatron.no_save_optim else 12 if megatron.bf16 else 8)
+    free = shutil.disk_usage(_existing(Path(megatron.save))).free
+    if free < parameters * each:
+        raise PreflightError(
+            f"--save {megatron.save} has {free / 2**30:.1f} GiB free, and one checkpoint takes about "
+            f"{parameters * each / 2**30:.1f} GiB; make room, give another directory, or --no-save-optim"
+        )
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or the nearest one above it that exists."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    return directory
+
+
 def check_writable(directory: Path, flag: str) -> None:
     """A directory can be made, or written to if it is there. Leaves nothing behind.
 
     Raises:
         PreflightError: It cannot.
     """
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = _existing(directory)
     try:
         with tempfile.TemporaryDirectory(prefix=".slime-", dir=existing):
             pass

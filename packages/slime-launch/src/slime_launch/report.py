@@ -108,7 +108,8 @@ def is_reported(report: Report) -> bool:
 
 def report_lines(report: Report) -> list[str]:
     """The report as text."""
-    lines = ["", f"trained on {report.rollouts} rollouts, {report.steps} optimizer steps, in {report.minutes:.1f} min"]
+    minutes = f", in {report.minutes:.1f} min" if report.minutes else ""
+    lines = ["", f"trained on {report.rollouts} rollouts, {report.steps} optimizer steps{minutes}"]
     for name, after in report.eval_after.items():
         before = report.eval_before.get(name)
         change = f"{before:.3f} → {after:.3f}" if before is not None else f"{after:.3f}"

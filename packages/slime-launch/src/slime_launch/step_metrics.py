@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slime_core.metrics import rollout_metrics
-from slime_core.types import EvalReport, RolloutBatch, SyncReport, TrainReport
+from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_rollout.failures import REWARD
 
 REASON_CHARACTERS = 100
+TEXT_CHARACTERS = 60
 ROUNDING = 5e-8  # less is what float32 leaves of 0
 NOT_OF_SAMPLES = ("tokens_per_second",)  # told under perf/
 
@@ -55,14 +56,29 @@ def eval_row(report: EvalReport) -> dict[str, float]:
 
 
 def eval_line(report: EvalReport) -> str:
-    """One line about an evaluation: each set's score, and its pass@k of the largest k where k is above 1."""
+    """About an evaluation: each set's score, its pass@k of the largest k where k is above 1, and a sample of the first.
+
+    It is the same prompt each time, so that one sees what changes.
+    """
     words = []
     for name, score in report.scores.items():
         tag = f"eval/{name}-pass@"
         rates = {int(key.removeprefix(tag)): rate for key, rate in report.metrics.items() if key.startswith(tag)}
         k = max(rates, default=1)
         words.append(f"{name} {score:.3f}" + (f" (pass@{k} {rates[k]:.1%})" if k > 1 else ""))
-    return f"eval after {report.rollout_id} rollouts: {'  '.join(words)}  {report.seconds:.1f} s"
+    line = f"eval after {report.rollout_id} rollouts: {'  '.join(words)}  {report.seconds:.1f} s"
+    samples = next(iter(report.samples.values()), [])
+    return "\n".join([line, *(f"  {sample_line(sample)}" for sample in samples[:1])])
+
+
+def sample_line(sample: Sample) -> str:
+    """The end of a prompt, the beginning of its response, and the reward."""
+    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", ""))
+    prompt, response = (" ".join(text.split()) for text in (prompt, sample.response))
+    reward = f"{sample.reward:g}" if isinstance(sample.reward, int | float) else str(sample.reward)
+    return (
+        f"for example: …{prompt[-TEXT_CHARACTERS:]} → {textwrap.shorten(response, TEXT_CHARACTERS)} (reward {reward})"
+    )
 
 
 def reward_failures(batch: RolloutBatch) -> list[str]:

@@ -45,6 +45,7 @@ _SHARDING = {
 }
 
 # Arguments that make a model another one. (Megatron leaves num_query_groups at 1 where it is not used.)
+_FULL_BYTES = 2**20  # what a file system keeps for itself, and files that are still open, may be left
 _COMPARED = (
     "num_layers",
     "hidden_size",
@@ -95,7 +96,9 @@ def save_checkpoint(
     if not config.no_save_optim:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=dict(_SHARDING))
     try:
-        with _naming_failures(f"cannot write the checkpoint {final}", "make room there and continue the run"):
+        with _naming_failures(
+            f"cannot write the checkpoint {final}", "make room there and continue the run", temporary
+        ):
             dist_checkpointing.save(state, str(temporary), InProcessSave(), content_metadata=dict(_SHARDING))
     except CheckpointError:
         if dist.get_rank() == 0:
@@ -188,8 +191,8 @@ def _reading(info: CheckpointInfo) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _naming_failures(what: str, advice: str) -> Iterator[None]:
-    """Make one line of what torch and Megatron raise over files.
+def _naming_failures(what: str, advice: str, written: Path | None = None) -> Iterator[None]:
+    """Make one line of what torch and Megatron raise over files; it says if the disk of what is written is full.
 
     torch's own is no ``Exception``, so that it would end a worker instead of failing a call, and holds the tracebacks
     of all ranks.
@@ -198,9 +201,16 @@ def _naming_failures(what: str, advice: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{what}: {_one_line(cause)} (rank {rank}); {advice}") from error
+        raise CheckpointError(f"{what}: {_reason(cause, written)} (rank {rank}); {advice}") from error
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, CheckpointingException) as error:
-        raise CheckpointError(f"{what}: {_one_line(error)}; {advice}") from error
+        raise CheckpointError(f"{what}: {_reason(error, written)}; {advice}") from error
+
+
+def _reason(error: BaseException, written: Path | None) -> str:
+    """What went wrong. torch's writer reports a full disk as a failed check of its own, without the reason."""
+    if written is not None and written.exists() and shutil.disk_usage(written).free < _FULL_BYTES:
+        return f"the disk is full ({_one_line(error)})"
+    return _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:
