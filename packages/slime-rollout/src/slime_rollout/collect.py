@@ -138,7 +138,7 @@ class Collector:
             self._rollout_id, self._version = rollout_id, version
             self._watch.begin()
             self._drop_aged()
-            self._top_up()
+            self._start(self._wanted())
             while len(self._ready) < self._config.rollout_batch_size or self._error is not None:
                 if self._error is not None:
                     raise self._error
@@ -232,14 +232,14 @@ class Collector:
     def _look_ahead(self) -> None:
         """Start groups for later rollouts. An error is raised by the next one: this one's groups are finished."""
         try:
-            self._top_up()
+            self._start(self._wanted())
         except Exception as error:
             if self._calls.hangs:  # no state can be saved any more
                 raise
             self._fail(error)
 
-    def _top_up(self) -> None:
-        """Start as many groups as there is room for."""
+    def _wanted(self) -> list[Group]:
+        """As many groups of the data source as there is room for."""
         have, wanted = len(self._ready) + len(self._running), self._config.rollout_batch_size
         if self._config.async_buffer_size is not None:
             room = wanted * self._rollouts_ahead() - have
@@ -247,12 +247,12 @@ class Collector:
             room = self._config.groups_in_flight - have if have < wanted else 0
         left = self._config.most_groups_tried - self._started
         if room <= 0 or self._error is not None:
-            return
+            return []
         if left > 0:
-            for group in self._calls.get_samples(min(room, left)):
-                self._start(group)
-        elif have < wanted:
+            return self._calls.get_samples(min(room, left))
+        if have < wanted:
             self._fail(self._too_many())
+        return []
 
     def _too_many(self) -> GenerationError:
         """A filter may drop every group there is, and the run would never end."""
@@ -276,12 +276,13 @@ class Collector:
         # Between two rollouts the engines still have the version before the one that the next rollout is trained from.
         return min(ahead, bound + 1 if self._watch.is_waiting else bound)
 
-    def _start(self, group: Group) -> None:
-        self._started += 1
-        work = _Work(group, self._prepared(copied_group(group)))
-        task = asyncio.get_running_loop().create_task(self._run(work))
-        self._running[task] = work
-        task.add_done_callback(self._done)
+    def _start(self, groups: list[Group]) -> None:
+        for group in groups:
+            self._started += 1
+            work = _Work(group, self._prepared(copied_group(group)))
+            task = asyncio.get_running_loop().create_task(self._run(work))
+            self._running[task] = work
+            task.add_done_callback(self._done)
 
     def _prepared(self, group: Group) -> Group:
         """Reset what came back older than allowed to its prompt; mask what goes on, if asked to."""
@@ -321,7 +322,7 @@ class Collector:
         try:
             self._take(work.handed_out, *task.result())
             if not self._context.stop.is_set():
-                self._top_up()
+                self._start(self._wanted())
         except Exception as error:  # the data source's or a hook's: this is a callback, and nobody else would see it
             self._fail(error)
         self._changed.set()
@@ -364,7 +365,7 @@ class Collector:
         if self._context.stop.is_set():
             self._unfinished.append(group)
         elif self._started < self._config.most_groups_tried:
-            self._start(group)
+            self._start([group])
         else:
             self._fail(self._too_many())
 

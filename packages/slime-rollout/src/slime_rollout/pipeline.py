@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from slime_core.interfaces import GroupReward, Reward, RewardValue
@@ -66,9 +67,11 @@ class GroupPipeline:
             TeacherError: The teacher gave no log-probs.
             DataError: ``reward_key`` names no entry of a reward.
         """
-        units = self._generate(group, context)
-        parts = await all_of([self._run_unit(unit, context, watch, finished) for unit in units])
-        samples = [sample for part in parts for sample in part]
+        units = [self._run_unit(unit, context, watch, finished) for unit in self._generate(group, context)]
+        with first_error_only():
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(unit) for unit in units]
+        samples = [sample for task in running for sample in task.result()]
         if self._group_reward is not None and not any(map(_is_cut_off, samples)):
             values: Sequence[RewardValue | None] = [sample.reward for sample in samples]
             if None in values:
@@ -160,12 +163,19 @@ async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:
     """Run things together; the results in order. The first error stops the others and is raised as it is."""
     if len(work) == 1:
         return [await work[0]]
-    try:
+    with first_error_only():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one if asyncio.iscoroutine(one) else _awaited(one)) for one in work]
+    return [task.result() for task in running]
+
+
+@contextlib.contextmanager
+def first_error_only() -> Iterator[None]:
+    """Raise the first error of a task group as it is."""
+    try:
+        yield
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
-    return [task.result() for task in running]
 
 
 async def _awaited(work: Awaitable[Any]) -> Any:
