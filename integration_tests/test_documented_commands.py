@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from launching import engine_python
 
-from slime_launch.flags.command import parse_train
-from slime_launch.flags.settings import Settings
+from slime_launch.config import Settings
+from slime_launch.flags import parse_train
 from slime_launch.validate import check_settings
 from slime_rollout.eval_sets import read_eval_sets
 

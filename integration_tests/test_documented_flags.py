@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime_convert.cli import build_parser as convert_parser
-from slime_launch.flags.command import parse_train
-from slime_launch.flags.tables import train_groups
+from slime_launch.flags import parse_train, train_groups
 from slime_launch.validate import check_settings
 from slime_rollout import cli as rollout
 

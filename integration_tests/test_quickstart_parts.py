@@ -26,7 +26,7 @@ from quickstart_parts import (
     train_flags,
 )
 
-from slime_launch.flags.command import parse_train
+from slime_launch.flags import parse_train
 from slime_rollout.eval_sets import read_eval_sets
 
 REPORT = {

@@ -153,7 +153,7 @@ def train(places: Places, *, seed: int, steps: int, extra: Sequence[str]) -> Non
 
 def summarize(places: Places, *, seed: int) -> None:
     """Stage 5: export the trained model, and say what happened."""
-    from slime_launch.chart import draw_chart
+    from slime_launch.report import draw_chart
 
     say("5/5 export and summary")
     report_path = places.output / "report.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def installed_sglang(tmp_path_factory, monkeypatch):
     (root / "sglang" / "srt").mkdir(parents=True)
     (root / "sglang" / "__init__.py").write_text("")
     (root / "sglang" / "srt" / "server_args.py").write_text(SERVER_ARGS)
-    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_core.types import WeightUpdate
-from slime_launch.flags.command import parse_train
+from slime_launch.flags import parse_train
 from slime_launch.trainers import TrainerRank
 from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, start_receiver
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel, DistributedWeightChannel, TensorWeightChannel

@@ -22,10 +22,10 @@ import slime_launch.run
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.console import RunConsole
 from slime_launch.errors import RunError
-from slime_launch.finished import report_if_finished
-from slime_launch.flags.command import parse_train
+from slime_launch.flags import parse_train
 from slime_launch.loop import Parts, check_scored, check_versions, next_batch
 from slime_launch.preflight import preflight, with_output
+from slime_launch.report import report_if_finished
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.watch import Watch
 from slime_rollout.generation_service import Progress

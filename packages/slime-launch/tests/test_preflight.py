@@ -11,7 +11,7 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_launch.errors import PreflightError
-from slime_launch.flags.command import parse_train
+from slime_launch.flags import parse_train
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
 

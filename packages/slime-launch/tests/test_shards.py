@@ -5,7 +5,7 @@ import pytest
 from slime_convert.shape import ModelShape
 from slime_core.flops import FlopsModel
 from slime_core.types import RolloutBatch, Sample
-from slime_launch.flags.command import parse_train
+from slime_launch.flags import parse_train
 from slime_launch.shards import split_rollout, training_flops
 
 SHAPE = ModelShape(

@@ -14,8 +14,7 @@ from pathlib import Path
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
 from slime_launch.errors import FlagError
-from slime_launch.flags.command import command, parse_train
-from slime_launch.flags.sglang import sglang_specs
+from slime_launch.flags import command, parse_train, sglang_specs
 
 USAGE = """\
 usage: slime-launch train [flags]     post-train a model; `slime-launch train --help` lists the flags
@@ -70,8 +69,8 @@ def train(argv: list[str]) -> int:
             print(f"{spec.name}{value}  {spec.help}".rstrip())
         return 0
     settings = parse_train(argv)
-    from slime_launch.finished import report_if_finished
     from slime_launch.preflight import preflight, with_output
+    from slime_launch.report import report_if_finished
     from slime_rollout.supervise import run_under_supervisor
 
     checked = preflight(settings)

@@ -1,10 +1,16 @@
-"""The launcher's own settings: the cluster and the run. No torch and no Ray here."""
+"""All settings of a run: the launcher's own, and one record with those of every package. No torch and no Ray here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from slime_core.flags import Config, flag
+from slime_core.config import AlgorithmConfig
+from slime_core.flags import Config, flag, flag_specs
+from slime_megatron.config import MegatronConfig
+from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +95,55 @@ class RunConfig(Config):
     disable_tensorboard: bool = flag(
         False, help="write no TensorBoard files; metrics.jsonl is always written", may_change=True
     )
+
+
+CONFIGS: dict[str, type[Any]] = {
+    "megatron": MegatronConfig,
+    "engine": EngineConfig,
+    "rollout": RolloutConfig,
+    "algorithm": AlgorithmConfig,
+    "cluster": ClusterConfig,
+    "run": RunConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one command line says.
+
+    Attributes:
+        shape: Flags of the model's shape that were given, by name; the rest comes from the Hugging Face config.
+        megatron: The trainer.
+        engine: Engines and router.
+        rollout: Prompts, sampling, rewards, evaluation.
+        algorithm: From rewards to the loss.
+        cluster: GPUs and Ray.
+        run: Length, evaluation interval, output.
+    """
+
+    shape: Mapping[str, Any]
+    megatron: MegatronConfig
+    engine: EngineConfig
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig
+    cluster: ClusterConfig
+    run: RunConfig
+
+    def flags(self) -> dict[str, Any]:
+        """Every flag by its name in Python, given or not, as plain values that JSON can hold."""
+        values: dict[str, Any] = dict(self.shape)
+        for part in CONFIGS:
+            config = getattr(self, part)
+            values |= {spec.dest: getattr(config, spec.dest) for spec in flag_specs(type(config))}
+        values |= {sglang_dest(name): value for name, value in self.engine.sglang_args.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def free_flags() -> frozenset[str]:
+    """Flags that may differ when a run is continued, by their names in Python."""
+    return frozenset(spec.dest for config in CONFIGS.values() for spec in flag_specs(config) if spec.may_change)
+
+
+def sglang_dest(name: str) -> str:
+    """Name in Python of an SGLang flag: ``mem-fraction-static`` is ``sglang_mem_fraction_static``."""
+    return f"sglang_{name.replace('-', '_')}"

@@ -26,11 +26,11 @@ class RunError(SlimeError):
 
 
 class RayDiedError(RunError):
-    """Ray itself is gone, so that nothing can be stopped in order any more."""
+    """Ray itself is gone, so nothing can be stopped in order."""
 
 
 class Stopped(BaseException):
-    """The run was told to stop by a signal. Not an `Exception`, so that no handler swallows it.
+    """A signal asked the run to stop. Not an `Exception`, so that no handler swallows it.
 
     Attributes:
         signum: Number of the signal.
@@ -42,5 +42,5 @@ class Stopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that ended by this signal: 128 + its number."""
+        """Exit code by shell convention: 128 + the signal's number."""
         return 128 + self.signum

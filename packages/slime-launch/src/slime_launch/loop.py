@@ -11,9 +11,9 @@ from typing import TypeVar
 from slime_convert.shape import ModelShape
 from slime_core.types import RolloutBatch, SyncReport, TrainReport
 from slime_launch.calls import Call
+from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
 from slime_launch.errors import RunError
-from slime_launch.flags.settings import Settings
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import split_rollout

@@ -3,8 +3,8 @@
     bundles, in order     trainer rank 0 … trainer rank n-1 | engines        (disaggregated)
                           trainer ranks and engines on the same bundles      (--colocate)
 
-A bundle is one GPU with a CPU core. On a machine without CUDA it is a CPU worker process: a logical core, of which the
-embedded Ray is given as many as the bundles need. (Bundles with GPUs were not run on CUDA.)
+A bundle is one GPU with a CPU core. On a machine without CUDA it is a CPU worker process: a logical core; the
+embedded Ray gets as many as the bundles need. (Bundles with GPUs were not run on CUDA.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Layout:
     Attributes:
         bundles: Resources of each bundle.
         trainer: Bundle of each trainer rank.
-        rollout: Bundles of the engines; none where others run them.
+        rollout: Bundles of the engines; empty with external engines.
         cuda: Whether a bundle holds a real GPU.
     """
 
@@ -73,7 +73,7 @@ def check_layout(layout: Layout) -> None:
     if layout.cuda and layout.shared:
         raise PlacementError(
             "--colocate is not supported on CUDA yet: neither trainer nor engines give their memory back while the "
-            "others work, and the two do not fit beside each other; give --rollout-num-gpus N in place of --colocate"
+            "others work, and the two do not fit on one GPU; give --rollout-num-gpus N in place of --colocate"
         )
 
 
@@ -90,7 +90,7 @@ class Placement:
         group: The ready placement group.
         layout: What was asked for.
         trainer: Bundle of each trainer rank; ranks of one node follow each other.
-        rollout: Bundles of the engines; none where others run them.
+        rollout: Bundles of the engines; empty with external engines.
         gpus: Numbers of the engines' GPUs on their node; empty without CUDA.
     """
 
@@ -102,7 +102,7 @@ class Placement:
 
     @property
     def rollout_worker(self) -> int:
-        """Bundle of the process that starts the engines, or that asks those which others run."""
+        """Bundle of the process that starts the engines, or calls external ones."""
         return self.rollout[0] if self.rollout else self.trainer[0]
 
     def strategy(self, bundle: int) -> Any:
@@ -135,13 +135,13 @@ def reserve(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[
         layout: What is needed.
         timeout: Longest wait in seconds.
         watch: Ends the wait.
-        on_wait: Told what is still missing while waiting.
+        on_wait: Called with what is still missing while waiting.
 
     Returns:
         The ready placement group.
 
     Raises:
-        PlacementError: There is no room, with what the cluster has and what is needed.
+        PlacementError: Not enough room, with what the cluster has and what is needed.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group

@@ -16,12 +16,11 @@ from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError, SlimeError
 from slime_core.hooks import HookArgs
+from slime_launch.config import Settings
 from slime_launch.errors import PreflightError
-from slime_launch.flags.settings import Settings
 from slime_launch.manifest import Manifest
-from slime_launch.resume import find_run
+from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
-from slime_launch.weights import StartWeights, start_weights
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.engine.router import check_router_port
@@ -57,25 +56,25 @@ class Checked:
 
 
 class Problems:
-    """Runs checks one after the other, and reports what all of them found."""
+    """Runs checks one after the other, and reports what all of them found, each message once."""
 
     def __init__(self) -> None:
-        self.found: list[Exception] = []
+        self._found: dict[str, Exception] = {}
 
     def attempt(self, check: Callable[..., T], *args: Any) -> T | None:
         """What a check returns; ``None`` if it found a problem."""
         try:
             return check(*args)
         except (SlimeError, ConvertError) as error:
-            self.found.append(error)
+            self._found.setdefault(str(error), error)
             return None
 
     def report(self) -> None:
         """Raise if there are problems: the one there is, or one error that names all."""
-        if len(self.found) == 1:
-            raise self.found[0]
-        if self.found:
-            raise PreflightError("\n".join(str(error) for error in self.found))
+        if len(self._found) == 1:
+            raise next(iter(self._found.values()))
+        if self._found:
+            raise PreflightError("\n".join(self._found))
 
 
 def preflight(settings: Settings) -> Checked:
@@ -95,7 +94,7 @@ def preflight(settings: Settings) -> Checked:
         problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
     directory = Path(settings.rollout.hf_checkpoint)
     problems.attempt(check_hf_directory, directory)
-    shape = problems.attempt(check_shape, settings) if directory.is_dir() else None
+    shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
         problems.attempt(settings.megatron.check_fits, shape)
     problems.attempt(check_prompt_data, settings.rollout)
@@ -150,7 +149,7 @@ def look_again(checked: Checked) -> Checked:
 
 
 def check_engines(settings: Settings) -> EnginePlan | None:
-    """Check what engines are started with; nothing where others run them.
+    """Check the engines' settings; external engines need none of these checks.
 
     Returns:
         The plan of ``--sglang-config``, if that is given.
@@ -197,15 +196,18 @@ def importing_hooks() -> Iterator[None]:
 
 
 def check_hf_directory(directory: Path) -> None:
-    """The engines' directory: config, weights and tokenizer."""
+    """Check the engines' directory: config, tokenizer and weights."""
     if not directory.is_dir():
-        raise PreflightError(f"--hf-checkpoint {directory} is no directory; give a Hugging Face model directory")
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        raise PreflightError(f"--hf-checkpoint {directory} is not a directory; give a Hugging Face model directory")
+    found = {
+        "config.json": (directory / "config.json").is_file(),
+        "tokenizer (tokenizer.json)": any((directory / name).exists() for name in TOKENIZER_FILES),
+        "*.safetensors": any(directory.glob("*.safetensors")),
+    }
+    if missing := [what for what, is_there in found.items() if not is_there]:
         raise PreflightError(
-            f"--hf-checkpoint {directory} has no tokenizer (tokenizer.json); give the model's own files"
+            f"--hf-checkpoint {directory} has no {', no '.join(missing)}; give a Hugging Face model directory"
         )
-    if not any(directory.glob("*.safetensors")):
-        raise PreflightError(f"--hf-checkpoint {directory} has no *.safetensors; give a Hugging Face model directory")
 
 
 def check_room(settings: Settings) -> None:

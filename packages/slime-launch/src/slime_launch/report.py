@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from slime_core.files import write_whole
 from slime_core.metrics import eval_scores
-from slime_launch.chart import draw_chart, save_curve
-from slime_launch.tracking import TENSORBOARD_DIR, Row
+from slime_launch.console import RunConsole
+from slime_launch.tracking import TENSORBOARD_DIR, Row, read_rows
+
+if TYPE_CHECKING:
+    from slime_launch.preflight import Checked
 
 REPORT_FILE = "report.json"
 CURVE_FILE = "reward_curve.png"
@@ -24,6 +29,9 @@ PHASES = {
     "update_weights": "send weights",
     "step": "whole step",
 }
+BLOCKS = " ▁▂▃▄▅▆▇█"
+WIDTH = 60
+HEIGHT = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +137,73 @@ def report_lines(report: Report) -> list[str]:
     return lines
 
 
+def report_if_finished(checked: Checked, output_dir: Path) -> bool:
+    """Say so, and show the report again, if ``--save`` holds a run that is done.
+
+    Args:
+        checked: The command; it continues a run.
+        output_dir: Where that run wrote its metrics, unless the manifest knows better.
+
+    Returns:
+        Whether it is done: trained to ``--num-rollout`` and evaluated there.
+    """
+    manifest, settings = checked.manifest, checked.settings
+    if manifest is None or manifest.iteration < settings.run.num_rollout:
+        return False
+    if not read_rows(output_dir):
+        output_dir = Path(manifest.output_dir)  # another --output-dir was given this time
+    rows = read_rows(output_dir)
+    evaluated = any(row["kind"] == "eval" and row["rollout_id"] >= settings.run.num_rollout for row in rows)
+    if settings.rollout.has_eval_sets and not evaluated:
+        return False
+    save = Path(str(settings.megatron.save))
+    checkpoint = save / manifest.checkpoint if manifest.checkpoint is not None else None
+    console = RunConsole()
+    console.line(f"the run in {save} is finished: {manifest.iteration} rollouts; give a larger --num-rollout to go on")
+    report = make_report(rows, output_dir=output_dir, checkpoint=checkpoint, minutes=0.0)
+    if output_dir.is_dir() and not is_reported(report):  # it was killed after its last checkpoint
+        write_report(report)
+    for line in report_lines(report):
+        console.line(line)
+    return True
+
+
+def draw_chart(values: Sequence[float], *, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+    """Columns of block characters, the smallest value at the bottom and the largest at the top.
+
+    Args:
+        values: At least one number. More than ``width`` are averaged in equal parts.
+        width: Most columns.
+        height: Rows.
+
+    Returns:
+        The rows, top first, with the scale at the left.
+    """
+    columns = _shrink(values, width)
+    low, high = min(columns), max(columns)
+    span = (high - low) or 1.0
+    eighths = [round((value - low) / span * (height * 8 - 1)) + 1 for value in columns]
+    rows = []
+    for row in reversed(range(height)):
+        label = f"{high:.3g}" if row == height - 1 else f"{low:.3g}" if row == 0 else ""
+        cells = "".join(BLOCKS[max(0, min(8, level - 8 * row))] for level in eighths)
+        rows.append(f"{label:>8} ┤{cells}")
+    return rows
+
+
+def save_curve(values: Sequence[float], path: Path) -> None:
+    """Draw mean reward over rollouts as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(values) + 1), values, marker=".", linewidth=1.2)
+    axes.set_xlabel("rollout")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
 def _mean_seconds(rollouts: Sequence[Row]) -> dict[str, float]:
     """Mean of every ``perf/<phase>_time``, over the rollouts that have it."""
     names = dict.fromkeys(
@@ -151,3 +226,10 @@ def _titles(seconds: dict[str, float]) -> dict[str, str]:
         if key == "train":
             titles |= {name: f"· {name}" for name in seconds if name not in PHASES}
     return titles
+
+
+def _shrink(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    edges = [round(place * len(values) / width) for place in range(width + 1)]
+    return [fmean(values[start:stop]) for start, stop in pairwise(edges)]

@@ -13,8 +13,8 @@ from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
 from slime_launch.console import RunConsole
 from slime_launch.errors import RayDiedError, RunError, Stopped
-from slime_launch.files import locked
 from slime_launch.loop import Parts, run_sync
+from slime_launch.manifest import locked
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices
 from slime_launch.report import make_report, report_lines, write_report

@@ -7,7 +7,7 @@ from slime_core.flops import FlopsModel
 from slime_core.schedule import build_shards
 from slime_core.step_plan import Cost, token_count
 from slime_core.types import RolloutBatch, TrainShard
-from slime_launch.flags.settings import Settings
+from slime_launch.config import Settings
 
 
 def split_rollout(

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 from slime_launch.calls import gather
+from slime_launch.config import Settings
 from slime_launch.console import RunConsole
-from slime_launch.flags.settings import Settings
 from slime_launch.placement import Layout, Placement, check_layout, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked
 from slime_launch.ray_runtime import ray_runtime

@@ -2,7 +2,7 @@
 
 Every row has ``kind`` (``train``: one optimizer step; ``rollout``; ``eval``), ``step`` (optimizer steps for ``train``,
 else rollouts), ``rollout_id``, ``time`` (seconds since 1970), and the metrics by name, such as ``train/loss``.
-A run that is continued drops the rows after its checkpoint and writes the event files anew, so no curve folds back.
+A run that is continued drops the rows after its checkpoint and writes new event files, so no curve folds back.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from slime_convert.shape import ModelShape, check_flags
 from slime_core.config import GROUP_RELATIVE
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
-from slime_launch.flags.settings import Settings
+from slime_launch.config import Settings
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -116,7 +116,7 @@ def _check_evaluation(settings: Settings) -> None:
 
 
 def notices(settings: Settings) -> list[str]:
-    """What the run will do that its user may not expect, a line each."""
+    """Warnings about what the run will do, a line each."""
     algorithm, size = settings.algorithm, settings.rollout.n_samples_per_prompt
     lines = list(algorithm.notices)
     relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
@@ -134,14 +134,14 @@ def _check_distillation(settings: Settings) -> None:
     if wanted and teacher is None and own is None:
         raise ConfigError(
             "--use-opd needs the teacher's log-probs: give --opd-type sglang and --rm-url, the address of a SGLang "
-            "server with the teacher, or an own reward or generate function that sets sample.teacher_log_probs"
+            "server with the teacher, or a custom reward or generate function that sets sample.teacher_log_probs"
         )
     if teacher is not None and not wanted:
         raise ConfigError(f"--opd-type {teacher} asks for log-probs that nothing uses; add --use-opd")
 
 
 def check_engine_gpus(settings: Settings) -> None:
-    """Check that there are GPUs for the engines, or that none are asked for where others run them.
+    """Check that there are GPUs for the engines, or that none are requested for external engines.
 
     Raises:
         ConfigError: With the values and what to set.
@@ -151,7 +151,7 @@ def check_engine_gpus(settings: Settings) -> None:
         if cluster.rollout_num_gpus is not None or cluster.colocate:
             raise ConfigError(
                 "--rollout-num-gpus and --colocate mean engines that the run starts, and "
-                "--rollout-external-engine-addrs names engines that others run; give one of the two"
+                "--rollout-external-engine-addrs names external engines; give one of the two"
             )
         return
     if not cluster.rollout_gpus:
@@ -175,7 +175,7 @@ def check_shape(settings: Settings) -> ModelShape:
     if read_format(Path(directory)) is not None:
         raise ConfigError(
             f"--hf-checkpoint {directory} is quantized, but its engines would take the trainer's plain weights for "
-            "quantized ones; give the model as bfloat16, which slime-convert fp8-to-bf16 or int4-to-bf16 makes of it"
+            "quantized ones; give the model as bfloat16, which slime-convert fp8-to-bf16 or int4-to-bf16 writes"
         )
     check_flags(shape, settings.shape)
     return shape

@@ -2,7 +2,8 @@ import pytest
 
 from slime_core.flags import FlagSpec
 from slime_launch.errors import FlagError
-from slime_launch.flags.parser import FlagGroup, build_parser, help_line, parse
+from slime_launch.flags import train_groups
+from slime_launch.parser import ELSEWHERE, FlagGroup, build_parser, help_line, nearest, parse, unknown_flag
 
 SPECS = (
     FlagSpec(name="--num-rollout", dest="num_rollout", type=int, default=1, help="rounds", unit="rollouts"),
@@ -81,3 +82,32 @@ def test_a_flag_without_default_must_be_given():
 def test_help_shows_unit_and_default():
     assert help_line(SPECS[0]) == "rounds [rollouts; default 1]"
     assert help_line(SPECS[3]) == "share"
+
+
+KNOWN = {spec.name for group in train_groups() for spec in group.flags}
+
+
+@pytest.mark.parametrize(("name", "ours"), sorted(ELSEWHERE.items()))
+def test_the_names_of_others_lead_to_flags_that_there_are(name, ours):
+    assert ours in KNOWN and name not in KNOWN
+    assert nearest(name, KNOWN) == nearest(name.replace("-", "_").replace("__", "--", 1), KNOWN) == ours
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("--num-rolout", "--num-rollout"),
+        ("--global_batch_size", "--global-batch-size"),
+        ("--rollout-batchsize", "--rollout-batch-size"),
+        ("--n-sample-per-prompt", "--n-samples-per-prompt"),
+        ("--use-wandb", None),
+        ("--something-else", None),
+    ],
+)
+def test_a_mistyped_flag(name, ours):
+    assert nearest(name, KNOWN) == ours
+
+
+def test_the_line():
+    assert unknown_flag("--learning-rate", KNOWN) == "unknown flag --learning-rate; did you mean --lr?"
+    assert unknown_flag("--use-wandb", KNOWN) == "unknown flag --use-wandb; see --help"

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from slime_core.flags import FlagSpec
 from slime_launch.errors import FlagError
-from slime_launch.flags.suggest import unknown_flag
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
+ELSEWHERE = {
+    "--beta": "--kl-loss-coef",
+    "--dataset-name": "--prompt-data",
+    "--epsilon": "--eps-clip",
+    "--epsilon-high": "--eps-clip-high",
+    "--learning-rate": "--lr",
+    "--lr-scheduler-type": "--lr-decay-style",
+    "--max-completion-length": "--rollout-max-response-len",
+    "--max-grad-norm": "--clip-grad",
+    "--max-new-tokens": "--rollout-max-response-len",
+    "--max-prompt-length": "--rollout-max-prompt-len",
+    "--max-steps": "--num-rollout",
+    "--model": "--hf-checkpoint",
+    "--model-name-or-path": "--hf-checkpoint",
+    "--model-path": "--hf-checkpoint",
+    "--num-generations": "--n-samples-per-prompt",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--reward-funcs": "--custom-rm-path",
+    "--save-steps": "--save-interval",
+    "--temperature": "--rollout-temperature",
+    "--tensor-parallel-size": "--tensor-model-parallel-size",
+    "--tp": "--tensor-model-parallel-size",
+}
+"""Flags of TRL, Transformers, vLLM and SGLang, and ours with the same meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroup:
-    """Flags that ``--help`` shows under one title.
-
-    Attributes:
-        title: The heading.
-        flags: The flags, in the order shown.
-        description: A line under the heading, or an empty string.
-        hidden: Whether ``--help`` shows the description only.
-    """
+    """Flags that ``--help`` shows under one title; if ``hidden``, it shows the description only."""
 
     title: str
     flags: tuple[FlagSpec, ...]
@@ -39,14 +56,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(
     groups: Iterable[FlagGroup], *, prog: str, description: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
-    """The parser of ``groups``. It leaves absent flags out of its result.
-
-    Args:
-        groups: All flags there are.
-        prog: Name of the command.
-        description: First lines of ``--help``.
-        epilog: Last lines of ``--help``.
-    """
+    """The parser of ``groups``. It leaves absent flags out of its result."""
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [flags]",
@@ -131,8 +141,25 @@ def _reader(kind: type) -> Callable[[str], Any]:
 
 
 def _unexpected(word: str, argv: Sequence[str]) -> str:
-    """A word that belongs to no flag; the flag before it is the likely culprit."""
+    """Message for a word that belongs to no flag; the flag before it is the likely cause."""
     before = [other for other in argv[: list(argv).index(word)] if other.startswith("--")]
     if not before:
         return f"unexpected {word!r}; flags start with --"
     return f"unexpected {word!r} after {before[-1]}; that flag takes no such value"
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known flag closest to ``name``, as typed; ``None`` if none is close."""
+    dashed = name.replace("_", "-")
+    if dashed in known:
+        return dashed
+    if ELSEWHERE.get(dashed) in known:
+        return ELSEWHERE[dashed]
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return matches[0] if matches else None
+
+
+def unknown_flag(name: str, known: Collection[str]) -> str:
+    """The error line about a flag that does not exist."""
+    guess = nearest(name, known)
+    return f"unknown flag {name}; did you mean {guess}?" if guess else f"unknown flag {name}; see --help"

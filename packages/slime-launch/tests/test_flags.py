@@ -4,10 +4,9 @@ import time
 
 import pytest
 
+from slime_launch.config import Settings
 from slime_launch.errors import FlagError
-from slime_launch.flags.command import command, parse_train
-from slime_launch.flags.settings import Settings
-from slime_launch.flags.sglang import sglang_python
+from slime_launch.flags import command, parse_train, sglang_python
 from slime_rollout.eval_sets import read_eval_sets
 
 CLI = [sys.executable, "-m", "slime_launch.cli"]

@@ -1,0 +1,142 @@
+"""The flags of ``slime-launch train``, in the groups of ``--help``, and the way from a command line to `Settings`.
+
+SGLang's own flags have ``--sglang-`` in front, and are read from the installed SGLang only when one is typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from slime_convert.shape import SHAPE_FLAGS
+from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError
+from slime_core.flags import FlagSpec, flag_specs
+from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
+from slime_launch.errors import FlagError
+from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_megatron.config import MegatronConfig
+from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.config import EngineConfig, find_python
+from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
+
+PROG = "slime-launch train"
+DESCRIPTION = """\
+Post-train a language model: SGLang generates, Megatron-core trains, Ray places both.
+
+Flags have units and defaults in brackets. A flag with several values may be repeated; its values add up."""
+EPILOG = """\
+What it prints ends with the run's report. The same command continues a stopped run from its last checkpoint in --save.
+Exit codes: 0 done, 1 a part of the run failed, 2 the command cannot work, 130 Ctrl-C, 143 SIGTERM."""
+MEGATRON_NOTE = "Megatron's own names, where Megatron has the flag."
+SHAPE_NOTE = "Megatron's own names. What is not given is taken from --hf-checkpoint; what is given must agree with it."
+SGLANG_NOTE = (
+    "Every flag of the installed SGLang with --sglang- in front, such as --sglang-mem-fraction-static 0.8.\n"
+    "`slime-launch train --help-sglang` lists them."
+)
+PREFIX = "--sglang-"
+
+
+def parse_train(argv: Sequence[str]) -> Settings:
+    """Read the command line of ``slime-launch train``.
+
+    Args:
+        argv: The words after ``train``.
+
+    Raises:
+        FlagError: The command line cannot be read; one line says why.
+        ConfigError: Values, or combinations of values, cannot work: all of them, a line each.
+    """
+    groups, parser = command(argv)
+    given = parse(groups, parser, argv)
+    sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
+    parts: dict[str, Any] = {}
+    problems: list[str] = []
+    for part, config in CONFIGS.items():
+        dests = {spec.dest for spec in flag_specs(config)}
+        values = {dest: value for dest, value in given.items() if dest in dests}
+        if config is EngineConfig:
+            values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
+        try:
+            parts[part] = config(**values)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Settings(shape={flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}, **parts)
+
+
+def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:
+    """The flags and the parser for this command line; the last group has SGLang's flags, if one of them was typed.
+
+    Raises:
+        FlagError: A flag that slime sets itself was typed.
+        ConfigError: SGLang is not installed in the interpreter of ``--sglang-python``, or cannot be imported there.
+    """
+    groups = train_groups()
+    known = {spec.name for group in groups for spec in group.flags}
+    typed = {word.split("=")[0] for word in argv if word.startswith(PREFIX)} - known
+    for name in sorted(typed):
+        if reason := CONTROLLED.get(name.removeprefix(PREFIX)):
+            raise FlagError(f"{name} cannot be given: {reason}")
+    specs = [spec for spec in sglang_specs(argv) if spec.name not in known] if typed else []
+    groups.append(FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True))
+    return groups, build_parser(groups, prog=PROG, description=DESCRIPTION, epilog=EPILOG)
+
+
+def train_groups() -> list[FlagGroup]:
+    """All groups except SGLang's own flags."""
+    rollout, evaluation = _split(RolloutConfig)
+    run, run_evaluation = _split(RunConfig)
+    shape = tuple(
+        FlagSpec(name=flag.name, dest=flag.dest, type=flag.type, default=None, help=flag.help) for flag in SHAPE_FLAGS
+    )
+    return [
+        FlagGroup("run", run),
+        FlagGroup("cluster", tuple(flag_specs(ClusterConfig)), 'Without CUDA a "GPU" is a CPU worker process.'),
+        FlagGroup("prompts, sampling and rewards", rollout),
+        FlagGroup("evaluation", evaluation + run_evaluation),
+        FlagGroup("algorithm", tuple(flag_specs(AlgorithmConfig))),
+        FlagGroup("Megatron: training", tuple(flag_specs(MegatronConfig)), MEGATRON_NOTE),
+        FlagGroup("Megatron: model shape", shape, SHAPE_NOTE),
+        FlagGroup("SGLang: engines and router", tuple(flag_specs(EngineConfig))),
+    ]
+
+
+def sglang_specs(argv: Sequence[str]) -> list[FlagSpec]:
+    """The flags of the SGLang in the interpreter of ``--sglang-python``, without those that slime sets itself.
+
+    Raises:
+        ConfigError: SGLang is not installed there, or cannot be imported.
+    """
+    flags = installed_flags(find_python(sglang_python(argv)))
+    return [_sglang_spec(flag) for name, flag in sorted(flags.items()) if name not in CONTROLLED]
+
+
+def sglang_python(argv: Sequence[str]) -> str | None:
+    """The value of ``--sglang-python``, read before the parser exists."""
+    value = None
+    for place, word in enumerate(argv):
+        name, _, attached = word.partition("=")
+        if name == "--sglang-python":
+            value = attached or next(iter(argv[place + 1 :]), None)
+    return value
+
+
+def _sglang_spec(flag: SglangFlag) -> FlagSpec:
+    return FlagSpec(
+        name=PREFIX + flag.name,
+        dest=sglang_dest(flag.name),
+        type=str if flag.takes_value else bool,
+        default=None,
+        help=flag.help if flag.default is None else f"{flag.help} [SGLang's default {flag.default}]".lstrip(),
+        nargs="+" if flag.several else None,
+    )
+
+
+def _split(config: type[Any]) -> tuple[tuple[FlagSpec, ...], tuple[FlagSpec, ...]]:
+    """Split the flags of a config: not about evaluation, about evaluation."""
+    specs = tuple(flag_specs(config))
+    about_eval = [spec for spec in specs if "eval" in spec.dest.split("_")]
+    return tuple(spec for spec in specs if spec not in about_eval), tuple(about_eval)
