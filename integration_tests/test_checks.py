@@ -122,3 +122,10 @@ def test_tidy_leaves_alone() -> None:
     text = "def f():\n" + "    x = 1\n" * 79 + "url = 'https://example.com/work/item'\npath = 'outputs/work/a'\n"
     assert list(tidy.find("a.py", text)) == []
     assert list(tidy.find("a.md", "line\n" * 700)) == []
+
+
+def test_tidy_finds_a_public_class_with_two_meanings() -> None:
+    text = "class Batch: ...\nclass _Own: ...\ndef run(): ...\n"
+    same = {"packages/p/src/p/a.py": text, "packages/p/src/p/b.py": "\n" + text, "packages/q/src/q/a.py": text}
+    (found,) = tidy.doubled_names(same)
+    assert found == "packages/p/src/p/a.py:1: the name Batch has another meaning at packages/p/src/p/b.py:2"

@@ -1,4 +1,4 @@
-"""House rules that no other tool checks: sizes, and nothing that belongs to one machine or one package index.
+"""House rules that no other tool checks: sizes, one meaning per name, nothing of one machine or one package index.
 
 Run by `scripts/test lint` and by pre-commit; prints one line per finding and exits with 1 if there is any.
 """
@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,6 +52,23 @@ def find(path: str, text: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name} has {length} lines; {MAX_FUNCTION_LINES} is the far end"
 
 
+def doubled_names(sources: Mapping[str, str]) -> Iterator[str]:
+    """Public classes that two modules of one package define. (A function is read with its module's name.)
+
+    Args:
+        sources: Path → content of the packages' modules.
+    """
+    places: dict[tuple[str, str], list[str]] = {}
+    for path, text in sources.items():
+        package = path.partition("/src/")[0]
+        for node in ast.parse(text, path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault((package, node.name), []).append(f"{path}:{node.lineno}")
+    for (_, name), found in places.items():
+        if len(found) > 1:
+            yield f"{found[0]}: the name {name} has another meaning at {', '.join(found[1:])}"
+
+
 def files() -> list[str]:
     """Files that are, or would be, committed."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -62,6 +79,7 @@ def files() -> list[str]:
 def main() -> int:
     """Check every file; returns the exit code."""
     findings: list[str] = []
+    modules: dict[str, str] = {}
     names = files()
     for name in names:
         try:
@@ -69,6 +87,9 @@ def main() -> int:
         except UnicodeDecodeError:
             continue
         findings += find(name, text)
+        if name.startswith("packages/") and "/src/" in name and name.endswith(".py"):
+            modules[name] = text
+    findings += doubled_names(modules)
     print("\n".join(findings) or f"tidy: {len(names)} files")
     return int(bool(findings))
 
