@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-        argv: The words after ``slime-launch``; this process's own unless given.
+        argv: The words after ``slime-launch``; by default those of this process.
 
     Returns:
         0; 1 if a part of the run failed; 2 if the command cannot work; 128 + n if signal n stopped it.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SlimeError, ConvertError) as error:
         print(f"slime-launch: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # somebody read as much of the help as they wanted
+    except BrokenPipeError:  # the reader of the help has stopped, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except KeyboardInterrupt:

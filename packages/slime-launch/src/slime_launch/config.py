@@ -109,16 +109,10 @@ CONFIGS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one command line says.
+    """All settings of one command line.
 
     Attributes:
         shape: Flags of the model's shape that were given, by name; the rest comes from the Hugging Face config.
-        megatron: The trainer.
-        engine: Engines and router.
-        rollout: Prompts, sampling, rewards, evaluation.
-        algorithm: From rewards to the loss.
-        cluster: GPUs and Ray.
-        run: Length, evaluation interval, output.
     """
 
     shape: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a bar for every wait, and one line per step."""
+"""Terminal output: a progress bar for every wait, and one line per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET_SECONDS = 1.0
 
 
 class Wait:
-    """A wait that is going on. Call :meth:`update` as often as you like."""
+    """A wait in progress. :meth:`update` may be called at any rate."""
 
     def __init__(self, what: str, progress: Progress | None, out: RunConsole) -> None:
         self.what = what
@@ -50,7 +50,7 @@ class Wait:
 
 
 class RunConsole:
-    """Where a run speaks.
+    """A run's output.
 
     Args:
         stream: Where to write; standard output unless given.

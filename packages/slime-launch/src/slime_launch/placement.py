@@ -50,12 +50,7 @@ class Layout:
 
 
 def plan_layout(cluster: ClusterConfig, *, cuda: bool) -> Layout:
-    """Lay trainer ranks and engines out on bundles.
-
-    Args:
-        cluster: How many of each, and whether they share.
-        cuda: Whether the machine has GPUs.
-    """
+    """Assign trainer ranks and engines to bundles; with ``cuda`` a bundle is a GPU."""
     trainer = tuple(range(cluster.actor_gpus))
     first = 0 if cluster.colocate else cluster.actor_gpus
     rollout = tuple(range(first, first + cluster.rollout_gpus))
@@ -106,10 +101,8 @@ class Placement:
         return self.rollout[0] if self.rollout else self.trainer[0]
 
     def strategy(self, bundle: int) -> Any:
-        """Ray's way to say: on this bundle."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+        """Ray's scheduling strategy for a bundle."""
+        return _strategy(self.group, bundle)
 
 
 def place_run(
@@ -162,7 +155,7 @@ def reserve(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[
 
 
 def shortage(layout: Layout, free: dict[str, float], total: dict[str, float]) -> str:
-    """In words: what ``layout`` needs, what is free, and what there is."""
+    """What ``layout`` needs, what is free, and the total, in words."""
     needed = {name: sum(bundle[name] for bundle in layout.bundles) for name in layout.bundles[0]}
     return ", ".join(
         f"{name} needed {amount:g}, free {free.get(name, 0):g} of {total.get(name, 0):g}"
@@ -192,10 +185,9 @@ def bundle_gpus(group: Any, bundles: Sequence[int]) -> list[int]:
     """Numbers of the GPUs that Ray gave to some bundles. (Not run on CUDA.)
 
     Raises:
-        PlacementError: The bundles lie on several nodes; the engines' process starts them on its own node only.
+        PlacementError: The bundles are on several nodes; engines are only started on one.
     """
     import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     nodes = bundle_nodes(group)
     if len({nodes[bundle] for bundle in bundles}) > 1:
@@ -203,18 +195,19 @@ def bundle_gpus(group: Any, bundles: Sequence[int]) -> list[int]:
             f"the {len(bundles)} GPUs for generation lie on several nodes, which is not supported yet; ask for fewer "
             "with --rollout-num-gpus"
         )
-
     ids = ray.remote(num_cpus=0, num_gpus=0.01)(ray.get_gpu_ids)
-    places = [
-        PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-        for bundle in bundles
-    ]
-    found: list[list[int]] = ray.get([ids.options(scheduling_strategy=place).remote() for place in places])
-    return sorted(int(gpu) for gpus in found for gpu in gpus)
+    calls = [ids.options(scheduling_strategy=_strategy(group, bundle)).remote() for bundle in bundles]
+    return sorted(int(gpu) for gpus in ray.get(calls) for gpu in gpus)
+
+
+def _strategy(group: Any, bundle: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

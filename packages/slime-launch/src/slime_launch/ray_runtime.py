@@ -18,7 +18,7 @@ from typing import Any
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import plan_layout
-from slime_rollout.supervise.reaper import descendants
+from slime_rollout.supervise.reaper import descendants, is_alive
 
 MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 107 bytes
 ESSENTIAL = ("gcs_server", "raylet")
@@ -45,7 +45,7 @@ class RayRuntime:
             RayDiedError: Naming the process.
         """
         for pid, name in self.processes.items():
-            if not _is_alive(pid):
+            if not is_alive(pid):
                 raise RayDiedError(f"Ray's {name} (process {pid}) ended by itself; the run cannot go on without it")
 
 
@@ -78,7 +78,7 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
 
 
 def cluster_notices(address: str | None) -> list[str]:
-    """A warning if the cluster at ``address`` takes commands from everybody who reaches it."""
+    """A warning if the cluster at ``address`` accepts commands without a token."""
     if address is None or _cluster_token():
         return []
     return [
@@ -94,8 +94,11 @@ def _cluster_token() -> bool:
 
 
 def _own_processes() -> dict[int, str]:
-    """Ray's processes that nothing works without, among this process's children."""
-    names = {process.pid: _read(f"/proc/{process.pid}/comm").strip() for process in descendants(os.getpid())}
+    """Ray's essential processes among this process's children."""
+    names = {}
+    for process in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has just ended
+            names[process.pid] = Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip()
     return {pid: name for pid, name in names.items() if name in ESSENTIAL}
 
 
@@ -103,7 +106,7 @@ def _start(options: dict[str, Any]) -> Any:
     """Initialise Ray; gives its module."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray  # its settings are read from the environment now, and never again
+    import ray  # reads its settings from the environment, once
 
     try:
         _knock(options.get("address", ""))
@@ -113,9 +116,9 @@ def _start(options: dict[str, Any]) -> Any:
             f"no Ray cluster answers at RAY_ADDRESS={options['address']} ({error}); start one with `ray start --head`, "
             "or unset RAY_ADDRESS to let slime start Ray itself"
         ) from error
-    except SystemExit as error:  # Ray's own way to hear SIGTERM
+    except SystemExit as error:  # how Ray reacts to SIGTERM
         raise Stopped(signal.SIGTERM) from error
-    except Exception as error:  # Ray raises this very class when its processes do not come up within its own time limit
+    except Exception as error:  # the class that Ray raises when its processes do not start in time
         raise PlacementError(f"Ray did not start: {error}; the machine may be overloaded, try again") from error
     return ray
 
@@ -136,8 +139,8 @@ def _knock(address: str) -> None:
 
 
 def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
-    # The setting by which Ray's processes listen on 127.0.0.1 alone, whatever its name says: outside of Windows and
-    # macOS it is on by default. The token keeps out other users of this machine.
+    # Despite its name, this setting decides on which address Ray listens: with 0 on 127.0.0.1 alone. On Linux the
+    # default is all addresses. The token keeps out other users of this machine.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -153,27 +156,14 @@ def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]
 
 @contextlib.contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A short-named directory that is removed afterwards, and with it what runs that were killed have left."""
+    """A short-named directory that is removed afterwards, along with those of runs that were killed."""
     base = Path(tempfile.gettempdir())
     base = base if len(str(base)) <= MAX_TEMP_DIR else Path("/tmp")
     for old in base.glob(f"{TEMP_PREFIX}[0-9]*-*"):
-        if old.stat().st_uid == os.getuid() and not _is_alive(int(old.name.split("-")[2])):
+        if old.stat().st_uid == os.getuid() and not is_alive(int(old.name.split("-")[2])):
             shutil.rmtree(old, ignore_errors=True)
     directory = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=base))
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return bool(state) and state[0] not in "ZX"
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

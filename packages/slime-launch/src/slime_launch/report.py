@@ -1,4 +1,4 @@
-"""What a run came to, made from its metrics alone: for people as text and picture, for programs as ``report.json``."""
+"""A run's report, made from its metrics alone: text and a picture for people, ``report.json`` for programs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Report:
 
 
 def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | None, minutes: float) -> Report:
-    """Sum a run up.
+    """Summarize a run.
 
     Args:
         rows: From :mod:`slime_launch.tracking`.
@@ -109,7 +109,7 @@ def write_report(report: Report) -> None:
 
 
 def is_reported(report: Report) -> bool:
-    """Whether ``report.json`` is there and tells of the same rollouts, not of the first part of a longer run."""
+    """Whether ``report.json`` exists and covers the same rollouts, not only the first part of a longer run."""
     path = Path(report.run_dir) / REPORT_FILE
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["rollouts"] == report.rollouts
 
@@ -138,14 +138,14 @@ def report_lines(report: Report) -> list[str]:
 
 
 def report_if_finished(checked: Checked, output_dir: Path) -> bool:
-    """Say so, and show the report again, if ``--save`` holds a run that is done.
+    """Say so, and show the report again, if the run in ``--save`` is finished.
 
     Args:
         checked: The command; it continues a run.
         output_dir: Where that run wrote its metrics, unless the manifest knows better.
 
     Returns:
-        Whether it is done: trained to ``--num-rollout`` and evaluated there.
+        Whether it is finished: trained to ``--num-rollout`` and evaluated there.
     """
     manifest, settings = checked.manifest, checked.settings
     if manifest is None or manifest.iteration < settings.run.num_rollout:
@@ -218,7 +218,7 @@ def _mean_seconds(rollouts: Sequence[Row]) -> dict[str, float]:
 
 
 def _titles(seconds: dict[str, float]) -> dict[str, str]:
-    """Phases in the order of a step; the trainer's own ones, whatever they are, stand below `train`."""
+    """Phases in the order of a step, with the trainer's own phases below `train`."""
     titles: dict[str, str] = {}
     for key, title in PHASES.items():
         if key in seconds:

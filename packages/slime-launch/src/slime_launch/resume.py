@@ -58,8 +58,8 @@ def changed_flags(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 class StartWeights:
     """Checkpoint directories, as ``…/release`` or ``…/iter_0000040``.
 
-    ``--load`` names a directory that may have a newer checkpoint tomorrow, the run's own among them where it is
-    ``--save``, too. So a run that is continued does not look again: its reference model stays the same.
+    ``--load`` may hold a newer checkpoint later, such as the run's own where it is also ``--save``. A continued run
+    therefore keeps the checkpoints that the manifest names, so its reference model stays the same.
 
     Attributes:
         load: Weights of the policy before the first rollout.
@@ -75,7 +75,7 @@ class StartWeights:
 
 
 def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights:
-    """Find the weights to begin with, or take those that the run began with.
+    """Find the weights that the run begins with, or began with if it is continued.
 
     ``--load`` may be ``--save``'s own directory with nothing in it yet; the run then begins with ``--ref-load``.
 

@@ -126,6 +126,6 @@ def turn_the_crank(parts: Parts) -> None:
 
 
 def leave_at_once(error: RayDiedError) -> NoReturn:
-    """Without Ray nothing can be stopped in order, and trying takes minutes; the supervisor ends every process."""
+    """Exit at once: without Ray nothing can be stopped in order; the supervisor ends every process."""
     print(f"slime-launch: {error}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -117,12 +117,13 @@ def remove_torch_memory(pids: set[int]) -> None:
         for name in os.listdir(SHARED_MEMORY):  # noqa: PTH208
             kind, _, rest = name.partition("_")
             pid = rest.partition("_")[0]
-            if kind == TORCH_MEMORY and pid.isdigit() and int(pid) in pids and not _is_alive(int(pid)):
+            if kind == TORCH_MEMORY and pid.isdigit() and int(pid) in pids and not is_alive(int(pid)):
                 with contextlib.suppress(OSError):  # its manager was quicker
                     os.unlink(f"{SHARED_MEMORY}/{name}")  # noqa: PTH108
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and has not ended; a zombie has."""
     stat = _stat(pid)
     return stat is not None and stat.alive
 
