@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _measure import Side, rounds_of
 from _records import Record
 
@@ -85,9 +86,9 @@ def rollout() -> TrainShard:
         TrainSample(
             index=index,
             group_index=index // 8,
-            tokens=prompts[index // 8] + tokens(6),
+            tokens=np.array(prompts[index // 8] + tokens(6), np.int32),
             response_length=6,
-            loss_mask=[1] * 6,
+            loss_mask=np.ones(6, np.uint8),
             trajectory_tokens=6,
             reward=index % 8 - 3.5,
             raw_reward=float(index % 8),
@@ -95,4 +96,4 @@ def rollout() -> TrainShard:
         for index in range(128)
     ]
     step = TrainStep(micro_batches=[list(range(len(samples)))], global_trajectories=len(samples), global_tokens=768)
-    return TrainShard(rollout_id=0, temperature=1.0, samples=samples, steps=[step])
+    return TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[step])

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from slime_core.config import AlgorithmConfig
@@ -43,12 +44,12 @@ def main() -> None:
         (step,) = shard.steps
         for members in step.micro_batches:
             samples = [shard.samples[member] for member in members]
-            tokens = torch.tensor([sample.tokens for sample in samples])
+            tokens = torch.tensor(np.stack([sample.tokens for sample in samples])).long()
             log_probs, _ = log_probs_and_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             loss, _ = (
                 grpo_loss(  # one step per rollout: the policy has not moved yet, so its log-probs are the old ones
                     log_probs.view(-1, LENGTH),
-                    torch.tensor([sample.loss_mask for sample in samples]),
+                    torch.tensor(np.stack([sample.loss_mask for sample in samples])),
                     advantages=torch.tensor([sample.reward for sample in samples]),
                     num_sequences=step.global_trajectories,
                 )

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous, TrainSample, WeightUpdate
@@ -104,9 +106,9 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
     sample = TrainSample(
         index=0,
         group_index=0,
-        tokens=tokens,
+        tokens=np.array(tokens, np.int32),
         response_length=len(tokens) - 1,
-        loss_mask=[1] * (len(tokens) - 1),
+        loss_mask=np.ones(len(tokens) - 1, np.uint8),
         trajectory_tokens=len(tokens) - 1,
         reward=0.0,
         raw_reward=0.0,

@@ -19,7 +19,7 @@ def modules_after(statement):
 
 
 def test_the_list_of_modules_is_one():
-    assert {"slime_core.types.packed", "slime_core.schedule", "slime_core.frame"} <= set(WITHOUT_TORCH)
+    assert {"slime_core.types.arrays", "slime_core.schedule"} <= set(WITHOUT_TORCH)
     assert {"slime_core.ops.losses"} <= set(MODULES) - set(WITHOUT_TORCH)
 
 

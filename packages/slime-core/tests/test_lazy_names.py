@@ -23,7 +23,7 @@ def test_every_name_and_the_flag_table_come_without_torch():
     code = """
 import sys, slime_core
 from slime_core import *
-assert slime_core.Sample(index=0, group_index=0, prompt="p").to_bytes()
+assert slime_core.Sample(index=0, group_index=0, prompt="p").to_dict()
 assert any(spec.name == "--eps-clip" for spec in slime_core.flag_specs(slime_core.AlgorithmConfig))
 print("torch" in sys.modules)
 """

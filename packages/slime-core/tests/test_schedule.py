@@ -1,5 +1,8 @@
+import dataclasses
 import math
+import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.rewards import estimator_rewards, normalize_group_rewards
 from slime_core.schedule import FILLER_INDEX, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
+from slime_core.types.arrays import Ragged
 
 GRPO = AlgorithmConfig()
 
@@ -37,10 +41,14 @@ def make_batch(group_sizes, lengths=None, rewards=None, prompt=4):
     return RolloutBatch(rollout_id=3, groups=groups)
 
 
+def _size(batch):
+    return len(batch.samples if isinstance(batch, RolloutBatch) else batch.samples["index"])
+
+
 def shards_of(batch, *, dp=1, mbs=1, gbs=None, **kwargs):
     return build_shards(
         batch, algorithm=kwargs.pop("algorithm", GRPO), temperature=0.8, data_parallel_size=dp, micro_batch_size=mbs,
-        global_batch_size=gbs or len(batch.samples), **kwargs,
+        global_batch_size=gbs or _size(batch), **kwargs,
     )  # fmt: skip
 
 
@@ -62,7 +70,7 @@ def test_invariants(workload, together):
     batch, sizes = workload
     shards = shards_of(batch, **sizes, keep_groups_together=together)
     assert len(shards) == sizes["dp"]
-    assert shards == shards_of(batch, **sizes, keep_groups_together=together)
+    assert pickle.dumps(shards) == pickle.dumps(shards_of(batch, **sizes, keep_groups_together=together))
     trained = [sample.index for shard in shards for sample in shard.samples]
     assert sorted(trained) == [sample.index for sample in batch.samples]
     for step in range(len(batch.samples) // sizes["gbs"]):
@@ -78,7 +86,7 @@ def test_invariants(workload, together):
         expected = range(step * sizes["gbs"], (step + 1) * sizes["gbs"])
         assert sorted(sample.index for sample in members) == list(expected)
         assert {part.global_trajectories for part in steps} == {sizes["gbs"]}
-        assert {part.global_tokens for part in steps} == {sum(sum(sample.loss_mask) for sample in members)}
+        assert {part.global_tokens for part in steps} == {sum(int(sample.loss_mask.sum()) for sample in members)}
     for shard in shards:
         placed = [position for part in shard.steps for members in part.micro_batches for position in members]
         assert placed == list(range(len(shard.samples)))
@@ -179,7 +187,7 @@ def test_aborted_and_failed_samples_count_but_train_nothing(status, reward):
     batch = RolloutBatch(rollout_id=0, groups=[group])
     (shard,) = shards_of(batch, mbs=3)
     lost = next(sample for sample in shard.samples if sample.index == 2)
-    assert (lost.loss_mask, lost.reward) == ([0, 0, 0], 0.0)
+    assert (lost.loss_mask.tolist(), lost.reward) == ([0, 0, 0], 0.0)
     assert (shard.steps[0].global_trajectories, shard.steps[0].global_tokens) == (3, 6)
     kept = {sample.index: sample.reward for sample in shard.samples if sample.index < 2}
     assert [kept[0], kept[1]] == normalize_group_rewards([1.0, 0.0], [0, 0])
@@ -188,14 +196,14 @@ def test_aborted_and_failed_samples_count_but_train_nothing(status, reward):
 def test_a_sample_that_failed_before_tokenization_is_no_empty_sequence():
     lost = Sample(index=1, group_index=0, prompt="p", status=Status.FAILED)
     (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[make_sample(0, 0), lost]]), mbs=2)
-    assert {sample.index: sample.tokens for sample in shard.samples}[1] == [0]
+    assert {sample.index: sample.tokens.tolist() for sample in shard.samples}[1] == [0]
 
 
 def test_masks_and_engine_log_probs_are_handed_on():
     sample = make_sample(0, 0, loss_mask=[1, 0, 1], rollout_log_probs=[-0.1, -0.2, -0.3])
     (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[sample]]))
-    assert shard.samples[0].loss_mask == [1, 0, 1]
-    assert shard.samples[0].rollout_log_probs == [-0.1, -0.2, -0.3]
+    assert shard.samples[0].loss_mask.tolist() == [1, 0, 1]
+    assert shard.samples[0].rollout_log_probs.tolist() == np.float32([-0.1, -0.2, -0.3]).tolist()
     assert shard.steps[0].global_tokens == 2
 
 
@@ -272,14 +280,14 @@ def test_trajectories_stay_in_one_step(trajectories, dp, group, cap, dynamic, to
         assert count % group == 0
         real = [sample for rank in ranks for members in rank for sample in members if sample.index != FILLER_INDEX]
         fillers = [members for rank in ranks for members in rank if members[0].index == FILLER_INDEX]
-        assert all(len(members) == 1 and members[0].loss_mask == [] for members in fillers)
+        assert all(len(members) == 1 and members[0].loss_mask.tolist() == [] for members in fillers)
         assert not fillers or len(real) < dp * count
         ids = {by_index[sample.index].trajectory_id for sample in real}
         assert len(ids) == gbs
         seen.append(ids)
         for shard in shards:
             assert shard.steps[step].global_trajectories == gbs
-            assert shard.steps[step].global_tokens == sum(sum(sample.loss_mask) for sample in real)
+            assert shard.steps[step].global_tokens == sum(int(sample.loss_mask.sum()) for sample in real)
     assert sum(map(len, seen)) == len(set().union(*seen))
 
 
@@ -322,8 +330,30 @@ def test_rewards_are_those_of_the_estimator(estimator, flags):
 def test_log_probs_of_engine_and_teacher_go_with_the_sample():
     sample = make_sample(0, 0, response=2, rollout_log_probs=[-1.0, -2.0], teacher_log_probs=[-0.5, -0.25])
     (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[sample]]))
-    assert shard.samples[0].rollout_log_probs == [-1.0, -2.0]
-    assert shard.samples[0].teacher_log_probs == [-0.5, -0.25]
+    assert shard.samples[0].rollout_log_probs.tolist() == [-1.0, -2.0]
+    assert shard.samples[0].teacher_log_probs.tolist() == [-0.5, -0.25]
+
+
+def test_extras_go_with_the_sample_and_its_views_stay_home():
+    batch = RolloutBatch(rollout_id=0, groups=[[make_sample(number, 0, response=2) for number in range(3)]]).columns()
+    extras = {
+        "top_k": Ragged(np.arange(12).reshape(6, 2), np.array([2, 2, 2])),
+        "image": np.array([5, 6, 7]),
+        "sparse": Ragged(np.ones(2, np.float16), np.array([-1, 2, -1])),
+    }
+    shards = shards_of(dataclasses.replace(batch, samples=batch.samples | extras), dp=3)
+    for shard in shards:
+        (sample,) = shard.samples
+        (again,) = pickle.loads(pickle.dumps(shard)).samples
+        assert shard.samples is shard.samples and again is not sample
+        for found in (sample, again):
+            assert found.extras["top_k"].tolist() == [
+                [4 * found.index, 4 * found.index + 1],
+                [4 * found.index + 2, 4 * found.index + 3],
+            ]
+            assert found.extras["image"] == 5 + found.index
+            assert (found.extras["sparse"] is None) == (found.index != 1)
+            assert found.extras["weight_versions"].tolist() == []
 
 
 def test_a_token_limit_makes_the_micro_batches():
@@ -333,7 +363,7 @@ def test_a_token_limit_makes_the_micro_batches():
     assert [len(positions) for positions in shard.steps[0].micro_batches] == [2, 2, 2, 2]
     (shard,) = shards_of(batch, use_dynamic_batch_size=True, max_tokens_per_gpu=16, context_parallel_size=2)
     assert [len(positions) for positions in shard.steps[0].micro_batches] == [4, 4]
-    assert shards_of(batch, max_tokens_per_gpu=16) == shards_of(batch)
+    assert pickle.dumps(shards_of(batch, max_tokens_per_gpu=16)) == pickle.dumps(shards_of(batch))
 
 
 def test_padding_for_context_parallelism_counts_against_the_limit():

@@ -1,6 +1,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +19,8 @@ def make_samples(groups):
         for length in responses:
             samples.append(
                 TrainSample(
-                    index=len(samples), group_index=group, tokens=[group] * prompt + [9] * length,
-                    response_length=length, loss_mask=[1] * length, trajectory_tokens=length,
+                    index=len(samples), group_index=group, tokens=np.array([group] * prompt + [9] * length),
+                    response_length=length, loss_mask=np.ones(length, np.uint8), trajectory_tokens=length,
                     reward=0.0, raw_reward=0.0,
                 )
             )  # fmt: skip

@@ -68,7 +68,7 @@ def test_it_continues_from_the_manifest_and_not_from_later_directories(settings,
     assert again.written_down(2) == batch(2)
     assert again.source_state_after(2) == {"position": 3}
     assert sorted(path.name for path in (workspace / "save" / "rollouts").iterdir()) == [
-        "rollout_0000002.jsonl", "source_0000002.json"
+        "rollout_0000002.npz", "source_0000002.json"
     ]  # fmt: skip
     assert again.written_down(1) is None  # trained on before the checkpoint, so no longer needed
 

@@ -1,5 +1,6 @@
 """Fixtures: trainer ranks in processes that are reused, tiny models, samples."""
 
+import dataclasses
 import json
 import os
 import random
@@ -11,6 +12,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -212,7 +214,7 @@ def make_shards():
                 positions = []
                 for sample in members[rank::data_parallel]:
                     positions.append(len(own))
-                    own.append(sample)
+                    own.append(dataclasses.replace(sample, loss_mask=np.array(sample.loss_mask, np.uint8)))
                 micro = micro_batch_size or len(positions)
                 train_steps.append(
                     TrainStep(
@@ -221,7 +223,7 @@ def make_shards():
                         global_tokens=sum(sum(sample.loss_mask) for sample in members),
                     )
                 )
-            shards.append(TrainShard(rollout_id=rollout_id, temperature=temperature, samples=own, steps=train_steps))
+            shards.append(TrainShard.of(rollout_id=rollout_id, temperature=temperature, samples=own, steps=train_steps))
         return shards
 
     return build

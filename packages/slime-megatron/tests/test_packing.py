@@ -15,13 +15,13 @@ def sample(prompt, response, group=0, index=0, mask=None, **values):
     return TrainSample(
         index=index,
         group_index=group,
-        tokens=[*prompt, *response],
+        tokens=np.array([*prompt, *response], np.int32),
         response_length=len(response),
-        loss_mask=mask or [1] * len(response),
+        loss_mask=np.array(mask or [1] * len(response), np.uint8),
         trajectory_tokens=sum(mask or [1] * len(response)),
         reward=1.0,
         raw_reward=1.0,
-        **values,
+        **{name: np.array(numbers, np.float32) for name, numbers in values.items()},
     )
 
 
@@ -71,12 +71,12 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
         assert [positions[key] for key in keys] == list(range(positions[place] + 1))
     rows, targets = iter(batch.logit_rows_N.tolist()), iter(batch.targets_N.tolist())
     for one, count in zip(micro_batch.samples, micro_batch.target_lengths, strict=True):
-        assert count == sum(one.loss_mask)
+        assert count == one.loss_mask.sum()
         for number, kept in enumerate(one.loss_mask):
             if kept:
                 end = one.prompt_length + number
                 _, keys = seen[next(rows)]
-                assert [tokens[key] for key in keys] == one.tokens[:end]
+                assert [tokens[key] for key in keys] == one.tokens[:end].tolist()
                 assert next(targets) == one.tokens[end]
     assert next(rows, None) is None
 

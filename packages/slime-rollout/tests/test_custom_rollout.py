@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_core.types import RolloutBatch, Status
+from slime_core.types import Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import sampling_seed
@@ -64,7 +64,7 @@ def test_a_rollout_of_several_turns(manager, engine):
     assert batch.metrics["response_tokens"] == sampled == 2 * 2 * 3 * 2
     assert batch.metrics["weight_version/min"] == 0  # what was observed has no version
     assert given.evaluate(1).scores == {"eval": 1.25}
-    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+    assert batch.columns().batch() == batch
 
 
 PARTS = """

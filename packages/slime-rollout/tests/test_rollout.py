@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slime_core.errors import DataError
-from slime_core.types import RolloutBatch, Status
+from slime_core.types import Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.errors import GenerationError, RewardError
@@ -39,7 +39,7 @@ def test_a_rollout(manager, engine, reply):
     assert batch.metrics["response_tokens"] == 12
     assert (batch.metrics["weight_version/min"], batch.metrics["weight_version/max"]) == (3, 3)
     assert batch.seconds.keys() == {"generate", "reward"}
-    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+    assert batch.columns().batch() == batch
 
 
 def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, engine):
@@ -194,7 +194,7 @@ def test_a_reward_that_fails_costs_its_samples(manager, tmp_path, group):
     assert batch.metrics["reward_failures"] == len(failed)
     assert all(sample.reward == {"right": 0.0} and sample.remove_sample for sample in failed)
     assert not any(sample.remove_sample for sample in batch.samples if sample not in failed)
-    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+    assert batch.columns().batch() == batch
 
 
 def test_a_reward_that_never_works_ends_the_run(manager, tmp_path):
@@ -238,7 +238,7 @@ def test_a_rollout_ends_although_a_verifier_does_not(manager, engine, reply):
     ]
     failed = [sample for sample in batch.samples if "reward_failure" in sample.metadata]
     assert [sample.response for sample in failed] == [answers[0]] * 2
-    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+    assert batch.columns().batch() == batch
 
 
 def test_works_in_a_thread(manager):

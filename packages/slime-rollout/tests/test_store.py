@@ -43,15 +43,15 @@ def batch(rollout_id=12, groups=2, text="42"):
 def test_what_is_written_is_read(tmp_path):
     store = RolloutStore(tmp_path / "new" / "rollouts")
     assert store.ids() == []
-    assert store.write(batch()).name == "rollout_0000012.jsonl"
-    store.write(batch(3))
-    store.write(batch(12_345_678))
+    assert store.write(batch().columns()).name == "rollout_0000012.npz"
+    store.write(batch(3).columns())
+    store.write(batch(12_345_678).columns())
     assert store.ids() == [3, 12, 12_345_678]
-    assert store.read(12) == batch(12)
+    assert store.read(12).batch() == batch(12)
     assert sorted(path.name for path in (tmp_path / "new" / "rollouts").iterdir()) == [
-        "rollout_0000003.jsonl",
-        "rollout_0000012.jsonl",
-        "rollout_12345678.jsonl",
+        "rollout_0000003.npz",
+        "rollout_0000012.npz",
+        "rollout_12345678.npz",
     ]
 
 
@@ -61,21 +61,21 @@ def test_any_text_and_number_survives(tmp_path_factory, text, value):
     store = RolloutStore(tmp_path_factory.mktemp("store"))
     written = batch(text=text)
     written.groups[0][0].rollout_log_probs = [value]
-    store.write(written)
-    assert store.read(12) == written
+    store.write(written.columns())
+    assert store.read(12).batch() == written
 
 
 def test_a_second_write_replaces_the_first(tmp_path):
     store = RolloutStore(tmp_path)
-    store.write(batch(text="old"))
-    store.write(batch(text="new"))
-    assert store.read(12).samples[0].response == "new"
+    store.write(batch(text="old").columns())
+    store.write(batch(text="new").columns())
+    assert store.read(12).batch().samples[0].response == "new"
 
 
 def test_discard_through(tmp_path):
     store = RolloutStore(tmp_path)
     for number in range(5):
-        store.write(batch(number))
+        store.write(batch(number).columns())
     (tmp_path / "notes.txt").write_text("mine")
     store.discard_through(2)
     assert store.ids() == [3, 4]
@@ -85,16 +85,16 @@ def test_discard_through(tmp_path):
 def test_a_missing_rollout(tmp_path):
     store = RolloutStore(tmp_path)
     for number in (0, 1, 2, 5):
-        store.write(batch(number))
+        store.write(batch(number).columns())
     with pytest.raises(DataError, match="has no rollout 4; it has 0–2, 5"):
         store.read(4)
 
 
 def test_a_file_torn_anywhere_is_reported(tmp_path):
     store = RolloutStore(tmp_path)
-    path = store.write(batch())
+    path = store.write(batch().columns())
     whole = path.read_bytes()
-    for length in range(len(whole) - 1):  # without its last newline it is whole
+    for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(DataError, match="is torn or not a rollout") as caught:
             store.read(12)
@@ -104,7 +104,7 @@ def test_a_file_torn_anywhere_is_reported(tmp_path):
 
 def test_a_file_of_another_number_or_kind(tmp_path):
     store = RolloutStore(tmp_path)
-    store.write(batch(3)).rename(store.path(4))
+    store.write(batch(3).columns()).rename(store.path(4))
     with pytest.raises(DataError, match="holds rollout 3"):
         store.read(4)
     store.path(5).write_text('{"prompt": "a"}\n')
@@ -115,13 +115,25 @@ def test_a_file_of_another_number_or_kind(tmp_path):
         store.read(6)
 
 
+def test_a_file_of_an_older_slime_is_refused(tmp_path):
+    store = RolloutStore(tmp_path)
+    (tmp_path / "rollout_0000003.jsonl").write_text('{"format_version": 1, "rollout_id": 3}\n')
+    for call in (store.has, store.read):
+        with pytest.raises(
+            DataError, match=r"rollout_0000003\.jsonl was written by an older slime, .*; delete it, and"
+        ):
+            call(3)
+    store.write(batch(3).columns())
+    assert store.has(3) and not store.has(4)
+
+
 WRITER = """
 import sys
 sys.path.insert(0, {here!r})
 from test_store import batch
 from slime_rollout.store import RolloutStore
 store = RolloutStore({directory!r})
-whole = [batch(number, groups=300) for number in range(2)]
+whole = [batch(number, groups=300).columns() for number in range(2)]
 print("ready", flush=True)
 while True:
     for one in whole:
@@ -154,7 +166,7 @@ def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
     for _ in range(20):
         kill_amid_a_write(code, parts)
         assert store.ids() == [0, 1]
-        assert [store.read(number) for number in (0, 1)] == whole
+        assert [store.read(number).batch() for number in (0, 1)] == whole
         hits += any(part.exists() for part in parts)
         for part in parts:
             part.unlink(missing_ok=True)
@@ -165,21 +177,21 @@ def test_a_writer_killed_amid_a_write_leaves_whole_files(tmp_path):
 
 def test_what_a_killed_writer_left_is_overwritten(tmp_path):
     store = RolloutStore(tmp_path)
-    (tmp_path / ".rollout_0000012.jsonl.partial").write_text("half a rol")
+    (tmp_path / ".rollout_0000012.npz.partial").write_text("half a rol")
     assert store.ids() == []
-    store.write(batch())
-    assert [path.name for path in tmp_path.iterdir()] == ["rollout_0000012.jsonl"]
+    store.write(batch().columns())
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout_0000012.npz"]
 
 
 def test_the_state_of_the_data_lies_beside_its_rollout(tmp_path):
     store = RolloutStore(tmp_path)
     for number in range(3):
-        store.write(batch(number), {"position": number, "score": float("inf")})
+        store.write(batch(number).columns(), {"position": number, "score": float("inf")})
     assert store.read_source_state(2) == {"position": 2, "score": float("inf")}
     store.discard_through(1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout_0000002.jsonl", "source_0000002.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rollout_0000002.npz", "source_0000002.json"]
     (tmp_path / "source_0000002.json").write_text("{")
-    with pytest.raises(DataError, match=r"source_0000002\.json, .* torn .*; delete .*rollout_0000002\.jsonl, and that"):
+    with pytest.raises(DataError, match=r"source_0000002\.json, .* torn .*; delete .*rollout_0000002\.npz, and that"):
         store.read_source_state(2)
     with pytest.raises(DataError, match=r"source_0000001\.json, .* is missing"):
         store.read_source_state(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -13,8 +15,15 @@ def write_whole(path: Path, text: str) -> None:
         path: The file; its directory must exist. One process writes to it at a time.
         text: All that it holds.
     """
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write what becomes the file ``path`` at the end of the block."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    yield partial
     sync(partial)
     partial.replace(path)
     sync(path.parent)  # a rename is data of the directory

@@ -1,26 +1,33 @@
-"""From a scored rollout to what each data-parallel rank trains on. Plain numbers; no torch."""
+"""From a scored rollout to what each data-parallel rank trains on. Arrays; no torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.micro_batches import MicroBatchLimits
 from slime_core.rewards import estimator_rewards
 from slime_core.step_plan import Cost, StepPlanner, token_count
-from slime_core.types import RolloutBatch, Sample, Status, TrainSample, TrainShard, TrainStep
+from slime_core.types import RolloutBatch, RolloutColumns, Status, TrainSample, TrainShard, TrainStep
+from slime_core.types.arrays import SAMPLE_COLUMNS, STATUSES, Columns, Ragged, rewards_of
+from slime_core.types.sample import scalar_reward
 
 # A sample that failed before it was tokenized gets this one prompt token, so that no rank meets an empty sequence.
-_PLACEHOLDER_TOKENS = [0]
-_UNTRAINED = (Status.ABORTED, Status.FAILED)
+_PLACEHOLDER_TOKENS = np.zeros(1, np.int32)
+_UNTRAINED = [STATUSES.index(status) for status in (Status.ABORTED, Status.FAILED)]
+_CARRIED = ("weight_versions",)  # fields of a sample that the trainer does not need to understand
 FILLER_INDEX = -1
 """``index`` and ``group_index`` of a sample that only fills a micro-batch: one token, no response, nothing trained."""
 
 
 def build_shards(
-    batch: RolloutBatch,
+    batch: RolloutBatch | RolloutColumns,
     *,
     algorithm: AlgorithmConfig,
     temperature: float,
@@ -73,10 +80,11 @@ def build_shards(
         DataError: There are no samples, or one has no reward, a reward that is not finite, or a response without a
             prompt.
     """
-    samples = batch.samples
+    columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
+    samples = _train_samples(columns, algorithm, reward_key)
     if not samples:
         raise DataError(f"rollout {batch.rollout_id} has no samples")
-    trajectories = _trajectories(samples)
+    trajectories = _trajectories(columns)
     check_batch_sizes(
         num_samples=len(trajectories),
         global_batch_size=global_batch_size,
@@ -89,7 +97,7 @@ def build_shards(
     )
     max_tokens = max_tokens_per_gpu if use_dynamic_batch_size else None
     planner = StepPlanner(
-        samples=_train_samples(samples, algorithm, reward_key),
+        samples=samples,
         ranks=data_parallel_size,
         limits=_limits(micro_batch_size, max_tokens, context_parallel_size, virtual_pipeline_group),
         by_group=keep_groups_together,
@@ -105,12 +113,17 @@ def _limits(micro_batch_size: int, max_tokens: int | None, context_parallel_size
     return MicroBatchLimits(tokens=max_tokens * context_parallel_size, multiple=group)
 
 
-def _trajectories(samples: Sequence[Sample]) -> list[list[int]]:
+def _trajectories(columns: Columns) -> list[list[int]]:
     """Positions of the samples of each trajectory, in the order in which the trajectories begin."""
     members: dict[int, list[int]] = {}
-    for position, sample in enumerate(samples):
-        members.setdefault(sample.trajectory, []).append(position)
+    for position, trajectory in enumerate(_trajectory_ids(columns)):
+        members.setdefault(trajectory, []).append(position)
     return list(members.values())
+
+
+def _trajectory_ids(columns: Columns) -> list[int]:
+    ids, index = _numbers(columns, "trajectory_id"), _numbers(columns, "index")
+    return [own if given < 0 else given for given, own in zip(ids, index, strict=True)]
 
 
 def _place(
@@ -122,21 +135,23 @@ def _place(
     temperature: float,
 ) -> list[TrainShard]:
     """The ranks' shards, filled step by step."""
-    shards = [
-        TrainShard(rollout_id=rollout_id, temperature=temperature, samples=[], steps=[]) for _ in range(planner.ranks)
-    ]
+    samples: list[list[TrainSample]] = [[] for _ in range(planner.ranks)]
+    steps: list[list[TrainStep]] = [[] for _ in range(planner.ranks)]
     for start in range(0, len(trajectories), global_batch_size):
         step = trajectories[start : start + global_batch_size]
         members = sorted(position for trajectory in step for position in trajectory)
         tokens = sum(planner.samples[trajectory[0]].trajectory_tokens for trajectory in step)
-        for shard, micro_batches in zip(shards, planner.plan(members), strict=True):
+        for rank, micro_batches in enumerate(planner.plan(members)):
             placed: list[list[int]] = []
             for positions in micro_batches:
-                first = len(shard.samples)
-                shard.samples.extend([planner.samples[position] for position in positions] or [_filler()])
-                placed.append(list(range(first, len(shard.samples))))
-            shard.steps.append(TrainStep(micro_batches=placed, global_trajectories=len(step), global_tokens=tokens))
-    return shards
+                first = len(samples[rank])
+                samples[rank].extend([planner.samples[position] for position in positions] or [_filler()])
+                placed.append(list(range(first, len(samples[rank]))))
+            steps[rank].append(TrainStep(micro_batches=placed, global_trajectories=len(step), global_tokens=tokens))
+    return [
+        TrainShard.of(rollout_id=rollout_id, temperature=temperature, samples=own, steps=own_steps)
+        for own, own_steps in zip(samples, steps, strict=True)
+    ]
 
 
 def _filler() -> TrainSample:
@@ -145,7 +160,7 @@ def _filler() -> TrainSample:
         group_index=FILLER_INDEX,
         tokens=_PLACEHOLDER_TOKENS,
         response_length=0,
-        loss_mask=[],
+        loss_mask=np.zeros(0, np.uint8),
         trajectory_tokens=0,
         reward=0.0,
         raw_reward=0.0,
@@ -221,41 +236,76 @@ def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
         )
 
 
-def _train_samples(samples: Sequence[Sample], algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
-    trained = [position for position, sample in enumerate(samples) if sample.status not in _UNTRAINED]
-    raw = {position: samples[position].scalar_reward(reward_key) for position in trained}
+def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
+    """A view of each sample, with its reward as the estimator takes it."""
+    index, groups = _numbers(columns, "index"), _numbers(columns, "group_index")
+    trajectories, given = _trajectory_ids(columns), rewards_of(columns)
+    trained = [at for at, status in enumerate(_numbers(columns, "status")) if status not in _UNTRAINED]
+    raw = {at: scalar_reward(index[at], given[at], reward_key) for at in trained}
     processed = estimator_rewards(
         algorithm.advantage_estimator,
-        [raw[position] for position in trained],
-        [samples[position].group_index for position in trained],
+        [raw[at] for at in trained],
+        [groups[at] for at in trained],
         normalize=not algorithm.disable_rewards_normalization,
         divide_by_std=not algorithm.disable_grpo_std_normalization,
-        sample_indices=[samples[position].index for position in trained],
-        trajectory_ids=[samples[position].trajectory for position in trained],
+        sample_indices=[index[at] for at in trained],
+        trajectory_ids=[trajectories[at] for at in trained],
     )
     rewards = dict(zip(trained, processed, strict=True))
-    tokens: dict[int, int] = defaultdict(int)
-    for position, sample in enumerate(samples):
-        tokens[sample.trajectory] += sample.trained_tokens if position in rewards else 0
-    result = []
-    for position, sample in enumerate(samples):
-        if sample.response_length and sample.response_length == len(sample.tokens):
+    masks = _trained_masks(columns, rewards.keys())
+    counts: dict[int, int] = defaultdict(int)
+    for trajectory, mask in zip(trajectories, masks, strict=True):
+        counts[trajectory] += int(np.count_nonzero(mask))
+    known = {name: _rows(columns, name) for name in ("tokens", "rollout_log_probs", "teacher_log_probs")}
+    lengths = _numbers(columns, "response_length")
+    _check_prompts(index, lengths, known["tokens"])
+    extras = {name: _rows(columns, name) for name in columns if name not in SAMPLE_COLUMNS or name in _CARRIED}
+    return [
+        TrainSample(
+            index=index[at],
+            group_index=groups[at],
+            tokens=tokens if len(tokens) else _PLACEHOLDER_TOKENS,
+            response_length=lengths[at],
+            loss_mask=masks[at],
+            trajectory_tokens=counts[trajectories[at]],
+            reward=rewards.get(at, 0.0),
+            raw_reward=raw.get(at, 0.0),
+            rollout_log_probs=known["rollout_log_probs"][at],
+            teacher_log_probs=known["teacher_log_probs"][at],
+            extras={name: rows[at] for name, rows in extras.items()},
+        )
+        for at, tokens in enumerate(known["tokens"])
+    ]
+
+
+def _trained_masks(columns: Columns, trained: Container[int]) -> list[NDArray[np.uint8]]:
+    """The loss masks written out: zeros for samples that are not in ``trained`` or marked ``remove_sample``."""
+    masks = []
+    removed, lengths = _numbers(columns, "remove_sample"), _numbers(columns, "response_length")
+    for at, mask in enumerate(_rows(columns, "loss_mask")):
+        if removed[at] or at not in trained:
+            masks.append(np.zeros(lengths[at], np.uint8))
+        else:
+            masks.append(np.ones(lengths[at], np.uint8) if mask is None else mask)
+    return masks
+
+
+def _check_prompts(index: Sequence[int], lengths: Sequence[int], tokens: Sequence[NDArray[Any]]) -> None:
+    for number, length, row in zip(index, lengths, tokens, strict=True):
+        if length and length == len(row):
             raise DataError(
-                f"sample {sample.index} has a response but no prompt tokens, so nothing predicts its first token; "
+                f"sample {number} has a response but no prompt tokens, so nothing predicts its first token; "
                 "give every prompt a token, such as the tokenizer's first one"
             )
-        result.append(
-            TrainSample(
-                index=sample.index,
-                group_index=sample.group_index,
-                tokens=sample.tokens or _PLACEHOLDER_TOKENS,
-                response_length=sample.response_length,
-                loss_mask=sample.trained_mask if position in rewards else [0] * sample.response_length,
-                trajectory_tokens=tokens[sample.trajectory],
-                reward=rewards.get(position, 0.0),
-                raw_reward=raw.get(position, 0.0),
-                rollout_log_probs=sample.rollout_log_probs,
-                teacher_log_probs=sample.teacher_log_probs,
-            )
-        )
-    return result
+
+
+def _numbers(columns: Columns, name: str) -> list[Any]:
+    """A number per sample."""
+    column = columns[name]
+    return list((column.values if isinstance(column, Ragged) else column).tolist())
+
+
+def _rows(columns: Columns, name: str) -> list[Any]:
+    """A row per sample, or its value."""
+    column = columns[name]
+    return column.rows if isinstance(column, Ragged) else [*column]

@@ -167,17 +167,16 @@ class StepPlanner:
     def _sum(self, positions: Sequence[int], cost: Cost) -> float:
         if len(positions) == 1:
             return cost(len(self.samples[positions[0]].tokens))
-        prompts: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+        prompts: set[tuple[int, bytes]] = set()
         total: float = 0
         for position in positions:
             sample = self.samples[position]
             length, prompt = len(sample.tokens), sample.prompt_length
             total += cost(length)
-            seen, tokens = prompts[sample.group_index, prompt], sample.tokens[:prompt]
-            if tokens in seen:
+            tokens = (sample.group_index, sample.tokens[:prompt].tobytes())
+            if tokens in prompts:
                 total -= cost(prompt)
-            else:
-                seen.append(tokens)
+            prompts.add(tokens)
         return total
 
 

@@ -157,9 +157,9 @@ class RunState:
 
     def written_down(self, rollout_id: int) -> RolloutBatch | None:
         """The rollout if it was generated, but not yet trained on, before a restart."""
-        if self._save is None or rollout_id not in self._store.ids():
+        if self._save is None or not self._store.has(rollout_id):
             return None
-        return self._store.read(rollout_id)
+        return self._store.read(rollout_id).batch()
 
     def source_state_after(self, rollout_id: int) -> dict[str, Any]:
         """State of the data source after a rollout that was written down."""
@@ -168,7 +168,7 @@ class RunState:
     def write_down(self, batch: RolloutBatch, source_state: dict[str, Any] | None = None) -> None:
         """Write a rollout down, so that a restart trains on the same samples and then goes on from ``source_state``."""
         if self._writes:
-            self._store.write(batch, source_state)
+            self._store.write(batch.columns(), source_state)
 
     def trained(self, batch: RolloutBatch, weight_version: int) -> None:
         """The weights were trained on ``batch``, and are ``weight_version`` now."""

@@ -101,7 +101,7 @@ class MicroBatch:
         self._shared = _share(samples, share_prompts)
         self._multiple_of = multiple_of
         self.samples = tuple(sample for shared in self._shared for sample in shared)
-        self.target_lengths = tuple(sum(sample.loss_mask) for sample in self.samples)
+        self.target_lengths = tuple(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
 
     @property
     def trajectory_tokens(self) -> list[int]:
@@ -128,12 +128,12 @@ class MicroBatch:
         start = 0
         for shared in self._shared:
             prompt = range(start, start + shared[0].prompt_length)
-            tokens.append(np.asarray(shared[0].tokens[: len(prompt)]))
+            tokens.append(shared[0].tokens[: len(prompt)])
             positions.append(np.arange(len(prompt)))
             start = prompt.stop
             for sample in shared:
                 response = range(start, start + sample.response_length - 1)
-                response_tokens, mask = np.asarray(sample.tokens[len(prompt) :]), _mask(sample)
+                response_tokens, mask = sample.tokens[len(prompt) :], _mask(sample)
                 tokens.append(response_tokens[:-1])
                 positions.append(np.arange(len(prompt), len(sample.tokens) - 1))
                 rows.append(np.concatenate([[prompt[-1]], np.arange(response.start, response.stop)])[mask])
@@ -157,7 +157,7 @@ class MicroBatch:
 
 def trained_samples(shard: TrainShard) -> list[TrainSample]:
     """The samples that have a token to train on."""
-    return [sample for sample in shard.samples if any(sample.loss_mask)]
+    return [sample for sample in shard.samples if sample.loss_mask.any()]
 
 
 def step_samples(shard: TrainShard, kept: Collection[int]) -> list[list[list[TrainSample]]]:
@@ -177,7 +177,7 @@ def target_values(samples: Sequence[TrainSample], name: str) -> torch.Tensor | N
         values = getattr(sample, name)
         if values is None:
             return None
-        parts.append(np.asarray(values, np.float32)[_mask(sample)])
+        parts.append(values[_mask(sample)])
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -193,7 +193,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 def _mask(sample: TrainSample) -> NDArray[np.bool_]:
-    return np.asarray(sample.loss_mask, bool)
+    return sample.loss_mask.astype(bool)
 
 
 def _joined(parts: Sequence[NDArray[np.int64]], length: int = 0) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _share(samples: Sequence[TrainSample], share_prompts: bool) -> list[list[Tra
                 f"sample {sample.index} has {sample.prompt_length} prompt and {sample.response_length} response "
                 "tokens; training needs at least one of each"
             )
-        key = (sample.group_index, tuple(sample.tokens[: sample.prompt_length])) if share_prompts else number
+        key = (sample.group_index, sample.tokens[: sample.prompt_length].tobytes()) if share_prompts else number
         shared.setdefault(key, []).append(sample)
     return list(shared.values())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -126,7 +127,7 @@ class Planner:
         With whitening, every data-parallel rank must call this. Tokens that are not trained on take no part in any
         estimator, so those that are stand for the whole response.
         """
-        lengths = [sum(sample.loss_mask) for sample in samples]
+        lengths = [int(np.count_nonzero(sample.loss_mask)) for sample in samples]
         teacher_N = target_values(samples, "teacher_log_probs") if self.algorithm.use_opd else None
         advantages_N, _ = policy_advantages(
             self.algorithm,

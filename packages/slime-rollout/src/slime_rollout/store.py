@@ -9,17 +9,16 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.files import write_whole
-from slime_core.types import RolloutBatch
+from slime_core.types import RolloutColumns
 
-_NAME = re.compile(r"rollout_(\d{7,})\.jsonl")
+_NAME = re.compile(r"rollout_(\d{7,})\.npz")
 
 
 class RolloutStore:
-    """A directory with a JSON Lines file per rollout, ``rollout_0000012.jsonl``.
+    """A directory with a file per rollout, ``rollout_0000012.npz``; see :mod:`slime_core.types.arrays`.
 
     A rollout is written before it is trained on, so that a run that is killed trains on the same samples when it
-    continues. The files are for reading, too: a head, then a line per sample. Beside each lies what the data source
-    continues from, ``source_0000012.json``, if it was given.
+    continues. Beside each lies what the data source continues from, ``source_0000012.json``, if it was given.
 
     Args:
         directory: Made with the first write. One process writes to it at a time.
@@ -30,9 +29,9 @@ class RolloutStore:
 
     def path(self, rollout_id: int) -> Path:
         """The file of a rollout, whether it exists or not."""
-        return self._directory / f"rollout_{rollout_id:07d}.jsonl"
+        return self._directory / f"rollout_{rollout_id:07d}.npz"
 
-    def write(self, batch: RolloutBatch, source_state: dict[str, Any] | None = None) -> Path:
+    def write(self, batch: RolloutColumns, source_state: dict[str, Any] | None = None) -> Path:
         """Write a rollout so that its file is either whole or not there, power failures included.
 
         Args:
@@ -48,7 +47,7 @@ class RolloutStore:
         self._directory.mkdir(parents=True, exist_ok=True)
         if source_state is not None:
             write_whole(self._state_path(batch.rollout_id), json.dumps(source_state))
-        write_whole(self.path(batch.rollout_id), batch.to_jsonl())
+        batch.write(self.path(batch.rollout_id))
         return self.path(batch.rollout_id)
 
     def read_source_state(self, rollout_id: int) -> dict[str, Any]:
@@ -67,24 +66,39 @@ class RolloutStore:
             ) from error
         return state
 
-    def read(self, rollout_id: int) -> RolloutBatch:
+    def read(self, rollout_id: int) -> RolloutColumns:
         """Read a rollout.
 
         Raises:
-            DataError: There is no such rollout, or its file is torn; says which.
+            DataError: There is no such rollout, or its file is torn or of an older slime; says which.
         """
         file = self.path(rollout_id)
-        if not file.exists():
+        if not self.has(rollout_id):
             raise DataError(f"{self._directory} has no rollout {rollout_id}; it has {_ranges(self.ids())}")
         try:
-            batch = RolloutBatch.from_jsonl(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, DataError) as error:
+            batch = RolloutColumns.read(file)
+        except DataError as error:
             raise DataError(
                 f"{file} is torn or not a rollout ({error}); delete it, and that rollout is generated again"
             ) from error
         if batch.rollout_id != rollout_id:
             raise DataError(f"{file} holds rollout {batch.rollout_id}; give it its own name back, or delete it")
         return batch
+
+    def has(self, rollout_id: int) -> bool:
+        """Whether the rollout is in the directory.
+
+        Raises:
+            DataError: It is, but an older slime wrote it.
+        """
+        older = self.path(rollout_id).with_suffix(".jsonl")
+        found = self.path(rollout_id).exists()
+        if not found and older.exists():
+            raise DataError(
+                f"{older} was written by an older slime, in a format that this one does not read; delete it, and that "
+                "rollout is generated again"
+            )
+        return found
 
     def ids(self) -> list[int]:
         """Numbers of the rollouts in the directory, ascending."""

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime_core.types import Sample, Status
+from slime_core.types.arrays import columns_of, samples_of
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import Completion, EngineClient
 
@@ -166,7 +167,7 @@ def check(read):
     done.text.encode(), done.reason.encode()
     sample = Sample(index=0, group_index=0, prompt="p", tokens=[1])
     sample.append_response(done.tokens, text=done.text, log_probs=done.log_probs, weight_version=done.weight_versions)
-    assert Sample.from_json(sample.to_json()) == sample
+    assert samples_of(columns_of([sample])) == [sample]
     return "completion"
 
 

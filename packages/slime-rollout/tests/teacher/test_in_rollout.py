@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from slime_core.types import RolloutBatch
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import TeacherError
 from slime_rollout.rollout import RolloutManager
@@ -60,7 +59,7 @@ def test_every_sample_of_a_rollout_carries_the_teachers_log_probs(manager, asked
         expected(sample.tokens, 2) for sample in batch.samples
     ]
     assert rewards(batch.samples) == [0.0] * 4
-    assert RolloutBatch.from_jsonl(batch.to_jsonl()) == batch
+    assert batch.columns().batch() == batch
 
 
 def test_a_reward_that_is_asked_for_counts_beside_it(manager):

@@ -1,6 +1,6 @@
 """The vocabulary that slime's packages share. Importing it does not import torch."""
 
-from slime_core.types.rollout import EvalReport, RolloutBatch
+from slime_core.types.rollout import EvalReport, RolloutBatch, RolloutColumns
 from slime_core.types.sample import Group, Message, Prompt, Sample, Status
 from slime_core.types.train import (
     Rendezvous,
@@ -22,6 +22,7 @@ __all__ = [
     "Prompt",
     "Rendezvous",
     "RolloutBatch",
+    "RolloutColumns",
     "Sample",
     "Status",
     "SyncReport",

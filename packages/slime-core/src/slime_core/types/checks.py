@@ -10,6 +10,9 @@ from slime_core.errors import DataError
 # No float is larger, and Python prints it: integers of 4,300 digits and more it does not.
 _MOST_BITS = 1024
 _ZEROS_AND_ONES = frozenset((0, 1))
+_SCALARS = {str, int, float, bool, type(None)}
+# Python's own limit for JSON is near 1000 and depends on the caller; what was written must be readable anywhere.
+_MOST_LEVELS = 100
 
 
 def integer(where: str, name: str, value: Any, *, least: int | None = None) -> int:
@@ -133,6 +136,41 @@ def named_numbers(where: str, name: str, value: Any) -> dict[str, float]:
         raise DataError(f"{where}: {name} has the key {wrong[0]!r}; its numbers are named by strings")
     plain = {key: _plain_number(where, f"{name}[{key!r}]", item) for key, item in value.items()}
     return value if all(plain[key] is value[key] for key in plain) else plain
+
+
+def check_plain(value: Any, path: str) -> None:
+    """Check that a value survives JSON: ``None``, booleans, numbers, strings, lists, and dictionaries with string keys.
+
+    Args:
+        value: What to check, through all levels.
+        path: Name of the value, for errors: ``metadata`` gives ``metadata.tools[2]``.
+
+    Raises:
+        DataError: Naming the place and the type, for a tuple too, which JSON would turn into a list; or the value has
+            more than 100 levels, as one that holds itself has.
+    """
+    _check_plain(value, path, _MOST_LEVELS)
+
+
+def _check_plain(value: Any, path: str, levels: int) -> None:
+    if value is None or isinstance(value, str | int | float):
+        return
+    if not levels:
+        raise DataError(f"{path} is nested too deeply (over {_MOST_LEVELS} levels), or holds itself; make it flatter")
+    if isinstance(value, list):
+        if set(map(type, value)) <= _SCALARS:  # long lists of numbers, such as token ids
+            return
+        for place, item in enumerate(value):
+            _check_plain(item, f"{path}[{place}]", levels - 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise DataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
+            _check_plain(item, f"{path}.{key}", levels - 1)
+    else:
+        raise DataError(
+            f"{path} is a {type(value).__name__}; allowed: None, bool, int, float, str, list, dict with string keys"
+        )
 
 
 def _plain_number(where: str, name: str, value: Any) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from slime_core.errors import DataError
+from slime_core.errors import DamagedError, DataError
 from slime_core.types import checks
+from slime_core.types.arrays import SAMPLE_COLUMNS, Columns, columns_of, read_npz, samples_of, write_npz
 from slime_core.types.sample import Group, Sample
 
 
@@ -52,53 +54,82 @@ class RolloutBatch:
         self.metrics = checks.named_numbers(where, "metrics", self.metrics)
         self.seconds = checks.named_numbers(where, "seconds", self.seconds)
 
-    def to_jsonl(self) -> str:
-        """The batch as JSON lines: a head, then a line per sample. See :mod:`slime_core.types.json_lines`.
-
-        Floats survive to the last bit, infinities and NaN (as ``Infinity`` and ``NaN``) included.
+    def columns(self) -> RolloutColumns:
+        """The same as arrays.
 
         Raises:
             DataError: A field is invalid, or holds a value that would not come back as it is.
         """
-        from slime_core.types import json_lines
+        self.validate()
+        return RolloutColumns(
+            rollout_id=self.rollout_id,
+            group_sizes=[len(group) for group in self.groups],
+            samples=columns_of(self.samples),
+            weight_version=self.weight_version,
+            metrics=self.metrics,
+            seconds=self.seconds,
+        )
 
-        return json_lines.batch_lines(self)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutColumns:
+    """A :class:`RolloutBatch` as arrays: what crosses processes and lies on disk.
+
+    Attributes:
+        rollout_id: Number of the rollout.
+        group_sizes: Samples of each group.
+        samples: The samples, group by group; see :mod:`slime_core.types.arrays`.
+        weight_version: As in :class:`RolloutBatch`, like the others.
+        metrics: Named numbers for tracking.
+        seconds: Wall time per phase.
+    """
+
+    rollout_id: int
+    group_sizes: list[int]
+    samples: Columns
+    weight_version: int | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def batch(self) -> RolloutBatch:
+        """The same as samples, without extras.
+
+        Raises:
+            DataError: A field is invalid.
+        """
+        samples = iter(samples_of(self.samples))
+        fields = {name: getattr(self, name) for name in _HEAD if name != "group_sizes"}
+        return RolloutBatch(groups=[[next(samples) for _ in range(size)] for size in self.group_sizes], **fields)
+
+    def write(self, path: Path) -> None:
+        """Write an ``.npz`` file, which appears whole or not at all. Its directory must exist.
+
+        Raises:
+            DataError: The metrics hold something else than numbers.
+        """
+        write_npz(path, {name: getattr(self, name) for name in _HEAD}, self.samples)
 
     @classmethod
-    def from_jsonl(cls, text: str) -> RolloutBatch:
-        """The reverse of :meth:`to_jsonl`.
+    def read(cls, path: Path) -> RolloutColumns:
+        """The reverse of :meth:`write`. Executes nothing, whatever the file is.
 
         Raises:
-            FormatVersionError: The text is of a format version that this slime does not know.
-            DataError: It is cut off, lacks an entry or has one of a wrong type, or has fewer or more samples than its
-                head says.
+            FormatVersionError: The file is in a version of the format that this slime does not know.
+            DamagedError: It was cut off or altered, or is something else.
         """
-        from slime_core.types import json_lines
+        head, samples = read_npz(path, "a rollout file")
+        sizes = head.get("group_sizes")
+        if head.keys() != set(_HEAD) or not samples.keys() >= SAMPLE_COLUMNS or not isinstance(sizes, list):
+            raise DamagedError("a rollout file lacks some of its entries; generate that rollout again")
+        sizes = checks.integers("a rollout file", "group_sizes", sizes, least=0)
+        if sum(sizes) != len(samples["index"]):  # type: ignore[arg-type]
+            raise DamagedError(
+                f"rollout {head['rollout_id']}: {len(samples['index'])} samples, its head says {sum(sizes)}"  # type: ignore[arg-type]
+            )
+        return cls(**(head | {"group_sizes": sizes}), samples=samples)
 
-        return cls(**json_lines.read_batch_lines(text))
 
-    def to_bytes(self) -> bytes:
-        """The batch as bytes: small, quick to read, without pickle. See :mod:`slime_core.types.packed`.
-
-        Raises:
-            DataError: A field is invalid, or holds a value that would not come back as it is.
-        """
-        from slime_core.types import packed
-
-        return packed.pack_batch(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> RolloutBatch:
-        """The reverse of :meth:`to_bytes`. Executes nothing, whatever the bytes are.
-
-        Raises:
-            DamagedError: The bytes were cut off or altered, or are something else.
-            FormatVersionError: They are of a format version that this slime does not know.
-            DataError: They hold a sample with an invalid field.
-        """
-        from slime_core.types import packed
-
-        return packed.unpack_batch(data)
+_HEAD = tuple(field.name for field in dataclasses.fields(RolloutColumns) if field.name != "samples")
 
 
 @dataclasses.dataclass(kw_only=True)

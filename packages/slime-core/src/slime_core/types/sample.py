@@ -28,8 +28,8 @@ class Status(enum.StrEnum):
 class Sample:
     """One prompt and one response. Mutable, because generate and reward functions fill it in.
 
-    Checked when it is made and whenever it is written, as bytes or JSON. What is assigned in between is not:
-    :meth:`validate` checks it at once. R is the number of response tokens.
+    Checked when it is made and whenever it is written. What is assigned in between is not: :meth:`validate` checks it
+    at once. R is the number of response tokens.
 
     Attributes:
         index: Number of the sample, from 0, unique in a run.
@@ -113,16 +113,7 @@ class Sample:
         Raises:
             DataError: There is no reward yet, or it is a dictionary and ``key`` is not in it.
         """
-        if isinstance(self.reward, dict):
-            if key is None or key not in self.reward:
-                raise DataError(
-                    f"sample {self.index}: the reward has the entries {sorted(self.reward)}; "
-                    "choose one with --reward-key"
-                )
-            return float(self.reward[key])
-        if self.reward is None:
-            raise DataError(f"sample {self.index} has no reward; score it before it is trained on")
-        return float(self.reward)
+        return scalar_reward(self.index, self.reward, key)
 
     def append_response(
         self,
@@ -181,8 +172,11 @@ class Sample:
                 "give them for all trained tokens or for none"
             )
 
-    def validate(self) -> None:
+    def validate(self, *, lists: bool = True) -> None:
         """Check every field, and make plain numbers and lists of those that other libraries gave.
+
+        Args:
+            lists: Check the numbers in the lists, too, besides their lengths.
 
         Raises:
             DataError: Naming the field and the values.
@@ -195,15 +189,19 @@ class Sample:
             self.trajectory_id = checks.integer(where, "trajectory_id", self.trajectory_id, least=0)
         checks.messages(where, "prompt", self.prompt)
         self._validate_texts(where)
+        self.reward = checks.reward(where, self.reward)
+        if lists:
+            self._validate_lists(where)
+        self._validate_lengths(where)
+
+    def _validate_lists(self, where: str) -> None:
         self.tokens = checks.integers(where, "tokens", self.tokens, least=0)
         self.weight_versions = checks.integers(where, "weight_versions", self.weight_versions, least=-1)
-        self.reward = checks.reward(where, self.reward)
         if self.loss_mask is not None:
             self.loss_mask = checks.mask(where, self.loss_mask)
         for name in ("rollout_log_probs", "teacher_log_probs"):
             if (values := getattr(self, name)) is not None:
                 setattr(self, name, checks.numbers(where, name, values))
-        self._validate_lengths(where)
 
     def _validate_texts(self, where: str) -> None:
         if not isinstance(self.response, str):
@@ -236,7 +234,7 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, the status as text. Lists and dictionaries are the sample's own, not copies.
 
-        Nothing is checked: :meth:`to_json` and :meth:`to_bytes` refuse what would not come back as it is.
+        Nothing is checked.
         """
         known = vars(self)
         values = {name: known[name] for name in _FIELDS}
@@ -262,61 +260,25 @@ class Sample:
         sample.__post_init__()
         return sample
 
-    def to_json(self) -> str:
-        """All fields as one line of JSON, for people and their tools. :meth:`from_json` gives an equal sample.
-
-        Floats survive to the last bit, infinities and NaN (as ``Infinity`` and ``NaN``) included.
-
-        Raises:
-            DataError: A field is invalid, or prompt or metadata hold a value that would not come back as it is.
-        """
-        from slime_core.types import json_lines
-
-        return json_lines.sample_line(self)
-
-    @classmethod
-    def from_json(cls, line: str) -> Sample:
-        """The reverse of :meth:`to_json`.
-
-        Raises:
-            FormatVersionError: The line is of a format version that this slime does not know.
-            DataError: It is cut off, is no sample, or holds one with an invalid field.
-        """
-        from slime_core.types import json_lines
-
-        return json_lines.read_sample_line(line)
-
-    def to_bytes(self) -> bytes:
-        """All fields as bytes: small, quick to read, without pickle. :meth:`from_bytes` gives an equal sample.
-
-        The format is described in :mod:`slime_core.types.packed`.
-
-        Raises:
-            DataError: A field is invalid, or prompt, label or metadata hold a value that would not come back as it is.
-        """
-        from slime_core.types import packed
-
-        return packed.pack_sample(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | memoryview) -> Sample:
-        """The reverse of :meth:`to_bytes`. Executes nothing, whatever the bytes are.
-
-        Raises:
-            DamagedError: The bytes were cut off or altered, or are something else.
-            FormatVersionError: They are of a format version that this slime does not know.
-            DataError: They hold a sample with an invalid field.
-        """
-        from slime_core.types import packed
-
-        return packed.unpack_sample(data)
-
 
 # Hooks written for the upstream system say `Sample.Status.COMPLETED`.
 Sample.Status = Status  # type: ignore[attr-defined]
 
 _FIELDS = dict.fromkeys(field.name for field in dataclasses.fields(Sample)).keys()
 _NEEDED = {"index", "group_index", "prompt"}
+
+
+def scalar_reward(index: int, reward: float | dict[str, float] | None, key: str | None) -> float:
+    """See :meth:`Sample.scalar_reward`."""
+    if isinstance(reward, dict):
+        if key is None or key not in reward:
+            raise DataError(
+                f"sample {index}: the reward has the entries {sorted(reward)}; choose one with --reward-key"
+            )
+        return float(reward[key])
+    if reward is None:
+        raise DataError(f"sample {index} has no reward; score it before it is trained on")
+    return float(reward)
 
 
 def _versions(where: str, given: int | list[int], count: int) -> list[int]:

@@ -1,9 +1,16 @@
-"""What the training half takes in and gives back. No torch here: plain numbers that any process can read."""
+"""What the training half takes in and gives back. No torch here: arrays that any process can read."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from slime_core.types.arrays import Columns, Ragged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,33 +30,35 @@ class Rendezvous:
     port: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TrainSample:
     """A scored sample, ready for the loss.
 
     Attributes:
         index: The sample's number in the run.
         group_index: Samples of one prompt share it.
-        tokens: Token ids of prompt and response.
+        tokens: Token ids of prompt and response, int32.
         response_length: R, the number of response tokens at the end of ``tokens``.
-        loss_mask: R numbers, 1 where the token is trained on.
+        loss_mask: R numbers, uint8, 1 where the token is trained on.
         trajectory_tokens: Trained tokens of its whole trajectory, of which it may be one sample of several.
         reward: Reward that the advantage estimator starts from: after the group's mean, for those that take it off.
         raw_reward: Reward as given.
-        rollout_log_probs: R log-probs (nats) of the engine, or ``None``.
-        teacher_log_probs: R log-probs (nats) of the teacher in on-policy distillation, or ``None``.
+        rollout_log_probs: R log-probs (nats) of the engine, float32, or ``None``.
+        teacher_log_probs: R log-probs (nats) of the teacher in on-policy distillation, float32, or ``None``.
+        extras: Whatever else the rollout says of this sample or its tokens, by name.
     """
 
     index: int
     group_index: int
-    tokens: list[int]
+    tokens: NDArray[Any]
     response_length: int
-    loss_mask: list[int]
+    loss_mask: NDArray[np.uint8]
     trajectory_tokens: int
     reward: float
     raw_reward: float
-    rollout_log_probs: list[float] | None = None
-    teacher_log_probs: list[float] | None = None
+    rollout_log_probs: NDArray[np.float32] | None = None
+    teacher_log_probs: NDArray[np.float32] | None = None
+    extras: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def prompt_length(self) -> int:
@@ -73,21 +82,72 @@ class TrainStep:
     global_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TrainShard:
-    """One data-parallel rank's part of a rollout.
+    """One data-parallel rank's part of a rollout. It travels as arrays; :attr:`samples` are views of them.
 
     Attributes:
         rollout_id: Number of the rollout.
         temperature: Sampling temperature; the trainer divides its logits by it.
-        samples: The samples of this rank.
+        columns: The fields of this rank's samples, and the extras, by name.
         steps: The optimizer steps, in order.
     """
 
     rollout_id: int
     temperature: float
-    samples: list[TrainSample]
+    columns: Columns
     steps: list[TrainStep]
+
+    @classmethod
+    def of(
+        cls, *, rollout_id: int, temperature: float, samples: Sequence[TrainSample], steps: list[TrainStep]
+    ) -> TrainShard:
+        """A shard with copies of the samples' arrays."""
+        columns: Columns = {
+            name: np.array([getattr(sample, name) for sample in samples], dtype) for name, dtype in _NUMBERS.items()
+        }
+        for name, dtype in _ROWS.items():
+            columns[name] = Ragged.of([getattr(sample, name) for sample in samples], dtype)
+        for name in {name: None for sample in samples for name in sample.extras}:
+            columns[name] = _extra([sample.extras.get(name) for sample in samples])
+        return cls(rollout_id=rollout_id, temperature=temperature, columns=columns, steps=steps)
+
+    @functools.cached_property
+    def samples(self) -> list[TrainSample]:
+        """The samples of this rank: the same objects with every call."""
+        extras = [name for name in self.columns if name not in _NUMBERS | _ROWS]
+        fields = [
+            column.rows if isinstance(column, Ragged) else column.tolist()
+            for column in map(self.columns.__getitem__, (*_NUMBERS, *_ROWS, *extras))
+        ]
+        known = len(_NUMBERS) + len(_ROWS)
+        return [
+            TrainSample(
+                **dict(zip((*_NUMBERS, *_ROWS), row, strict=False)), extras=dict(zip(extras, row[known:], strict=True))
+            )
+            for row in zip(*fields, strict=True)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def _extra(values: list[Any]) -> Ragged | NDArray[Any]:
+    if all(value is None or isinstance(value, np.ndarray) for value in values):
+        return Ragged.of(values)
+    return np.array([0 if value is None else value for value in values])  # fillers have none
+
+
+_NUMBERS: dict[str, DTypeLike] = {
+    **dict.fromkeys(("index", "group_index", "response_length", "trajectory_tokens"), np.int64),
+    **dict.fromkeys(("reward", "raw_reward"), np.float64),
+}
+_ROWS: dict[str, DTypeLike] = {
+    "tokens": np.int32,
+    "loss_mask": np.uint8,
+    "rollout_log_probs": np.float32,
+    "teacher_log_probs": np.float32,
+}
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Prompt, Sample, Status
+from slime_core.types.arrays import columns_of
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.context import GenerationContext
 from slime_rollout.generate.single_turn import clear_response
@@ -135,7 +136,7 @@ class HookCall:
         if isinstance(text, str) and text and part.response_length == 0 and part.status is not Status.ABORTED:
             self._tokenize(part, given, where)
         try:
-            part.to_bytes()  # checks each field, and that metadata can be written down
+            columns_of([part])  # checks each field, and that metadata can be written down
         except DataError as error:
             raise GenerationError(f"{self._where} left {error}") from error
         if part.status is Status.PENDING:
