@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import pickle
 import shutil
 import types
 from pathlib import Path
@@ -19,13 +20,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import slime_launch.run
+from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.console import RunConsole
 from slime_launch.errors import RunError
 from slime_launch.flags import parse_train
-from slime_launch.loop import Parts, check_scored, check_versions, next_batch
+from slime_launch.loop import Parts, next_batch
 from slime_launch.preflight import preflight, with_output
 from slime_launch.report import report_if_finished
+from slime_launch.shards import check_scored, check_versions, prepare_rollout, read_rollout
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.watch import Watch
 from slime_rollout.generation_service import Progress
@@ -81,9 +84,17 @@ class Rollout:
         assert self.engine.weights is not None
         self.version = version
 
-    def generate(self, rollout_id):
+    def prepare(self, rollout_id, recipe):
         self.clock.tick(f"generate {rollout_id}")
-        return Call(lambda: self.generated(rollout_id))
+        put = self.no_object_store
+        return Call(lambda: prepare_rollout(self.generated(rollout_id), recipe, state_dict=self.state_dict, put=put))
+
+    def read(self, rollout_id, recipe):
+        put = self.no_object_store
+        return Call(lambda: read_rollout(rollout_id, recipe, load_state_dict=self.load_state_dict, put=put))
+
+    def no_object_store(self, shard):
+        return pickle.loads(pickle.dumps(shard))
 
     def generated(self, rollout_id):
         assert self.engine.weights is not None
@@ -92,7 +103,8 @@ class Rollout:
             for group in range(4)
         ]
         self.position += 1
-        return RolloutBatch(rollout_id=rollout_id, groups=groups, weight_version=self.version)
+        metrics = rollout_metrics([sample for group in groups for sample in group])
+        return RolloutBatch(rollout_id=rollout_id, groups=groups, weight_version=self.version, metrics=metrics)
 
     def sample(self, index: int, group: int, *state: int) -> Sample:
         token = digest(index, *state) % 97
@@ -133,7 +145,7 @@ class Trainers:
         [shard] = shards
         self.clock.tick(f"train {shard.rollout_id}")
         on_poll()
-        self.weights = digest(self.weights, [(sample.tokens, sample.reward) for sample in shard.samples])
+        self.weights = digest(self.weights, [(sample.tokens.tolist(), sample.reward) for sample in shard.samples])
         self.clock.tick(f"trained {shard.rollout_id}")
         return TrainReport(rollout_id=shard.rollout_id, steps=[{"loss": self.weights / 2**32}])
 
@@ -310,8 +322,10 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
             raise RunError("trainer rank 0 died")
 
     class Nothing:
-        def written_down(self, _):
-            return None
+        store, can_resume = None, False
+
+        def is_written_down(self, _):
+            return False
 
     parts = Parts(
         settings=parse_train(to_words(flags)),
@@ -346,7 +360,7 @@ def test_no_token_is_of_another_policy_than_it_may_be(versions, may_lag, fine):
     )
     batch = RolloutBatch(rollout_id=7, weight_version=3, groups=[[sample]])
     with contextlib.nullcontext() if fine else pytest.raises(RunError, match=r"sample 9 of rollout 7 .* must be 3"):
-        check_versions(batch, may_lag=may_lag)
+        check_versions(batch.columns(), may_lag=may_lag)
 
 
 @pytest.mark.parametrize(
@@ -359,4 +373,4 @@ def test_a_run_whose_first_rollout_has_no_reward_ends(rollout_id, reasons, fine)
         sample.metadata["reward_failure"] = reason
     expected = r"none of the 4 samples of the first rollout could be scored: TypeError: x; correct the reward"
     with contextlib.nullcontext() if fine else pytest.raises(RunError, match=expected):
-        check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]))
+        check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]).columns())

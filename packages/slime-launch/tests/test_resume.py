@@ -43,34 +43,34 @@ def checkpoint(workspace, iteration):
 def test_a_new_run_can_be_continued_before_its_first_checkpoint(settings, workspace):
     state = start(settings(), workspace)
     state.begin({"position": 0})
-    state.write_down(batch(0))
+    state.store.write(batch(0).columns())
     again = start(settings(), workspace)
     assert (again.iteration, again.source_state, again.resume_from) == (0, {"position": 0}, None)
-    assert again.written_down(0) == batch(0)
-    assert again.written_down(1) is None
+    assert again.is_written_down(0) and again.store.read(0).batch() == batch(0)
+    assert not again.is_written_down(1)
 
 
 def test_it_continues_from_the_manifest_and_not_from_later_directories(settings, workspace):
     state = start(settings(num_rollout=9, save_interval=2), workspace)
     state.begin({"position": 0})
     for rollout_id in range(2):
-        state.write_down(batch(rollout_id), {"position": rollout_id + 1})
+        state.store.write(batch(rollout_id).columns(), {"position": rollout_id + 1})
         state.trained(batch(rollout_id), 2 * rollout_id)
         assert state.save_due == (rollout_id == 1)
     state.commit(checkpoint(workspace, 2), {"position": 2})
     assert not state.save_due
-    state.write_down(batch(2), {"position": 3})
+    state.store.write(batch(2).columns(), {"position": 3})
     checkpoint(workspace, 4)  # of a save that was never committed
     again = start(settings(num_rollout=9, save_interval=2), workspace)
     assert (again.iteration, again.weight_version) == (2, 2)
     assert again.resume_from == workspace / "save" / "iter_0000002"
     assert again.source_state == {"position": 2}
-    assert again.written_down(2) == batch(2)
-    assert again.source_state_after(2) == {"position": 3}
+    assert again.is_written_down(2) and again.store.read(2).batch() == batch(2)
+    assert again.store.read_source_state(2) == {"position": 3}
     assert sorted(path.name for path in (workspace / "save" / "rollouts").iterdir()) == [
         "rollout_0000002.npz", "source_0000002.json"
     ]  # fmt: skip
-    assert again.written_down(1) is None  # trained on before the checkpoint, so no longer needed
+    assert not again.is_written_down(1)  # trained on before the checkpoint, so no longer needed
 
 
 def test_the_end_is_saved_without_an_interval(settings, workspace):
@@ -86,10 +86,10 @@ def test_rollouts_are_kept_on_request(flags, to_words, workspace):
     settings = parse_train([*to_words(flags), "--keep-rollouts"])
     state = start(settings, workspace)
     state.begin({})
-    state.write_down(batch(0))
+    state.store.write(batch(0).columns())
     state.trained(batch(0), 1)
     state.commit(checkpoint(workspace, 1), {})
-    assert state.written_down(0) == batch(0)
+    assert state.is_written_down(0) and state.store.read(0).batch() == batch(0)
 
 
 def test_without_save_nothing_is_written(flags, to_words, workspace):
@@ -97,10 +97,10 @@ def test_without_save_nothing_is_written(flags, to_words, workspace):
     settings = parse_train(to_words(flags))
     state = start(settings, workspace)
     state.begin({})
-    state.write_down(batch(0))
+    assert state.store is None
     state.trained(batch(0), 1)
     assert not state.save_due
-    assert state.written_down(0) is None
+    assert not state.is_written_down(0)
     assert not (workspace / "out").exists()
     assert not (workspace / "save").exists()
 
@@ -125,7 +125,7 @@ def test_a_moved_run_is_found(settings, workspace):
 def test_rollouts_without_a_manifest_are_refused(settings, workspace):
     state = start(settings(), workspace)
     state.begin({})
-    state.write_down(batch(0))
+    state.store.write(batch(0).columns())
     (workspace / "save" / "manifest.json").unlink()
     with pytest.raises(ManifestError, match=r"whose manifest.json is gone"):
         find_run(settings())

@@ -2,19 +2,22 @@ import dataclasses
 
 import pytest
 
+from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
+from slime_launch.shards import ReadyRollout, reward_failures
 from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_line, train_rows
 
-BATCH = RolloutBatch(
+SAMPLES = [
+    Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i)) for i in range(2)
+]
+BATCH = ReadyRollout(
     rollout_id=3,
-    groups=[
-        [
-            Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i))
-            for i in range(2)
-        ]
-    ],
-    metrics={"response_tokens": 4.0, "tokens_per_second": 2.0, "weight_version/min": 3.0},
+    weight_version=3,
+    metrics=rollout_metrics(SAMPLES) | {"response_tokens": 4.0, "tokens_per_second": 2.0, "weight_version/min": 3.0},
     seconds={"generate": 2.0, "reward": 0.5},
+    num_samples=2,
+    failures=[],
+    shards=[],
 )
 REPORT = TrainReport(
     rollout_id=3,
@@ -43,7 +46,7 @@ SECONDS = {"rollout": 2.5, "train": 4.0, "update_weights": 0.5}
 
 def test_rows_have_the_documented_names():
     assert train_rows(REPORT)[1] == {"train/loss": 0.5, "train/grad_norm": 2.0, "train/kl_loss": 0.25}
-    row = rollout_row(BATCH, REPORT, SYNC, SECONDS, reward_key=None)
+    row = rollout_row(BATCH, REPORT, SYNC, SECONDS)
     assert row["rollout/raw_reward"] == 0.5
     assert row["rollout/response_len/mean"] == 2.0
     assert row["rollout/weight_version/min"] == 3.0
@@ -75,7 +78,7 @@ def test_an_evaluation_shows_a_sample():
 
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])
 def test_the_line_of_a_step(words):
-    row = rollout_row(BATCH, REPORT, SYNC, SECONDS, reward_key=None)
+    row = rollout_row(BATCH, REPORT, SYNC, SECONDS)
     assert words in step_line(BATCH, 40, row, train_rows(REPORT)[-1])
     assert "(" not in step_line(BATCH, 40, row, train_rows(REPORT)[-1])
 
@@ -87,8 +90,16 @@ def line_of(rewards, failures=()):
     ]
     for sample, reason in zip(samples, failures, strict=False):
         sample.metadata["reward_failure"] = reason
-    batch = RolloutBatch(rollout_id=0, groups=[samples], metrics={}, seconds={})
-    return step_line(batch, 9, rollout_row(batch, REPORT, SYNC, SECONDS, reward_key=None), {"train/loss": -3.7e-9})
+    columns = RolloutBatch(rollout_id=0, groups=[samples]).columns()
+    batch = dataclasses.replace(
+        BATCH,
+        rollout_id=0,
+        metrics=rollout_metrics(samples),
+        seconds={},
+        num_samples=len(samples),
+        failures=reward_failures(columns),
+    )
+    return step_line(batch, 9, rollout_row(batch, REPORT, SYNC, SECONDS), {"train/loss": -3.7e-9})
 
 
 def test_samples_that_could_not_be_scored_are_told():

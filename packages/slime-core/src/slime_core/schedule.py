@@ -15,7 +15,7 @@ from slime_core.micro_batches import MicroBatchLimits
 from slime_core.rewards import estimator_rewards
 from slime_core.step_plan import Cost, StepPlanner, token_count
 from slime_core.types import RolloutBatch, RolloutColumns, Status, TrainSample, TrainShard, TrainStep
-from slime_core.types.arrays import SAMPLE_COLUMNS, STATUSES, Columns, Ragged, rewards_of
+from slime_core.types.arrays import SAMPLE_COLUMNS, STATUSES, Columns, Ragged, json_rows, numbers
 from slime_core.types.sample import scalar_reward
 
 # A sample that failed before it was tokenized gets this one prompt token, so that no rank meets an empty sequence.
@@ -122,7 +122,7 @@ def _trajectories(columns: Columns) -> list[list[int]]:
 
 
 def _trajectory_ids(columns: Columns) -> list[int]:
-    ids, index = _numbers(columns, "trajectory_id"), _numbers(columns, "index")
+    ids, index = numbers(columns, "trajectory_id"), numbers(columns, "index")
     return [own if given < 0 else given for given, own in zip(ids, index, strict=True)]
 
 
@@ -238,9 +238,9 @@ def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
 
 def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
     """A view of each sample, with its reward as the estimator takes it."""
-    index, groups = _numbers(columns, "index"), _numbers(columns, "group_index")
-    trajectories, given = _trajectory_ids(columns), rewards_of(columns)
-    trained = [at for at, status in enumerate(_numbers(columns, "status")) if status not in _UNTRAINED]
+    index, groups = numbers(columns, "index"), numbers(columns, "group_index")
+    trajectories, given = _trajectory_ids(columns), json_rows(columns, "reward")
+    trained = [at for at, status in enumerate(numbers(columns, "status")) if status not in _UNTRAINED]
     raw = {at: scalar_reward(index[at], given[at], reward_key) for at in trained}
     processed = estimator_rewards(
         algorithm.advantage_estimator,
@@ -257,7 +257,7 @@ def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str
     for trajectory, mask in zip(trajectories, masks, strict=True):
         counts[trajectory] += int(np.count_nonzero(mask))
     known = {name: _rows(columns, name) for name in ("tokens", "rollout_log_probs", "teacher_log_probs")}
-    lengths = _numbers(columns, "response_length")
+    lengths = numbers(columns, "response_length")
     _check_prompts(index, lengths, known["tokens"])
     extras = {name: _rows(columns, name) for name in columns if name not in SAMPLE_COLUMNS or name in _CARRIED}
     return [
@@ -281,7 +281,7 @@ def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str
 def _trained_masks(columns: Columns, trained: Container[int]) -> list[NDArray[np.uint8]]:
     """The loss masks written out: zeros for samples that are not in ``trained`` or marked ``remove_sample``."""
     masks = []
-    removed, lengths = _numbers(columns, "remove_sample"), _numbers(columns, "response_length")
+    removed, lengths = numbers(columns, "remove_sample"), numbers(columns, "response_length")
     for at, mask in enumerate(_rows(columns, "loss_mask")):
         if removed[at] or at not in trained:
             masks.append(np.zeros(lengths[at], np.uint8))
@@ -297,12 +297,6 @@ def _check_prompts(index: Sequence[int], lengths: Sequence[int], tokens: Sequenc
                 f"sample {number} has a response but no prompt tokens, so nothing predicts its first token; "
                 "give every prompt a token, such as the tokenizer's first one"
             )
-
-
-def _numbers(columns: Columns, name: str) -> list[Any]:
-    """A number per sample."""
-    column = columns[name]
-    return list((column.values if isinstance(column, Ragged) else column).tolist())
 
 
 def _rows(columns: Columns, name: str) -> list[Any]:

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from slime_convert.shape import ModelShape
-from slime_core.types import RolloutBatch, SyncReport, TrainReport
+from slime_core.types import SyncReport, TrainReport
 from slime_launch.calls import Call
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
-from slime_launch.errors import RunError
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
-from slime_launch.shards import split_rollout
-from slime_launch.step_metrics import eval_line, eval_row, reward_failures, rollout_row, step_line, train_rows
+from slime_launch.shards import ReadyRollout, Recipe
+from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_line, train_rows
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
 from slime_rollout.engine.errors import WeightSyncError
@@ -85,19 +84,25 @@ def restore_data_position(parts: Parts) -> None:
         parts.rollout.load_state_dict(parts.state.source_state)
 
 
-def next_batch(parts: Parts, rollout_id: int) -> RolloutBatch:
+def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     """The rollout to train on: the one written down before a restart, or a new one, which is written down first."""
-    batch = parts.state.written_down(rollout_id)
-    if batch is not None:
-        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
-        parts.rollout.load_state_dict(parts.state.source_state_after(rollout_id))
-        return batch
     with parts.console.wait("generate") as wait:
-        batch = wait_for(parts, parts.rollout.generate(rollout_id), wait)
-    check_versions(batch, may_lag=parts.settings.rollout.may_lag)
-    check_scored(batch)
-    parts.state.write_down(batch, parts.rollout.state_dict() if parts.state.can_resume else None)
-    return batch
+        if not parts.state.is_written_down(rollout_id):
+            return wait_for(parts, parts.rollout.prepare(rollout_id, recipe(parts)), wait)
+        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
+        return wait_for(parts, parts.rollout.read(rollout_id, recipe(parts)), wait)
+
+
+def recipe(parts: Parts) -> Recipe:
+    """What the rollout worker makes of every rollout."""
+    return Recipe(
+        settings=parts.settings,
+        shape=parts.shape,
+        data_parallel_size=parts.trainers.data_parallel_size,
+        global_batch_size=parts.global_batch_size,
+        store=parts.state.store,
+        can_resume=parts.state.can_resume,
+    )
 
 
 def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
@@ -114,56 +119,10 @@ def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
     return call.result()
 
 
-def check_versions(batch: RolloutBatch, *, may_lag: bool) -> None:
-    """Every token comes from the weights that the rollout is to be trained from.
-
-    Args:
-        batch: A new rollout.
-        may_lag: Tokens may be older, by the settings of the rollout.
-
-    Raises:
-        RunError: A token has another version; an engine missed an update, or somebody else sent it weights.
-    """
-    expected = batch.weight_version
-    for sample in batch.samples:
-        versions = {version for version in sample.weight_versions if version not in (-1, expected)}
-        if other := {version for version in versions if not may_lag or expected is None or version > expected}:
-            raise RunError(
-                f"sample {sample.index} of rollout {batch.rollout_id} has tokens of weight version "
-                f"{min(other)} where all must be {expected}{' or less' if may_lag else ''}: an engine serves "
-                "other weights than the trainer's; see that nothing else sends weights to this run's engines, and "
-                "start the same command again"
-            )
-
-
-def check_scored(batch: RolloutBatch) -> None:
-    """Refuse a run whose first rollout has no reward at all: then the reward itself is wrong, not a service down.
-
-    Args:
-        batch: A new rollout.
-
-    Raises:
-        RunError: It is the run's first, and none of its samples could be scored.
-    """
-    reasons = reward_failures(batch)
-    if batch.rollout_id == 0 and reasons and len(reasons) == len(batch.samples):
-        raise RunError(
-            f"none of the {len(reasons)} samples of the first rollout could be scored: {reasons[0]}; correct the "
-            "reward, which slime-rollout check-hooks --run tries out, and start the same command again"
-        )
-
-
-def train(parts: Parts, batch: RolloutBatch) -> TrainReport:
-    """Split the rollout over the ranks and train on it."""
-    shards = split_rollout(
-        batch,
-        parts.settings,
-        parts.shape,
-        data_parallel_size=parts.trainers.data_parallel_size,
-        global_batch_size=parts.global_batch_size,
-    )
+def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
+    """Train on the rollout; each rank fetches its own shard."""
     with parts.console.wait("train") as wait:
-        return parts.trainers.train(shards, on_poll=watch_trainers(parts, wait))
+        return parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
 
 
 def push_weights(parts: Parts, *, version: int) -> SyncReport:
@@ -202,10 +161,10 @@ def catch_up(parts: Parts, wait: Wait | None = None) -> None:
             try_to_push(parts, channel, parts.state.weight_version, shown)
 
 
-def record(parts: Parts, batch: RolloutBatch, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:
+def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:
     """Write the metrics of one rollout, and its line."""
     rollout_id, steps = batch.rollout_id, train_rows(report)
-    row = rollout_row(batch, report, sync, seconds, reward_key=parts.settings.rollout.reward_key)
+    row = rollout_row(batch, report, sync, seconds)
     first_step = rollout_id * parts.settings.run.num_steps_per_rollout
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)

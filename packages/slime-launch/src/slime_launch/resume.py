@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_core.types import RolloutBatch
 from slime_launch.config import Settings, free_flags
 from slime_launch.errors import ManifestError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
+from slime_launch.shards import ReadyRollout
 from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_rollout.store import RolloutStore
@@ -155,22 +155,20 @@ class RunState:
         if self.source_state is None:
             self._write_manifest(source_state)
 
-    def written_down(self, rollout_id: int) -> RolloutBatch | None:
-        """The rollout if it was generated, but not yet trained on, before a restart."""
-        if self._save is None or not self._store.has(rollout_id):
-            return None
-        return self._store.read(rollout_id).batch()
+    @property
+    def store(self) -> RolloutStore | None:
+        """Where rollouts are written down before they are trained on; ``None`` if none are."""
+        return self._store if self._writes else None
 
-    def source_state_after(self, rollout_id: int) -> dict[str, Any]:
-        """State of the data source after a rollout that was written down."""
-        return self._store.read_source_state(rollout_id)
+    def is_written_down(self, rollout_id: int) -> bool:
+        """Whether the rollout was generated, but not yet trained on, before a restart.
 
-    def write_down(self, batch: RolloutBatch, source_state: dict[str, Any] | None = None) -> None:
-        """Write a rollout down, so that a restart trains on the same samples and then goes on from ``source_state``."""
-        if self._writes:
-            self._store.write(batch.columns(), source_state)
+        Raises:
+            DataError: It was, by an older slime.
+        """
+        return self._save is not None and self._store.has(rollout_id)
 
-    def trained(self, batch: RolloutBatch, weight_version: int) -> None:
+    def trained(self, batch: ReadyRollout, weight_version: int) -> None:
         """The weights were trained on ``batch``, and are ``weight_version`` now."""
         self.iteration, self.weight_version = batch.rollout_id + 1, weight_version
 

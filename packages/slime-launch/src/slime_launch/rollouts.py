@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_core.types import EvalReport, RolloutBatch
+from slime_core.types import EvalReport
 from slime_launch.calls import Call, Question, Worker
 from slime_launch.placement import Placement
+from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout
 from slime_launch.watch import Watch
 from slime_launch.worker_process import prepare
 from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, Progress
@@ -26,9 +27,22 @@ class RolloutHost(GenerationService):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
         super().__init__(spec)
 
+    def prepare(self, rollout_id: int, recipe: Recipe) -> ReadyRollout:
+        """Generate and score one rollout, write it down, and split it."""
+        import ray
+
+        batch = self.generate(rollout_id)
+        return prepare_rollout(batch, recipe, state_dict=self.state_dict, put=ray.put)
+
+    def read(self, rollout_id: int, recipe: Recipe) -> ReadyRollout:
+        """Split a rollout that was written down before a restart, and continue the data source after it."""
+        import ray
+
+        return read_rollout(rollout_id, recipe, load_state_dict=self.load_state_dict, put=ray.put)
+
 
 class RolloutWorker:
-    """The rollout actor, from outside. Its methods are those of `GenerationService`."""
+    """The rollout actor, from outside. Its methods are those of :class:`RolloutHost`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -57,9 +71,13 @@ class RolloutWorker:
         """Begin to start the engines; give the result to `calls.gather`."""
         return self._worker.start_call("start"), self._worker
 
-    def generate(self, rollout_id: int) -> Call[RolloutBatch]:
-        """Begin to generate and score one rollout."""
-        return Call(self._worker, "generate", rollout_id)
+    def prepare(self, rollout_id: int, recipe: Recipe) -> Call[ReadyRollout]:
+        """Begin to generate and score one rollout, to write it down and to split it."""
+        return Call(self._worker, "prepare", rollout_id, recipe)
+
+    def read(self, rollout_id: int, recipe: Recipe) -> Call[ReadyRollout]:
+        """Begin to read one rollout that was written down."""
+        return Call(self._worker, "read", rollout_id, recipe)
 
     def evaluate(self, iteration: int) -> Call[EvalReport]:
         """Begin to score the held-out prompts after ``iteration`` rollouts."""

@@ -1,17 +1,212 @@
-"""A rollout as the trainer's ranks take it, as the settings say. Only arithmetic: nothing is started here."""
+"""From a generated rollout to what the trainer's ranks take, where the rollout is: only references travel."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slime_convert.shape import ModelShape
 from slime_core.flops import FlopsModel
 from slime_core.schedule import build_shards
 from slime_core.step_plan import Cost, token_count
-from slime_core.types import RolloutBatch, TrainShard
+from slime_core.types import RolloutBatch, RolloutColumns, TrainShard
+from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
+from slime_launch.errors import RunError
+from slime_rollout.failures import REWARD
+from slime_rollout.store import RolloutStore
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is made of every rollout of a run.
+
+    Attributes:
+        settings: All of the run's settings.
+        shape: The model.
+        data_parallel_size: Number of shards.
+        global_batch_size: Trajectories per optimizer step.
+        store: Where rollouts are written down; ``None`` in a run that writes none.
+        can_resume: Whether the data source's state is written with them.
+    """
+
+    settings: Settings
+    shape: ModelShape
+    data_parallel_size: int
+    global_batch_size: int
+    store: RolloutStore | None
+    can_resume: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadyRollout:
+    """A rollout that can be trained on: all that the loop needs of it, and where its shards are.
+
+    Attributes:
+        rollout_id: Number of the rollout.
+        weight_version: Version of the weights that it is to be trained from; ``None`` if unknown.
+        metrics: Named numbers for tracking.
+        seconds: Wall time per phase.
+        num_samples: Number of its samples.
+        failures: Why samples could not be scored, a reason for each of them.
+        shards: References to the shards in Ray's object store, by data-parallel rank.
+    """
+
+    rollout_id: int
+    weight_version: int | None
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    num_samples: int
+    failures: list[str]
+    shards: list[Any]
+
+
+def prepare_rollout(
+    batch: RolloutBatch,
+    recipe: Recipe,
+    *,
+    state_dict: Callable[[], dict[str, Any]],
+    put: Callable[[TrainShard], Any],
+) -> ReadyRollout:
+    """Check a new rollout, write it down, and split it.
+
+    Args:
+        batch: The rollout.
+        recipe: What is made of it.
+        state_dict: Gives the state of the data source after it.
+        put: Puts a shard where its rank finds it, and returns a reference.
+
+    Raises:
+        RunError: Its tokens are of other weights than they may be, or it is the first and has no reward.
+        DataError: A sample cannot be written down or trained on.
+    """
+    columns = batch.columns()
+    check_versions(columns, may_lag=recipe.settings.rollout.may_lag)
+    check_scored(columns)
+    if recipe.store is not None:
+        write_down(recipe.store, columns, state_dict() if recipe.can_resume else None)
+    return split_and_put(columns, recipe, put)
+
+
+def read_rollout(
+    rollout_id: int,
+    recipe: Recipe,
+    *,
+    load_state_dict: Callable[[dict[str, Any]], None],
+    put: Callable[[TrainShard], Any],
+) -> ReadyRollout:
+    """Split a rollout that was written down before a restart, and continue the data source after it.
+
+    Args:
+        rollout_id: Its number.
+        recipe: What is made of it.
+        load_state_dict: Continues the data source.
+        put: As for :func:`prepare_rollout`.
+
+    Raises:
+        DataError: Its file is missing, torn or of an older slime, or a sample cannot be trained on.
+    """
+    if recipe.store is None:
+        raise RunError(f"rollout {rollout_id} cannot be read: this run writes none")
+    columns = recipe.store.read(rollout_id)
+    load_state_dict(recipe.store.read_source_state(rollout_id))
+    return split_and_put(columns, recipe, put)
+
+
+def split_and_put(columns: RolloutColumns, recipe: Recipe, put: Callable[[TrainShard], Any]) -> ReadyRollout:
+    """Split a rollout, and hand each shard to ``put``."""
+    shards = split_rollout(
+        columns,
+        recipe.settings,
+        recipe.shape,
+        data_parallel_size=recipe.data_parallel_size,
+        global_batch_size=recipe.global_batch_size,
+    )
+    return ReadyRollout(
+        rollout_id=columns.rollout_id,
+        weight_version=columns.weight_version,
+        metrics=columns.metrics,
+        seconds=columns.seconds,
+        num_samples=sum(columns.group_sizes),
+        failures=reward_failures(columns),
+        shards=[put(shards.pop(0)) for _ in range(len(shards))],  # each is freed here once it is there
+    )
+
+
+def write_down(store: RolloutStore, columns: RolloutColumns, source_state: dict[str, Any] | None) -> None:
+    """Write a rollout down, so that a restart trains on the same samples and then goes on from ``source_state``."""
+    try:
+        store.write(columns, source_state)
+    except OSError as error:  # a full disk, a directory that was taken away
+        raise RunError(f"a file of the run can't be written or read: {error}") from None
+
+
+def check_versions(columns: RolloutColumns, *, may_lag: bool) -> None:
+    """Every token comes from the weights that the rollout is to be trained from.
+
+    Args:
+        columns: A new rollout.
+        may_lag: Tokens may be older, by the settings of the rollout.
+
+    Raises:
+        RunError: A token has another version; an engine missed an update, or somebody else sent it weights.
+    """
+    expected, versions = columns.weight_version, ragged(columns.samples, "weight_versions")
+
+    def not_allowed(values: NDArray[Any]) -> NDArray[Any]:
+        wrong = values != -1
+        if expected is not None:
+            wrong &= values > expected if may_lag else values != expected
+        return np.extract(wrong, values)
+
+    if not len(not_allowed(versions.values)):
+        return
+    for index, row in zip(numbers(columns.samples, "index"), versions.rows, strict=True):
+        if row is not None and len(other := not_allowed(row)):
+            raise RunError(
+                f"sample {index} of rollout {columns.rollout_id} has tokens of weight version "
+                f"{other.min()} where all must be {expected}{' or less' if may_lag else ''}: an engine serves "
+                "other weights than the trainer's; see that nothing else sends weights to this run's engines, and "
+                "start the same command again"
+            )
+
+
+def check_scored(columns: RolloutColumns) -> None:
+    """Refuse a run whose first rollout has no reward at all: then the reward itself is wrong, not a service down.
+
+    Args:
+        columns: A new rollout.
+
+    Raises:
+        RunError: It is the run's first, and none of its samples could be scored.
+    """
+    if columns.rollout_id:
+        return
+    reasons = reward_failures(columns)
+    if reasons and len(reasons) == sum(columns.group_sizes):
+        raise RunError(
+            f"none of the {len(reasons)} samples of the first rollout could be scored: {reasons[0]}; correct the "
+            "reward, which slime-rollout check-hooks --run tries out, and start the same command again"
+        )
+
+
+def reward_failures(columns: RolloutColumns) -> list[str]:
+    """Why samples could not be scored, a reason for each of them."""
+    metadata = json_rows(columns.samples, "metadata", containing=REWARD)
+    return [str(values[REWARD]) for values in metadata if REWARD in values]
 
 
 def split_rollout(
-    batch: RolloutBatch, settings: Settings, shape: ModelShape, *, data_parallel_size: int, global_batch_size: int
+    batch: RolloutBatch | RolloutColumns,
+    settings: Settings,
+    shape: ModelShape,
+    *,
+    data_parallel_size: int,
+    global_batch_size: int,
 ) -> list[TrainShard]:
     """:func:`slime_core.schedule.build_shards` with a run's settings.
 

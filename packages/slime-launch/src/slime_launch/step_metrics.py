@@ -6,9 +6,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping
 
-from slime_core.metrics import rollout_metrics
-from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
-from slime_rollout.failures import REWARD
+from slime_core.types import EvalReport, Sample, SyncReport, TrainReport
+from slime_launch.shards import ReadyRollout
 
 REASON_CHARACTERS = 100
 TEXT_CHARACTERS = 60
@@ -22,12 +21,10 @@ def train_rows(report: TrainReport) -> list[dict[str, float]]:
 
 
 def rollout_row(
-    batch: RolloutBatch,
+    batch: ReadyRollout,
     report: TrainReport,
     sync: SyncReport,
     seconds: Mapping[str, float],
-    *,
-    reward_key: str | None,
 ) -> dict[str, float]:
     """``rollout/*`` and ``perf/*`` of one rollout.
 
@@ -36,10 +33,8 @@ def rollout_row(
         report: Training on it.
         sync: The push of the weights after it.
         seconds: Wall time of the loop's own phases.
-        reward_key: Which entry of a reward given by name.
     """
-    row = {f"rollout/{name}": value for name, value in rollout_metrics(batch.samples, reward_key).items()}
-    row |= {f"rollout/{name}": value for name, value in batch.metrics.items() if name not in NOT_OF_SAMPLES}
+    row = {f"rollout/{name}": value for name, value in batch.metrics.items() if name not in NOT_OF_SAMPLES}
     phases = {**batch.seconds, **report.seconds, **seconds}
     row |= {f"perf/{name}_time": value for name, value in phases.items()}
     row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}
@@ -81,18 +76,13 @@ def sample_line(sample: Sample) -> str:
     )
 
 
-def reward_failures(batch: RolloutBatch) -> list[str]:
-    """Why samples could not be scored, a reason for each of them."""
-    return [str(sample.metadata[REWARD]) for sample in batch.samples if REWARD in sample.metadata]
-
-
-def step_line(batch: RolloutBatch, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
+def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
     """One line about one rollout: what it was worth, what it did to the weights, and where the time went."""
     words = [f"step {batch.rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
     words.append(f"reward {row.get('rollout/raw_reward', float('nan')):.3f}")
-    if reasons := reward_failures(batch):
+    if reasons := batch.failures:
         often = Counter(reasons).most_common(1)[0][0]
-        what = f"{len(reasons)} of {len(batch.samples)} not scored"
+        what = f"{len(reasons)} of {batch.num_samples} not scored"
         words.append(f"({what}: {textwrap.shorten(often, REASON_CHARACTERS)}; logs/rollout.log)")
     elif row.get("rollout/zero_std/ratio") == 1:
         words.append("(equal within every group)")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
-from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainShard, WeightUpdate
+from slime_core.types import Rendezvous, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Worker, gather
 from slime_launch.errors import RunError
 from slime_launch.placement import Placement, free_port
@@ -160,17 +160,14 @@ class TrainerGroup:
             for rank, worker in enumerate(self._workers)
         ]
 
-    def train(self, shards: Sequence[TrainShard], *, on_poll: Callable[[], None] = lambda: None) -> TrainReport:
+    def train(self, shards: Sequence[Any], *, on_poll: Callable[[], None] = lambda: None) -> TrainReport:
         """Train on one rollout; returns rank 0's report.
 
         Args:
-            shards: One per data-parallel rank.
+            shards: References to a shard per data-parallel rank.
             on_poll: Called a few times a second meanwhile.
         """
-        import ray
-
-        references = Shards([ray.put(shard) for shard in shards])
-        report: TrainReport = self._everywhere("train", references, on_poll=on_poll)[0]
+        report: TrainReport = self._everywhere("train", Shards([*shards]), on_poll=on_poll)[0]
         return report
 
     def push_weights(

@@ -125,19 +125,48 @@ def samples_of(columns: Columns) -> list[Sample]:
     Raises:
         DataError: A field is invalid.
     """
-    fields: dict[str, list[Any]] = {name: _plain(columns[name]) for name in SAMPLE_COLUMNS}
-    for name in (*_TEXTS, *_JSON):
-        fields[name] = [None if row is None else _text(row) for row in _rows(columns, name)]
+    fields: dict[str, list[Any]] = {name: _plain(columns[name]) for name in SAMPLE_COLUMNS - {*_TEXTS, *_JSON}}
+    for name in _TEXTS:
+        fields[name] = [None if row is None else _text(row) for row in ragged(columns, name).rows]
     for name in _JSON:
-        fields[name] = [None if text is None else json.loads(text) for text in fields[name]]
+        fields[name] = json_rows(columns, name)
     fields["status"] = [STATUSES[code] for code in fields["status"]]
     fields["trajectory_id"] = [None if number < 0 else number for number in fields["trajectory_id"]]
     return [Sample.from_dict(dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
 
 
-def rewards_of(columns: Columns) -> list[float | dict[str, float] | None]:
-    """The samples' rewards."""
-    return [None if row is None else json.loads(_text(row)) for row in _rows(columns, "reward")]
+def numbers(columns: Columns, name: str) -> list[Any]:
+    """A plain value per sample."""
+    column = columns[name]
+    return list((column.values if isinstance(column, Ragged) else column).tolist())
+
+
+def json_rows(columns: Columns, name: str, *, containing: str = "") -> list[Any]:
+    """The values of a JSON column; ``None`` where a sample has none.
+
+    Args:
+        columns: The samples.
+        name: The column.
+        containing: Leave out rows that lack this text.
+    """
+    texts = [None if row is None else _text(row) for row in ragged(columns, name).rows]
+    return [
+        None if text is None else json.loads(text)
+        for text in texts
+        if not containing or (text is not None and containing in text)
+    ]
+
+
+def ragged(columns: Columns, name: str) -> Ragged:
+    """A column of rows.
+
+    Raises:
+        DamagedError: It holds a value per sample.
+    """
+    column = columns[name]
+    if not isinstance(column, Ragged):
+        raise DamagedError(f"the column {name} has no lengths; get the samples again")
+    return column
 
 
 def write_npz(path: Path, head: dict[str, Any], columns: Columns) -> None:
@@ -284,13 +313,6 @@ class _InexactError(Exception):
 
 def _lengths(rows: Sequence[Sequence[Any] | None]) -> NDArray[np.int64]:
     return np.array([-1 if row is None else len(row) for row in rows], np.int64)
-
-
-def _rows(columns: Columns, name: str) -> list[NDArray[Any] | None]:
-    column = columns[name]
-    if not isinstance(column, Ragged):
-        raise DamagedError(f"the column {name} has no lengths; get the samples again")
-    return column.rows
 
 
 def _plain(column: Ragged | NDArray[Any]) -> list[Any]:
