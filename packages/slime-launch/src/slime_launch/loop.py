@@ -122,7 +122,9 @@ def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
 def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
     """Train on the rollout; each rank fetches its own shard."""
     with parts.console.wait("train") as wait:
-        return parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
+        report = parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
+    batch.shards.clear()  # so that the object store has room for the next ones
+    return report
 
 
 def push_weights(parts: Parts, *, version: int) -> SyncReport:
