@@ -6,8 +6,8 @@ micro-batch. These are three processes on one machine, as in a run, with the lau
 256 prompt tokens, a loss mask, float32 log-probs and weight versions.
 
 `driver` is CPU time of the launcher's process, `all` is wall time until the rank has its micro-batch. `memory` is what
-the worker and the rank took beyond what was there at most, and the object store, over the size of the arrays. Times are the
-least of four rounds.
+the worker and the rank took beyond what was there at most, and the object store, over the size of the arrays. Times are
+the least of four rounds.
 """
 
 from __future__ import annotations

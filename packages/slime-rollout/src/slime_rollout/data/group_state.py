@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from slime_core.types import Group, Sample, columns
+from slime_core.types import Group, Sample
+from slime_rollout.data import plain_columns as columns
 
 PlainGroup = list[dict[str, Any]]
 From = TypeVar("From")

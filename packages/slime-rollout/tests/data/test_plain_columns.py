@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.types import Sample, Status, columns
+from slime_core.types import Sample, Status
+from slime_rollout.data import plain_columns as columns
 
 
 class Text(str):
