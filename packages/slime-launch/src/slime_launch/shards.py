@@ -89,7 +89,9 @@ def prepare_rollout(
     check_scored(columns)
     if recipe.store is not None:
         write_down(recipe.store, columns, state_dict() if recipe.can_resume else None)
-    return split_and_put(columns, recipe, put)
+    ready, shards = split(columns, recipe)
+    del columns  # there is one copy less when the object store takes its own
+    return put_shards(ready, shards, put)
 
 
 def read_rollout(
@@ -114,11 +116,13 @@ def read_rollout(
         raise RunError(f"rollout {rollout_id} cannot be read: this run writes none")
     columns = recipe.store.read(rollout_id)
     load_state_dict(recipe.store.read_source_state(rollout_id))
-    return split_and_put(columns, recipe, put)
+    ready, shards = split(columns, recipe)
+    del columns
+    return put_shards(ready, shards, put)
 
 
-def split_and_put(columns: RolloutColumns, recipe: Recipe, put: Callable[[TrainShard], Any]) -> ReadyRollout:
-    """Split a rollout, and hand each shard to ``put``."""
+def split(columns: RolloutColumns, recipe: Recipe) -> tuple[ReadyRollout, list[TrainShard]]:
+    """What the loop needs of a rollout, without references yet, and its shards."""
     shards = split_rollout(
         columns,
         recipe.settings,
@@ -126,15 +130,23 @@ def split_and_put(columns: RolloutColumns, recipe: Recipe, put: Callable[[TrainS
         data_parallel_size=recipe.data_parallel_size,
         global_batch_size=recipe.global_batch_size,
     )
-    return ReadyRollout(
+    ready = ReadyRollout(
         rollout_id=columns.rollout_id,
         weight_version=columns.weight_version,
         metrics=columns.metrics,
         seconds=columns.seconds,
         num_samples=sum(columns.group_sizes),
         failures=reward_failures(columns),
-        shards=[put(shards.pop(0)) for _ in range(len(shards))],  # each is freed here once it is there
+        shards=[],
     )
+    return ready, shards
+
+
+def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[TrainShard], Any]) -> ReadyRollout:
+    """The rollout with references to its shards, each of which is freed here once ``put`` has it."""
+    while shards:
+        ready.shards.append(put(shards.pop(0)))
+    return ready
 
 
 def write_down(store: RolloutStore, columns: RolloutColumns, source_state: dict[str, Any] | None) -> None:
