@@ -122,7 +122,7 @@ def make_manager(url: str, requests: int, tokens: int, rollouts: int) -> Rollout
             for place in range(requests * rollouts)
         ]
     )
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint="none",
         prompt_data="none",
         rollout_batch_size=requests,

@@ -75,7 +75,7 @@ def sample(response: str, label: str) -> Sample:
 
 def score(pairs: Sequence[tuple[Sample, float]]) -> tuple[float, float]:
     """Seconds for all of them at once, and the event loop's longest pause in seconds."""
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint="none",
         prompt_data="none",
         rollout_batch_size=1,

@@ -63,7 +63,7 @@ def make_manager(url: str, prompts: int) -> RolloutManager:
     """A manager of short prompts that are tokenized already."""
     rows = [PromptRow(where="", prompt=f"{place} + 26 =", label=str(place + 26)) for place in range(prompts)]
     dataset = PromptDataset([TokenizedPrompt(row=row, tokens=list(range(PROMPT_TOKENS))) for row in rows])
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint="none",
         prompt_data="none",
         rollout_batch_size=prompts,

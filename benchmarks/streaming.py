@@ -97,7 +97,7 @@ def write_prompts(path: Path, megabytes: int) -> Path:
 
 def settings(path: Path, tokenizer_dir: Path, *, shuffle: bool) -> RolloutConfig:
     """Settings of a stream."""
-    return RolloutConfig(
+    return RolloutConfig.of(
         hf_checkpoint=str(tokenizer_dir),
         prompt_data=str(path),
         rollout_batch_size=1,
@@ -129,7 +129,7 @@ def in_memory(config: RolloutConfig, encoder: PromptEncoder, case: str) -> list[
 
     def run() -> None:
         before = time.perf_counter()
-        dataset = PromptDataset.load(config.prompt_paths[0], config, encoder)
+        dataset = PromptDataset.load(config.data.prompt_paths[0], config, encoder)
         take(RolloutDataSource(dataset, samples_per_prompt=1, shuffle=True))
         seconds.append(time.perf_counter() - before)
 
@@ -157,7 +157,7 @@ def rates(path: Path, tokenizer_dir: Path, encoder: PromptEncoder, seconds: floa
 def open_stream(config: RolloutConfig, encoder: PromptEncoder, encoding: RowEncoder | None = None) -> RolloutDataSource:
     """A source of a stream."""
     prompts = StreamingPrompts(config, encoder, encoding=encoding)
-    return RolloutDataSource(prompts, samples_per_prompt=1, shuffle=config.rollout_shuffle)
+    return RolloutDataSource(prompts, samples_per_prompt=1, shuffle=config.data.rollout_shuffle)
 
 
 def take(source: RolloutDataSource) -> None:

@@ -65,7 +65,7 @@ def _difference(batch: RolloutBatch, trainer: ranks.Ranks) -> tuple[float, int]:
 @pytest.mark.real
 @pytest.mark.timeout(300)
 def test_trainer_and_engine_agree_before_training_and_after_every_update(qwen3: Assets, tmp_path: Path) -> None:
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint=str(qwen3.hf),
         prompt_data=str(qwen3.prompts),
         rollout_batch_size=8,

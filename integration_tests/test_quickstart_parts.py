@@ -95,7 +95,7 @@ def test_a_flag_takes_the_place_of_the_one_that_it_excludes(places: Places, word
     merged = replace_flags(train_flags(places, engine_python=Path(sys.executable), seed=1, steps=3), words)
     assert gone not in merged
     settings = parse_train([word for name, values in merged.items() for word in (name, *values)])
-    assert settings.rollout.custom_rm_path or settings.rollout.async_buffer_size
+    assert settings.rollout.rewards.custom_rm_path or settings.rollout.selection.async_buffer_size
 
 
 def test_the_printed_command_is_what_a_shell_runs(places: Places, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_launcher_knows_every_flag(places: Places) -> None:
     assert settings.megatron.seed == 9
     (held_out,) = read_eval_sets(settings.rollout)
     assert (held_out.name, held_out.path) == (EVAL_NAME, str(places.held_out_data))
-    assert settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt == 128
+    assert settings.rollout.selection.rollout_batch_size * settings.rollout.selection.n_samples_per_prompt == 128
     assert settings.algorithm.use_kl_loss and settings.algorithm.kl_loss_coef == 0.001
 
 

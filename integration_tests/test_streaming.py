@@ -35,7 +35,7 @@ def test_the_prompts_are_those_of_the_file_each_in_its_turn(qwen3: Assets, tmp_p
 
 def expected_prompts(assets: Assets) -> list[object]:
     """What a stream of the same file gives without processes and without a stop."""
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint=str(assets.hf),
         prompt_data=str(assets.prompts),
         custom_rm_path="slime_rollout.no_rule",  # any label will do, as in the run
@@ -44,6 +44,6 @@ def expected_prompts(assets: Assets) -> list[object]:
         rollout_shuffle=True,
         streaming_shuffle_buffer=BLOCK,
     )
-    encoder = PromptEncoder.of(config, load_tokenizer(config.hf_checkpoint))
+    encoder = PromptEncoder.of(config, load_tokenizer(config.data.hf_checkpoint))
     source = RolloutDataSource(StreamingPrompts(config, encoder), samples_per_prompt=1, shuffle=True, seed=SEED)
     return [group[0].prompt for group in source.get_samples(ROLLOUTS * BATCH)]

@@ -86,7 +86,7 @@ def main() -> None:
     tokenizer, way, engine_thread = make_tokenizer(), Way(), LoopThread("engine")
     with tempfile.TemporaryDirectory() as directory:
         prompts = write_prompts(Path(directory) / "prompts.jsonl", chat=False)
-        config = RolloutConfig(
+        config = RolloutConfig.of(
             hf_checkpoint="", prompt_data=prompts, rollout_batch_size=2, n_samples_per_prompt=2, rm_type="first_integer"
         )
         dataset = PromptDataset.load(prompts, config, PromptEncoder.of(config, tokenizer))

@@ -5,7 +5,7 @@ import pytest
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
-from slime_core.flags import Config, Range, flag, flag_specs
+from slime_core.flags import Config, Range, flag, flag_specs, flag_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,3 +92,21 @@ def test_every_value_out_of_range_is_named_at_once():
 def test_ranges(allowed, words, inside, outside):
     assert str(allowed) == words
     assert all(number in allowed for number in inside) and not any(number in allowed for number in outside)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer(Config):
+    checked: Checked
+    size: int = flag(1, least=1, help="a size")
+
+
+def test_configs_in_a_config():
+    made = Outer.of(rate=0.25, size=3)
+    assert made == Outer(checked=Checked(rate=0.25), size=3)
+    assert flag_values(made) == {"rate": 0.25, "counts": (), "kind": None, "both": False, "size": 3}
+    assert [spec.dest for spec in flag_specs(Outer)] == list(flag_values(made))
+    assert made.changed(rate=1.0, size=2) == Outer(checked=Checked(rate=1.0), size=2)
+    with pytest.raises(ConfigError, match="--rate 3 must be"):
+        made.changed(rate=3)
+    with pytest.raises(TypeError, match="speed"):
+        Outer.of(speed=1)

@@ -19,7 +19,7 @@ def test_typed_records_per_package(flags, to_words):
     assert settings.megatron.lr == 2e-5
     assert settings.algorithm.use_kl_loss
     assert settings.algorithm.kl_loss_coef == 0.001
-    assert settings.rollout.rollout_batch_size == 4
+    assert settings.rollout.selection.rollout_batch_size == 4
     assert settings.cluster.colocate
     assert settings.run.num_rollout == 2
     assert settings.shape == {"num_layers": 2, "swiglu": True}

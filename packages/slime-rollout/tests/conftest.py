@@ -281,7 +281,7 @@ def manager(engine, tokenizer_dir, write_rows):
             **changes,
         }
         built.append(
-            RolloutManager(RolloutConfig(**config), router_url=engine.url, run_seed=5, on_progress=on_progress)
+            RolloutManager(RolloutConfig.of(**config), router_url=engine.url, run_seed=5, on_progress=on_progress)
         )
         return built[-1]
 

@@ -1,4 +1,3 @@
-import dataclasses
 import re
 import subprocess
 import sys
@@ -6,19 +5,19 @@ import sys
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_core.flags import flag_specs
+from slime_core.flags import flag_specs, flag_values
 from slime_rollout.config import RULES, RolloutConfig
 
 GOOD = {"hf_checkpoint": "model", "prompt_data": "train.jsonl", "rollout_batch_size": 4}
 
 
 def make(**changes):
-    return RolloutConfig(**{**GOOD, **changes})
+    return RolloutConfig.of(**{**GOOD, **changes})
 
 
 def test_every_field_is_a_flag_with_help():
     specs = {spec.dest: spec for spec in flag_specs(RolloutConfig)}
-    assert set(specs) == {field.name for field in dataclasses.fields(RolloutConfig)}
+    assert len(specs) == 65 and set(specs) == flag_values(make()).keys()
     assert all(spec.help for spec in specs.values())
     assert specs["rollout_stop_token_ids"].type is int
     assert specs["eval_prompt_data"].nargs == "+"
@@ -98,31 +97,31 @@ def test_a_bad_value_is_named_with_what_is_allowed(changes, words):
 
 
 def test_one_data_set_or_several():
-    assert make().prompt_paths == ("train.jsonl",)
-    assert make(prompt_data=("a", "b@[1:]"), prompt_data_weights=(3.0, 1.0)).prompt_paths == ("a", "b@[1:]")
+    assert make().data.prompt_paths == ("train.jsonl",)
+    assert make(prompt_data=("a", "b@[1:]"), prompt_data_weights=(3.0, 1.0)).data.prompt_paths == ("a", "b@[1:]")
 
 
 def test_arguments_of_the_template_are_json():
-    assert make().chat_template_kwargs == {}
+    assert make().data.chat_template_kwargs == {}
     given = make(apply_chat_template=True, apply_chat_template_kwargs='{"enable_thinking": false}')
-    assert given.chat_template_kwargs == {"enable_thinking": False}
+    assert given.data.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_rule_is_exact_unless_something_else_scores():
-    assert make().rule == "exact"
-    assert make(rm_type="first_integer").rule == "first_integer"
-    assert make(custom_rm_path="pkg.mod.fn").rule is None
+    assert make().rewards.rule == "exact"
+    assert make(rm_type="first_integer").rewards.rule == "first_integer"
+    assert make(custom_rm_path="pkg.mod.fn").rewards.rule is None
     teacher = {"opd_type": "sglang", "rm_url": "http://a"}
-    assert make(**teacher).rule is None
-    assert make(**teacher, rm_type="math").rule == "math"
+    assert make(**teacher).rewards.rule is None
+    assert make(**teacher, rm_type="math").rewards.rule == "math"
 
 
 def test_the_time_limit_of_scoring_depends_on_what_scores():
-    assert make(rm_type="math").reward_timeout == 10.0
-    assert make(rm_type="remote_rm", rm_url="http://a").reward_timeout == 60.0
-    assert make(custom_rm_path="pkg.mod.fn").reward_timeout == 60.0
-    assert make(rm_type="math", rm_timeout=3.0).reward_timeout == 3.0
-    assert (make().teacher_timeout, make(rm_timeout=3.0).teacher_timeout) == (60.0, 3.0)
+    assert make(rm_type="math").rewards.reward_timeout == 10.0
+    assert make(rm_type="remote_rm", rm_url="http://a").rewards.reward_timeout == 60.0
+    assert make(custom_rm_path="pkg.mod.fn").rewards.reward_timeout == 60.0
+    assert make(rm_type="math", rm_timeout=3.0).rewards.reward_timeout == 3.0
+    assert (make().rewards.teacher_timeout, make(rm_timeout=3.0).rewards.teacher_timeout) == (60.0, 3.0)
 
 
 def test_reading_the_flag_table_imports_no_framework():

@@ -32,7 +32,7 @@ def manager(engine, tokenizer_dir, write_rows, tmp_path):
             "custom_generate_function_path": f"{tmp_path}/custom_generate.py",
             **changes,
         }
-        return RolloutManager(RolloutConfig(**config), router_url=engine.url, run_seed=5)
+        return RolloutManager(RolloutConfig.of(**config), router_url=engine.url, run_seed=5)
 
     return build
 
@@ -54,7 +54,7 @@ async def custom_generate(args, samples, evaluation=False):
 
 
 def test_a_rollout_of_several_turns(manager, engine):
-    given = manager(SEED, max_turns=3, eval_prompt_data=(manager(SEED)._config.prompt_data,))
+    given = manager(SEED, max_turns=3, eval_prompt_data=(manager(SEED)._config.data.prompt_data,))
     batch = given.generate(0)
     assert len(engine.bodies) == 2 * 2 * 3
     assert [sample.reward for sample in batch.samples] == [0.25] * 4  # the rule was not asked
@@ -76,7 +76,7 @@ async def custom_generate(args, sample, sampling_params, evaluation=False):
 
 
 def test_parts_have_numbers_of_their_own_in_a_resumed_run_too(manager):
-    given = manager(PARTS, eval_prompt_data=(manager(PARTS)._config.prompt_data,))
+    given = manager(PARTS, eval_prompt_data=(manager(PARTS)._config.data.prompt_data,))
     batch = given.generate(0)
     assert [(sample.index, sample.trajectory) for sample in batch.samples] == [
         *((0, 0), (4, 0), (1, 1), (5, 1), (2, 2), (6, 2), (3, 3), (7, 3))

@@ -64,8 +64,8 @@ def test_they_name_every_flag_and_no_other():
 
 def test_defaults_are_those_of_the_code():
     given = {spec.name: spec.default for config in (RolloutConfig, EngineConfig) for spec in flag_specs(config)}
-    own = RolloutConfig(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path="a.b")
-    given |= {"--rm-timeout": own.reward_timeout, "--time-limit": TIME_LIMIT}
+    own = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path="a.b")
+    given |= {"--rm-timeout": own.rewards.reward_timeout, "--time-limit": TIME_LIMIT}
     given |= {"--engine-threads": EngineConfig().threads}
     told = re.findall(r"`(--[a-z-]+)` \((\d[\d,.]*)(?: s| GiB)?[),;]", "\n".join(TEXTS.values()))
     (table,) = re.findall(r"\| flag \| default .*?\n(?=\n)", TEXTS["docs/generation.md"], re.DOTALL)
@@ -150,12 +150,16 @@ def test_the_held_out_sets_on_their_page(tmp_path):
     text = TEXTS["docs/evaluation.md"]
     (file,) = blocks(text, "yaml")
     (tmp_path / "sets.yaml").write_text(file)
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, eval_config=str(tmp_path / "sets.yaml")
     )
     aime, gpqa, style = read_eval_sets(config)
-    assert (aime.n_samples_per_eval_prompt, aime.temperature, aime.config.rm_type) == (16, 0.6, "math")
-    assert (gpqa.config.label_key, gpqa.config.rm_type, style.config.custom_rm_path) == ("answer", "gpqa", "style.py")
+    assert (aime.n_samples_per_eval_prompt, aime.temperature, aime.config.rewards.rm_type) == (16, 0.6, "math")
+    assert (gpqa.config.data.label_key, gpqa.config.rewards.rm_type, style.config.rewards.custom_rm_path) == (
+        "answer",
+        "gpqa",
+        "style.py",
+    )
     (table,) = re.findall(r"\| key of a set .*?\n(?=\n)", text, re.DOTALL)
     keys = {key for row in table.splitlines() for key in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
     assert keys == set(KEYS) - {"name", "path"}

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
+from slime_core.flags import flag_values
 from slime_rollout.config import RolloutConfig
 from slime_rollout.eval_sets import KEYS, read_eval_config, read_eval_sets
 from slime_rollout.http import HttpError
@@ -24,7 +25,7 @@ def sets(tmp_path):
                 yaml.safe_dump({"eval": {"defaults": defaults or {}, "datasets": datasets}}, sort_keys=False)
             )
             flags["eval_config"] = str(path)
-        return read_eval_sets(RolloutConfig(**GIVEN, **flags))
+        return read_eval_sets(RolloutConfig.of(**GIVEN, **flags))
 
     return build
 
@@ -64,11 +65,11 @@ def test_without_settings_a_set_is_sampled_and_scored_as_rollouts_are(sets):
     }
     (one,) = sets(**rollout, datasets={"a": {"path": "x"}})
     for name, value in rollout.items():
-        assert getattr(one.config, name) == value
+        assert flag_values(one.config)[name] == value
         if name.startswith("rollout_") and name != "rollout_max_prompt_len":
             assert getattr(one, name.removeprefix("rollout_")) == value
     assert (one.n_samples_per_eval_prompt, one.min_new_tokens, one.metadata_overrides) == (1, 0, {})
-    assert (read_eval_sets(one.config), one.config.eval_config) == ((), None)
+    assert (read_eval_sets(one.config), one.config.evaluation.eval_config) == ((), None)
 
 
 SETTINGS = {
@@ -113,7 +114,7 @@ def test_the_set_wins_over_defaults_over_flags_of_evaluation_over_those_of_rollo
     path.write_text(
         yaml.safe_dump({"eval": {"defaults": layers[0], "datasets": [{"name": "a", "path": "x", **layers[1]}]}})
     )
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         **GIVEN,
         eval_config=str(path),
         **{ROLLOUT_FLAG[key]: value for key, value in rollout.items()},
@@ -123,8 +124,7 @@ def test_the_set_wins_over_defaults_over_flags_of_evaluation_over_those_of_rollo
     expected = rollout | evaluation | defaults | own
     for key, value in expected.items():
         name = "rollout_max_prompt_len" if key == "max_prompt_len" else key
-        holder = one if hasattr(one, name) else one.config
-        assert getattr(holder, name) == value, key
+        assert (getattr(one, name) if hasattr(one, name) else flag_values(one.config)[name]) == value, key
 
 
 def test_a_reward_of_its_own_leaves_the_runs_behind(sets, tmp_path):
@@ -141,7 +141,12 @@ def test_a_reward_of_its_own_leaves_the_runs_behind(sets, tmp_path):
         },
     )
     reward = [
-        (one.config.rule, one.config.custom_rm_path, one.config.custom_rm_arguments, one.config.group_rm)
+        (
+            one.config.rewards.rule,
+            one.config.rewards.custom_rm_path,
+            one.config.rewards.custom_rm_arguments,
+            one.config.rewards.group_rm,
+        )
         for one in (same, ruled, other, asked, back)
     ]
     assert reward == [
@@ -151,9 +156,9 @@ def test_a_reward_of_its_own_leaves_the_runs_behind(sets, tmp_path):
         ("remote_rm", None, None, False),
         (None, "own.py:Model", {"a": 1}, False),
     ]
-    assert asked.config.rm_url == "http://h/"
-    assert {one.config.reward_key for one in (same, ruled, other)} == {"acc"}
-    assert (ruled.config.reward_timeout, other.config.reward_timeout) == (10.0, 60.0)
+    assert asked.config.rewards.rm_url == "http://h/"
+    assert {one.config.rewards.reward_key for one in (same, ruled, other)} == {"acc"}
+    assert (ruled.config.rewards.reward_timeout, other.config.rewards.reward_timeout) == (10.0, 60.0)
 
 
 def test_the_rule_of_the_defaults_yields_to_a_sets_function(sets):
@@ -163,7 +168,11 @@ def test_the_rule_of_the_defaults_yields_to_a_sets_function(sets):
         defaults={"rm_type": "math"},
         datasets={"a": {"path": "x", "custom_rm_path": "b.py"}},
     )
-    assert (one.config.rule, one.config.rm_url, one.config.custom_rm_path) == (None, None, "b.py")
+    assert (one.config.rewards.rule, one.config.rewards.rm_url, one.config.rewards.custom_rm_path) == (
+        None,
+        None,
+        "b.py",
+    )
 
 
 def test_a_set_without_the_template_has_no_arguments_for_it(sets):
@@ -176,7 +185,7 @@ def test_a_set_without_the_template_has_no_arguments_for_it(sets):
             "same": {"path": "x", "apply_chat_template": True},
         },
     )
-    assert [one.config.chat_template_kwargs for one in (plain, own, same)] == [
+    assert [one.config.data.chat_template_kwargs for one in (plain, own, same)] == [
         {},
         {"enable_thinking": True},
         {"enable_thinking": False},
@@ -246,8 +255,8 @@ def test_sets_that_cannot_be_are_told_in_a_line(sets, given, words):
 
 
 def test_a_config_is_built_without_reading_the_file(tmp_path):
-    config = RolloutConfig(**GIVEN, eval_config=str(tmp_path / "sets.yaml"))
-    assert config.has_eval_sets and not RolloutConfig(**GIVEN).has_eval_sets
+    config = RolloutConfig.of(**GIVEN, eval_config=str(tmp_path / "sets.yaml"))
+    assert config.evaluation.has_eval_sets and not RolloutConfig.of(**GIVEN).evaluation.has_eval_sets
     with pytest.raises(ConfigError, match=r"sets\.yaml does not exist"):
         read_eval_sets(config)
     (tmp_path / "sets.yaml").write_text("eval: {datasets: {a: {path: x}}}")

@@ -28,7 +28,7 @@ def manager(engine, tokenizer_dir, write_rows, tmp_path):
             "rm_type": "first_integer",
             **changes,
         }
-        return RolloutManager(RolloutConfig(**config), router_url=engine.url, run_seed=5, on_progress=on_progress)
+        return RolloutManager(RolloutConfig.of(**config), router_url=engine.url, run_seed=5, on_progress=on_progress)
 
     return build
 

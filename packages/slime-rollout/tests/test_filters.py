@@ -39,7 +39,7 @@ def keep():
 
 
 def make(keep, seconds):
-    config = RolloutConfig(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, hook_timeout=seconds)
+    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, hook_timeout=seconds)
     return FilterCalls(keep, config)
 
 

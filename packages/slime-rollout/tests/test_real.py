@@ -68,7 +68,7 @@ def manager(tiny_model, fleet, write_rows):
             "rm_type": "first_integer",
             **changes,
         }
-        return RolloutManager(RolloutConfig(**config), router_url=fleet.router_url, run_seed=run_seed)
+        return RolloutManager(RolloutConfig.of(**config), router_url=fleet.router_url, run_seed=run_seed)
 
     return build
 

@@ -44,7 +44,7 @@ def test_a_rollout(manager, engine, reply):
 
 def test_data_that_was_read_before_is_not_read_again(tokenizer_dir, write_rows, engine):
     path = Path(write_rows(ROWS))
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint=tokenizer_dir,
         prompt_data=str(path),
         eval_prompt_data=("held out", str(path)),
@@ -260,7 +260,7 @@ def test_ctrl_c_stops_a_rollout_and_the_position_stays(engine, tokenizer_dir, wr
     code = f"""
 from slime_rollout.config import RolloutConfig
 from slime_rollout.rollout import RolloutManager
-config = RolloutConfig(hf_checkpoint={tokenizer_dir!r}, prompt_data={write_rows(ROWS)!r}, rollout_batch_size=2)
+config = RolloutConfig.of(hf_checkpoint={tokenizer_dir!r}, prompt_data={write_rows(ROWS)!r}, rollout_batch_size=2)
 manager = RolloutManager(config, router_url={engine.url!r}, run_seed=0)
 try:
     manager.generate(0)

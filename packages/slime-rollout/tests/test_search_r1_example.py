@@ -187,7 +187,7 @@ def test_the_corpus_is_small_and_has_every_answer():
 
 
 def test_questions_to_train_and_to_evaluate_on():
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint="x", prompt_data=str(TRAIN), eval_prompt_data=(str(EVAL),), rollout_batch_size=1, rm_type="f1"
     )
     counts = check_prompt_data(config)

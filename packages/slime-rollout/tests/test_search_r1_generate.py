@@ -57,7 +57,7 @@ def test_a_rollout(example, engine, reply, tokenizer_dir):
         return reply(text=said.rpartition("</")[0], tokens=tokens)  # stopped by a string, which the text leaves out
 
     engine.answer = answer
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint=tokenizer_dir,
         prompt_data=f"{DIRECTORY / 'train.jsonl'}@[2:3]",
         custom_generate_function_path=str(DIRECTORY / "search_r1.py"),

@@ -85,7 +85,7 @@ def test_a_rollout(engine, reply, tokenizer_dir):
         return reply(text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens)
 
     engine.answer = answer
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint=tokenizer_dir,
         prompt_data=str(DIRECTORY / "prompts.jsonl"),
         apply_chat_template=True,

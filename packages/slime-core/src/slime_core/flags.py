@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from slime_core.errors import ConfigError
 
@@ -113,7 +113,8 @@ class Config:
         Raises:
             ConfigError: Naming everything that is wrong, a line each.
         """
-        problems = [spec.problem(getattr(self, spec.dest)) for spec in flag_specs(type(self))]
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        problems = [spec.problem(values[spec.dest]) for spec in flag_specs(type(self)) if spec.dest in values]
         found = [problem for problem in problems if problem is not None] or list(self.contradictions())
         if found:
             raise ConfigError("\n".join(found))
@@ -121,6 +122,38 @@ class Config:
     def contradictions(self) -> Iterator[str]:
         """What is wrong with values that are right each for itself; a line each."""
         return iter(())
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """One made from the values of flags, also of those in records inside it.
+
+        Args:
+            values: By name in Python; what is left out has its default.
+
+        Raises:
+            ConfigError: Naming everything that is wrong in all of them, a line each.
+            TypeError: A value belongs to no field.
+        """
+        problems: list[str] = []
+        inner: dict[str, Config] = {}
+        for name, part in _parts(cls).items():
+            own = {spec.dest for spec in flag_specs(part)}
+            try:
+                inner[name] = part.of(**{dest: values.pop(dest) for dest in own & values.keys()})
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return cls(**inner, **values)
+
+    def changed(self, **values: Any) -> Self:
+        """The same with other values of some flags, also of those in records inside it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        flat = {name: value for name, value in fields.items() if not isinstance(value, Config)}
+        for part in fields.values():
+            if isinstance(part, Config):
+                flat |= flag_values(part)
+        return self.of(**flat | values)
 
 
 def flag(
@@ -170,12 +203,21 @@ def flag(
     return dataclasses.field(default=default, metadata={"flag": metadata})
 
 
+_SPECS: dict[type[Any], tuple[FlagSpec, ...]] = {}
+"""The flags of the classes that were asked for. Type hints take long to resolve, and every config is checked."""
+
+
 def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
-    """The flags of a config dataclass, in field order. Fields not made by :func:`flag` are no flags."""
+    """The flags of a config dataclass and of the configs in it, in field order. Other fields are not flags."""
     hints = typing.get_type_hints(config)
-    specs = []
+    specs: list[FlagSpec] = []
+    if config in _SPECS:
+        return _SPECS[config]
+    parts = _parts(config)
     for field in dataclasses.fields(config):
         meta = field.metadata.get("flag")
+        if field.name in parts:
+            specs += flag_specs(parts[field.name])
         if meta is None:
             continue
         item, nargs = _item_type(hints[field.name])
@@ -188,7 +230,26 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
             **{key: meta[key] for key in ("help", "unit", "choices", "metavar", "range", "may_change")},
         )
         specs.append(spec)
-    return tuple(specs)
+    _SPECS[config] = tuple(specs)
+    return _SPECS[config]
+
+
+def flag_values(config: Config) -> dict[str, Any]:
+    """Every flag of a config, and of the configs in it, by name in Python."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if isinstance(value, Config):
+            values |= flag_values(value)
+        elif "flag" in field.metadata:
+            values[field.name] = value
+    return values
+
+
+def _parts(config: type[Any]) -> dict[str, type[Config]]:
+    """The fields that are configs themselves."""
+    hints = typing.get_type_hints(config)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
 
 
 def _item_type(hint: Any) -> tuple[type, str | None]:

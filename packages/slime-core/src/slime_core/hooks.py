@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slime_core.errors import ConfigError
+from slime_core.flags import Config
 
 
 class HookArgs:
@@ -32,14 +33,13 @@ class HookArgs:
         """
         merged = dict(values)
         for config in configs:
-            for field in dataclasses.fields(config):
-                value = getattr(config, field.name)
-                if field.name in merged and merged[field.name] != value:
+            for name, value in _values(config).items():
+                if name in merged and merged[name] != value:
                     raise ConfigError(
-                        f"{field.name} is {merged[field.name]!r} and, in {type(config).__name__}, {value!r}; "
+                        f"{name} is {merged[name]!r} and, in {type(config).__name__}, {value!r}; "
                         "a name that hooks see must have one value"
                     )
-                merged[field.name] = value
+                merged[name] = value
         return cls(merged)
 
     def __getattr__(self, name: str) -> Any:
@@ -80,3 +80,12 @@ class HookArgs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HookArgs, (self._values,)
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """The fields of a config dataclass; those of the configs in it in their place."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= _values(value) if isinstance(value, Config) else {field.name: value}
+    return values

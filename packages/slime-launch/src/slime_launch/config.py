@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_core.config import AlgorithmConfig
-from slime_core.flags import Config, flag, flag_specs
+from slime_core.flags import Config, flag, flag_specs, flag_values
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
@@ -128,7 +128,7 @@ class Settings:
         values: dict[str, Any] = dict(self.shape)
         for part in CONFIGS:
             config = getattr(self, part)
-            values |= {spec.dest: getattr(config, spec.dest) for spec in flag_specs(type(config))}
+            values |= flag_values(config)
         values |= {sglang_dest(name): value for name, value in self.engine.sglang_args.items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

@@ -59,7 +59,7 @@ def parse_train(argv: Sequence[str]) -> Settings:
         if config is EngineConfig:
             values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
         try:
-            parts[part] = config(**values)
+            parts[part] = config.of(**values)
         except ConfigError as error:
             problems.append(str(error))
     if problems:

@@ -187,7 +187,7 @@ def save_if_due(parts: Parts) -> None:
 def evaluate_if_due(parts: Parts) -> None:
     """Score the held-out prompts: before the first rollout, at every interval, at the end; never twice at one place."""
     run, iteration = parts.settings.run, parts.state.iteration
-    if not parts.settings.rollout.has_eval_sets or parts.tracker.has_eval(iteration):
+    if not parts.settings.rollout.evaluation.has_eval_sets or parts.tracker.has_eval(iteration):
         return
     at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0
     due = not run.skip_eval_before_train if iteration == 0 else at_interval or iteration == run.num_rollout

@@ -92,7 +92,7 @@ def preflight(settings: Settings) -> Checked:
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm)
         problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
-    directory = Path(settings.rollout.hf_checkpoint)
+    directory = Path(settings.rollout.data.hf_checkpoint)
     problems.attempt(check_hf_directory, directory)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
@@ -169,7 +169,7 @@ def check_engines(settings: Settings) -> EnginePlan | None:
     plan = plan_engines(
         read_topology(engine.sglang_config),
         engine,
-        hf_checkpoint=settings.rollout.hf_checkpoint,
+        hf_checkpoint=settings.rollout.data.hf_checkpoint,
         num_gpus=settings.cluster.rollout_gpus,
         dtype=engine_dtype(settings),
     )
@@ -216,7 +216,7 @@ def check_room(settings: Settings) -> None:
     Raises:
         PreflightError: It does not, with both sizes.
     """
-    megatron, model = settings.megatron, Path(settings.rollout.hf_checkpoint)
+    megatron, model = settings.megatron, Path(settings.rollout.data.hf_checkpoint)
     if megatron.save is None or not (model / "config.json").is_file():
         return
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

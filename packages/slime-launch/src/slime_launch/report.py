@@ -154,7 +154,7 @@ def report_if_finished(checked: Checked, output_dir: Path) -> bool:
         output_dir = Path(manifest.output_dir)  # another --output-dir was given this time
     rows = read_rows(output_dir)
     evaluated = any(row["kind"] == "eval" and row["rollout_id"] >= settings.run.num_rollout for row in rows)
-    if settings.rollout.has_eval_sets and not evaluated:
+    if settings.rollout.evaluation.has_eval_sets and not evaluated:
         return False
     save = Path(str(settings.megatron.save))
     checkpoint = save / manifest.checkpoint if manifest.checkpoint is not None else None

@@ -236,11 +236,11 @@ def split_rollout(
     return build_shards(
         batch,
         algorithm=settings.algorithm,
-        temperature=settings.rollout.rollout_temperature,
+        temperature=settings.rollout.sampling.rollout_temperature,
         data_parallel_size=data_parallel_size,
         micro_batch_size=megatron.micro_batch_size,
         global_batch_size=global_batch_size,
-        reward_key=settings.rollout.reward_key,
+        reward_key=settings.rollout.rewards.reward_key,
         keep_groups_together=megatron.share_prompts,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,

@@ -18,7 +18,7 @@ def global_batch_size(settings: Settings) -> int:
     Raises:
         ConfigError: ``rollout_batch_size × n_samples_per_prompt ≠ global_batch_size × num_steps_per_rollout``.
     """
-    prompts, size = settings.rollout.rollout_batch_size, settings.rollout.n_samples_per_prompt
+    prompts, size = settings.rollout.selection.rollout_batch_size, settings.rollout.selection.n_samples_per_prompt
     steps, given = settings.run.num_steps_per_rollout, settings.megatron.global_batch_size
     samples = prompts * size
     if given is None and samples % steps == 0:
@@ -65,7 +65,7 @@ def check_settings(settings: Settings) -> None:
 def _check_batches(settings: Settings) -> None:
     megatron = settings.megatron
     check_batch_sizes(
-        num_samples=settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt,
+        num_samples=settings.rollout.selection.rollout_batch_size * settings.rollout.selection.n_samples_per_prompt,
         global_batch_size=global_batch_size(settings),
         data_parallel_size=megatron.data_parallel_size(settings.cluster.actor_gpus),
         micro_batch_size=megatron.micro_batch_size,
@@ -76,8 +76,8 @@ def _check_batches(settings: Settings) -> None:
 
 def _check_sampling(settings: Settings) -> None:
     for name, value, everything in (
-        ("--rollout-top-p", settings.rollout.rollout_top_p, 1.0),
-        ("--rollout-top-k", settings.rollout.rollout_top_k, -1),
+        ("--rollout-top-p", settings.rollout.sampling.rollout_top_p, 1.0),
+        ("--rollout-top-k", settings.rollout.sampling.rollout_top_k, -1),
     ):
         if value != everything:
             raise ConfigError(
@@ -85,7 +85,7 @@ def _check_sampling(settings: Settings) -> None:
                 f"trained on another distribution than its own; leave it out, or give "
                 f"{name.replace('rollout', 'eval')} for evaluation alone"
             )
-    if settings.rollout.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
+    if settings.rollout.selection.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
         raise ConfigError(
             "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
             "engine has not looked at all tokens of its last step; leave one of them out"
@@ -95,7 +95,7 @@ def _check_sampling(settings: Settings) -> None:
 def _check_colocation(settings: Settings) -> None:
     if not settings.cluster.colocate:
         return
-    if settings.rollout.async_buffer_size is not None:
+    if settings.rollout.selection.async_buffer_size is not None:
         raise ConfigError(
             "--colocate has trainer and engines take turns, and --async-buffer-size has them work at the same time; "
             "give --rollout-num-gpus in place of --colocate"
@@ -108,7 +108,7 @@ def _check_colocation(settings: Settings) -> None:
 
 
 def _check_evaluation(settings: Settings) -> None:
-    if settings.run.eval_interval is not None and not settings.rollout.has_eval_sets:
+    if settings.run.eval_interval is not None and not settings.rollout.evaluation.has_eval_sets:
         raise ConfigError(
             f"--eval-interval {settings.run.eval_interval} needs held-out prompts; "
             "give --eval-prompt-data or --eval-config"
@@ -117,7 +117,7 @@ def _check_evaluation(settings: Settings) -> None:
 
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
-    algorithm, size = settings.algorithm, settings.rollout.n_samples_per_prompt
+    algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
     lines = list(algorithm.notices)
     relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
     if size == 1 and relative and algorithm.custom_advantage_function_path is None:
@@ -129,8 +129,8 @@ def notices(settings: Settings) -> list[str]:
 
 
 def _check_distillation(settings: Settings) -> None:
-    wanted, teacher = settings.algorithm.use_opd, settings.rollout.opd_type
-    own = settings.rollout.custom_rm_path or settings.rollout.custom_generate_function_path
+    wanted, teacher = settings.algorithm.use_opd, settings.rollout.rewards.opd_type
+    own = settings.rollout.rewards.custom_rm_path or settings.rollout.sampling.custom_generate_function_path
     if wanted and teacher is None and own is None:
         raise ConfigError(
             "--use-opd needs the teacher's log-probs: give --opd-type sglang and --rm-url, the address of a SGLang "
@@ -170,7 +170,7 @@ def check_shape(settings: Settings) -> ModelShape:
         ConvertError: The config cannot be read, or flags contradict it: all of them in one message.
         ConfigError: The model is quantized.
     """
-    directory = settings.rollout.hf_checkpoint
+    directory = settings.rollout.data.hf_checkpoint
     shape = ModelShape.from_hf_config(directory)
     if read_format(Path(directory)) is not None:
         raise ConfigError(

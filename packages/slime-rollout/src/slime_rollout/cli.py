@@ -61,7 +61,7 @@ def check_hooks(given: dict[str, Any]) -> int:
     """
     options = {name: given.pop(name, None) for name in ("run", "reply", "time_limit")}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    config = RolloutConfig(**_STAND_INS | values)
+    config = RolloutConfig.of(**_STAND_INS | values)
     args, hooks = HookArgs.from_configs(config), given_hooks(config)
     if not hooks:
         raise ConfigError(f"no hook is given; give one or more of {', '.join(hook.flag for hook in HOOKS)}")

@@ -102,7 +102,9 @@ class Collector:
         self._changed = asyncio.Event()
         self._rollout_id = self._version = 0
         self._is_open = False
-        self._watch = Stopwatch(config.rollout_batch_size * config.n_samples_per_prompt, on_progress)
+        self._watch = Stopwatch(
+            config.selection.rollout_batch_size * config.selection.n_samples_per_prompt, on_progress
+        )
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -133,13 +135,13 @@ class Collector:
         """
         self._calls.check()
         await self.open()
-        looks_ahead = self._config.async_buffer_size is not None
+        looks_ahead = self._config.selection.async_buffer_size is not None
         async with contextlib.nullcontext() if looks_ahead else self._transaction():
             self._rollout_id, self._version = rollout_id, version
             self._watch.begin()
             self._drop_aged()
             self._start(self._wanted())
-            while len(self._ready) < self._config.rollout_batch_size or self._error is not None:
+            while len(self._ready) < self._config.selection.rollout_batch_size or self._error is not None:
                 if self._error is not None:
                     raise self._error
                 self._changed.clear()
@@ -190,7 +192,7 @@ class Collector:
                 await self.stop()
 
     def _take_rollout(self) -> Collected:
-        size = self._config.rollout_batch_size
+        size = self._config.selection.rollout_batch_size
         taken, self._ready = self._ready[:size], self._ready[size:]
         groups = sorted((one.group for one in taken), key=lambda group: group[0].group_index)
         counts, self._counts, self._started = self._counts, collections.Counter(), 0
@@ -213,7 +215,7 @@ class Collector:
             SlimeError: What was in flight failed meanwhile.
         """
         self._context.stop.set()
-        if self._config.partial_rollout:
+        if self._config.selection.partial_rollout:
             await self._cut_off()
         groups, error = [one.group for one in self._ready] + self._unfinished, self._error
         groups += [_what_is_whole(work) for work in await self.stop()]
@@ -240,12 +242,12 @@ class Collector:
 
     def _wanted(self) -> list[Group]:
         """As many groups of the data source as there is room for."""
-        have, wanted = len(self._ready) + len(self._running), self._config.rollout_batch_size
-        if self._config.async_buffer_size is not None:
+        have, wanted = len(self._ready) + len(self._running), self._config.selection.rollout_batch_size
+        if self._config.selection.async_buffer_size is not None:
             room = wanted * self._rollouts_ahead() - have
         else:
-            room = self._config.groups_in_flight - have if have < wanted else 0
-        left = self._config.most_groups_tried - self._started
+            room = self._config.selection.groups_in_flight - have if have < wanted else 0
+        left = self._config.selection.most_groups_tried - self._started
         if room <= 0 or self._error is not None:
             return []
         if left > 0:
@@ -258,8 +260,8 @@ class Collector:
         """A filter may drop every group there is, and the run would never end."""
         counts = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items())) or "none finished"
         return GenerationError(
-            f"rollout {self._rollout_id} has {len(self._ready)} of {self._config.rollout_batch_size} groups after "
-            f"{self._started} were tried ({counts}); look at the rewards, loosen the filter or "
+            f"rollout {self._rollout_id} has {len(self._ready)} of {self._config.selection.rollout_batch_size} groups "
+            f"after {self._started} were tried ({counts}); look at the rewards, loosen the filter or "
             "--max-weight-staleness, or raise --dynamic-sampling-max-prompts"
         )
 
@@ -269,8 +271,8 @@ class Collector:
         A group that is started now is trained on after those. With more of them, its tokens would then be older than
         ``--max-weight-staleness``; each rollout is assumed to be followed by an update.
         """
-        ahead = self._config.async_buffer_size or 1
-        bound = self._config.max_weight_staleness
+        ahead = self._config.selection.async_buffer_size or 1
+        bound = self._config.selection.max_weight_staleness
         if bound is None:
             return ahead
         # Between two rollouts the engines still have the version before the one that the next rollout is trained from.
@@ -295,7 +297,7 @@ class Collector:
         for sample in prepared:
             if sample.status is Status.ABORTED and sample.response_length:
                 self._counts["continued_samples"] += 1
-                if self._config.mask_offpolicy_in_partial_rollout:
+                if self._config.selection.mask_offpolicy_in_partial_rollout:
                     sample.loss_mask = [0] * sample.response_length
         return prepared
 
@@ -364,14 +366,14 @@ class Collector:
         self._source.ledger.replace_out([group])
         if self._context.stop.is_set():
             self._unfinished.append(group)
-        elif self._started < self._config.most_groups_tried:
+        elif self._started < self._config.selection.most_groups_tried:
             self._start([group])
         else:
             self._fail(self._too_many())
 
     @property
     def _most_age(self) -> float:
-        bound = self._config.max_weight_staleness
+        bound = self._config.selection.max_weight_staleness
         return float("inf") if bound is None else bound
 
     def _age(self, samples: list[Sample]) -> int:

@@ -473,27 +473,29 @@ class EvalConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(DataConfig, SamplingConfig, SelectionConfig, RewardConfig, EvalConfig):
-    """Everything about prompts, sampling, rewards and evaluation.
+class RolloutConfig(Config):
+    """Everything about prompts, sampling, rewards and evaluation; ``RolloutConfig.of(flag=value, ...)`` makes one.
 
     Raises:
         ConfigError: Values are outside their range, or contradict each other: all of them, a line each.
     """
 
-    def contradictions(self) -> Iterator[str]:
-        """Those of every concern."""
-        for concern in (DataConfig, SamplingConfig, SelectionConfig, RewardConfig, EvalConfig):
-            yield from concern.contradictions(self)
+    data: DataConfig
+    sampling: SamplingConfig
+    selection: SelectionConfig
+    rewards: RewardConfig
+    evaluation: EvalConfig
 
     @property
     def takes_messages(self) -> bool:
         """Whether prompts may be chat messages: a template renders them, or a custom function does."""
-        return self.apply_chat_template or self.custom_generate_function_path is not None
+        return self.data.apply_chat_template or self.sampling.custom_generate_function_path is not None
 
     @property
     def may_lag(self) -> bool:
         """Whether tokens may come from older weights than those that are trained next."""
-        return self.gives_back or self.async_buffer_size is not None or self.data_source_path is not None
+        selection = self.selection
+        return selection.gives_back or selection.async_buffer_size is not None or self.data.data_source_path is not None
 
 
 def _wrong_top_k(name: str, value: int | None) -> Iterator[str]:

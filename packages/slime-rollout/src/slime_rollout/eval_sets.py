@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from slime_core.errors import ConfigError, SlimeError
+from slime_core.flags import flag_values
 from slime_core.metrics import set_name_problem
 from slime_rollout.config import RolloutConfig
 from slime_rollout.strict_yaml import load_yaml
@@ -162,23 +163,25 @@ def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
     sets = [
         _make_set(f"{FLAG}: set {name}", {**base, "name": name, "path": path}, config) for name, path in _pairs(config)
     ]
-    if config.eval_config is not None:
-        given = read_eval_config(config.eval_config)
+    if config.evaluation.eval_config is not None:
+        given = read_eval_config(config.evaluation.eval_config)
         defaults = _merge(base, given.defaults)
         sets += [
-            _make_set(f"{config.eval_config}: set {entry['name']}", _merge(defaults, entry), config)
+            _make_set(f"{config.evaluation.eval_config}: set {entry['name']}", _merge(defaults, entry), config)
             for entry in given.sets
         ]
     if repeated := [name for name, count in Counter(one.name for one in sets).items() if count > 1]:
-        flags = FLAG if config.eval_config is None else f"{FILE_FLAG} {config.eval_config}"
-        flags += f" and {FLAG}" if config.eval_config is not None and config.eval_prompt_data else ""
+        flags = FLAG if config.evaluation.eval_config is None else f"{FILE_FLAG} {config.evaluation.eval_config}"
+        flags += (
+            f" and {FLAG}" if config.evaluation.eval_config is not None and config.evaluation.eval_prompt_data else ""
+        )
         raise ConfigError(f"{flags}: the name {repeated[0]} is given twice; give every set its own name")
     return tuple(sets)
 
 
 def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
     """Names and paths of ``--eval-prompt-data``."""
-    given = config.eval_prompt_data
+    given = config.evaluation.eval_prompt_data
     if len(given) == 1:
         return [("eval", given[0])]
     pairs = list(zip(given[::2], given[1::2], strict=True))
@@ -191,12 +194,13 @@ def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
 def _settings_of_flags(config: RolloutConfig) -> dict[str, Any]:
     """The settings of a set that has none itself."""
     settings: dict[str, Any] = {"min_new_tokens": 0, "metadata_overrides": {}}
-    settings |= {key: getattr(config, key) for key in _OF_CONFIG}
-    if config.opd_type is not None:
+    flags = flag_values(config)
+    settings |= {key: flags[key] for key in _OF_CONFIG}
+    if config.rewards.opd_type is not None:
         settings["rm_url"] = None  # the teacher's
-    settings |= {key: getattr(config, f"rollout_{key}") for key in _OF_ROLLOUTS}
-    settings["n_samples_per_eval_prompt"] = config.n_samples_per_eval_prompt
-    evaluation = {key: getattr(config, f"eval_{key}") for key in _OF_EVALUATION}
+    settings |= {key: flags[f"rollout_{key}"] for key in _OF_ROLLOUTS}
+    settings["n_samples_per_eval_prompt"] = config.evaluation.n_samples_per_eval_prompt
+    evaluation = {key: flags[f"eval_{key}"] for key in _OF_EVALUATION}
     return settings | {key: value for key, value in evaluation.items() if value is not None}
 
 
@@ -217,7 +221,7 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
     changes = {key: settings.pop(key) for key in _OF_CONFIG}
     changes["rollout_max_prompt_len"] = settings.pop("max_prompt_len")
     try:
-        config = dataclasses.replace(config, eval_prompt_data=(), eval_config=None, opd_type=None, **changes)
+        config = config.changed(eval_prompt_data=(), eval_config=None, opd_type=None, **changes)
         return EvalSet(config=config, **settings)
     except ConfigError as error:
         message = str(error) if where.startswith(FLAG) else _in_keys(str(error))

@@ -106,7 +106,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for one in self._sets:
             name, config = one.held_out.name, one.held_out.config
-            metrics |= eval_metrics(name, samples[name], config.reward_key)
+            metrics |= eval_metrics(name, samples[name], config.rewards.reward_key)
         return EvalReport(
             rollout_id=rollout_id,
             scores=eval_scores(metrics),
@@ -150,4 +150,4 @@ def _pipeline(held_out: EvalSet, scorers: Scorers) -> GroupPipeline:
     scorer = scorers.of(config)
     with held_out.named():
         generate = make_generate(config)
-    return GroupPipeline(generate, scorer.reward, scorer.group_reward, reward_key=config.reward_key)
+    return GroupPipeline(generate, scorer.reward, scorer.group_reward, reward_key=config.rewards.reward_key)

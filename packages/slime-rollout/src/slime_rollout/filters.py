@@ -81,8 +81,8 @@ class FilterCalls:
     """
 
     def __init__(self, keep: GroupFilter, config: RolloutConfig) -> None:
-        self._keep, self._limit = keep, config.hook_timeout
-        self._name = f"{FLAG} {config.dynamic_sampling_filter_path}"
+        self._keep, self._limit = keep, config.selection.hook_timeout
+        self._name = f"{FLAG} {config.selection.dynamic_sampling_filter_path}"
         self._turn = threading.Lock()
 
     async def __call__(self, group: Group) -> Verdict:
@@ -103,5 +103,5 @@ class FilterCalls:
 
 def make_filter(config: RolloutConfig, hook_args: HookArgs) -> GroupFilter | None:
     """The filter of ``--dynamic-sampling-filter-path``; ``None`` without it."""
-    path = config.dynamic_sampling_filter_path
+    path = config.selection.dynamic_sampling_filter_path
     return None if path is None else CustomFilter(path, hook_args)

@@ -153,7 +153,7 @@ class GenerationService:
         reader.shutdown(wait=False)  # the error of an engine does not wait for the prompts
         self._engines = engines = start_engines(
             spec.engine,
-            model_path=spec.rollout.hf_checkpoint,
+            model_path=spec.rollout.data.hf_checkpoint,
             num_engines=spec.num_engines,
             dtype=spec.dtype,
             context_length=spec.context_length,
@@ -219,7 +219,7 @@ class GenerationService:
             sync=self._spec.engine,
             engine_urls=engine_urls,
             tp_size=self._started.tp_size,
-            hf_checkpoint=self._spec.rollout.hf_checkpoint,
+            hf_checkpoint=self._spec.rollout.data.hf_checkpoint,
             receivers=self._receivers(engine_urls),
             colocate=self._spec.colocate,
         )
@@ -338,8 +338,8 @@ def retry_delays(engine: EngineConfig) -> tuple[float, ...]:
 
 def longest_sample(config: RolloutConfig) -> int:
     """Tokens of the longest prompt and response that the run may ask for, as far as flags say."""
-    response = max(config.rollout_max_response_len, config.eval_max_response_len or 0)
-    return (config.rollout_max_prompt_len or 1) + response
+    response = max(config.sampling.rollout_max_response_len, config.evaluation.eval_max_response_len or 0)
+    return (config.data.rollout_max_prompt_len or 1) + response
 
 
 def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
@@ -350,7 +350,7 @@ def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
 
     return DeltaReceiver(
         directory=str(spec.engine.update_weight_local_checkpoint_dir),
-        hf_checkpoint=spec.rollout.hf_checkpoint,
+        hf_checkpoint=spec.rollout.data.hf_checkpoint,
         source=str(spec.engine.update_weight_disk_dir),
     )
 

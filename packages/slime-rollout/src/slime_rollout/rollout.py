@@ -58,7 +58,7 @@ class RolloutData:
             ConfigError: The tokenizer or the data source cannot be used.
             DataError: A prompt file breaks its format.
         """
-        tokenizer = load_tokenizer(config.hf_checkpoint)
+        tokenizer = load_tokenizer(config.data.hf_checkpoint)
         source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or HookArgs.from_configs(config))
         return cls(source, [HeldOutPrompts.load(held_out, tokenizer) for held_out in read_eval_sets(config)], tokenizer)
 
@@ -111,7 +111,7 @@ class RolloutManager:
             scorer.reward,
             scorer.group_reward,
             teacher=teacher or make_teacher(config),
-            reward_key=config.reward_key,
+            reward_key=config.rewards.reward_key,
         )
         keep = make_filter(config, hook_args)
         self._filter = None if keep is None else FilterCalls(keep, config)
@@ -119,8 +119,8 @@ class RolloutManager:
         self._calls = SourceCalls(data.source, config)
         client = EngineClient(
             router_url,
-            concurrency=config.rollout_concurrency,
-            timeout=config.rollout_request_timeout,
+            concurrency=config.sampling.rollout_concurrency,
+            timeout=config.sampling.rollout_request_timeout,
             retry_delays=retry_delays,
             cache_namespace=cache_namespace,
         )
@@ -177,7 +177,7 @@ class RolloutManager:
             rollout_id=rollout_id,
             weight_version=version,
             groups=collected.groups,
-            metrics=rollout_metrics(samples, self._config.reward_key)
+            metrics=rollout_metrics(samples, self._config.rewards.reward_key)
             | _engine_metrics(samples, self._seconds_since_last(collected))
             | _failure_metrics(samples)
             | (_age_metrics(samples, version) if self._config.may_lag else {})
@@ -236,7 +236,7 @@ class RolloutManager:
     def _seconds_since_last(self, collected: Collected) -> float:
         """Seconds in which the samples were generated: beside the trainer, all since the rollout before."""
         before, self._last_time = self._last_time, time.perf_counter()
-        if self._config.async_buffer_size is None or before is None:
+        if self._config.selection.async_buffer_size is None or before is None:
             return collected.seconds["generate"]
         return self._last_time - before
 

@@ -28,8 +28,11 @@ class SourceCalls:
 
     def __init__(self, source: AccountedSource, config: RolloutConfig) -> None:
         self.source = source
-        self._limit = config.hook_timeout
-        given = {"--data-source-path": config.data_source_path, "--buffer-filter-path": config.buffer_filter_path}
+        self._limit = config.selection.hook_timeout
+        given = {
+            "--data-source-path": config.data.data_source_path,
+            "--buffer-filter-path": config.data.buffer_filter_path,
+        }
         self._hooks = " with ".join(f"{flag} {path}" for flag, path in given.items() if path is not None)
         self._problem = ""
 

@@ -173,23 +173,25 @@ def make_teacher(config: RolloutConfig) -> TeacherLogProbs | None:
     Raises:
         TeacherError: The teacher does not answer, gives no log-probs, or has another vocabulary.
     """
-    if config.opd_type is None or config.rm_url is None:
+    if config.rewards.opd_type is None or config.rewards.rm_url is None:
         return None
-    url = generate_url(config.rm_url)
-    name = _name(url, config.teacher_timeout)
-    tokenizer = load_tokenizer(config.hf_checkpoint)
+    url = generate_url(config.rewards.rm_url)
+    name = _name(url, config.rewards.teacher_timeout)
+    tokenizer = load_tokenizer(config.data.hf_checkpoint)
     vocabulary = _check_vocabulary(url, name, tokenizer, config)
     _check_length(url, config)
     logger.info("the teacher at %s is %s", url, name)
     return TeacherLogProbs(
-        url, timeout=config.teacher_timeout, vocabulary=vocabulary, drop=config.rm_on_failure == "drop"
+        url, timeout=config.rewards.teacher_timeout, vocabulary=vocabulary, drop=config.rewards.rm_on_failure == "drop"
     )
 
 
 def _check_vocabulary(url: str, name: str, tokenizer: Any, config: RolloutConfig) -> TeacherVocabulary:
     """Ask about tokens of the whole vocabulary, and compare their texts with those of the student's tokenizer."""
     tokens = _tokens_to_compare(tokenizer)
-    vocabulary, reply = _ask(url, tokens, _largest_tokens(tokenizer, config.hf_checkpoint), config.teacher_timeout)
+    vocabulary, reply = _ask(
+        url, tokens, _largest_tokens(tokenizer, config.data.hf_checkpoint), config.rewards.teacher_timeout
+    )
     texts = [entry[2] if len(entry) > 2 else None for entry in reply["meta_info"]["input_token_logprobs"][:-1]]
     if None in texts:
         logger.warning("the teacher at %s does not say how its tokens read, so only their numbers are compared", url)
@@ -203,8 +205,8 @@ def _check_vocabulary(url: str, name: str, tokenizer: Any, config: RolloutConfig
     shown = ", ".join(f"{token} is {ours!r} here and {theirs!r} there" for token, ours, theirs in others[:3])
     if any(token not in added for token, _, _ in others):
         raise TeacherError(
-            f"the teacher at {url} ({name}) has another vocabulary than --hf-checkpoint {config.hf_checkpoint}: of "
-            f"{len(tokens)} tokens {len(others)} differ ({shown}); distillation needs a teacher with the same tokenizer"
+            f"the teacher at {url} ({name}) has another vocabulary than --hf-checkpoint {config.data.hf_checkpoint}: "
+            f"of {len(tokens)} tokens {len(others)} differ ({shown}); distillation needs one with the same tokenizer"
         )
     if others:
         logger.warning("the teacher at %s reads %d added tokens otherwise: %s", url, len(others), shown)
@@ -278,13 +280,13 @@ def _name(url: str, timeout: float) -> str:
 def _check_length(url: str, config: RolloutConfig) -> None:
     """Warn where samples may get longer than the teacher's inputs may be, which a router does not say."""
     try:
-        info = call("GET", url.removesuffix("/generate") + "/server_info", timeout=config.teacher_timeout)
+        info = call("GET", url.removesuffix("/generate") + "/server_info", timeout=config.rewards.teacher_timeout)
     except HttpError:
         return
     limit = info.get("max_req_input_len") if isinstance(info, dict) else None
-    longest = (config.rollout_max_prompt_len or 1) + config.rollout_max_response_len
-    if config.rollout_max_context_len is not None:
-        longest = min(longest, config.rollout_max_context_len)
+    longest = (config.data.rollout_max_prompt_len or 1) + config.sampling.rollout_max_response_len
+    if config.sampling.rollout_max_context_len is not None:
+        longest = min(longest, config.sampling.rollout_max_context_len)
     if isinstance(limit, int) and longest >= limit:
         logger.warning(
             "samples may get %d tokens long, and the teacher at %s takes %d; raise its --context-length by %d",

@@ -235,7 +235,7 @@ def table_of(rows):
 @pytest.fixture(scope="session")
 def config_of(tokenizer_dir):
     """Settings with a tokenizer that is there."""
-    return functools.partial(RolloutConfig, hf_checkpoint=tokenizer_dir, rollout_batch_size=1)
+    return functools.partial(RolloutConfig.of, hf_checkpoint=tokenizer_dir, rollout_batch_size=1)
 
 
 @pytest.fixture(scope="session")

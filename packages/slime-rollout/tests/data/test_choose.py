@@ -31,7 +31,7 @@ CUSTOM = """class own:
 
 @pytest.fixture
 def config():
-    return functools.partial(RolloutConfig, hf_checkpoint="m", prompt_data="p.jsonl", rollout_batch_size=2)
+    return functools.partial(RolloutConfig.of, hf_checkpoint="m", prompt_data="p.jsonl", rollout_batch_size=2)
 
 
 @pytest.fixture

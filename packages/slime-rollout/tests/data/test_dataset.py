@@ -16,7 +16,7 @@ def load(tokenizer_dir):
     encoder = PromptEncoder(load_tokenizer(tokenizer_dir), apply_chat_template=False)
 
     def build(path, **changes):
-        config = RolloutConfig(
+        config = RolloutConfig.of(
             **{"hf_checkpoint": tokenizer_dir, "prompt_data": path, "rollout_batch_size": 1, **changes}
         )
         return PromptDataset.load(path, config, encoder)

@@ -187,7 +187,7 @@ CHAT = [{"role": "user", "content": "2 + 2?"}]
 
 
 def config(path, **changes):
-    return RolloutConfig(**{"hf_checkpoint": "none", "prompt_data": path, "rollout_batch_size": 1, **changes})
+    return RolloutConfig.of(**{"hf_checkpoint": "none", "prompt_data": path, "rollout_batch_size": 1, **changes})
 
 
 def test_counts_every_file_of_a_run(write_rows):
@@ -272,7 +272,7 @@ def test_checking_loads_no_tokenizer_and_no_http(write_rows):
     path = write_rows([{"prompt": "a", "label": "1"}])
     code = (
         "import sys; from slime_rollout.config import RolloutConfig; from slime_rollout.data import check_prompt_data; "
-        f"check_prompt_data(RolloutConfig(hf_checkpoint='none', prompt_data={path!r}, rollout_batch_size=1)); "
+        f"check_prompt_data(RolloutConfig.of(hf_checkpoint='none', prompt_data={path!r}, rollout_batch_size=1)); "
         "print({'torch', 'transformers', 'aiohttp', 'pyarrow', 'datasets'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

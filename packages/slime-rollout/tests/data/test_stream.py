@@ -54,11 +54,15 @@ def stream(config_of, tokenizer):
         encoder = PromptEncoder.of(config, tokenizer)
         if memory:
             parts = [PromptDataset.load(path, config, encoder) for path in paths]
-            dataset = PromptDataset.join(parts, config.prompt_data_weights)
+            dataset = PromptDataset.join(parts, config.data.prompt_data_weights)
         else:
             dataset = StreamingPrompts(config, encoder, encoding=encoding)
         return kind(
-            dataset, samples_per_prompt=samples, shuffle=config.rollout_shuffle, seed=config.rollout_seed, args=None
+            dataset,
+            samples_per_prompt=samples,
+            shuffle=config.data.rollout_shuffle,
+            seed=config.data.rollout_seed,
+            args=None,
         )
 
     return build
@@ -410,7 +414,7 @@ READ_THROUGH = """
         ctypes.CDLL(None).malloc_trim(0)
         pathlib.Path("/proc/self/clear_refs").write_text("5")
         memory, begun = status("status", "VmRSS"), status("io", "rchar")
-        config = RolloutConfig(
+        config = RolloutConfig.of(
             hf_checkpoint="none", prompt_data=path, rollout_batch_size=1, streaming_data=True, rollout_shuffle=True,
             streaming_shuffle_buffer=100,
         )

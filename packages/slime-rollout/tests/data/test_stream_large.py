@@ -57,7 +57,7 @@ PROGRAM = """
         }
 
     directory, path, shuffle = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
-    config = RolloutConfig(
+    config = RolloutConfig.of(
         hf_checkpoint=directory, prompt_data=path, rollout_batch_size=8, streaming_data=True, rollout_shuffle=shuffle,
         **({"streaming_shuffle_buffer": 100} if shuffle else {}),
     )

@@ -177,7 +177,7 @@ def manager(tiny_model, service, write_rows):
             {"prompt": (text * (prompt_characters // len(text) + 1))[:prompt_characters], "label": str(number)}
             for number, text in enumerate(texts)
         ]
-        config = RolloutConfig(
+        config = RolloutConfig.of(
             hf_checkpoint=tiny_model,
             prompt_data=write_rows(rows),
             rollout_batch_size=len(rows),

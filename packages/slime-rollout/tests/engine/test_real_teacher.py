@@ -48,7 +48,7 @@ def difference(values, others):
 
 
 def config(tiny_model, url, **more):
-    return RolloutConfig(
+    return RolloutConfig.of(
         hf_checkpoint=tiny_model, prompt_data="x", rollout_batch_size=1, opd_type="sglang", rm_url=url, **more
     )
 

@@ -23,12 +23,12 @@ ROLLOUT = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=64
 
 
 def evaluation(**changes):
-    (held_out,) = read_eval_sets(RolloutConfig(**GIVEN, eval_prompt_data=("held_out.jsonl",), **changes))
+    (held_out,) = read_eval_sets(RolloutConfig.of(**GIVEN, eval_prompt_data=("held_out.jsonl",), **changes))
     return SamplingParams.for_evaluation(held_out)
 
 
 def test_rollout_and_evaluation():
-    assert SamplingParams.for_rollout(RolloutConfig(**GIVEN)) == ROLLOUT
+    assert SamplingParams.for_rollout(RolloutConfig.of(**GIVEN)) == ROLLOUT
     assert evaluation() == ROLLOUT
     own = {"eval_temperature": 0.0, "eval_top_p": 1.0, "eval_top_k": -1, "eval_max_response_len": 8}
     assert evaluation(**own, eval_max_context_len=9, eval_min_new_tokens=2) == SamplingParams(

@@ -25,12 +25,12 @@ ALL = "import copy\nfrom slime_core.types import Status\nasync def custom_genera
 
 def test_without_a_path_there_is_a_single_turn(tmp_path):
     config = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
-    assert make_generate(RolloutConfig(**config)) is single_turn
+    assert make_generate(RolloutConfig.of(**config)) is single_turn
     (tmp_path / "own.py").write_text(ONE + "return sample")
-    made = make_generate(RolloutConfig(**config, custom_generate_function_path=f"{tmp_path}/own.py"))
+    made = make_generate(RolloutConfig.of(**config, custom_generate_function_path=f"{tmp_path}/own.py"))
     assert isinstance(made, CustomGenerate) and not made.takes_group
     with pytest.raises(ConfigError, match="there_is_none"):
-        make_generate(RolloutConfig(**config, custom_generate_function_path="there_is_none.fn"))
+        make_generate(RolloutConfig.of(**config, custom_generate_function_path="there_is_none.fn"))
 
 
 @pytest.mark.parametrize(

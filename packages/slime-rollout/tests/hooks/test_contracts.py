@@ -7,6 +7,7 @@ import time
 import pytest
 
 from slime_core.errors import ConfigError, SlimeError
+from slime_core.flags import flag_specs
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS, check_hooks, contracts, given_hooks
@@ -202,7 +203,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def trial():
-    config = RolloutConfig(hf_checkpoint="", prompt_data="none", rollout_batch_size=2, rm_timeout=0.3)
+    config = RolloutConfig.of(hf_checkpoint="", prompt_data="none", rollout_batch_size=2, rm_timeout=0.3)
     made = Trial.make(config, HookArgs({}), has_model=False, has_prompts=False, time_limit=60)
     made.tokenizer.apply_chat_template([{"role": "user", "content": "warm up"}], tokenize=False)
     return made
@@ -212,7 +213,7 @@ def trial():
 def test_contract(trial, tmp_path, field, more, source, message):
     (tmp_path / "own.py").write_text(START + source + "\n")
     own = {field: f"{tmp_path}/own.py:hook", "custom_generate_timeout": 0.3, **more}
-    config = dataclasses.replace(trial.config, **own)
+    config = trial.config.changed(**own)
     args = HookArgs.from_configs(config)
     hook = next(hook for hook in given_hooks(config) if hook.kind.field == field)
     mine = dataclasses.replace(trial, args=args, time_limit=LIMIT if "time.sleep" in source else 60.0)
@@ -228,7 +229,7 @@ def test_contract(trial, tmp_path, field, more, source, message):
 
 
 def test_no_kind_of_hook_is_left_out():
-    fields = {field.name for field in dataclasses.fields(RolloutConfig) if field.name.endswith("_path")}
+    fields = {spec.dest for spec in flag_specs(RolloutConfig) if spec.dest.endswith("_path")}
     assert fields == {hook.field for hook in HOOKS} == {flag for flag, _, _ in KINDS.values()}
     for _, _, cases in KINDS.values():
         assert {"good", "wrong arity", "wrong return", "raising", "hanging"} <= cases.keys()
@@ -239,7 +240,7 @@ def test_held_out_sets_have_hooks_of_their_own(trial, tmp_path):
     sets = [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl", GENERATE: f"{tmp_path}/own.py:good"}]
     sets.append({"name": "c", "path": "c.jsonl", REWARD: f"{tmp_path}/own.py:none"})
     (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": sets}}))
-    config = dataclasses.replace(trial.config, eval_config=f"{tmp_path}/eval.yaml")
+    config = trial.config.changed(eval_config=f"{tmp_path}/eval.yaml")
     assert [hook.of for hook in given_hooks(config)] == ["held-out set b: ", "held-out set c: "]
     assert "4 samples became 4" in try_hook(given_hooks(config)[0], trial)
     with pytest.raises(ConfigError, match=r"held-out set c: --custom-rm-path .*own.py has no function none"):
@@ -255,7 +256,7 @@ def test_one_that_blocks_for_a_while_is_told(trial, tmp_path, monkeypatch):
     monkeypatch.setattr(contracts, "_BLOCKED_SECONDS", 0.1)
     source = "async def hook(args, sample, sampling_params): time.sleep(0.15); sample.response = 'a'\n"
     (tmp_path / "own.py").write_text(START + source)
-    config = dataclasses.replace(trial.config, **{GENERATE: f"{tmp_path}/own.py:hook"})
+    config = trial.config.changed(**{GENERATE: f"{tmp_path}/own.py:hook"})
     (hook,) = given_hooks(config)
     said = try_hook(hook, dataclasses.replace(trial, args=HookArgs.from_configs(config)))
     assert "nothing else could run for" in said and "await what takes time" in said

@@ -153,15 +153,15 @@ def test_waiting_for_a_turn_is_not_counted(file):
 
 def test_the_settings_choose(file):
     config = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
-    rule = make_reward(RolloutConfig(**config, rm_type="first_integer"), ARGS)
+    rule = make_reward(RolloutConfig.of(**config, rm_type="first_integer"), ARGS)
     assert asyncio.run(rule(SAMPLE)) == 1.0
-    own = make_reward(RolloutConfig(**config, custom_rm_path=f"{file}:plain"), ARGS)
+    own = make_reward(RolloutConfig.of(**config, custom_rm_path=f"{file}:plain"), ARGS)
     assert asyncio.run(own(SAMPLE)) == 3.0
 
 
 @pytest.mark.parametrize("name", ["broken", "nothing", "interrupts"])
 def test_a_failure_costs_the_sample(file, name, caplog):
-    config = RolloutConfig(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=f"{file}:{name}")
+    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=f"{file}:{name}")
     sample = dataclasses.replace(SAMPLE, metadata={})
     assert asyncio.run(make_reward(config, ARGS)(sample)) == 0.0
     assert "--custom-rm-path" in sample.metadata["reward_failure"]

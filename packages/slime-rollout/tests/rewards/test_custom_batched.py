@@ -69,7 +69,7 @@ def file(tmp_path):
 
 
 def config(path, **changes):
-    return RolloutConfig(
+    return RolloutConfig.of(
         prompt_data="p",
         rollout_batch_size=1,
         custom_rm_path=str(path),

@@ -14,7 +14,7 @@ from slime_rollout.rewards import Scorers, VerifierError, make_reward
 
 
 def build(**changes):
-    config = RolloutConfig(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, **changes)
+    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, **changes)
     return make_reward(config, HookArgs.from_configs(config))
 
 
@@ -87,7 +87,7 @@ GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
 def config(tmp_path):
     def build(datasets, **changes):
         (tmp_path / "sets.yaml").write_text(f"eval: {{datasets: {datasets}}}")
-        return RolloutConfig(**GIVEN, eval_config=str(tmp_path / "sets.yaml"), **changes)
+        return RolloutConfig.of(**GIVEN, eval_config=str(tmp_path / "sets.yaml"), **changes)
 
     return build
 
@@ -148,7 +148,7 @@ def test_what_fails_before_there_is_a_reward_suits_all_who_share_what_scores(con
     for one in (given, *(held_out.config for held_out in read_eval_sets(given))):
         sample = Sample(index=0, group_index=0, prompt="a", response="b")
         sample.reward = asyncio.run(scorers.of(one).reward(sample))
-        assert sample.scalar_reward(one.reward_key) == 0.0
-        assert isinstance(sample.reward, float) == (one.reward_key is None)
+        assert sample.scalar_reward(one.rewards.reward_key) == 0.0
+        assert isinstance(sample.reward, float) == (one.rewards.reward_key is None)
     shared = config("{named: {path: x, reward_key: style}}", custom_rm_path=f"{tmp_path}/own.py:score")
     assert asyncio.run(Scorers(shared, HookArgs({}), read_eval_sets(shared)).of(shared).reward(sample)) == 0.0

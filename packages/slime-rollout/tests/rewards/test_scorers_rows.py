@@ -18,7 +18,7 @@ GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
 
 
 def config(**changes):
-    return RolloutConfig(**GIVEN | {"rm_workers": 1} | changes)
+    return RolloutConfig.of(**GIVEN | {"rm_workers": 1} | changes)
 
 
 def sample(response, label="2", rule=None, **metadata):

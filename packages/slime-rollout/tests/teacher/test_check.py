@@ -37,13 +37,13 @@ def connect(engine, student):
 
     def build(**changes):
         config = {"hf_checkpoint": student, "opd_type": "sglang", "rm_url": engine.url, **changes}
-        return make_teacher(RolloutConfig(prompt_data="x", rollout_batch_size=1, **config))
+        return make_teacher(RolloutConfig.of(prompt_data="x", rollout_batch_size=1, **config))
 
     return build
 
 
 def test_no_teacher_is_asked_for(student):
-    assert make_teacher(RolloutConfig(hf_checkpoint=student, prompt_data="x", rollout_batch_size=1)) is None
+    assert make_teacher(RolloutConfig.of(hf_checkpoint=student, prompt_data="x", rollout_batch_size=1)) is None
 
 
 def test_a_teacher_of_the_same_vocabulary(connect, engine, answers, reads, caplog):

@@ -1,7 +1,5 @@
 """A rollout whose samples a teacher sees. One scripted server is both: only the teacher is to generate nothing."""
 
-import dataclasses
-
 import pytest
 
 from slime_rollout.config import RolloutConfig
@@ -41,7 +39,7 @@ def manager(engine, asked, tokenizer_dir, write_rows):
             "rm_url": engine.url,
             **changes,
         }
-        return RolloutManager(RolloutConfig(**config), router_url=engine.url, run_seed=5, teacher=teacher)
+        return RolloutManager(RolloutConfig.of(**config), router_url=engine.url, run_seed=5, teacher=teacher)
 
     return build
 
@@ -113,7 +111,7 @@ def test_without_its_log_probs_a_rollout_fails_and_takes_no_prompts(manager, eng
 def make_teacher_dropping(given, engine, answer):
     """A teacher that was checked while it answered."""
     engine.answer = answer
-    return make_teacher(dataclasses.replace(given._config, rm_on_failure="drop"))
+    return make_teacher(given._config.changed(rm_on_failure="drop"))
 
 
 def test_a_teacher_that_cannot_teach_is_told_when_the_object_is_made(manager, engine, answers):

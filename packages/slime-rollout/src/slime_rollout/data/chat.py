@@ -125,8 +125,8 @@ class PromptEncoder:
         """The encoder that the flags ask for."""
         return cls(
             tokenizer,
-            apply_chat_template=config.apply_chat_template,
-            template_kwargs=config.chat_template_kwargs,
+            apply_chat_template=config.data.apply_chat_template,
+            template_kwargs=config.data.chat_template_kwargs,
             keep_messages=config.takes_messages,
         )
 

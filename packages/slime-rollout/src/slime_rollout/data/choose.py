@@ -45,17 +45,17 @@ def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookAr
         ConfigError: The data source cannot be used.
         DataError: A prompt file breaks its format; of one that is streamed, only what opening it shows.
     """
-    encoding = RowEncoder(config, encoder, config.num_data_workers)
+    encoding = RowEncoder(config, encoder, config.data.num_data_workers)
     with contextlib.ExitStack() as stack:
         stack.callback(encoding.close)
         dataset: PromptDataset | StreamingPrompts
-        if config.streaming_data:
+        if config.data.streaming_data:
             dataset = StreamingPrompts(config, encoder, encoding=encoding)
         else:
-            parts = [PromptDataset.load(path, config, encoder, encoding=encoding) for path in config.prompt_paths]
-            dataset = PromptDataset.join(parts, config.prompt_data_weights)
+            parts = [PromptDataset.load(path, config, encoder, encoding=encoding) for path in config.data.prompt_paths]
+            dataset = PromptDataset.join(parts, config.data.prompt_data_weights)
         source = make_data_source(config, dataset, hook_args)
-        if config.streaming_data:
+        if config.data.streaming_data:
             stack.pop_all()
     return source
 
@@ -71,11 +71,11 @@ def find_data_source(config: RolloutConfig) -> Callable[..., AccountedSource]:
     Raises:
         ConfigError: A path names nothing that can be used, or a function does not take the arguments it will get.
     """
-    kind: type[Any] = RolloutDataSourceWithBuffer if config.gives_back else RolloutDataSource
-    if config.data_source_path is not None:
-        kind = _load_class(config.data_source_path)
-    if config.buffer_filter_path is not None:
-        choose = _load_filter(config.buffer_filter_path, kind)
+    kind: type[Any] = RolloutDataSourceWithBuffer if config.selection.gives_back else RolloutDataSource
+    if config.data.data_source_path is not None:
+        kind = _load_class(config.data.data_source_path)
+    if config.data.buffer_filter_path is not None:
+        choose = _load_filter(config.data.buffer_filter_path, kind)
         return functools.partial(cast(type[RolloutDataSourceWithBuffer], kind), filter=choose)
     if issubclass(kind, RolloutDataSource):
         return cast(Callable[..., AccountedSource], kind)
@@ -88,9 +88,9 @@ def make_data_source(
     """The data source of a run, custom or ours, found as :func:`find_data_source` does."""
     return find_data_source(config)(
         dataset,
-        samples_per_prompt=config.n_samples_per_prompt,
-        shuffle=config.rollout_shuffle,
-        seed=config.rollout_seed,
+        samples_per_prompt=config.selection.n_samples_per_prompt,
+        shuffle=config.data.rollout_shuffle,
+        seed=config.data.rollout_seed,
         args=hook_args,
     )
 

@@ -106,8 +106,8 @@ class PromptDataset(Dataset[TokenizedPrompt]):
         """
         rows = ((None, raw) for _, raw in PromptFile(path).rows())
         outcomes = (encoding or RowEncoder(config, encoder)).outcomes(rows)
-        prompts = usable(path, (outcome for _, outcome in outcomes), config.on_bad_data)
-        limit = config.rollout_max_prompt_len
+        prompts = usable(path, (outcome for _, outcome in outcomes), config.data.on_bad_data)
+        limit = config.data.rollout_max_prompt_len
         kept = [prompt for prompt in prompts if limit is None or len(prompt.tokens) <= limit]
         if not kept:
             shortest = min(len(prompt.tokens) for prompt in prompts)

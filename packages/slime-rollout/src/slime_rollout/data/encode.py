@@ -173,7 +173,7 @@ def _encode(rows: list[RawRow]) -> list[Outcome]:
     global _encoder
     if _encoder is None:
         assert _config is not None
-        _encoder = RowEncoder(_config, PromptEncoder.of(_config, load_tokenizer(_config.hf_checkpoint)))
+        _encoder = RowEncoder(_config, PromptEncoder.of(_config, load_tokenizer(_config.data.hf_checkpoint)))
     return [_encoder.outcome(raw) for raw in rows]
 
 

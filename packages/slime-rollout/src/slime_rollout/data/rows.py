@@ -123,10 +123,10 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
 def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
     """Check a row and that ``config`` can use it; says where and why not."""
     fields = RowFields(
-        input_key=config.input_key,
-        label_key=config.label_key,
-        metadata_key=config.metadata_key,
-        tool_key=config.tool_key,
+        input_key=config.data.input_key,
+        label_key=config.data.label_key,
+        metadata_key=config.data.metadata_key,
+        tool_key=config.data.tool_key,
     )
     row = make_row(raw, fields)
     if not isinstance(row.prompt, str) and not config.takes_messages:
@@ -146,8 +146,8 @@ def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
         Usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
     """
     counts = {}
-    for path in config.prompt_paths:
-        if config.streaming_data:
+    for path in config.data.prompt_paths:
+        if config.data.streaming_data:
             _check_stream(path, config)
         else:
             counts[path] = len(check_prompt_file(path, config))
@@ -164,7 +164,7 @@ def check_prompt_file(path: str, config: RolloutConfig) -> list[PromptRow]:
         DataError: The file breaks the format, a label is missing or unusable for the reward rule, or a prompt is
             chat messages without ``--apply-chat-template``.
     """
-    return read_rows(path, functools.partial(check_row, config=config), config.on_bad_data)
+    return read_rows(path, functools.partial(check_row, config=config), config.data.on_bad_data)
 
 
 def _check_stream(path: str, config: RolloutConfig) -> None:
@@ -176,7 +176,7 @@ def _check_stream(path: str, config: RolloutConfig) -> None:
             check_row(raw, config)
             good += 1
         except DataError as error:
-            if config.on_bad_data == "error":
+            if config.data.on_bad_data == "error":
                 raise
             first_error = first_error or error
     if not good:

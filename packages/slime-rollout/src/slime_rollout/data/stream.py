@@ -99,7 +99,7 @@ class _Lane:
         self, files: Sequence[PromptFile], encoding: RowEncoder, *, block: int, salt: str, config: RolloutConfig
     ) -> None:
         self._files, self._encoding, self._block, self._salt = files, encoding, block, salt
-        self._limit, self._skips = config.rollout_max_prompt_len, config.on_bad_data == "skip"
+        self._limit, self._skips = config.data.rollout_max_prompt_len, config.data.on_bad_data == "skip"
         self._cursor, self._counts = _Cursor(), _Counts()
         self._outcomes: Iterator[tuple[_Cursor, Outcome]] | None = None
         self.drawn = 0
@@ -225,13 +225,13 @@ class StreamingPrompts:
     def __init__(self, config: RolloutConfig, encoder: PromptEncoder, *, encoding: RowEncoder | None = None) -> None:
         self._config = config
         self._encoding = encoding or RowEncoder(config, encoder)
-        self._files = [PromptFile(path, streamed=True) for path in config.prompt_paths]
+        self._files = [PromptFile(path, streamed=True) for path in config.data.prompt_paths]
         self._digest = encoder.digest
 
     def feed(self, *, shuffle: bool, seed: int) -> StreamFeed:
         """Prompts from the beginning on, each epoch shuffled in blocks of ``--streaming-shuffle-buffer`` rows."""
-        config, weights = self._config, self._config.prompt_data_weights
-        block = config.shuffle_block if shuffle else 1
+        config, weights = self._config, self._config.data.prompt_data_weights
+        block = config.data.shuffle_block if shuffle else 1
         lanes = [
             _Lane(files, self._encoding, block=block, salt=f"{seed}:{place}" if weights else str(seed), config=config)
             for place, files in enumerate([[file] for file in self._files] if weights else [self._files])
@@ -243,9 +243,9 @@ class StreamingPrompts:
         config = self._config
         settings = [
             [str(split_slice(file.path)[1]) for file in self._files],
-            config.prompt_data_weights,
-            [config.input_key, config.label_key, config.metadata_key, config.tool_key],
-            config.rollout_max_prompt_len,
+            config.data.prompt_data_weights,
+            [config.data.input_key, config.data.label_key, config.data.metadata_key, config.data.tool_key],
+            config.data.rollout_max_prompt_len,
             self._digest,
         ]
         return {

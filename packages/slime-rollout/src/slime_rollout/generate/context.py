@@ -61,13 +61,13 @@ class SamplingParams:
     def for_rollout(cls, config: RolloutConfig) -> SamplingParams:
         """The settings of training rollouts."""
         return cls(
-            temperature=config.rollout_temperature,
-            top_p=config.rollout_top_p,
-            top_k=config.rollout_top_k,
-            max_new_tokens=config.rollout_max_response_len,
-            max_context=config.rollout_max_context_len,
-            stop=config.rollout_stop,
-            stop_token_ids=config.rollout_stop_token_ids,
+            temperature=config.sampling.rollout_temperature,
+            top_p=config.sampling.rollout_top_p,
+            top_k=config.sampling.rollout_top_k,
+            max_new_tokens=config.sampling.rollout_max_response_len,
+            max_context=config.sampling.rollout_max_context_len,
+            stop=config.sampling.rollout_stop,
+            stop_token_ids=config.sampling.rollout_stop_token_ids,
         )
 
     @classmethod

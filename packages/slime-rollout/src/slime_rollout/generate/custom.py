@@ -42,10 +42,12 @@ def make_generate(config: RolloutConfig) -> GenerateGroup:
     Raises:
         ConfigError: The function cannot be loaded, is not async, or takes other arguments than one of the two forms.
     """
-    path = config.custom_generate_function_path
+    path = config.sampling.custom_generate_function_path
     if path is None:
         return single_turn
-    return CustomGenerate(path, timeout=config.custom_generate_timeout, calls=config.rollout_concurrency)
+    return CustomGenerate(
+        path, timeout=config.sampling.custom_generate_timeout, calls=config.sampling.rollout_concurrency
+    )
 
 
 class CustomGenerate:

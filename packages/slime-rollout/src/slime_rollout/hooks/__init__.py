@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_core.errors import ConfigError
+from slime_core.flags import flag_values
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
 from slime_rollout.eval_sets import read_eval_sets
@@ -38,7 +39,8 @@ class Hook:
 
     def key(self, config: RolloutConfig) -> list[Any]:
         """The path and how it is called; equal where two configurations have the same hook."""
-        return [getattr(config, name) for name in (self.field, *self.settings)]
+        flags = flag_values(config)
+        return [flags[name] for name in (self.field, *self.settings)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class GivenHook:
     @property
     def name(self) -> str:
         """The flag and the path."""
-        return f"{self.of}{self.kind.flag} {getattr(self.config, self.kind.field)}"
+        return f"{self.of}{self.kind.flag} {flag_values(self.config)[self.kind.field]}"
 
     def load(self, hook_args: HookArgs) -> Any:
         """Find it and check its arguments.

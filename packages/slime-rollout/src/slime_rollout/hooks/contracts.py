@@ -98,14 +98,14 @@ class Trial:
         Raises:
             SlimeError: Its model or its prompts cannot be used.
         """
-        tokenizer = load_tokenizer(config.hf_checkpoint) if has_model else make_tokenizer()
+        tokenizer = load_tokenizer(config.data.hf_checkpoint) if has_model else make_tokenizer()
         encoder = PromptEncoder.of(config, tokenizer)
         with tempfile.TemporaryDirectory(prefix="slime-hooks-") as directory:
             if has_prompts:
-                path = config.prompt_paths[0]
+                path = config.data.prompt_paths[0]
                 path += "" if path.endswith("]") else f"@[0:{_PROMPTS}]"
             else:
-                path = write_prompts(Path(directory) / "prompts.jsonl", chat=config.apply_chat_template)
+                path = write_prompts(Path(directory) / "prompts.jsonl", chat=config.data.apply_chat_template)
             dataset = PromptDataset.load(path, config, encoder)
         return cls(config, hook_args, tokenizer, dataset, replies, time_limit)
 
@@ -116,7 +116,7 @@ class Trial:
     @property
     def size(self) -> int:
         """Samples of a group, at least two."""
-        return max(self.config.n_samples_per_prompt, 2)
+        return max(self.config.selection.n_samples_per_prompt, 2)
 
 
 def try_hook(hook: GivenHook, trial: Trial) -> str:
@@ -171,7 +171,7 @@ def _try_reward(trial: Trial) -> str:
     values = asyncio.run(score())
     for sample, value in zip(samples, values, strict=False):
         sample.reward = value
-        sample.scalar_reward(trial.config.reward_key)
+        sample.scalar_reward(trial.config.rewards.reward_key)
     return f"the rewards of {len(values)} responses were {', '.join(map(str, values))}"
 
 
@@ -181,7 +181,9 @@ def _try_filter(trial: Trial) -> str:
         (group, *_) = _finished(trial)
         for place, sample in enumerate(group):
             value = rewards[place % 2]
-            sample.reward = value if trial.config.reward_key is None else {trial.config.reward_key: value}
+            sample.reward = (
+                value if trial.config.rewards.reward_key is None else {trial.config.rewards.reward_key: value}
+            )
         verdict = Keep() if keep is None else keep(group)
         verdicts.append(
             f"{'keeps' if isinstance(verdict, Keep) else 'drops'} rewards {rewards[0]:g} and {rewards[1]:g}"

@@ -98,18 +98,18 @@ def rule_of_row(metadata: Metadata, rule: str) -> str:
 
 def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) -> str | None:
     """Why a row cannot be scored, as the end of a message; ``None`` if it can."""
-    if config.rule is None:
+    if config.rewards.rule is None:
         return None
     try:
-        rule = rule_of_row(metadata, config.rule)
+        rule = rule_of_row(metadata, config.rewards.rule)
     except DataError as error:
         return str(error)
-    if rule == config.rule:
+    if rule == config.rewards.rule:
         return check_label(rule, label)
     source = f"the metadata's {ROW_KEY}"
-    if rule in REMOTE_RULES and config.rule not in REMOTE_RULES:
+    if rule in REMOTE_RULES and config.rewards.rule not in REMOTE_RULES:
         return f"{source} is {rule}, and no service is known; give --rm-type remote_rm with its --rm-url"
-    if rule.removeprefix(BOXED) == "dapo" and config.reward_key not in ("score", "acc"):
+    if rule.removeprefix(BOXED) == "dapo" and config.rewards.reward_key not in ("score", "acc"):
         return f"{source} is {rule}, which gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
     return check_label(rule, label, source)
 

@@ -57,7 +57,7 @@ class Scorers:
         self._rules: RuleRewards = {}
         self._keys: dict[tuple[object, ...], set[str | None]] = {}
         for one in (config, *(held_out.config for held_out in eval_sets)):
-            self._keys.setdefault(_choice(one), set()).add(one.reward_key)
+            self._keys.setdefault(_choice(one), set()).add(one.rewards.reward_key)
         self._make(config, hook_args)
         for held_out in eval_sets:
             with held_out.named():
@@ -84,8 +84,8 @@ class Scorers:
 
 def _choice(config: RolloutConfig) -> tuple[object, ...]:
     """The reward settings that a held-out set may have."""
-    kwargs = json.dumps(config.custom_rm_arguments, sort_keys=True)
-    return config.rule, config.custom_rm_path, kwargs, config.group_rm, config.rm_url
+    kwargs = json.dumps(config.rewards.custom_rm_arguments, sort_keys=True)
+    return config.rewards.rule, config.rewards.custom_rm_path, kwargs, config.rewards.group_rm, config.rewards.rm_url
 
 
 def make_reward(
@@ -108,12 +108,12 @@ def make_reward(
     Raises:
         ConfigError: The custom function cannot be loaded, or does not take its arguments.
     """
-    if config.custom_rm_path is not None:
+    if config.rewards.custom_rm_path is not None:
         custom = _custom(config, hook_args)
         if custom.is_batched:
             return BatchedReward(_tolerance(config, names, strict, WITH_BATCHES).group(custom.score))
         return _tolerance(config, names, strict, WITH_A_FUNCTION).each(custom)
-    if config.rule is None:
+    if config.rewards.rule is None:
         return zero_reward
     return RowRuleReward(config, {} if rules is None else rules, _names(config, names))
 
@@ -125,26 +125,26 @@ def make_group_reward(
 
     Arguments and errors are those of :func:`make_reward`.
     """
-    if not config.group_rm:
+    if not config.rewards.group_rm:
         return None
     return _tolerance(config, names, strict, WITH_A_FUNCTION).group(_custom(config, hook_args).score)
 
 
 def _custom(config: RolloutConfig, hook_args: HookArgs) -> CustomReward:
     return CustomReward(
-        config.custom_rm_path or "",
+        config.rewards.custom_rm_path or "",
         hook_args,
-        timeout=config.reward_timeout,
-        kwargs=config.custom_rm_arguments,
-        group=config.group_rm,
+        timeout=config.rewards.reward_timeout,
+        kwargs=config.rewards.custom_rm_arguments,
+        group=config.rewards.group_rm,
     )
 
 
 def _tolerance(config: RolloutConfig, names: Iterable[str] | None, strict: bool, limit: FailureLimit) -> Tolerance:
     return Tolerance(
-        drop=config.rm_on_failure == "drop",
+        drop=config.rewards.rm_on_failure == "drop",
         names=_names(config, names),
-        name=f"{FLAG} {config.custom_rm_path}",
+        name=f"{FLAG} {config.rewards.custom_rm_path}",
         limit=limit,
         strict=strict,
     )
@@ -153,7 +153,7 @@ def _tolerance(config: RolloutConfig, names: Iterable[str] | None, strict: bool,
 def _names(config: RolloutConfig, names: Iterable[str] | None) -> set[str]:
     if names is not None:
         return set(names)
-    return set() if config.reward_key is None else {config.reward_key}
+    return set() if config.rewards.reward_key is None else {config.rewards.reward_key}
 
 
 class RowRuleReward:
@@ -167,7 +167,7 @@ class RowRuleReward:
 
     def __init__(self, config: RolloutConfig, rewards: RuleRewards, names: Iterable[str] = ()) -> None:
         self._config, self._rewards, self._names = config, rewards, tuple(names)
-        self._rule = config.rule or ""
+        self._rule = config.rewards.rule or ""
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The rule's value."""
@@ -177,7 +177,7 @@ class RowRuleReward:
             raise DataError(f"sample {sample.index}: {error}") from None
         if rule in REMOTE_RULES and self._rule not in REMOTE_RULES:
             raise DataError(f"sample {sample.index}: its rule {rule} needs --rm-type remote_rm with --rm-url")
-        key = rule, self._config.rm_url if rule in REMOTE_RULES else None
+        key = rule, self._config.rewards.rm_url if rule in REMOTE_RULES else None
         reward = self._rewards.get(key)
         if reward is None:  # of two threads that get here at once, one uses what the other made
             reward = self._rewards.setdefault(key, self._make(rule))
@@ -187,16 +187,16 @@ class RowRuleReward:
         config = self._config
         if name == "random":
             return random_reward
-        drop, timeout = config.rm_on_failure == "drop", config.timeout_of_rule(name)
+        drop, timeout = config.rewards.rm_on_failure == "drop", config.rewards.timeout_of_rule(name)
         if name in REMOTE_RULES:
-            remote = RemoteReward(config.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED))
-            service = f"the service of --rm-url {config.rm_url}"
+            remote = RemoteReward(config.rewards.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED))
+            service = f"the service of --rm-url {config.rewards.rm_url}"
             return Tolerance(names=self._names, drop=drop, name=service, limit=WITH_A_SERVICE).each(remote)
         rule = find_rule(name)
         if rule.instant:
             return RuleReward(rule)
-        memory = int(config.rm_memory_limit * 2**30)
-        pool = VerifierPool(name, workers=config.rm_workers, time_limit=timeout, memory_limit=memory)
+        memory = int(config.rewards.rm_memory_limit * 2**30)
+        pool = VerifierPool(name, workers=config.rewards.rm_workers, time_limit=timeout, memory_limit=memory)
         return Tolerance(rule.wrong, drop=drop).each(RuleReward(rule, pool))
 
 

@@ -398,7 +398,7 @@ def _bytes(numbers_N: NDArray[np.unsignedinteger]) -> NDArray[np.uint8]:
 
 
 def _pack(bytes_NW: NDArray[np.uint8]) -> bytes:
-    packed: bytes = zstd.compress(np.ascontiguousarray(bytes_NW.T), _LEVEL)
+    packed: bytes = zstd.compress(np.ascontiguousarray(bytes_NW.T).data, _LEVEL)
     return packed
 
 
