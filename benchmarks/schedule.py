@@ -4,7 +4,7 @@ Lengths are log-normal (median 2,000, sigma 1) up to 16,384 tokens; `one long` h
 load; `few per rank` has 512 samples. `balance` spreads them over the ranks; `LPT` (plain largest first) and
 `differencing` (Karmarkar and Karp) are written here on the same numbers; `plan` goes on to micro-batches, equally many
 on each rank; `step` does so from the samples, as a trainer's step is planned; `build_shards` is everything from scored
-samples to what the ranks get, most of which is to write out and add up 25 million numbers of loss masks.
+samples, as arrays, to what the ranks get, most of which is to write out, add up and copy 25 million numbers.
 
 The bound is the mean load or the largest sample. With as many samples on each rank, the rank with the long one cannot
 have fewer than the others: there the bound is the long one and the shortest. FLOPs are those of a model of 8 billion
@@ -32,7 +32,7 @@ from slime_core.flops import FlopsModel
 from slime_core.micro_batches import MicroBatchLimits, plan_micro_batches
 from slime_core.schedule import build_shards
 from slime_core.step_plan import StepPlanner
-from slime_core.types import RolloutBatch, Sample, Status, TrainShard
+from slime_core.types import RolloutBatch, RolloutColumns, Sample, Status, TrainShard
 
 BOUND_GOAL, MILLISECONDS_GOAL = 1.01, 50.0
 SAMPLES, RANKS, LONGEST, MEDIAN, SEED = 8192, 64, 16_384, 2000, 0
@@ -137,12 +137,13 @@ def from_samples(case: str, lengths: Sequence[int], repeats: int) -> list[Record
         for index, length in enumerate(lengths)
     ]
     batch = RolloutBatch(rollout_id=0, groups=[samples[start : start + 8] for start in range(0, len(samples), 8)])
-    ((shards, seconds),) = timed(lambda: shards_of(batch, RANKS), repeats=repeats)
+    columns = batch.columns()
+    ((shards, seconds),) = timed(lambda: shards_of(columns, RANKS), repeats=repeats)
     bins = [[sample.index for sample in shard.samples] for shard in shards]
     bound = max(lower_bound(lengths, RANKS), equal_counts_bound(lengths, RANKS))
     records = figures(f"{case}, 8 samples each: build_shards", lengths, (bins, seconds), bound=bound)
     records[-1] = dataclasses.replace(records[-1], goal=None)
-    (everything,) = shards_of(batch, 1)
+    (everything,) = shards_of(columns, 1)
     for name, by_group in (("step", False), ("step with whole groups", True)):
         planner = StepPlanner(
             samples=everything.samples, ranks=RANKS, limits=LIMITS["8 samples each"], by_group=by_group
@@ -152,7 +153,7 @@ def from_samples(case: str, lengths: Sequence[int], repeats: int) -> list[Record
     return records
 
 
-def shards_of(batch: RolloutBatch, ranks: int) -> list[TrainShard]:
+def shards_of(batch: RolloutColumns, ranks: int) -> list[TrainShard]:
     """One step of the whole batch."""
     return build_shards(
         batch,
@@ -160,7 +161,7 @@ def shards_of(batch: RolloutBatch, ranks: int) -> list[TrainShard]:
         temperature=1.0,
         data_parallel_size=ranks,
         micro_batch_size=8,
-        global_batch_size=len(batch.samples),
+        global_batch_size=sum(batch.group_sizes),
     )
 
 
