@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import slime_launch.run
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
+from slime_launch.calls import Watch
 from slime_launch.console import RunConsole
 from slime_launch.errors import RunError
 from slime_launch.flags import parse_train
@@ -30,7 +31,6 @@ from slime_launch.preflight import preflight, with_output
 from slime_launch.report import report_if_finished
 from slime_launch.shards import check_scored, check_versions, prepare_rollout, read_rollout
 from slime_launch.tracking import Tracker, read_rows
-from slime_launch.watch import Watch
 from slime_rollout.generation_service import Progress
 from slime_rollout.store import RolloutStore
 

@@ -9,13 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from slime_launch.calls import Watch
 from slime_launch.errors import ManifestError
 from slime_launch.flags import parse_train
 from slime_launch.manifest import LOCK, Manifest, locked, read_manifest, write_manifest
 from slime_launch.preflight import Checked
 from slime_launch.resume import StartWeights
 from slime_launch.run import run
-from slime_launch.watch import Watch
 
 
 def manifest(iteration: int, checkpoint: str | None = None) -> Manifest:

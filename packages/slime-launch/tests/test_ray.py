@@ -15,14 +15,12 @@ import psutil
 import pytest
 
 from slime_core.errors import DataError
-from slime_launch.calls import Worker, gather
+from slime_launch.calls import SIGNALS, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RunError, Stopped
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
 from slime_launch.trainers import TrainerGroup, TrainerRank
-from slime_launch.watch import SIGNALS, Watch
-from slime_launch.worker_process import prepare
 from slime_megatron.config import MegatronConfig
 
 pytestmark = pytest.mark.real

@@ -1,19 +1,98 @@
-"""Waiting for Ray actors: signals are heard within a moment, the first failure ends the wait, and errors are ours."""
+"""Calls of Ray actors: what a worker process does first, how its results are waited for, and what ends every wait."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
-from slime_launch.errors import RunError
-from slime_launch.watch import Watch
+from slime_launch.errors import RunError, Stopped
 
 Result = TypeVar("Result")
 
 POLL_SECONDS = 0.2
 LOG_LINES = 15
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Watch:
+    """Asked at every poll of every wait. Signals are only noted when they come, for raising inside Ray breaks it."""
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+        self._checks: list[Callable[[], None]] = []
+
+    def listen(self, *, at_once: bool) -> None:
+        """Take SIGINT, SIGTERM and SIGHUP over, again if something else has done so meanwhile.
+
+        Args:
+            at_once: Leave the process when one comes, for nothing has to be stopped in order yet; else only note it.
+        """
+        for signum in SIGNALS:
+            signal.signal(signum, leave if at_once else self._note)
+
+    def add(self, check: Callable[[], None]) -> None:
+        """Also call ``check``, which raises if the part of the run that it looks at is gone."""
+        self._checks.append(check)
+
+    def check(self) -> None:
+        """Raise if the wait must end.
+
+        Raises:
+            Stopped: A signal has come.
+            RunError: A part of the run is gone.
+        """
+        if self._signum is not None:
+            raise Stopped(self._signum)
+        for check in self._checks:
+            check()
+
+    def _note(self, signum: int, _frame: types.FrameType | None) -> None:
+        if self._signum is None:
+            self._signum = signum
+
+
+def leave(signum: int, _frame: types.FrameType | None) -> NoReturn:
+    """End this process with the exit code that a shell expects; the supervisor ends what it has started."""
+    os.write(2, stopped_line(signum).encode())
+    os._exit(128 + signum)
+
+
+def stopped_line(signum: int) -> str:
+    """What a stopped run says last."""
+    return f"slime-launch: stopped by {signal.Signals(signum).name}; the same command goes on from --save\n"
+
+
+def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
+    """Set this process up as a worker of the run.
+
+    Args:
+        directory: The launcher's working directory, which relative paths start from; a worker of a cluster starts
+            elsewhere.
+        log_path: File that standard output and error are appended to.
+        threads: CPU threads of torch and its libraries; ``None`` leaves them alone.
+    """
+    if Path(directory).is_dir():
+        os.chdir(directory)
+        sys.path.insert(0, directory)  # where `--custom-rm-path my_module.fn` is looked for
+    Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log, number)
+    os.close(log)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if threads is not None:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(threads)
+        # Trainer and engine share these cores: a thread that waits must not spin.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambda: None) -> list[Any]:

@@ -6,7 +6,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from slime_launch.watch import Watch
+from slime_launch.calls import Watch
 
 
 def main() -> int:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
-from slime_launch.watch import Watch
 
 POLL_SECONDS = 0.2
 

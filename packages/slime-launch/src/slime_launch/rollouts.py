@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.types import EvalReport
-from slime_launch.calls import Call, Question, Worker
+from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.placement import Placement
 from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout
-from slime_launch.watch import Watch
-from slime_launch.worker_process import prepare
 from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, Progress
 
 CLOSE_SECONDS = 10.0

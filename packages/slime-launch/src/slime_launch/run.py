@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
+from slime_launch.calls import Watch, stopped_line
 from slime_launch.console import RunConsole
 from slime_launch.errors import RayDiedError, RunError, Stopped
 from slime_launch.loop import Parts, run_sync
@@ -22,7 +23,6 @@ from slime_launch.resume import RunState
 from slime_launch.startup import Startup
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.validate import global_batch_size, notices
-from slime_launch.watch import Watch, stopped_line
 
 
 def run(checked: Checked, watch: Watch) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from slime_launch.calls import gather
+from slime_launch.calls import Watch, gather
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.placement import Layout, Placement, check_layout, place_run, plan_layout, threads_per_worker
@@ -16,7 +16,6 @@ from slime_launch.ray_runtime import ray_runtime
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import engine_dtype, num_engines
-from slime_launch.watch import Watch
 from slime_rollout.generation_service import GenerationSpec
 
 

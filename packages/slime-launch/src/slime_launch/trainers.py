@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, WeightUpdate
-from slime_launch.calls import Question, Worker, gather
+from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError
 from slime_launch.placement import Placement, free_port
-from slime_launch.watch import Watch
-from slime_launch.worker_process import prepare
 from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:

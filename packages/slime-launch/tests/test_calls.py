@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from slime_launch.calls import SIGNALS, Watch
 from slime_launch.errors import RunError, Stopped
-from slime_launch.watch import SIGNALS, Watch
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_part_that_is_gone_ends_the_next_check(watch):
 
 def test_before_anything_runs_a_signal_ends_the_process_at_once():
     program = (
-        "import os, signal, time; from slime_launch.watch import Watch\n"
+        "import os, signal, time; from slime_launch.calls import Watch\n"
         "Watch().listen(at_once=True); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
