@@ -8,7 +8,7 @@ from slime_convert.published import PUBLISHED
 from slime_convert.quantize import Fp8Format
 from slime_core.errors import ConfigError
 from slime_launch.flags import parse_train
-from slime_launch.startup import limit_threads
+from slime_launch.run import limit_threads
 from slime_launch.validate import check_settings, check_shape, global_batch_size, notices, num_engines
 
 

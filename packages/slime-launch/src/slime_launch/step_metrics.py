@@ -12,7 +12,7 @@ from slime_launch.shards import ReadyRollout
 REASON_CHARACTERS = 100
 TEXT_CHARACTERS = 60
 ROUNDING = 5e-8  # less is what float32 leaves of 0
-NOT_OF_SAMPLES = ("tokens_per_second",)  # told under perf/
+NOT_OF_SAMPLES = ("tokens_per_second",)  # reported as perf/
 
 
 def train_rows(report: TrainReport) -> list[dict[str, float]]:
