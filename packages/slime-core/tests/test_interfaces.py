@@ -2,7 +2,10 @@ import asyncio
 import inspect
 import typing
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 import slime_core.interfaces
 from slime_core.errors import DataError
@@ -15,7 +18,7 @@ from slime_core.interfaces import (
     TrainerWorker,
     WeightChannel,
 )
-from slime_core.types import Drop, EvalReport, Keep, RolloutBatch, Sample, Status, SyncReport, TrainReport
+from slime_core.types import Drop, EvalReport, Keep, RolloutBatch, Sample, Status, SyncReport, TrainReport, WeightUpdate
 from slime_core.types.verdict import Verdict
 
 PROTOCOLS = [
@@ -130,16 +133,24 @@ class Worker:
     def train(self, shard):
         return TrainReport(rollout_id=shard.rollout_id, steps=[])
 
-    def push_weights(self, channel, version):
-        channel.begin(version)
+    def forward(self, shard, role):
+        return []
+
+    def push(self, update, channel):
+        channel.begin(update.version)
         channel.send([("w", None)])
-        return SyncReport(version=version, tensors=len(channel.end()), bytes=0, seconds=0.0)
+        return SyncReport(version=update.version, tensors=len(channel.end()), bytes=0, seconds=0.0)
 
     def save(self, iteration):
         return str(iteration)
 
-    def close(self):
+    def load(self, directory):
+        return 0
+
+    def sleep(self):
         pass
+
+    wake = close = sleep
 
 
 def test_a_rollout_needs_nothing_but_the_interfaces():
@@ -156,7 +167,7 @@ def test_a_rollout_needs_nothing_but_the_interfaces():
 
 def test_a_worker_needs_nothing_but_the_interfaces():
     assert isinstance(Worker(), TrainerWorker) and isinstance(Channel(), WeightChannel)
-    assert Worker().push_weights(Channel(), 3).tensors == 1
+    assert Worker().push(WeightUpdate(version=3), Channel()).tensors == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.__name__)
@@ -169,7 +180,8 @@ def test_every_method_is_typed_and_says_what_it_does(protocol):
     }
     assert methods
     for name, method in methods.items():
-        hints = typing.get_type_hints(method, {**vars(slime_core.interfaces), "torch": __import__("torch")})
+        names = {**vars(slime_core.interfaces), "torch": torch, "np": np, "NDArray": npt.NDArray}
+        hints = typing.get_type_hints(method, names)
         arguments = set(inspect.signature(method).parameters) - {"self"}
         assert hints.keys() == arguments | {"return"}, name
         assert method.__doc__, name
