@@ -58,7 +58,7 @@ def test_a_student_comes_closer_to_its_teacher(qwen3: Assets, tmp_path: Path) ->
         (url,) = fleet.engine_urls
         run(distillation_command(qwen3, tmp_path, url), tmp_path / "train.txt")
 
-    samples = RolloutStore(tmp_path / "out" / "rollouts").read(0).samples
+    samples = RolloutStore(tmp_path / "out" / "rollouts").read(0).batch().samples
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (qwen3.hf, teacher)]
     worst, reverse_kl = 0.0, []
     for sample in samples:

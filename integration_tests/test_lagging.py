@@ -36,7 +36,7 @@ def test_each_sample_is_trained_on_once(qwen3: Assets, tmp_path: Path, flags: li
     assert "does not balance" not in text + (tmp_path / "out" / "logs" / "rollout.log").read_text()
 
     store = RolloutStore(tmp_path / "save" / "rollouts")
-    batches = [store.read(number) for number in range(ROLLOUTS)]
+    batches = [store.read(number).batch() for number in range(ROLLOUTS)]
     assert [len(batch.groups) for batch in batches] == [8] * ROLLOUTS
     indices = [sample.index for batch in batches for sample in batch.samples]
     assert len(indices) == len(set(indices)) == ROLLOUTS * 64

@@ -29,7 +29,7 @@ def test_the_prompts_are_those_of_the_file_each_in_its_turn(qwen3: Assets, tmp_p
     run(command, tmp_path / "resumed.txt")
 
     store = RolloutStore(tmp_path / "save" / "rollouts")
-    groups = [group for number in range(ROLLOUTS) for group in store.read(number).groups]
+    groups = [group for number in range(ROLLOUTS) for group in store.read(number).batch().groups]
     assert [group[0].prompt for group in groups] == expected_prompts(qwen3)
 
 
