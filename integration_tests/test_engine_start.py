@@ -22,19 +22,22 @@ def _marked(mark: str) -> list[str]:
     return found
 
 
+NO_SUCH_MODEL = '{"architectures": ["NoSuchModel"]}'
+
+
 @pytest.mark.real
 @pytest.mark.timeout(200)
 def test_an_engine_that_does_not_come_up(qwen3: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv("SLIME_TEST_MARK", mark)
-    command = train_command(qwen3, tmp_path, "--sglang-attention-backend", "no-such-backend", rollouts=1)
+    command = train_command(qwen3, tmp_path, "--sglang-json-model-override-args", NO_SUCH_MODEL, rollouts=1)
     with started(command, tmp_path / "log.txt") as process:
         code = process.wait(150)
     text = (tmp_path / "log.txt").read_text()
     assert code == 2, text
     message = text[text.index("slime-launch: ") :]
     print(message)
-    assert "engine_0.log" in message and "invalid choice: 'no-such-backend'" in message
+    assert "engine_0.log" in message and "NoSuchModel" in message
     assert "Traceback" not in text
     assert _marked(mark) == []
     assert not (tmp_path / "save").exists()
