@@ -89,7 +89,7 @@ def _largest_first(
     placed: list[list[int]] = [[] for _ in range(bins)]
     room = [max_size] * bins
     heap: list[tuple[float, int]] = [(0, index) for index in range(bins)]
-    crowded: list[tuple[float, int]] = []  # bins without room for items of this size, of which none are larger
+    crowded: list[tuple[float, int]] = []  # bins without room for items of this size; no item is larger
     short, left, limit, size = bins * min_items, len(weights), most, max_size
     for item in _order(weights, sizes if max_size < math.inf else weights):
         if left == short and limit != min_items:  # from here on every item goes to a bin that has too few

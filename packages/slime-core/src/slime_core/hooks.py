@@ -43,7 +43,7 @@ class HookArgs:
         return cls(merged)
 
     def __getattr__(self, name: str) -> Any:
-        # Only names that are no attributes come here, `_values` too as long as the object is not made.
+        # Only missing attributes come here; `_values` is one until the object has been made.
         if name == "_values":
             raise AttributeError(name)
         try:

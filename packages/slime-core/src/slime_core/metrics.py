@@ -83,7 +83,7 @@ def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 def set_name_problem(name: str) -> str | None:
     """Why a held-out set cannot be called so, as the end of a message; ``None`` if it can.
 
-    Its numbers are told apart by what follows the name.
+    Its numbers differ in what follows the name.
     """
     if not name or name != name.strip() or not name.isprintable():
         return "is empty, or has white space at an end or characters that cannot be printed"
@@ -173,7 +173,7 @@ def percentile(values: Sequence[float], share: float) -> float:
         share: 0 to 100.
 
     Raises:
-        DataError: There are no values, or ``share`` is outside 0 to 100.
+        DataError: ``values`` is empty, or ``share`` is outside 0 to 100.
     """
     if not values or not 0 <= share <= 100:
         raise DataError(f"percentile {share} of {len(values)} values: need 0 to 100, and at least one value")

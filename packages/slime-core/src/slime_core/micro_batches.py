@@ -23,7 +23,7 @@ class MicroBatchLimits:
         multiple: The number of micro-batches is a multiple of this: a virtual pipeline's group of micro-batches.
 
     Raises:
-        ConfigError: A number is below 1, or there is no limit at all.
+        ConfigError: A number is below 1, or no limit is given.
     """
 
     samples: int | None = None

@@ -35,7 +35,7 @@ def normalize_group_rewards(
 ) -> Any:
     """Rewards relative to their group: ``(r - mean) / (std + eps)`` (GRPO; Shao et al. 2024, section 4.1.2).
 
-    Groups are told apart by index, so they may differ in size and lie in any order. The standard deviation is the
+    Groups are distinguished by index, so they may differ in size and lie in any order. The standard deviation is the
     unbiased one (n - 1). It has no meaning for a group of one or for a group whose rewards are all equal: those are
     not divided. A group of equal rewards gives exact zeros when the mean is subtracted, and so does a group of one:
     nothing can be learned from it.
@@ -110,7 +110,7 @@ def estimator_rewards(
     The other arguments, the result and the errors are those of :func:`normalize_group_rewards`.
 
     Raises:
-        ConfigError: There is no estimator of that name.
+        ConfigError: The estimator's name is unknown.
     """
     if estimator not in ESTIMATORS:
         raise ConfigError(f"the advantage estimator {estimator} is unknown; allowed: {', '.join(ESTIMATORS)}")

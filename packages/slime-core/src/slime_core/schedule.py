@@ -76,8 +76,8 @@ def build_shards(
         One shard per rank.
 
     Raises:
-        ConfigError: The sizes do not divide, or there is no token limit to go by.
-        DataError: There are no samples, or one has no reward, a reward that is not finite, or a response without a
+        ConfigError: The sizes do not divide, or the token limit is missing.
+        DataError: The rollout is empty, or a sample has no reward, a reward that is not finite, or a response without a
             prompt.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples

@@ -1,4 +1,4 @@
-"""Functions of the user's, found by the path that a flag gives, and checked before a run starts."""
+"""User-defined functions, found by the path that a flag gives, and checked before a run starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_function(
         flag: The flag that gave it, for messages.
         arguments: Names of the positional arguments that it will be called with, such as ``("args", "sample")``.
             ``None`` checks nothing.
-        usual_names: Names of which ``file.py`` alone means the first that the file has.
+        usual_names: What ``file.py`` alone means: the first of these names that the file has.
 
     Raises:
         ConfigError: The path has another form, the module does not load, holds no such function, or the function does

@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
 With --run each is also called, as a rollout would, before an engine that stands in: nothing needs a GPU or a model.
 """
-# What a run must be told, and a look at hooks need not.
+# What a run requires and check-hooks does not.
 _STAND_INS: dict[str, Any] = {"hf_checkpoint": "", "prompt_data": "none given", "rollout_batch_size": 2}
 
 

@@ -35,7 +35,7 @@ class Collected:
 
     Attributes:
         groups: ``rollout_batch_size`` groups, in the order of their numbers.
-        counts: How many groups were dropped, by reason, given back, or generated anew because they were too old.
+        counts: How many groups were dropped, by reason, given back, or generated again because they were too old.
         seconds: Wall time per phase.
         problem: Which samples were lost or doubled, by the data source's ledger; ``None`` as a rule.
     """
@@ -353,7 +353,7 @@ class Collector:
             self._ready.append(_Finished(group, handed_out))
 
     def _drop_aged(self) -> None:
-        """Generate waiting groups anew that became older than allowed."""
+        """Generate waiting groups again that became older than allowed."""
         aged = [one for one in self._ready if self._age(one.group) > self._most_age]
         self._ready = [one for one in self._ready if self._age(one.group) <= self._most_age]
         for one in aged:

@@ -49,7 +49,7 @@ class DataConfig(Config):
     )
     buffer_filter_path: str | None = flag(
         None,
-        help="own function (args, buffer, num_samples) that chooses groups of a buffered data source",
+        help="custom function (args, buffer, num_samples) that chooses groups of a buffered data source",
         metavar="PATH",
     )
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
@@ -219,7 +219,7 @@ class SelectionConfig(Config):
     )
     max_weight_staleness: int | None = flag(
         None,
-        help="most weight updates between a token and its training; what is older is generated anew",
+        help="most weight updates between a token and its training; what is older is generated again",
         unit="versions",
         least=0,
     )
@@ -286,10 +286,10 @@ class RewardConfig(Config):
     custom_rm_kwargs: str | None = flag(
         None, help="JSON object: the constructor arguments of a class at --custom-rm-path", metavar="JSON"
     )
-    group_rm: bool = flag(False, help="score all samples of a prompt in one call of the own function")
+    group_rm: bool = flag(False, help="score all samples of a prompt in one call of the custom function")
     rm_timeout: float | None = flag(
         None,
-        help="time limit of scoring one sample; without it 10 for rules, 60 for own functions and --rm-url",
+        help="time limit of scoring one sample; without it 10 for rules, 60 for custom functions and --rm-url",
         unit="seconds",
         above=0,
         may_change=True,
@@ -309,8 +309,8 @@ class RewardConfig(Config):
     rm_on_failure: str = flag(
         "zero",
         choices=("zero", "drop"),
-        help="a sample that its rule, service or own function cannot score counts as wrong (zero), and is not trained "
-        "on (drop); one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
+        help="a sample that its rule, service or custom function cannot score counts as wrong (zero), and is not "
+        "trained on (drop); one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
     )
     opd_type: str | None = flag(
         None,
@@ -321,7 +321,7 @@ class RewardConfig(Config):
 
     @property
     def rule(self) -> str | None:
-        """The rule that scores; ``None`` when an own function does, or a teacher alone trains."""
+        """The rule that scores; ``None`` when a custom function does, or a teacher alone trains."""
         if self.custom_rm_path is not None:
             return None
         return self.rm_type or (DEFAULT_RULE if self.opd_type is None else None)
@@ -332,7 +332,7 @@ class RewardConfig(Config):
         return self.timeout_of_rule(self.rule)
 
     def timeout_of_rule(self, rule: str | None) -> float:
-        """Seconds that a rule, or an own function in its place, may take for one sample."""
+        """Seconds that a rule, or a custom function in its place, may take for one sample."""
         if self.rm_timeout is not None:
             return self.rm_timeout
         return 60.0 if rule is None or rule in REMOTE_RULES else 10.0

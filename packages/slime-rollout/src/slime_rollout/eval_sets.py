@@ -299,7 +299,7 @@ def _value(key: str, given: Any) -> Any:
         return value
     text = json.dumps(value, allow_nan=False)
     if json.loads(text) != value:
-        raise ValueError  # a key that is no text
+        raise ValueError  # a key that is not text
     return text if key.endswith("_kwargs") else value  # as the flags have it
 
 

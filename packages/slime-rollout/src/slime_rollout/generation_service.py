@@ -16,7 +16,7 @@ from slime_core.hooks import HookArgs
 from slime_core.interfaces import WeightChannel
 from slime_core.types import EvalReport, RolloutBatch
 
-if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings needs none of it
+if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings does not need it
     from slime_rollout.config import RolloutConfig
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
     from slime_rollout.engine.fleet import Fleet
@@ -86,7 +86,7 @@ class ChannelSpec:
         engine_urls: The engines.
         tp_size: Tensor-parallel size of one engine.
         hf_checkpoint: What the engines were started with.
-        receivers: What applies deltas beside the engines.
+        receivers: What applies deltas on the engines' machines.
         colocate: Trainer and engines share their GPUs.
     """
 
@@ -279,7 +279,7 @@ class GenerationService:
         return self._progress._replace(note=note, behind=bool(self._started.engines_behind()))
 
     def close(self) -> None:
-        """Stop what generates beside the trainer, then engines and router."""
+        """Stop asynchronous generation, then engines and router."""
         self._is_up = False
         with contextlib.ExitStack() as stack:  # one that fails does not keep the others
             for part in (self._engines, self._receiver):
@@ -343,7 +343,7 @@ def longest_sample(config: RolloutConfig) -> int:
 
 
 def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
-    """Applies deltas beside the engines; ``None`` in a run that sends none, or whose receivers are elsewhere."""
+    """Applies deltas on the engines' machine; ``None`` in a run that sends none, or whose receivers are elsewhere."""
     if spec.engine.update_weight_mode != "delta" or spec.engine.update_weight_receivers:
         return None
     from slime_rollout.weights import DeltaReceiver

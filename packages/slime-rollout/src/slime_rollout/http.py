@@ -21,7 +21,7 @@ import orjson
 from slime_core.errors import SlimeError
 from slime_rollout.threads import LoopThread
 
-if TYPE_CHECKING:  # slow to import, and whoever only reads flags needs none of it
+if TYPE_CHECKING:  # slow to import, and whoever only reads flags does not need it
     import aiohttp
 
 logger = logging.getLogger(__name__)

@@ -234,7 +234,7 @@ class RolloutManager:
             self.source.take_back()
 
     def _seconds_since_last(self, collected: Collected) -> float:
-        """Seconds in which the samples were generated: beside the trainer, all since the rollout before."""
+        """Seconds in which the samples were generated; asynchronously, all since the rollout before."""
         before, self._last_time = self._last_time, time.perf_counter()
         if self._config.selection.async_buffer_size is None or before is None:
             return collected.seconds["generate"]

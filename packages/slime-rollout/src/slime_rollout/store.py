@@ -70,7 +70,7 @@ class RolloutStore:
         """Read a rollout.
 
         Raises:
-            DataError: There is no such rollout, or its file is torn or of an older slime; says which.
+            DataError: The rollout is missing, or its file is torn or of an older slime; says which.
         """
         file = self.path(rollout_id)
         if not self.has(rollout_id):

@@ -11,7 +11,7 @@ from slime_core.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, of which YAML's readers silently take the last."""
+    """Refuses a repeated key; YAML's readers silently take the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -1,6 +1,6 @@
 """From rewards to one advantage per response token: the built-in estimators, custom ones, distillation and whitening.
 
-T tokens of N responses, whole and one after the other; W ranks. There is no registry of estimators: an estimator is a
+T tokens of N responses, whole and one after the other; W ranks. Estimators need no registry: an estimator is a
 value that is passed to :func:`policy_advantages` or :func:`compute_advantages`.
 """
 
@@ -162,7 +162,7 @@ def policy_advantages(
         teacher_log_probs_T: Log-probs under the teacher [T]; needed with ``use_opd``.
         values_T: The critic's values [T]; needed by ppo.
         estimator: A custom one, instead of the one that the configuration names.
-        group: Ranks to whiten over, every one of which must call this, with no responses too; see :func:`whiten`.
+        group: Ranks to whiten over; every one must call this, also one without responses; see :func:`whiten`.
 
     Returns:
         Advantages and returns, each [T], 0 where masked.
@@ -209,7 +209,7 @@ def compute_advantages(
         estimator: A built-in one (:func:`estimator_named`) or a custom one.
         distillation: Added to the advantages; not to the returns.
         whitened: Whiten the advantages over all trained tokens, which defines REINFORCE++ and its baseline variant.
-        group: The ranks to whiten over, every one of which must call this; see :func:`whiten`.
+        group: The ranks to whiten over; every one must call this; see :func:`whiten`.
 
     Returns:
         Advantages and returns, each [T], 0 where masked.

@@ -259,7 +259,7 @@ class SoftmaxRows:
     """Rows of logits, computed on in fp32 (fp64 if they are), a block at a time.
 
     Attributes:
-        logits: Logits [T, V], of which the first ``columns`` count.
+        logits: Logits [T, V]; the first ``columns`` count.
         targets: The target's column [T]; outside 0 to ``columns`` if it is not here.
         columns: Columns that count.
         temperature: The logits (with their bias) are divided by it.

@@ -220,8 +220,8 @@ def cispo_loss(
 ) -> Loss:
     """CISPO (MiniMax 2025, equations 4 and 5): clipped importance weights, and every token keeps its gradient.
 
-    ``eps_clip`` 1 is no lower bound, as in the paper, which does not give its upper one; 1 + 4 is usual. The paper's
-    mean is over the tokens of each prompt's group, here it is over those of the step.
+    ``eps_clip`` 1 means without a lower bound, as in the paper, which does not give its upper one; 1 + 4 is usual. The
+    paper's mean is over the tokens of each prompt's group, here it is over those of the step.
     """
     settings = {"calculate_per_token_loss": True, "kl_loss_coef": kl_loss_coef}
     return _policy("cispo", log_probs, mask, batch, eps_clip, eps_clip_high, **settings)

@@ -1,7 +1,7 @@
 """Corrections for tokens that another policy sampled than the one that trains on them: a factor on each token's loss.
 
 Shapes: T tokens of N sequences, one sequence after the other; a sequence is never split over two calls, other than over
-the ranks of a ``context_group``, all of which must then make the call.
+the ranks of a ``context_group``, which must all make the call then.
 
 The engine that sampled the tokens (π_rollout) and the trainer (π_train, the policy that the update starts from) see
 them differently: kernels and precisions differ, and the engine's weights may be older. With d = log π_train −

@@ -271,7 +271,7 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Squared error of the critic's values, clipped: ``max((V − G)², (V_old + clip(V − V_old, −c, c) − G)²)``.
 
-    A value that has moved more than c towards the return gains nothing by moving further. There is no factor ½.
+    A value that has moved more than c towards the return gains nothing by moving further. Without a factor ½.
     Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients" (value function clipping).
 
     Args:

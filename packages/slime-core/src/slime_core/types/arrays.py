@@ -79,7 +79,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[NDArray[Any] | None], dtype: DTypeLike | None = None) -> Ragged:
-        """The rows of S samples, copied; ``None`` is no row."""
+        """The rows of S samples, copied; ``None`` for a missing row."""
         listed = list(rows)
         given = [row for row in listed if row is not None]
         values = np.concatenate(given, dtype=dtype) if given else np.zeros(0, dtype)
@@ -178,7 +178,7 @@ def write_npz(path: Path, head: dict[str, Any], columns: Columns) -> None:
         columns: Their names hold no dot.
 
     Raises:
-        DataError: The head is not plain, or a column is no array of numbers.
+        DataError: The head is not plain, or a column is not an array of numbers.
     """
     check_plain(head, "head")
     members: dict[str, NDArray[Any]] = {"head": _bytes(_dump(head | {"format_version": FORMAT_VERSION}, "head"))}

@@ -25,7 +25,7 @@ def integer(where: str, name: str, value: Any, *, least: int | None = None) -> i
         least: The smallest allowed value, if there is one.
 
     Raises:
-        DataError: It is no integer, is too small, or has more than 1,024 bits.
+        DataError: It is not an integer, is too small, or has more than 1,024 bits.
     """
     try:
         plain = value if type(value) is int else int(operator.index(value))
@@ -48,7 +48,7 @@ def integers(where: str, name: str, values: Any, *, least: int) -> list[int]:
         least: The smallest allowed value.
 
     Raises:
-        DataError: Naming the first entry that is no integer, too small or too large.
+        DataError: Naming the first entry that is not an integer, too small or too large.
     """
     plain: list[int] = _as_list(where, name, values, "integers")
     if _all_are(int, plain) and (not plain or (least <= min(plain) and max(plain) < 2**63)):
@@ -65,7 +65,7 @@ def numbers(where: str, name: str, values: Any) -> list[float]:
         values: A list, or any sequence or array of one dimension.
 
     Raises:
-        DataError: Naming the first entry that is no number.
+        DataError: Naming the first entry that is not a number.
     """
     plain: list[float] = _as_list(where, name, values, "numbers")
     if _all_are(float, plain):
@@ -128,7 +128,7 @@ def named_numbers(where: str, name: str, value: Any) -> dict[str, float]:
     """A dictionary of plain numbers by name; the same object if it is one already.
 
     Raises:
-        DataError: It is no dictionary, or naming the key that is no string or the entry that is no number.
+        DataError: It is not a dictionary, or naming the key that is not a string or the entry that is not a number.
     """
     if not isinstance(value, dict):
         raise DataError(f"{where}: {name} must be a dictionary, got {type(value).__name__}")

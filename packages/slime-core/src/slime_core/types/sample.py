@@ -111,7 +111,7 @@ class Sample:
             key: Which entry of a reward given by name.
 
         Raises:
-            DataError: There is no reward yet, or it is a dictionary and ``key`` is not in it.
+            DataError: The reward is missing, or is a dictionary and ``key`` is not in it.
         """
         return scalar_reward(self.index, self.reward, key)
 

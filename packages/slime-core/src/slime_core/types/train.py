@@ -40,7 +40,7 @@ class TrainSample:
         tokens: Token ids of prompt and response, int32.
         response_length: R, the number of response tokens at the end of ``tokens``.
         loss_mask: R numbers, uint8, 1 where the token is trained on.
-        trajectory_tokens: Trained tokens of its whole trajectory, of which it may be one sample of several.
+        trajectory_tokens: Trained tokens of its whole trajectory, which may have several samples.
         reward: Reward that the advantage estimator starts from: after the group's mean, for those that take it off.
         raw_reward: Reward as given.
         rollout_log_probs: R log-probs (nats) of the engine, float32, or ``None``.

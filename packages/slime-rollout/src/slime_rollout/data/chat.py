@@ -193,7 +193,7 @@ class ChatTurns:
             tools: For the template.
 
         Raises:
-            DataError: There is no template, it refuses the messages, or leaves out what the model writes.
+            DataError: The template is missing, refuses the messages, or leaves out what the model writes.
         """
         self._check_template()
         mark = unused_character(before, messages, tools)

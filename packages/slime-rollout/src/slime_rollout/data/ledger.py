@@ -112,7 +112,7 @@ class Ledger:
 
         Args:
             buffer: Every group that waits to be handed out again; ``None`` where that cannot be seen.
-            in_flight: Every group that is rightly out, such as those that are generated beside the trainer.
+            in_flight: Every group that is rightly out, such as those that are generated while the trainer works.
 
         Returns:
             What does not balance, or ``None``.

@@ -248,7 +248,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     Without over-sampling, `RolloutManager` gives nothing back by itself. Subclasses and callers may:
     ``manager.source.add_samples(groups)`` between rollouts, with groups of ``manager.source.get_samples``. The manager
-    then keeps responses that are finished and rewards that are there, and generates the others anew.
+    then keeps responses that are finished and rewards that are there, and generates the others again.
 
     A state holds the whole buffer with unfinished responses, and :attr:`random`'s place. A subclass with a state of its
     own adds it in `state_dict` and `load_state_dict`.
@@ -280,7 +280,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     @property
     def random(self) -> random.Random:
-        """A generator for :meth:`buffer_filter`, seeded anew for each choice, so that a resumed run chooses alike."""
+        """A generator for :meth:`buffer_filter`, seeded again for each choice, so that a resumed run chooses alike."""
         seed = hashlib.blake2b(f"{self._seed}:choice:{self._choices}".encode(), digest_size=8).digest()
         return random.Random(int.from_bytes(seed, "big"))
 

@@ -25,7 +25,7 @@ class EngineChannel(abc.ABC):
     Picklable while no update is open; what is kept between updates stays behind. One update at a time.
 
     While weights change, engines do not generate, and requests in flight stay where they are. With the pause mode
-    ``retract`` their KV cache is dropped; they continue from their tokens so far, all of which the new weights
+    ``retract`` their KV cache is dropped; they continue from their tokens so far, which the new weights
     recompute, and the cache of prefixes is flushed. With ``in_place`` they keep the keys and values that the old
     weights computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are
     running. So a new request that shares a prefix with an earlier one would meet old keys and values, unless it has

@@ -168,7 +168,7 @@ class LocalCheckpoint:
         return LocalVersion(path, version, sent, kept)
 
     def _buckets(self, start: LocalVersion, steps: Sequence[DeltaIndex]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """All tensors after the steps, of which each goes through all of them before the next is read."""
+        """All tensors after the steps; each goes through all steps before the next is read."""
         reader, first = CheckpointReader(start.path), CheckpointReader(self._first.path)
         bucket: list[tuple[str, torch.Tensor]] = []
         for name in sorted(reader.names.union(*(step.tensors for step in steps))):
