@@ -1,7 +1,6 @@
 """A real SGLang server as the teacher, against transformers. T: tokens of prompt and response, V: vocabulary."""
 
 import asyncio
-import dataclasses
 
 import pytest
 import torch
@@ -85,7 +84,7 @@ def test_log_probs_are_those_of_the_teachers_model(teacher_fleet, tiny_model, ne
 def test_a_student_that_is_its_own_teacher_reads_its_own_log_probs(teacher_fleet, tiny_model, write_rows):
     rows = write_rows([{"prompt": f"{number} + 1 ="} for number in range(4)])
     settings = config(tiny_model, teacher_fleet.engine_urls[0], n_samples_per_prompt=4, rollout_max_response_len=60)
-    settings = dataclasses.replace(settings, prompt_data=rows, rollout_batch_size=4)
+    settings = settings.changed(prompt_data=rows, rollout_batch_size=4)
     batch = RolloutManager(settings, router_url=teacher_fleet.router_url, run_seed=2).generate(0)
     worst = max(difference(sample.teacher_log_probs, sample.rollout_log_probs) for sample in batch.samples)
     tokens = sum(sample.response_length for sample in batch.samples)
