@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -46,7 +47,10 @@ def test_lint_refuses_a_lock_file_that_says_where_packages_were_found() -> None:
 @pytest.mark.skipif(not UV.exists(), reason="scripts/test makes uv's environment")
 def test_the_lock_file_fits_the_settings_and_pins_what_they_lead_to() -> None:
     """Needs no index: uv reads what a package depends on from the lock file, too."""
-    subprocess.run([UV, "lock", "--check", "--offline"], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}  # as scripts/lock has it
+    subprocess.run(
+        [UV, "lock", "--check", "--offline"], cwd=ROOT, check=True, capture_output=True, timeout=60, env=plain
+    )
     words = (
         "export --frozen --quiet --all-packages --all-extras --no-emit-workspace --no-hashes --no-annotate --no-header"
     )
