@@ -137,11 +137,9 @@ class Rank:
         import torch.distributed as dist
         from megatron.core import parallel_state
 
-        from slime_megatron.packing import MicroBatch
-
         trainer = self.worker
         sequence_parallel = trainer.config.tensor_model_parallel_size if trainer.config.sequence_parallel else 1
-        batch = MicroBatch(samples, share_prompts=share_prompts, multiple_of=sequence_parallel).pack()
+        batch = packed(samples, share_prompts, sequence_parallel)
         with torch.no_grad():
             local = (trainer.model.hidden_states(batch) @ trainer.model.output_weight.t()).float()
         group = parallel_state.get_tensor_model_parallel_group()
@@ -155,12 +153,11 @@ class Rank:
         from megatron.core import parallel_state
 
         from slime_core.ops import log_probs_and_entropy
-        from slime_megatron.packing import MicroBatch
 
         trainer = self.worker
         model = trainer.model
         multiple_of = trainer.config.tensor_model_parallel_size
-        batch = MicroBatch(samples, share_prompts=True, multiple_of=multiple_of).pack()
+        batch = packed(samples, True, multiple_of)
         trainer._wrapped.zero_grad_buffer()
         if through_logits:
             from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -298,6 +295,15 @@ class Rank:
         import torch
 
         return torch.get_num_threads()
+
+
+def packed(samples, share_prompts, multiple_of):
+    """The samples as a trainer gets them, in one micro-batch."""
+    from slime_core.types import TrainShard
+    from slime_megatron.packing import MicroBatch
+
+    samples = TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[]).samples
+    return MicroBatch(samples, share_prompts=share_prompts, multiple_of=multiple_of).pack()
 
 
 def _plain(tensors):
