@@ -4,6 +4,7 @@ Run as ``python rank_program.py FD``. A command is ``(name, args, kwargs)``; the
 ``("error", type, text)``.
 """
 
+import dataclasses
 import faulthandler
 import pickle
 import resource
@@ -299,9 +300,12 @@ class Rank:
 
 def packed(samples, share_prompts, multiple_of):
     """The samples as a trainer gets them, in one micro-batch."""
+    import numpy as np
+
     from slime_core.types import TrainShard
     from slime_megatron.packing import MicroBatch
 
+    samples = [dataclasses.replace(sample, loss_mask=np.array(sample.loss_mask, np.uint8)) for sample in samples]
     samples = TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[]).samples
     return MicroBatch(samples, share_prompts=share_prompts, multiple_of=multiple_of).pack()
 
