@@ -42,7 +42,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Not used.
-        quick: Two rounds, of which the first warms up.
+        quick: Two rounds instead of eight.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,7 +4,7 @@ Lengths are log-normal (median 2,000, sigma 1) up to 16,384 tokens; `one long` h
 load; `few per rank` has 512 samples. `balance` spreads them over the ranks; `LPT` (plain largest first) and
 `differencing` (Karmarkar and Karp) are written here on the same numbers; `plan` goes on to micro-batches, equally many
 on each rank; `step` does so from the samples, as a trainer's step is planned; `build_shards` is everything from scored
-samples, as arrays, to what the ranks get, most of which is to write out, add up and copy 25 million numbers.
+samples, as arrays, to what the ranks get; most of its time goes to copying 25 million numbers.
 
 The bound is the mean load or the largest sample. With as many samples on each rank, the rank with the long one cannot
 have fewer than the others: there the bound is the long one and the shortest. FLOPs are those of a model of 8 billion

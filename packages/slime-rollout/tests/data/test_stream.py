@@ -450,7 +450,7 @@ def test_memory_and_start_do_not_grow_with_the_file(tokenizer_dir, tmp_path, suf
 
 
 def big_file(path, megabytes):
-    """Rows of 25 kB, most of which is metadata; of Parquet, all in one row group."""
+    """Rows of 25 kB, mostly metadata. A Parquet file has them all in one row group."""
     rows = [{"prompt": f"{place} + 1 =", "label": "1", "metadata": {"x": f"{place:05}" * 4980}} for place in range(40)]
     if path.suffix == ".parquet":
         whole = pa.concat_tables([pa.Table.from_pylist(rows)] * megabytes)
