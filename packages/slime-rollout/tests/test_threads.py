@@ -1,16 +1,11 @@
 import asyncio
-import gc
 import threading
 import time
-import weakref
 
 import pytest
 
-from slime_core.types import Sample
 from slime_rollout.errors import HookTimeoutError
-from slime_rollout.rewards import BatchedReward
-from slime_rollout.rewards.custom import AT_ONCE, FunctionCalls
-from slime_rollout.threads import LoopThread, PerLoop, await_within, call_within
+from slime_rollout.threads import LoopThread, await_within, call_within
 
 
 @pytest.fixture
@@ -70,50 +65,6 @@ def test_a_thread_that_is_told_to_stop_cancels_what_runs_and_ends():
     future = thread.submit(asyncio.sleep(60))
     thread.cancel_all(last)
     assert done == ["first"] and future.cancelled() and not thread._thread.is_alive()
-
-
-def test_each_event_loop_has_a_value_of_its_own():
-    made = PerLoop(list)
-
-    async def twice():
-        return made.here() is made.here(), made.here()
-
-    (same, one), (_, other) = asyncio.run(twice()), asyncio.run(twice())
-    assert same and one == other and one is not other
-
-
-async def one_by_one():
-    await asyncio.sleep(0)
-
-
-async def score(group):
-    await asyncio.sleep(0)
-    return [1.0] * len(group)
-
-
-def contended_calls():
-    made = FunctionCalls("own", one_by_one, timeout=30.0)
-    return lambda: made("sample 1"), 2 * AT_ONCE
-
-
-def contended_batches():
-    made = BatchedReward(score)
-    return lambda: made(Sample(index=0, group_index=0, prompt="a")), 2
-
-
-@pytest.mark.parametrize("contended", [contended_calls, contended_batches])
-def test_rollouts_leave_no_event_loops_behind(contended):
-    ask, count = contended()
-    loops = weakref.WeakSet()
-
-    async def rollout():
-        loops.add(asyncio.get_running_loop())
-        await asyncio.gather(*(ask() for _ in range(count)))
-
-    for _ in range(6):
-        asyncio.run(asyncio.wait_for(rollout(), 30))
-    gc.collect()
-    assert len(loops) <= 1  # that of the last rollout, until the next
 
 
 LIMIT = 0.2

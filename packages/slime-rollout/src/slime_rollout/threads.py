@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Executor, Future
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from slime_rollout.errors import HookTimeoutError
 
 Result = TypeVar("Result")
-Value = TypeVar("Value")
-Arguments = TypeVarTuple("Arguments")
 CallOutcome = tuple[Any, BaseException | None]
 """What a function returned, or what it raised."""
 
@@ -92,30 +89,6 @@ def _too_long(seconds: float, what: str, flag: str) -> HookTimeoutError:
     return HookTimeoutError(f"{what} was not done after {seconds:g} s; it hangs, or needs a higher {flag}")
 
 
-class PerLoop(Generic[Value]):
-    """A value for each event loop, until that is closed: a reward may be asked from several, one after the other.
-
-    A `WeakKeyDictionary` would keep all of them: a semaphore that somebody has waited for refers to its loop.
-
-    Args:
-        make: Makes the value.
-    """
-
-    def __init__(self, make: Callable[[], Value]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._values: dict[asyncio.AbstractEventLoop, Value] = {}
-
-    def here(self) -> Value:
-        """The value of the running event loop."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if loop not in self._values:
-                self._values = {other: value for other, value in self._values.items() if not other.is_closed()}
-                self._values[loop] = self._make()
-            return self._values[loop]
-
-
 class LoopThread:
     """A running event loop in a daemon thread, which does not keep the process alive.
 
@@ -126,7 +99,9 @@ class LoopThread:
     """
 
     def __init__(self, name: str, *, daemon_calls: bool = True) -> None:
-        self._loop = _DaemonCallsLoop() if daemon_calls else asyncio.new_event_loop()
+        self._loop = asyncio.new_event_loop()
+        if daemon_calls:
+            self._loop.set_default_executor(_DaemonThreads())
         self._thread = threading.Thread(target=_live, args=(self._loop,), name=name, daemon=True)
         self._thread.start()
 
@@ -198,29 +173,18 @@ def _live(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-class _DaemonCallsLoop(asyncio.SelectorEventLoop):
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
-    ) -> asyncio.Future[Result]:
-        return super().run_in_executor(executor or _DaemonThreads(), func, *args)
+class _DaemonThreads(ThreadPoolExecutor):
+    """Runs each call in a daemon thread of its own: Python joins the threads of a pool at exit."""
 
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        answer: Future[Result] = Future()
 
-class _DaemonThreads(Executor):
-    """Runs each call in a daemon thread of its own."""
+        def run() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    answer.set_exception(error)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        start_call(threading.current_thread().name, functools.partial(fn, *args, **kwargs)).add_done_callback(
-            lambda done: _pass_on(done.result(), answer)
-        )
+        threading.Thread(target=run, name=threading.current_thread().name, daemon=True).start()
         return answer
-
-
-def _pass_on(outcome: CallOutcome, answer: Future[Any]) -> None:
-    value, error = outcome
-    if not answer.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(value)

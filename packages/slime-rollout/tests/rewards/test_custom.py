@@ -148,7 +148,6 @@ def test_waiting_for_a_turn_is_not_counted(file):
         return await asyncio.gather(*(reward(SAMPLE) for _ in range(100)))
 
     assert asyncio.run(many()) == [1.0] * 100
-    assert asyncio.run(many()) == [1.0] * 100  # a second event loop
 
 
 def test_the_settings_choose(file):

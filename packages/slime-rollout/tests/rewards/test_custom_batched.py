@@ -8,6 +8,9 @@ from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import RewardError
 from slime_rollout.rewards import BatchedReward, VerifierError, make_group_reward, make_reward
+from slime_rollout.threads import LoopThread
+
+LOOP = LoopThread("rewards")  # one for all calls of a reward, as in a run
 
 SOURCE = """
 import asyncio, time
@@ -90,13 +93,13 @@ def score(reward, count):
     async def all_of_them():
         return await asyncio.gather(*map(reward, samples(count)), return_exceptions=True)
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    return LOOP.run(asyncio.wait_for(all_of_them(), 60))
 
 
 def test_samples_that_wait_are_scored_together(file):
     reward = make(f"{file}:batched")
     assert isinstance(reward, BatchedReward)
-    for _ in range(2):  # two event loops
+    for _ in range(2):
         assert score(reward, 300) == [float(index) for index in range(300)]
 
 
@@ -277,7 +280,7 @@ def test_one_that_is_cancelled_while_it_waits_is_not_scored():
         while not asked:
             await asyncio.sleep(0)
         waiting = [asyncio.create_task(reward(sample)) for sample in samples(3)[1:]]
-        while len(reward._queues.here().waiting) < 2:
+        while len(reward._waiting) < 2:
             await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait(waiting[:1])

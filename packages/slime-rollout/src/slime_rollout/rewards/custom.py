@@ -19,7 +19,7 @@ from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError, VerifierError
 from slime_rollout.failures import Outcome, name_samples
-from slime_rollout.threads import CallOutcome, LoopThread, PerLoop, start_call
+from slime_rollout.threads import CallOutcome, LoopThread, start_call
 
 FLAG = "--custom-rm-path"
 _USUAL_NAMES = ("custom_rm", "CustomRewardModel")
@@ -185,30 +185,33 @@ def _default_arguments(made_from: Any, hook_args: HookArgs) -> dict[str, Any]:
 
 
 class BatchedReward:
-    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64."""
+    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64.
+
+    For one event loop, as `FunctionCalls`.
+    """
 
     def __init__(self, score: GroupReward) -> None:
         self._score = score
-        self._queues = PerLoop(_Queue)
+        self._waiting: list[tuple[Sample, asyncio.Future[RewardValue]]] = []
+        self._turn = asyncio.Lock()
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The sample's reward."""
-        queue = self._queues.here()
         answer: asyncio.Future[RewardValue] = asyncio.get_running_loop().create_future()
-        queue.waiting.append((sample, answer))
+        self._waiting.append((sample, answer))
         try:
-            async with queue.turn:
+            async with self._turn:
                 await asyncio.sleep(0)  # samples that arrive at the same moment join
                 while not answer.done():
-                    await self._score_next(queue)
+                    await self._score_next()
             return await answer
         except asyncio.CancelledError:
-            queue.waiting = [pair for pair in queue.waiting if pair[1] is not answer]
+            self._waiting = [pair for pair in self._waiting if pair[1] is not answer]
             answer.cancel()
             raise
 
-    async def _score_next(self, queue: _Queue) -> None:
-        batch, queue.waiting = queue.waiting[:_BATCH], queue.waiting[_BATCH:]
+    async def _score_next(self) -> None:
+        batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
         try:
             values = await self._score([sample for sample, _ in batch])
         except RewardError as error:
@@ -217,19 +220,11 @@ class BatchedReward:
                     answer.set_exception(error)
             return
         except BaseException:  # cancelled: the others of the batch still wait
-            queue.waiting[:0] = batch
+            self._waiting[:0] = batch
             raise
         for (_, answer), value in zip(batch, values, strict=True):
             if not answer.done():
                 answer.set_result(value)
-
-
-class _Queue:
-    """Of one event loop: pending samples, and a lock that the next call needs."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Sample, asyncio.Future[RewardValue]]] = []
-        self.turn = asyncio.Lock()
 
 
 class FunctionCalls:
@@ -238,11 +233,12 @@ class FunctionCalls:
     A plain function gets a thread for each call. A coroutine runs on an event loop in another thread; when a call
     blocks that loop, the next ones get a new one. A call cannot be stopped at its time limit: it is left behind and no
     longer counts as running. Once eight calls go on after twice their time limit, there are no more calls.
+    Callers share one event loop.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], *, timeout: float) -> None:
         self._name, self._function, self._timeout = name, function, timeout
-        self._turns = PerLoop(lambda: asyncio.Semaphore(AT_ONCE))
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._running: dict[object, tuple[LoopThread | None, float]] = {}
         self._loop: LoopThread | None = None
@@ -251,7 +247,7 @@ class FunctionCalls:
 
     async def __call__(self, about: str, *args: Any) -> Any:
         """The function's value for ``args``; ``about`` says in messages what the call is about."""
-        async with self._turns.here():
+        async with self._turns:
             self._refuse_if_stuck()
             try:
                 async with asyncio.timeout(self._timeout):
