@@ -24,6 +24,7 @@ import torch
 from _records import Record
 
 from slime_core.interfaces import NamedTensors, WeightChannel
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.weights import (
@@ -121,7 +122,7 @@ def measure(
 def push(channel: WeightChannel, weights: dict[str, torch.Tensor], version: int) -> float:
     """Send all weights; returns seconds."""
     started = time.perf_counter()
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     bucket: list[tuple[str, torch.Tensor]] = []
     for item in weights.items():
         bucket.append(item)

@@ -114,7 +114,7 @@ class PlainRollout:
 
 
 class Channel:
-    def begin(self, version):
+    def begin(self, update):
         self.names = []
 
     def send(self, bucket):
@@ -137,7 +137,7 @@ class Worker:
         return []
 
     def push(self, update, channel):
-        channel.begin(update.version)
+        channel.begin(update)
         channel.send([("w", None)])
         return SyncReport(version=update.version, tensors=len(channel.end()), bytes=0, seconds=0.0)
 

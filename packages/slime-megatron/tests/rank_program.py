@@ -30,9 +30,9 @@ class Channel:
 
             raise SlimeError(f"no {call}")
 
-    def begin(self, version):
+    def begin(self, update):
         self.refuse("begin")
-        self.events.append(("begin", version))
+        self.events.append(("begin", update.version))
 
     def send(self, bucket):
         self.refuse("send")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_core.types import Status
+from slime_core.types import Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
@@ -322,7 +322,7 @@ def moved(network, seed):
 
 
 def send(channel, network, version):
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     channel.send(list(network.state_dict().items()))
     channel.end()
 

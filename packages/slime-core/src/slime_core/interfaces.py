@@ -105,8 +105,8 @@ class Rollout(Protocol):
 class WeightChannel(Protocol):
     """The sending end of a weight sync. Picklable; connects in :meth:`begin`."""
 
-    def begin(self, version: int) -> None:
-        """Open the update to weight version ``version`` on every engine."""
+    def begin(self, update: WeightUpdate) -> None:
+        """Open an update on every engine."""
         ...
 
     def send(self, bucket: NamedTensors) -> None:

@@ -14,14 +14,14 @@ from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
-from slime_core.types import SyncReport
+from slime_core.types import SyncReport, WeightUpdate
 from slime_megatron.model import PackedGPT
 
 NamedTensor = tuple[str, torch.Tensor]
 
 
 def push_weights(
-    model: PackedGPT, shape: ModelShape, channel: WeightChannel, version: int, buffer_size: int
+    model: PackedGPT, shape: ModelShape, channel: WeightChannel, update: WeightUpdate, buffer_size: int
 ) -> SyncReport:
     """Gather every weight over the tensor-parallel ranks and send it from rank 0, bucket by bucket.
 
@@ -33,7 +33,7 @@ def push_weights(
         model: The model whose weights are sent.
         shape: Its shape.
         channel: The sending end.
-        version: The weight version that the engines confirm.
+        update: What is sent; the engines confirm its version.
         buffer_size: Most bytes of a bucket; a larger tensor makes a bucket of its own.
 
     Returns:
@@ -43,14 +43,14 @@ def push_weights(
         SlimeError: As the channel raised it.
     """
     if parallel_state.get_data_parallel_rank() != 0:
-        return SyncReport(version=version, tensors=0, bytes=0, seconds=0.0)
+        return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)
     start = time.perf_counter()
     sends = dist.get_rank() == 0
     tensors = total = 0
     buckets = _buckets(full_weights(model, shape), buffer_size)
     try:
         if sends:
-            channel.begin(version)
+            channel.begin(update)
         for bucket in buckets:
             tensors += len(bucket)
             total += sum(tensor.nbytes for _, tensor in bucket)
@@ -61,7 +61,7 @@ def push_weights(
     except SlimeError:
         collections.deque(buckets, maxlen=0)  # goes through all that is left
         raise
-    return SyncReport(version=version, tensors=tensors, bytes=total, seconds=time.perf_counter() - start)
+    return SyncReport(version=update.version, tensors=tensors, bytes=total, seconds=time.perf_counter() - start)
 
 
 def full_weights(model: PackedGPT, shape: ModelShape) -> Iterator[NamedTensor]:

@@ -151,7 +151,7 @@ class MegatronWorker:
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
         self._check_awake("push")
-        return push_weights(self.model, self.shape, channel, update.version, self.config.update_weight_buffer_size)
+        return push_weights(self.model, self.shape, channel, update, self.config.update_weight_buffer_size)
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime_core.types import WeightUpdate
 from slime_rollout.engine import health, registry
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError, WeightSyncError
@@ -128,7 +129,7 @@ class Fleet:
             urls = self.fleet.begin_update()
             channel = open_channel(self.config, engine_urls=urls, tp_size=1, hf_checkpoint="")
             try:
-                channel.begin(version)
+                channel.begin(WeightUpdate(version=version))
                 channel.send([("weight", torch.ones(2))])
                 channel.end()
             except WeightSyncError as error:

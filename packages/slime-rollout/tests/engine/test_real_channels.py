@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from slime_core.errors import DataError
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
@@ -80,7 +81,7 @@ class Parts:
 
     def push(self, channel, bucket=9):
         self.version += 1
-        channel.begin(self.version)
+        channel.begin(WeightUpdate(version=self.version))
         named = list(self.model.state_dict().items())
         for first in range(0, len(named), bucket):
             channel.send(named[first : first + bucket])
@@ -273,7 +274,7 @@ def test_an_engine_that_refuses_a_broadcast_blocks_nobody(parts):
     first, second = parts.fleet.engine_urls
     channel = parts.channel("gloo")
     parts.push(channel)
-    channel.begin(parts.version + 1)
+    channel.begin(WeightUpdate(version=parts.version + 1))
     call("POST", f"{second}/end_weight_update", {})
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"_from_distributed: HTTP 400: .*must run between") as caught:
@@ -291,7 +292,7 @@ def test_weights_that_do_not_fit_are_refused_before_engines_meet_them(parts):
     name, weight = next(iter(parts.model.state_dict().items()))
     for transport in ("disk", "delta"):
         channel = parts.channel(transport)
-        channel.begin(parts.version + 1)
+        channel.begin(WeightUpdate(version=parts.version + 1))
         with pytest.raises(DataError, match=rf"{name} has shape \[299, 63\]"):
             channel.send([(name, weight[:-1, :-1])])
         assert not list((parts.directory / transport).glob(f"*{parts.version + 1}*"))
@@ -299,7 +300,7 @@ def test_weights_that_do_not_fit_are_refused_before_engines_meet_them(parts):
     assert difference(parts.model, parts.fleet.engine_urls[0]) < SAME
     gloo = parts.channel("gloo")
     gloo.hf_checkpoint, gloo._shapes = "", None  # what an engine does that meets them
-    gloo.begin(parts.version + 1)
+    gloo.begin(WeightUpdate(version=parts.version + 1))
     with pytest.raises(WeightSyncError, match=r"HTTP 400: .*partially updated"):
         gloo.send([(name, weight[:-1, :-1])])
     parts.push(gloo)
@@ -318,13 +319,14 @@ def test_the_files_of_the_last_version_are_whole_and_alone(parts):
 # A trainer that dies when its engines wait for a broadcast.
 DYING_TRAINER = """
 import os, signal, sys, threading, time, torch
+from slime_core.types import WeightUpdate
 from slime_rollout.weights import DistributedWeightChannel, distributed
 def die(self, tensor):
     time.sleep(1)  # the engines are told at the same time
     os.kill(os.getpid(), signal.SIGKILL)
 distributed.BroadcastGroup.broadcast = die
 channel = DistributedWeightChannel(tuple(sys.argv[1:]))
-channel.begin(9)
+channel.begin(WeightUpdate(version=9))
 channel.send([("model.norm.weight", torch.ones(64))])
 """
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime_core.types import WeightUpdate
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
@@ -232,7 +233,7 @@ class Trainer:
         try:
             if begun:
                 begun(urls)
-            channel.begin(self.version)
+            channel.begin(WeightUpdate(version=self.version))
             channel.send(weights[::2])
             if amid:
                 amid()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError, WeightSyncError
@@ -91,7 +92,7 @@ def train_a_little(trainer):
 
 def push(channel, trainer, version):
     started = time.monotonic()
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     named = list(trainer.state_dict().items())
     for first in range(0, len(named), 9):
         channel.send(named[first : first + 9])
@@ -182,7 +183,7 @@ def test_another_seed_gives_another_sample(fleet):
 
 
 def test_a_refused_push_names_the_reason_and_no_engine_claims_to_have_the_weights(fleet, channel, trainer):
-    channel.begin(9)
+    channel.begin(WeightUpdate(version=9))
     call("POST", f"{fleet.engine_urls[1]}/end_weight_update", {})
     with pytest.raises(WeightSyncError, match=r"weight version 9: POST .*_from_tensor: HTTP 400: .*must run between"):
         channel.send(list(trainer.state_dict().items())[:1])
@@ -192,7 +193,7 @@ def test_a_refused_push_names_the_reason_and_no_engine_claims_to_have_the_weight
 
 
 def test_an_update_that_a_dead_trainer_left_open_does_not_stop_the_next(fleet, channel, trainer):
-    TensorWeightChannel(channel.engine_urls).begin(10)
+    TensorWeightChannel(channel.engine_urls).begin(WeightUpdate(version=10))
     push(channel, trainer, 10)
     assert largest_difference(trainer, fleet.router_url) < SAME
 
@@ -275,7 +276,7 @@ def test_last_weights_that_do_not_fit_end_an_engine_and_that_is_noticed(fleet, t
     name, weight = next(iter(trainer.state_dict().items()))
     fleet.check()
     broken = TensorWeightChannel((url,))
-    broken.begin(11)
+    broken.begin(WeightUpdate(version=11))
     with pytest.raises(WeightSyncError, match=rf"weight version 11: POST {url}/update_weights_from_tensor: no answer"):
         broken.send([(name, weight[:-1, :-1])])
     wait_until(lambda: not is_whole(fleet))

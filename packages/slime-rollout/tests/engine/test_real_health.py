@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
@@ -73,7 +74,7 @@ def change(model):
 
 def update(fleet, trainer, version, *, only_behind=False):
     channel = TensorWeightChannel(tuple(fleet.begin_update(only_behind=only_behind)))
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     channel.send(list(trainer.state_dict().items()))
     channel.end()
     channel.close()
@@ -167,7 +168,7 @@ def test_an_engine_that_dies_amid_an_update_holds_nobody_up(fleet, trainer):
     change(trainer)
     since = len(events(fleet, "engine 0"))
     channel = TensorWeightChannel(tuple(fleet.begin_update()))
-    channel.begin(6)
+    channel.begin(WeightUpdate(version=6))
     for pid in fleet.process_ids()["engine 0"]:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(WeightSyncError, match="weight version 6"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_core.types import Sample, Status
+from slime_core.types import Sample, Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import TeacherError
 from slime_rollout.rollout import RolloutManager
@@ -28,7 +28,7 @@ def network(tiny_model):
 def teacher_fleet(fleet, network):
     """The engines with the weights that the model's directory holds, whatever other tests have sent them."""
     channel = TensorWeightChannel(tuple(fleet.engine_urls))
-    channel.begin(0)
+    channel.begin(WeightUpdate(version=0))
     channel.send(list(network.state_dict().items()))
     channel.end()
     channel.close()

@@ -10,6 +10,7 @@ import torch
 
 from slime_core.errors import DataError
 from slime_core.interfaces import WeightChannel
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS, EngineConfig, WeightSyncConfig
 from slime_rollout.engine.errors import WeightSyncError
@@ -67,7 +68,7 @@ def test_flags_choose_the_channel_which_survives_pickling(flags, kind):
 
 
 def test_an_update_asks_in_order(channel, engines):
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     assert [engine.version for engine in engines] == ["incomplete"] * 2  # if this process is killed now
     channel.send([("w", torch.ones(3))])
     assert channel.end() == {}
@@ -79,14 +80,14 @@ def test_an_update_asks_in_order(channel, engines):
 
 
 def test_a_second_update_waits_for_the_first(channel):
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     with pytest.raises(WeightSyncError, match="the update to version 4 is still open; end it before version 5"):
-        channel.begin(5)
+        channel.begin(WeightUpdate(version=5))
 
 
 def test_a_refusal_names_the_engine_and_no_engine_stays_paused(channel, engines, caplog):
     engines[1].refuse["/update_weights_from_tensor"] = "no room"
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     with pytest.raises(WeightSyncError, match=r"weight version 4: POST .*from_tensor: HTTP 400: .*no room") as caught:
         channel.send([("w", torch.ones(3))])
     assert caught.value.url == engines[1].url == pickle.loads(pickle.dumps(caught.value)).url
@@ -95,13 +96,13 @@ def test_a_refusal_names_the_engine_and_no_engine_stays_paused(channel, engines,
     with pytest.raises(WeightSyncError, match="no update is open"):
         channel.end()
     engines[0].refuse["/update_weights_from_tensor"] = "nor here"
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     with pytest.raises(WeightSyncError, match="nor here"):
         channel.send([("w", torch.ones(3))])
     assert engines[1].url in caplog.text and "no room" in caplog.text  # each is told, one is raised
     del engines[0].refuse["/update_weights_from_tensor"]
     del engines[1].refuse["/update_weights_from_tensor"]
-    channel.begin(5)
+    channel.begin(WeightUpdate(version=5))
     channel.end()
     assert [engine.version for engine in engines] == ["5", "5"]
 
@@ -138,7 +139,7 @@ def test_an_engine_that_does_not_answer_is_named_and_the_others_go_on_soon(engin
     url = address(deaf)
     channel = TensorWeightChannel((engines[0].url, url), timeout=0.5)
     with pytest.raises(WeightSyncError, match=r"time limit of 0\.5 s") as caught:
-        channel.begin(4)
+        channel.begin(WeightUpdate(version=4))
     assert (caught.value.url, caught.value.silent) == (url, (url,))
     assert times_asked(deaf) == 3  # then to close the update, and once more to have it go on; then nothing more
     assert engines[0].paths()[-1] == "/continue_generation"
@@ -151,7 +152,7 @@ def test_one_that_is_slow_to_close_a_failed_update_goes_on_yet(channel, engines)
     closed = engines[0].hold["/end_weight_update"] = threading.Event()
     engines[1].refuse["/update_weights_from_tensor"] = "no room"
     try:
-        channel.begin(4)
+        channel.begin(WeightUpdate(version=4))
         with pytest.raises(WeightSyncError, match="no room") as caught:
             channel.send([("w", torch.ones(3))])
     finally:
@@ -167,7 +168,7 @@ def test_all_engines_that_do_not_answer_are_named_at_once(engines, deaf, also_de
     engines[0].refuse["/pause_generation"] = "not now"
     for urls in (silent, (engines[0].url, *silent)):
         with pytest.raises(WeightSyncError) as caught:
-            TensorWeightChannel(urls, timeout=0.5).begin(4)
+            TensorWeightChannel(urls, timeout=0.5).begin(WeightUpdate(version=4))
         assert (caught.value.url, caught.value.silent) == (urls[0], silent)
 
 
@@ -215,7 +216,7 @@ def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_ch
         channel = open_channel(
             config, engine_urls=["http://e"], tp_size=1, hf_checkpoint=str(hf_checkpoint), receivers=["http://r"]
         )
-        channel.begin(4)
+        channel.begin(WeightUpdate(version=4))
         channel.send([("model.norm.weight", torch.zeros(8, dtype=torch.bfloat16))])
         channel.end()
         assert limits["/pull"] == limits["/update_weights_from_disk"] == 1800.0
@@ -230,12 +231,12 @@ def test_an_engine_that_is_gone_is_named(engines):
         DiskWeightChannel((engines[0].url, gone), directory="/nowhere"),
     ):
         with pytest.raises(WeightSyncError) as caught:
-            channel.begin(4)
+            channel.begin(WeightUpdate(version=4))
         assert (caught.value.url, caught.value.silent) == (gone, ())
 
 
 def test_an_engine_that_says_another_version_is_not_believed(channel, engines):
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     engines[0].answers["/model_info"] = {"weight_version": "3"}
     with pytest.raises(WeightSyncError, match="says it has weight version '3' after version '4' was sent") as caught:
         channel.end()
@@ -245,21 +246,21 @@ def test_an_engine_that_says_another_version_is_not_believed(channel, engines):
 def test_in_place_keeps_a_cache_that_engines_do_not_give_up(engines):
     channel = TensorWeightChannel((engines[0].url,), pause_mode="in_place")
     engines[0].refuse["/flush_cache"] = "requests are running"
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     channel.end()
     assert engines[0].version == "4" and engines[0].asked[0] == ("/pause_generation", {"mode": "in_place"})
     channel = TensorWeightChannel((engines[0].url,))
-    channel.begin(5)
+    channel.begin(WeightUpdate(version=5))
     with pytest.raises(WeightSyncError, match="requests are running"):
         channel.end()
 
 
 def test_a_wrong_shape_is_refused_before_any_engine_meets_it(channel, engines):
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     with pytest.raises(DataError, match=r"model.norm.weight has shape \[9\]; in .*hf it is \[8\]"):
         channel.send([("model.norm.weight", torch.ones(9))])
     assert "/update_weights_from_tensor" not in engines[0].paths()
-    channel.begin(5)
+    channel.begin(WeightUpdate(version=5))
     channel.send([("model.norm.weight", torch.ones(8)), ("unknown", torch.ones(3))])
     channel.end()
     assert engines[0].version == "5"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from random_tensors import DTYPES, LAYOUTS, SHAPES, bits, random_tensor, relaid
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel
 from slime_rollout.weights.disk import apply_delta, encode_delta, read_index
@@ -24,7 +25,7 @@ def channel(engines, tmp_path, hf_checkpoint):
 
 
 def push(channel, weights, version):
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     channel.send(list(weights.items())[:3])
     channel.send(list(weights.items())[3:])
     return channel.end()
@@ -64,7 +65,7 @@ def test_the_checkpoint_that_the_run_began_with_is_kept_wherever_it_is(channel, 
 
 
 def test_engines_pause_only_to_load(channel, engines, first):
-    channel.begin(1)
+    channel.begin(WeightUpdate(version=1))
     channel.send(list(first.items()))
     assert not engines[0].asked
     channel.end()
@@ -73,10 +74,10 @@ def test_engines_pause_only_to_load(channel, engines, first):
 
 def test_an_error_before_engines_load_leaves_them_as_they_are(channel, engines, tmp_path, first):
     push(channel, first, 1)
-    channel.begin(2)
+    channel.begin(WeightUpdate(version=2))
     with pytest.raises(DataError, match="has shape"):
         channel.send([("model.norm.weight", torch.ones(9))])
-    channel.begin(3)
+    channel.begin(WeightUpdate(version=3))
     with pytest.raises(WeightSyncError, match="weight version 3: no tensor was sent"):
         channel.end()
     assert [engine.version for engine in engines] == ["1", "1"]
@@ -86,7 +87,7 @@ def test_an_error_before_engines_load_leaves_them_as_they_are(channel, engines, 
 def test_a_directory_that_cannot_be_written_is_one_error(channel, tmp_path):
     (tmp_path / "shared").write_text("a file")
     with pytest.raises(WeightSyncError, match=r"weight version 1: .*File exists: .*shared"):
-        channel.begin(1)
+        channel.begin(WeightUpdate(version=1))
 
 
 def test_a_version_that_an_engine_refuses_is_removed_and_the_one_before_stays(channel, engines, tmp_path, first):
@@ -105,7 +106,7 @@ def publish(tmp_path, hf_checkpoint, first, step):
     directory = tmp_path / "deltas"
     channel = DeltaWeightChannel((), directory=str(directory), hf_checkpoint=str(hf_checkpoint), keep_files=True)
     for version in (1, 2):
-        channel.begin(version)
+        channel.begin(WeightUpdate(version=version))
         channel.send(list(step(first, version).items()))
         channel.end()
     return directory
@@ -117,7 +118,7 @@ def test_deltas_of_an_older_format_are_refused_in_one_line_and_removed(publish, 
     with pytest.raises(FormatVersionError, match=message):
         read_index(publish, 1)
     channel = DeltaWeightChannel((), directory=str(publish), hf_checkpoint=str(hf_checkpoint))
-    channel.begin(5)
+    channel.begin(WeightUpdate(version=5))
     channel.send(list(step(first, 5).items()))
     channel.end()
     assert [path.name for path in publish.iterdir()] == ["weight_v000005"]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime_core.errors import ConfigError
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import DistributedWeightChannel
 from slime_rollout.weights.distributed import BroadcastGroup, largest_elements_first, local_address, while_engines
@@ -27,7 +28,7 @@ def test_an_engine_that_refuses_to_join_is_named_at_once(channel, engines):
     engines[1].refuse["/init_weights_update_group"] = "no group"
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="no group") as caught:
-        channel.begin(4)
+        channel.begin(WeightUpdate(version=4))
     assert time.monotonic() - started < 10
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-sync"]
     assert caught.value.url == engines[1].url
@@ -39,12 +40,12 @@ def test_an_engine_that_refuses_to_join_is_named_at_once(channel, engines):
 def test_engines_that_agree_and_never_join_are_given_up_in_time(channel, engines):
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="weight version 4: "):
-        channel.begin(4)
+        channel.begin(WeightUpdate(version=4))
     assert time.monotonic() - started < 15
     first = next(body for path, body in engines[1].asked if path == "/init_weights_update_group")
     assert (first["rank_offset"], first["world_size"], first["backend"]) == (2, 3, "gloo")
     with pytest.raises(WeightSyncError, match="weight version 5"):
-        channel.begin(5)
+        channel.begin(WeightUpdate(version=5))
     names = {body["group_name"] for path, body in engines[0].asked if path == "/init_weights_update_group"}
     assert len(names) == 2  # a group that failed is never joined again
 
@@ -66,7 +67,7 @@ def test_a_broadcast_that_nobody_receives_ends_by_its_time_limit(engines, monkey
     group = Deaf()
     channel = DistributedWeightChannel((engines[0].url,), timeout=1.0)
     monkeypatch.setattr(channel, "_joined", lambda update: group)
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     with pytest.raises(WeightSyncError, match="weight version 4: the broadcast took over 1 s"):
         channel.send([("w", torch.ones(2))])
     assert group.left and group.settled and "/destroy_weights_update_group" in engines[0].paths()

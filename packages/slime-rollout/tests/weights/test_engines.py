@@ -3,6 +3,7 @@ import hashlib
 import pytest
 import torch
 
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import TensorWeightChannel
 from slime_rollout.weights.engines import SentDigests
@@ -56,7 +57,7 @@ def holds(engine, *ranks):
 
 
 def push(channel, tensor):
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     channel.send([("w", tensor)])
     channel.end()
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from slime_core.types import WeightUpdate
 from slime_rollout.cli import main
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import call
@@ -54,7 +55,7 @@ def push(engines, source, hf_checkpoint, first, step):
         channel = DeltaWeightChannel(
             urls, directory=str(source), hf_checkpoint=str(hf_checkpoint), receivers=(url,), check=False
         )
-        channel.begin(1)
+        channel.begin(WeightUpdate(version=1))
         channel.send(list(step(first, 1).items()))
         channel.end()
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights import DeltaReceiver, DeltaWeightChannel, LocalCheckpoint, verify_checkpoint
@@ -32,13 +33,14 @@ LocalCheckpoint(*map(Path, sys.argv[1:])).pull(1)
 PUBLISHER = """
 import sys, torch
 from safetensors.torch import load_file, save_file
+from slime_core.types import WeightUpdate
 from slime_rollout.weights import DeltaWeightChannel
 source, hf_checkpoint, whole = sys.argv[1:]
 channel = DeltaWeightChannel((), directory=source, hf_checkpoint=hf_checkpoint)
 weights = load_file(hf_checkpoint + "/model.safetensors")
 for version in (1, 2, 3):
     torch.manual_seed(version)
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     for name, tensor in weights.items():
         if name != "model.frozen":
             tensor += (0.1 * torch.randn(tensor.shape) * (torch.rand(tensor.shape) < 0.03)).to(tensor.dtype)
@@ -129,7 +131,7 @@ def channel(engines, receiver, hf_checkpoint, source):
 
 
 def push(channel, weights, version):
-    channel.begin(version)
+    channel.begin(WeightUpdate(version=version))
     for item in weights.items():
         channel.send([item])
     return channel.end()
@@ -386,7 +388,7 @@ def test_checksums_that_are_not_the_senders_are_an_error(engines, first, hf_chec
 
 def test_after_an_error_the_next_version_is_whole(channel, tmp_path, first, step):
     push(channel, first, 1)
-    channel.begin(2)
+    channel.begin(WeightUpdate(version=2))
     channel.send(list(step(first, 2).items()))
     with pytest.raises(DataError, match="was sent twice"):
         channel.send(list(step(first, 2).items()))

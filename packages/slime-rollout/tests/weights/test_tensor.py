@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing
 
 from slime_core.interfaces import WeightChannel
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import TensorWeightChannel, engine_weight_version
@@ -34,7 +35,7 @@ def test_it_is_a_weight_channel_and_survives_pickling(channel):
     "action", [lambda channel: channel.send([("w", torch.ones(1))]), lambda channel: channel.end()]
 )
 def test_nothing_goes_without_begin(channel, action):
-    with pytest.raises(WeightSyncError, match=r"no update is open; call begin\(version\) first"):
+    with pytest.raises(WeightSyncError, match=r"no update is open; call begin\(update\) first"):
         action(channel)
 
 
@@ -43,7 +44,7 @@ def test_an_engine_that_is_not_there_is_named_and_the_channel_stays_usable(chann
         with pytest.raises(
             WeightSyncError, match=rf"weight version {version}: POST http://.*/pause_generation: no answer"
         ):
-            channel.begin(version)
+            channel.begin(WeightUpdate(version=version))
     with pytest.raises(WeightSyncError, match="cannot ask for the weight version"):
         engine_weight_version(channel.engine_urls[0])
 
@@ -109,14 +110,14 @@ def test_what_an_engine_never_opened_is_given_back(engines):
     """These engines open nothing, as one does not that dies."""
     before = shared_memory()
     channel = TensorWeightChannel((engines[0].url,))
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     channel.send([("w", torch.ones(3))])
     channel.send([("w", torch.ones(3000))])
     assert len(shared_memory() - before) == 1
     channel.end()
     assert shared_memory() == before  # also if this process is killed before the next update
     engines[0].refuse["/update_weights_from_tensor"] = "no room"
-    channel.begin(5)
+    channel.begin(WeightUpdate(version=5))
     with pytest.raises(WeightSyncError):
         channel.send([("w", torch.ones(3))])
     assert shared_memory() == before
@@ -124,7 +125,7 @@ def test_what_an_engine_never_opened_is_given_back(engines):
 
 def test_every_rank_gets_a_handle_of_its_own(engines):
     channel = TensorWeightChannel(tuple(engine.url for engine in engines), tp_size=3)
-    channel.begin(4)
+    channel.begin(WeightUpdate(version=4))
     channel.send([("w", torch.ones(3))])
     channel.end()
     for engine in engines:

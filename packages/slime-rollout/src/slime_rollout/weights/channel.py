@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slime_core.interfaces import NamedTensors
+from slime_core.types import WeightUpdate
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
@@ -68,7 +69,7 @@ class EngineChannel(abc.ABC):
         self.__dict__.update(state)
         self._forget()
 
-    def begin(self, version: int) -> None:
+    def begin(self, update: WeightUpdate) -> None:
         """Open the update on every engine. Requests in flight continue after :meth:`end`.
 
         Raises:
@@ -77,9 +78,9 @@ class EngineChannel(abc.ABC):
         """
         if self._update is not None:
             raise WeightSyncError(
-                f"the update to version {self._update.version} is still open; end it before version {version}"
+                f"the update to version {self._update.version} is still open; end it before version {update.version}"
             )
-        self._update = EngineUpdate(self.engine_urls, version, self.timeout, self.load_timeout)
+        self._update = EngineUpdate(self.engine_urls, update.version, self.timeout, self.load_timeout)
         self._touched = False
         self._digests = SentDigests() if self.check else None
         with self._giving_up_on_error():
@@ -154,7 +155,7 @@ class EngineChannel(abc.ABC):
 
     def _require_open(self) -> EngineUpdate:
         if self._update is None:
-            raise WeightSyncError("no update is open; call begin(version) first")
+            raise WeightSyncError("no update is open; call begin(update) first")
         return self._update
 
     @contextlib.contextmanager

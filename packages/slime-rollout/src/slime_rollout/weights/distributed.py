@@ -101,7 +101,7 @@ class DistributedWeightChannel(EngineChannel):
     def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
         group = self._group
         if group is None:
-            raise WeightSyncError("the group is gone; call begin(version) again")
+            raise WeightSyncError("the group is gone; call begin(update) again")
         ordered = largest_elements_first(bucket)
         flat = self._flat(ordered, group.device)
         payload = {
