@@ -119,7 +119,6 @@ def recipe(samples: int, out: Path) -> Recipe:
         settings=settings,
         shape=SHAPE,
         data_parallel_size=1,
-        global_batch_size=samples,
         store=RolloutStore(out / "rollouts"),
         can_resume=True,
     )

@@ -66,6 +66,9 @@ class Call:
     def __init__(self, result) -> None:
         self.result, self.looks = result, 0
 
+    def results(self):
+        return [self.result()]
+
     def done(self) -> bool:
         self.looks += 1
         return self.looks > 1
@@ -212,17 +215,10 @@ def launch(clock, flags, to_words, monkeypatch):
         if checked.manifest is not None and report_if_finished(checked, home / "out"):
             return False
 
-        class Startup:
-            def __init__(self, *_):
-                pass
+        def start(*_, resume_from, **__):
+            return Trainers(clock, home / "save", resume_from), Rollout(clock)
 
-            def ray(self):
-                return None
-
-            def halves(self, _, *, resume_from):
-                return Trainers(clock, home / "save", resume_from), Rollout(clock)
-
-        monkeypatch.setattr(slime_launch.run, "Startup", Startup)
+        monkeypatch.setattr(slime_launch.run, "start", start)
         if driver:
             return slime_launch.run.run(with_output(checked, home / "out"), Watch()) == 0
         (home / "out").mkdir(exist_ok=True)
@@ -330,7 +326,6 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
     parts = Parts(
         settings=parse_train(to_words(flags)),
         shape=None,
-        global_batch_size=8,
         trainers=Dead(clock, tmp_path, None),
         rollout=Rollout(clock),
         state=Nothing(),

@@ -79,7 +79,6 @@ def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
     return Parts(
         settings=None,
         shape=None,
-        global_batch_size=8,
         trainers=Trainers(rollout),
         rollout=rollout,
         state=types.SimpleNamespace(iteration=iteration, weight_version=version),
@@ -141,8 +140,8 @@ def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
                 run.rollout.doomed = ["b'"]
             return self.moments > 5
 
-        def result(self):
-            return "a rollout"
+        def results(self):
+            return ["a rollout"]
 
     with run.console.wait("generate") as wait:
         assert wait_for(run, Generating(), wait) == "a rollout"

@@ -6,7 +6,7 @@ from slime_convert.shape import ModelShape
 from slime_core.flops import FlopsModel
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.flags import parse_train
-from slime_launch.shards import split_rollout, training_flops
+from slime_launch.shards import Recipe, split_rollout, training_flops
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
@@ -30,7 +30,9 @@ def batch():
 def split(batch, flags, to_words, ranks=2, **more):
     names = {"--" + name.replace("_", "-"): None if value is True else str(value) for name, value in more.items()}
     settings = parse_train(to_words(flags | names))
-    return split_rollout(batch, settings, SHAPE, data_parallel_size=ranks, global_batch_size=8)
+    return split_rollout(
+        batch, Recipe(settings=settings, shape=SHAPE, data_parallel_size=ranks, store=None, can_resume=False)
+    )
 
 
 def counts(shards):

@@ -30,8 +30,7 @@ class Watch:
     def listen(self, *, at_once: bool) -> None:
         """Take SIGINT, SIGTERM and SIGHUP over, again if something else has done so meanwhile.
 
-        Args:
-            at_once: Leave the process when one comes, for nothing has to be stopped in order yet; else only note it.
+        With ``at_once`` one ends the process, for nothing has to be stopped in order yet; else it is only noted.
         """
         for signum in SIGNALS:
             signal.signal(signum, leave if at_once else self._note)
@@ -69,16 +68,9 @@ def stopped_line(signum: int) -> str:
 
 
 def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
-    """Set this process up as a worker of the run.
-
-    Args:
-        directory: The launcher's working directory, which relative paths start from; a worker of a cluster starts
-            elsewhere.
-        log_path: File that standard output and error are appended to.
-        threads: CPU threads of torch and its libraries; ``None`` leaves them alone.
-    """
+    """Set this process up as a worker of the run: the launcher's working directory, the log, threads of torch."""
     if Path(directory).is_dir():
-        os.chdir(directory)
+        os.chdir(directory)  # where relative paths start; a worker of a cluster starts elsewhere
         sys.path.insert(0, directory)  # where `--custom-rm-path my_module.fn` is looked for
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -95,45 +87,8 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambda: None) -> list[Any]:
-    """Wait for one call on each of some workers.
-
-    Args:
-        pending: Ray reference of the result → the worker that computes it.
-        on_poll: Called a few times a second meanwhile; must not wait for anything itself.
-
-    Returns:
-        The results, in the mapping's order.
-
-    Raises:
-        SlimeError: As raised by the worker.
-        Stopped: A signal asked the run to stop.
-        RunError: A worker died, or failed in another way; with the last lines of its log.
-    """
-    import ray
-
-    results: dict[Any, Any] = {}
-    waiting = list(pending)
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
-        for ref in ready:
-            results[ref] = _result(ref, pending[ref])
-        for worker in pending.values():
-            worker.watch.check()
-        if waiting:
-            on_poll()
-    return [results[ref] for ref in pending]
-
-
 class Worker:
-    """A Ray actor with a name for messages and a log.
-
-    Args:
-        name: Such as ``trainer rank 0``.
-        handle: The actor's handle.
-        log_path: Where its output goes.
-        watch: Ends waits for this worker.
-    """
+    """A Ray actor with a name for messages, such as ``trainer rank 0``, a log, and what ends waits for it."""
 
     def __init__(self, name: str, handle: Any, log_path: Path, watch: Watch) -> None:
         self.name = name
@@ -163,67 +118,66 @@ class Worker:
 
 
 class Call(Generic[Result]):
-    """A call of a worker that is under way.
+    """A call under way on some workers: Ray reference of the result → the worker that computes it."""
 
-    Args:
-        worker: Who is called.
-        method: What is called.
-        *args: With what.
-    """
+    def __init__(self, pending: Mapping[Any, Worker]) -> None:
+        self._pending = dict(pending)
+        self._waiting = list(pending)
+        self._results: dict[Any, Result] = {}
 
-    def __init__(self, worker: Worker, method: str, *args: Any) -> None:
-        self._worker = worker
-        self._ref = worker.start_call(method, *args)
-
-    def done(self) -> bool:
-        """Whether it has ended, after a moment's wait.
+    def done(self, seconds: float = POLL_SECONDS) -> bool:
+        """Whether all have ended, after a moment's wait.
 
         Raises:
+            SlimeError: As raised by the worker.
             Stopped: A signal asked the run to stop.
-            RunError: A part of the run is gone.
+            RunError: A worker died, or failed in another way; with the last lines of its log.
         """
         import ray
 
-        ready, _ = ray.wait([self._ref], timeout=POLL_SECONDS)
-        self._worker.watch.check()
-        return bool(ready)
+        ready, waiting = ray.wait(self._waiting, num_returns=len(self._waiting), timeout=seconds)
+        for ref in ready:
+            self._results[ref] = _result(ref, self._pending[ref])
+        self._waiting = waiting
+        for worker in self._pending.values():
+            worker.watch.check()
+        return not self._waiting
 
-    def result(self) -> Result:
-        """Its result. Errors as in :func:`gather`."""
-        result: Result = _result(self._ref, self._worker)
-        return result
+    def results(self) -> list[Result]:
+        """The results, in the workers' order, once all have ended."""
+        return [self._results[ref] for ref in self._pending]
+
+
+def gather(pending: Mapping[Any, Worker], *, on_poll: Callable[[], None] = lambda: None) -> list[Any]:
+    """Wait for one call on each of some workers; results and errors as of :class:`Call`.
+
+    ``on_poll`` is called a few times a second meanwhile, and must not wait for anything itself.
+    """
+    call = Call[Any](pending)
+    while not call.done():
+        on_poll()
+    return call.results()
 
 
 class Question:
-    """A call that is repeated and never waited for.
-
-    Args:
-        workers: Who is called.
-        method: What is called on each; must return at once.
-    """
+    """A call that is repeated and never waited for; its method must return at once."""
 
     def __init__(self, workers: Sequence[Worker], method: str) -> None:
         self._workers = list(workers)
         self._method = method
-        self._asked: dict[Any, Worker] = {}
+        self._call: Call[Any] | None = None
         self._answers: list[Any] = []
 
     def answers(self) -> list[Any]:
         """The last answers of all workers together, in their order; none before the first. Asks again.
 
-        Raises:
-            SlimeError: As raised by a worker.
-            RunError: A worker died.
+        Errors as of :class:`Call`.
         """
-        import ray
-
-        if not self._asked:
-            self._asked = {worker.start_call(self._method): worker for worker in self._workers}
-        ready, waiting = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        results = {ref: _result(ref, self._asked[ref]) for ref in ready}
-        if not waiting:
-            self._answers = [results[ref] for ref in self._asked]
-            self._asked = {}
+        if self._call is None:
+            self._call = Call({worker.start_call(self._method): worker for worker in self._workers})
+        if self._call.done(0):
+            self._answers = self._call.results()
+            self._call = None
         return self._answers
 
 

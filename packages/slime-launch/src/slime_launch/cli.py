@@ -24,10 +24,7 @@ KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        argv: The words after ``slime-launch``; by default those of this process.
+    """Run a command line: the words after ``slime-launch``, by default those of this process.
 
     Returns:
         0; 1 if a part of the run failed; 2 if the command cannot work; 128 + n if signal n stopped it.

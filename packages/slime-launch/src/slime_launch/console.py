@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 PLAIN_UPDATE_SECONDS = 20.0
 QUIET_SECONDS = 1.0
@@ -19,11 +19,11 @@ QUIET_SECONDS = 1.0
 class Wait:
     """A wait in progress. :meth:`update` may be called at any rate."""
 
-    def __init__(self, what: str, progress: Progress | None, out: RunConsole) -> None:
+    def __init__(self, what: str, progress: Progress, out: RunConsole) -> None:
         self.what = what
         self.started = time.monotonic()
         self._progress = progress
-        self._task: TaskID | None = progress.add_task(what, total=None, note="") if progress is not None else None
+        self._task = progress.add_task(what, total=None, note="")
         self._out = out
         self._announced = self.started
 
@@ -33,29 +33,16 @@ class Wait:
         return time.monotonic() - self.started
 
     def update(self, note: str = "", *, done: int | None = None, total: int | None = None) -> None:
-        """Show how far it is.
-
-        Args:
-            note: A few words, such as the last thing that happened.
-            done: Units finished, where they can be counted.
-            total: Units in all.
-        """
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, total=total, note=note)
-            return
-        if time.monotonic() - self._announced >= PLAIN_UPDATE_SECONDS:
+        """Show how far it is, by what happened last and by units where they can be counted."""
+        self._progress.update(self._task, completed=done, total=total, note=note)
+        if self._progress.disable and time.monotonic() - self._announced >= PLAIN_UPDATE_SECONDS:
             self._announced = time.monotonic()
             count = f"{done}/{total} " if done is not None and total else ""
             self._out.line(f"  {self.what} … {self.seconds:.0f} s {count}{note}".rstrip())
 
 
 class RunConsole:
-    """A run's output.
-
-    Args:
-        stream: Where to write; standard output unless given.
-        log_path: File that gets every line, too.
-    """
+    """A run's output, to standard output unless a stream is given, and to a log file if one is."""
 
     def __init__(self, stream: TextIO | None = None, log_path: Path | None = None) -> None:
         self._rich = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -70,29 +57,21 @@ class RunConsole:
 
     @contextlib.contextmanager
     def wait(self, what: str, *, done: str | None = None) -> Iterator[Wait]:
-        """Show that something is going on until the block ends.
-
-        Args:
-            what: What is waited for, such as ``start the engines``.
-            done: Line to print when it took more than a second; nothing is printed if ``None``.
-        """
-        if not self._rich.is_terminal:
-            wait = Wait(what, None, self)
+        """Show that something is going on until the block ends; if it took more than a second, end with ``done``."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
+        notes = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+        with Progress(
+            *columns,
+            *notes,
+            console=self._rich,
+            transient=True,
+            refresh_per_second=5,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not self._rich.is_terminal,
+        ) as progress:
+            wait = Wait(what, progress, self)
             yield wait
-        else:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
-            notes = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
-            with Progress(
-                *columns,
-                *notes,
-                console=self._rich,
-                transient=True,
-                refresh_per_second=5,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            ) as progress:
-                wait = Wait(what, progress, self)
-                yield wait
         if done is not None and wait.seconds > QUIET_SECONDS:
             self.line(f"{done} ({wait.seconds:.1f} s)")
 

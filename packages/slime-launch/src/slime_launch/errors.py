@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from slime_convert.errors import ConvertError
 from slime_core.errors import ConfigError, SlimeError
+
+T = TypeVar("T")
 
 
 class FlagError(ConfigError):
@@ -11,6 +17,28 @@ class FlagError(ConfigError):
 
 class PreflightError(ConfigError):
     """Something that the run needs is missing, malformed or taken; found before anything is started."""
+
+
+class Problems:
+    """Runs checks one after the other, and reports what all of them found, each message once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Exception] = {}
+
+    def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """What a check returns; ``None`` if it found a problem."""
+        try:
+            return check(*args, **kwargs)
+        except (SlimeError, ConvertError) as error:
+            self._found.setdefault(str(error), error)
+            return None
+
+    def report(self) -> None:
+        """Raise if there are problems: the one there is, or one error that names all."""
+        if len(self._found) == 1:
+            raise next(iter(self._found.values()))
+        if self._found:
+            raise PreflightError("\n".join(self._found))
 
 
 class ManifestError(SlimeError):
@@ -30,11 +58,7 @@ class RayDiedError(RunError):
 
 
 class Stopped(BaseException):
-    """A signal asked the run to stop. Not an `Exception`, so that no handler swallows it.
-
-    Attributes:
-        signum: Number of the signal.
-    """
+    """A signal asked the run to stop. Not an `Exception`, so that no handler swallows it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)

@@ -11,10 +11,9 @@ from typing import Any
 
 from slime_convert.shape import SHAPE_FLAGS
 from slime_core.config import AlgorithmConfig
-from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
-from slime_launch.errors import FlagError
+from slime_launch.errors import FlagError, Problems
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
@@ -39,10 +38,7 @@ PREFIX = "--sglang-"
 
 
 def parse_train(argv: Sequence[str]) -> Settings:
-    """Read the command line of ``slime-launch train``.
-
-    Args:
-        argv: The words after ``train``.
+    """Read the words after ``slime-launch train``.
 
     Raises:
         FlagError: The command line cannot be read; one line says why.
@@ -52,18 +48,14 @@ def parse_train(argv: Sequence[str]) -> Settings:
     given = parse(groups, parser, argv)
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     parts: dict[str, Any] = {}
-    problems: list[str] = []
+    problems = Problems()
     for part, config in CONFIGS.items():
         dests = {spec.dest for spec in flag_specs(config)}
         values = {dest: value for dest, value in given.items() if dest in dests}
         if config is EngineConfig:
             values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
-        try:
-            parts[part] = config.of(**values)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+        parts[part] = problems.attempt(config.of, **values)
+    problems.report()
     return Settings(shape={flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}, **parts)
 
 

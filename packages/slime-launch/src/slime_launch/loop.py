@@ -27,22 +27,10 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the loop works with.
-
-    Attributes:
-        settings: All of the run's settings.
-        shape: The model.
-        global_batch_size: Samples per optimizer step.
-        trainers: The training half, its weights loaded.
-        rollout: The generation half, its engines serving.
-        state: What survives a restart.
-        tracker: Where metrics go.
-        console: Where progress is shown.
-    """
+    """What the loop works with: both halves are up, the trainers have their weights."""
 
     settings: Settings
     shape: ModelShape
-    global_batch_size: int
     trainers: TrainerGroup
     rollout: RolloutWorker
     state: RunState
@@ -86,23 +74,18 @@ def restore_data_position(parts: Parts) -> None:
 
 def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     """The rollout to train on: the one written down before a restart, or a new one, which is written down first."""
-    with parts.console.wait("generate") as wait:
-        if not parts.state.is_written_down(rollout_id):
-            return wait_for(parts, parts.rollout.prepare(rollout_id, recipe(parts)), wait)
-        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
-        return wait_for(parts, parts.rollout.read(rollout_id, recipe(parts)), wait)
-
-
-def recipe(parts: Parts) -> Recipe:
-    """What the rollout worker makes of every rollout."""
-    return Recipe(
+    recipe = Recipe(
         settings=parts.settings,
         shape=parts.shape,
         data_parallel_size=parts.trainers.data_parallel_size,
-        global_batch_size=parts.global_batch_size,
         store=parts.state.store,
         can_resume=parts.state.can_resume,
     )
+    with parts.console.wait("generate") as wait:
+        if not parts.state.is_written_down(rollout_id):
+            return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
+        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
+        return wait_for(parts, parts.rollout.read(rollout_id, recipe), wait)
 
 
 def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
@@ -116,7 +99,8 @@ def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
         wait.update(progress.note, done=progress.done, total=progress.total)
         if progress.behind:
             catch_up(parts, wait)
-    return call.result()
+    [result] = call.results()
+    return result
 
 
 def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
@@ -150,12 +134,7 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
 
 
 def catch_up(parts: Parts, wait: Wait | None = None) -> None:
-    """Send the current weights to engines that were replaced; the trainers must have nothing else to do.
-
-    Args:
-        parts: What the loop works with.
-        wait: The wait that is going on; a new one if ``None``.
-    """
+    """Send the current weights to engines that were replaced; the trainers must have nothing else to do."""
     channel = parts.rollout.begin_update(only_behind=True)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"

@@ -55,12 +55,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest; a reader finds either the old one or this one.
-
-    Args:
-        directory: The run's ``--save``.
-        manifest: What to write.
-    """
+    """Write the manifest into a run's ``--save``; a reader finds either the old one or this one."""
     values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
     write_whole(directory / FILE_NAME, json.dumps(values, indent=1))
 

@@ -74,16 +74,7 @@ def build_parser(
 
 
 def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """Read a command line.
-
-    Args:
-        groups: The flags that ``parser`` was built from.
-        parser: From :func:`build_parser`.
-        argv: What was typed, without the command's name.
-
-    Returns:
-        The flags that were given, by ``dest``. A flag with several values gives a tuple, and
-        all of them when it is repeated.
+    """The flags that were given, by ``dest``; one with several values gives a tuple, and all of them if repeated.
 
     Raises:
         FlagError: An unknown flag, a value of the wrong type, a missing value, or a flag that must be given and is not.

@@ -24,14 +24,7 @@ POLL_SECONDS = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which bundle serves what.
-
-    Attributes:
-        bundles: Resources of each bundle.
-        trainer: Bundle of each trainer rank.
-        rollout: Bundles of the engines; empty with external engines.
-        cuda: Whether a bundle holds a real GPU.
-    """
+    """The resources of each bundle, and which ones serve trainer ranks and engines (none with external engines)."""
 
     bundles: tuple[dict[str, float], ...]
     trainer: tuple[int, ...]
@@ -79,11 +72,9 @@ def threads_per_worker(workers: int, cores: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the run lives.
+    """Where the run lives: the ready placement group for a layout.
 
     Attributes:
-        group: The ready placement group.
-        layout: What was asked for.
         trainer: Bundle of each trainer rank; ranks of one node follow each other.
         rollout: Bundles of the engines; empty with external engines.
         gpus: Numbers of the engines' GPUs on their node; empty without CUDA.
@@ -105,10 +96,8 @@ class Placement:
         return _strategy(self.group, bundle)
 
 
-def place_run(
-    layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None] = lambda _: None
-) -> Placement:
-    """Get room for the run; arguments and errors as of :func:`reserve`."""
+def place_run(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None]) -> Placement:
+    """Get room for the run; errors as of :func:`reserve`."""
     group = reserve(layout, timeout=timeout, watch=watch, on_wait=on_wait)
     order = order_bundles(bundle_nodes(group))
     rollout = tuple(order[place] for place in layout.rollout)
@@ -122,16 +111,7 @@ def place_run(
 
 
 def reserve(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None] = lambda _: None) -> Any:
-    """Get the placement group.
-
-    Args:
-        layout: What is needed.
-        timeout: Longest wait in seconds.
-        watch: Ends the wait.
-        on_wait: Called with what is still missing while waiting.
-
-    Returns:
-        The ready placement group.
+    """Get the ready placement group; ``on_wait`` hears meanwhile what is still missing.
 
     Raises:
         PlacementError: Not enough room, with what the cluster has and what is needed.
@@ -164,11 +144,7 @@ def shortage(layout: Layout, free: dict[str, float], total: dict[str, float]) ->
 
 
 def order_bundles(nodes: dict[int, str]) -> list[int]:
-    """Bundles sorted so that those of one node are neighbours: ranks of one node then follow each other.
-
-    Args:
-        nodes: Node id of each bundle.
-    """
+    """Bundles (with the id of their node) sorted so that ranks of one node follow each other."""
     first_seen = {node: place for place, node in reversed(list(enumerate(nodes.values())))}
     return sorted(nodes, key=lambda bundle: (first_seen[nodes[bundle]], bundle))
 

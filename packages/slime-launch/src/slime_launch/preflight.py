@@ -8,16 +8,14 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
-from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
-from slime_core.errors import ConfigError, SlimeError
+from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_launch.config import Settings
-from slime_launch.errors import PreflightError
+from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
@@ -30,7 +28,6 @@ from slime_rollout.engine.topology import Topology, read_topology
 from slime_rollout.engine.topology_plan import EnginePlan, check_runs_here, plan_engines
 from slime_rollout.hooks import check_hooks
 
-T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -39,12 +36,9 @@ class Checked:
     """A command that can be started.
 
     Attributes:
-        settings: Its settings.
-        shape: The model's shape.
         manifest: The run in ``--save`` that it continues, if there is one.
         weights: The weights that the run begins with.
         topology: What ``--sglang-config`` holds.
-        num_engines: Number of engines that the run starts.
     """
 
     settings: Settings
@@ -55,33 +49,8 @@ class Checked:
     num_engines: int
 
 
-class Problems:
-    """Runs checks one after the other, and reports what all of them found, each message once."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, Exception] = {}
-
-    def attempt(self, check: Callable[..., T], *args: Any) -> T | None:
-        """What a check returns; ``None`` if it found a problem."""
-        try:
-            return check(*args)
-        except (SlimeError, ConvertError) as error:
-            self._found.setdefault(str(error), error)
-            return None
-
-    def report(self) -> None:
-        """Raise if there are problems: the one there is, or one error that names all."""
-        if len(self._found) == 1:
-            raise next(iter(self._found.values()))
-        if self._found:
-            raise PreflightError("\n".join(self._found))
-
-
 def preflight(settings: Settings) -> Checked:
     """Check a command before Ray, an engine or a trainer is started. All checks run, whatever the others find.
-
-    Args:
-        settings: Its settings.
 
     Raises:
         SlimeError: Something is wrong: everything that is, a line each, with what to do.
@@ -149,10 +118,7 @@ def look_again(checked: Checked) -> Checked:
 
 
 def check_engines(settings: Settings) -> EnginePlan | None:
-    """Check the engines' settings; external engines need none of these checks.
-
-    Returns:
-        The plan of ``--sglang-config``, if that is given.
+    """Check the settings of engines that the run starts; returns the plan of ``--sglang-config``, if that is given.
 
     Raises:
         PreflightError: SGLang is not installed.

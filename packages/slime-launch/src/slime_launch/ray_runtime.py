@@ -28,22 +28,13 @@ TEMP_PREFIX = "slime-ray-"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RayRuntime:
-    """A Ray that runs.
-
-    Attributes:
-        cuda: Whether it has GPUs.
-        processes: Pid → name of its own processes, where it is embedded.
-    """
+    """A Ray that runs, with GPUs or without; ``processes`` maps pid → name of its own, where it is embedded."""
 
     cuda: bool
     processes: Mapping[int, str]
 
     def check(self) -> None:
-        """Raise if one of its processes is gone: Ray itself would hang for a minute, or end this process.
-
-        Raises:
-            RayDiedError: Naming the process.
-        """
+        """Raise if one of its processes is gone: Ray itself would hang for a minute, or end this process."""
         for pid, name in self.processes.items():
             if not is_alive(pid):
                 raise RayDiedError(f"Ray's {name} (process {pid}) ended by itself; the run cannot go on without it")
@@ -51,14 +42,7 @@ class RayRuntime:
 
 @contextlib.contextmanager
 def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayRuntime]:
-    """Start Ray inside this process, or join a cluster, for the length of the block.
-
-    Args:
-        cluster: How much room the run needs.
-        address: The cluster's address; ``None`` to start one that ends with the block.
-
-    Yields:
-        What was started or joined.
+    """Start Ray inside this process, or join the cluster at ``address``, for the length of the block.
 
     Raises:
         PlacementError: Ray does not start, or the cluster does not answer.

@@ -39,8 +39,6 @@ class Report:
     """A run in figures.
 
     Attributes:
-        rollouts: Rollouts trained on.
-        steps: Optimizer steps.
         minutes: Wall time of this start of the run, engines' start-up included; 0 if nothing had to be done.
         training_minutes: Wall time of all steps, those before a restart included.
         eval_before: Mean reward of each held-out set before the first rollout.
@@ -49,10 +47,6 @@ class Report:
         unscored: Samples that could not be scored.
         seconds: Mean seconds per rollout of each phase.
         run_dir: The run's output directory.
-        tensorboard_dir: Where TensorBoard's files are; ``None`` without them.
-        logs_dir: Logs of launcher, trainer ranks, engines and router.
-        checkpoint_dir: The last checkpoint; ``None`` without ``--save``.
-        reward_curve: Picture of ``rewards``.
     """
 
     rollouts: int
@@ -72,14 +66,7 @@ class Report:
 
 
 def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | None, minutes: float) -> Report:
-    """Summarize a run.
-
-    Args:
-        rows: From :mod:`slime_launch.tracking`.
-        output_dir: The run's directory.
-        checkpoint: The last checkpoint's directory.
-        minutes: Wall time of this start.
-    """
+    """Summarize a run from its metrics; ``checkpoint`` is its last one, ``minutes`` the wall time of this start."""
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     evals = sorted((row for row in rows if row["kind"] == "eval"), key=lambda row: row["rollout_id"])
     before = evals[0] if evals and evals[0]["rollout_id"] == 0 else {}
@@ -138,15 +125,7 @@ def report_lines(report: Report) -> list[str]:
 
 
 def report_if_finished(checked: Checked, output_dir: Path) -> bool:
-    """Say so, and show the report again, if the run in ``--save`` is finished.
-
-    Args:
-        checked: The command; it continues a run.
-        output_dir: Where that run wrote its metrics, unless the manifest knows better.
-
-    Returns:
-        Whether it is finished: trained to ``--num-rollout`` and evaluated there.
-    """
+    """If the run in ``--save`` is trained to ``--num-rollout`` and evaluated there, say so and report again."""
     manifest, settings = checked.manifest, checked.settings
     if manifest is None or manifest.iteration < settings.run.num_rollout:
         return False
@@ -169,16 +148,7 @@ def report_if_finished(checked: Checked, output_dir: Path) -> bool:
 
 
 def draw_chart(values: Sequence[float], *, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
-    """Columns of block characters, the smallest value at the bottom and the largest at the top.
-
-    Args:
-        values: At least one number. More than ``width`` are averaged in equal parts.
-        width: Most columns.
-        height: Rows.
-
-    Returns:
-        The rows, top first, with the scale at the left.
-    """
+    """Rows of block characters, top first, with the scale at the left; more than ``width`` values are averaged."""
     columns = _shrink(values, width)
     low, high = min(columns), max(columns)
     span = (high - low) or 1.0

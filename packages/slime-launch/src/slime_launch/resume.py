@@ -79,10 +79,6 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
 
     ``--load`` may be ``--save``'s own directory with nothing in it yet; the run then begins with ``--ref-load``.
 
-    Args:
-        settings: The command; it names ``--load`` or ``--ref-load``.
-        manifest: The run that it continues.
-
     Raises:
         ConfigError: Neither flag is given.
         CheckpointError: A directory that is needed is not a checkpoint.
@@ -114,14 +110,7 @@ def _is_empty(directory: Path) -> bool:
 
 
 class RunState:
-    """How far the run is. Its files change only here.
-
-    Args:
-        settings: The run's settings.
-        manifest: From :func:`find_run`; ``None`` for a new run.
-        weights: What the run began with.
-        output_dir: Where the run writes its metrics.
-    """
+    """How far the run is, from its manifest unless it is new. Its files change only here."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest | None, weights: StartWeights, *, output_dir: Path

@@ -48,14 +48,7 @@ class RolloutWorker:
 
     @classmethod
     def start(cls, place: Placement, spec: GenerationSpec, *, log_dir: Path, watch: Watch) -> RolloutWorker:
-        """Start the actor, not the engines yet.
-
-        Args:
-            place: Where it goes.
-            spec: Settings of the service.
-            log_dir: Where its output goes.
-            watch: Ends waits for the worker.
-        """
+        """Start the actor, not the engines yet."""
         import ray
 
         log_path = log_dir / "rollout.log"
@@ -65,21 +58,21 @@ class RolloutWorker:
         handle = actor.remote(str(Path.cwd()), str(log_path), list(place.gpus), spec)
         return cls(Worker("the rollout worker", handle, log_path, watch))
 
-    def open(self) -> tuple[Any, Worker]:
-        """Begin to start the engines; give the result to `calls.gather`."""
-        return self._worker.start_call("start"), self._worker
+    def open(self) -> dict[Any, Worker]:
+        """Begin to start the engines; give the result to :func:`~slime_launch.calls.gather`."""
+        return {self._worker.start_call("start"): self._worker}
 
     def prepare(self, rollout_id: int, recipe: Recipe) -> Call[ReadyRollout]:
         """Begin to generate and score one rollout, to write it down and to split it."""
-        return Call(self._worker, "prepare", rollout_id, recipe)
+        return self._begin("prepare", rollout_id, recipe)
 
     def read(self, rollout_id: int, recipe: Recipe) -> Call[ReadyRollout]:
         """Begin to read one rollout that was written down."""
-        return Call(self._worker, "read", rollout_id, recipe)
+        return self._begin("read", rollout_id, recipe)
 
     def evaluate(self, iteration: int) -> Call[EvalReport]:
         """Begin to score the held-out prompts after ``iteration`` rollouts."""
-        return Call(self._worker, "evaluate", iteration)
+        return self._begin("evaluate", iteration)
 
     def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
         """Where to send weights; an engine that is gone, and that nobody replaces, is an error here."""
@@ -119,3 +112,6 @@ class RolloutWorker:
 
         ray.wait([self._worker.start_call("close")], timeout=CLOSE_SECONDS)
         self._worker.kill()
+
+    def _begin(self, method: str, *args: Any) -> Call[Any]:
+        return Call({self._worker.start_call(method, *args): self._worker})

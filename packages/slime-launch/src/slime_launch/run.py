@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
@@ -18,7 +17,7 @@ from slime_launch.console import RunConsole
 from slime_launch.errors import RayDiedError, RunError, Stopped
 from slime_launch.loop import Parts, run_sync
 from slime_launch.manifest import locked
-from slime_launch.placement import Layout, Placement, check_layout, place_run, plan_layout, threads_per_worker
+from slime_launch.placement import Layout, check_layout, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
@@ -26,16 +25,12 @@ from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
-from slime_launch.validate import engine_dtype, global_batch_size, notices, num_engines
+from slime_launch.validate import engine_dtype, notices, num_engines
 from slime_rollout.generation_service import GenerationSpec
 
 
 def run(checked: Checked, watch: Watch) -> int:
-    """Run a command that was checked, to its end.
-
-    Args:
-        checked: From :func:`slime_launch.preflight.preflight`, with an output directory.
-        watch: Listens to signals already.
+    """Run a command that was checked, to its end; ``watch`` listens to signals already.
 
     Returns:
         0; 1 if a part of the run failed; 2 if it could not be started; 128 + n if signal n stopped it.
@@ -87,9 +82,15 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     if settings.megatron.save is None:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:
-        startup = Startup(checked, output_dir / "logs", console, watch, stack)
         try:
-            trainers, rollout = startup.halves(startup.ray(), resume_from=state.resume_from)
+            trainers, rollout = start(
+                checked,
+                output_dir / "logs",
+                resume_from=state.resume_from,
+                console=console,
+                watch=watch,
+                stack=stack,
+            )
             tracker = Tracker(
                 output_dir,
                 iteration=state.iteration if manifest is not None else None,
@@ -100,7 +101,6 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                 Parts(
                     settings=settings,
                     shape=checked.shape,
-                    global_batch_size=global_batch_size(settings),
                     trainers=trainers,
                     rollout=rollout,
                     state=state,
@@ -108,8 +108,9 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                     console=console,
                 )
             )
-        except RayDiedError as error:
-            leave_at_once(error)
+        except RayDiedError as error:  # without it nothing can be stopped in order; the supervisor ends every process
+            print(f"slime-launch: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
         with console.wait("stop engines, trainers and Ray"):
             trainers.leave()
             stack.close()
@@ -130,95 +131,63 @@ def turn_the_crank(parts: Parts) -> None:
         raise RunError(str(error)) from error
 
 
-def leave_at_once(error: RayDiedError) -> NoReturn:
-    """Exit at once: without Ray nothing can be stopped in order; the supervisor ends every process."""
-    print(f"slime-launch: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
+def start(
+    checked: Checked,
+    log_dir: Path,
+    *,
+    resume_from: Path | None,
+    console: RunConsole,
+    watch: Watch,
+    stack: contextlib.ExitStack,
+) -> tuple[TrainerGroup, RolloutWorker]:
+    """Start Ray, and then engines and trainer ranks side by side; ``stack`` gets the way to stop each.
 
-
-class Startup:
-    """Starts the parts of a run, one method after the other.
-
-    Args:
-        checked: The command.
-        log_dir: Where every part writes its log.
-        console: Told what is waited for.
-        watch: Ends every wait.
-        stack: Gets the way to stop each part that was started.
+    Raises:
+        PlacementError: No cluster, no room, or GPUs would be shared.
+        SlimeError: A part does not come up, with the end of its log.
     """
+    settings, cluster = checked.settings, checked.settings.cluster
+    with console.wait("start Ray", done="started Ray"):
+        runtime = stack.enter_context(ray_runtime(cluster, address=os.environ.get("RAY_ADDRESS")))
+        watch.add(runtime.check)
+        watch.listen(at_once=False)
+    layout = plan_layout(cluster, cuda=runtime.cuda)
+    check_layout(layout)
+    console.line(describe(layout))
+    with console.wait("wait for room on the Ray cluster") as wait:
+        place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
+    if not layout.cuda:
+        settings = limit_threads(settings, engines=checked.num_engines)
+    trainers = TrainerGroup.start(place, settings.megatron, log_dir=log_dir, watch=watch)
+    stack.callback(trainers.kill)
+    rollout = RolloutWorker.start(place, generation_spec(checked, settings, log_dir), log_dir=log_dir, watch=watch)
+    stack.callback(rollout.close)
+    spec = TrainerSpec(
+        config=checked.weights.into(settings.megatron),
+        algorithm=settings.algorithm,
+        shape=checked.shape,
+        resume_from=str(resume_from) if resume_from is not None else None,
+    )
+    with console.wait("start engines, router and trainers", done="engines, router and trainers are up") as wait:
+        gather(rollout.open() | trainers.build(spec), on_poll=lambda: wait.update(rollout.progress().note))
+    return trainers, rollout
 
-    def __init__(
-        self, checked: Checked, log_dir: Path, console: RunConsole, watch: Watch, stack: contextlib.ExitStack
-    ) -> None:
-        self._checked = checked
-        self._settings = checked.settings
-        self._log_dir = log_dir
-        self._console = console
-        self._watch = watch
-        self._stack = stack
 
-    def ray(self) -> Placement:
-        """Start or join Ray and get room on it.
-
-        Raises:
-            PlacementError: No cluster, no room, or GPUs would be shared.
-        """
-        cluster = self._settings.cluster
-        with self._console.wait("start Ray", done="started Ray"):
-            runtime = self._stack.enter_context(ray_runtime(cluster, address=os.environ.get("RAY_ADDRESS")))
-            self._watch.add(runtime.check)
-            self._watch.listen(at_once=False)
-        layout = plan_layout(cluster, cuda=runtime.cuda)
-        check_layout(layout)
-        self._console.line(describe(layout))
-        with self._console.wait("wait for room on the Ray cluster") as wait:
-            return place_run(layout, timeout=cluster.ray_placement_timeout, watch=self._watch, on_wait=wait.update)
-
-    def halves(self, place: Placement, *, resume_from: Path | None) -> tuple[TrainerGroup, RolloutWorker]:
-        """Start engines and trainer ranks side by side; return when all are ready.
-
-        Args:
-            place: Where they go.
-            resume_from: Checkpoint of this run to continue from.
-
-        Raises:
-            SlimeError: One of them does not come up, with the end of its log.
-        """
-        settings = self._settings
-        if not place.layout.cuda:
-            settings = limit_threads(settings, engines=self._checked.num_engines)
-        trainers = TrainerGroup.start(place, settings.megatron, log_dir=self._log_dir, watch=self._watch)
-        self._stack.callback(trainers.kill)
-        service = self._generation_spec(settings)
-        rollout = RolloutWorker.start(place, service, log_dir=self._log_dir, watch=self._watch)
-        self._stack.callback(rollout.close)
-        spec = TrainerSpec(
-            config=self._checked.weights.into(settings.megatron),
-            algorithm=settings.algorithm,
-            shape=self._checked.shape,
-            resume_from=str(resume_from) if resume_from is not None else None,
-        )
-        title = "start engines, router and trainers"
-        with self._console.wait(title, done="engines, router and trainers are up") as wait:
-            engines = rollout.open()
-            models = trainers.build(spec)
-            gather(dict([engines, *models]), on_poll=lambda: wait.update(rollout.progress().note))
-        return trainers, rollout
-
-    def _generation_spec(self, settings: Settings) -> GenerationSpec:
-        return GenerationSpec(
-            engine=settings.engine,
-            rollout=settings.rollout,
-            num_engines=num_engines(settings),
-            num_gpus=settings.cluster.rollout_gpus,
-            topology=self._checked.topology,
-            dtype=engine_dtype(settings),
-            context_length=self._checked.shape.max_position_embeddings,
-            seed=settings.megatron.seed,
-            log_dir=str(self._log_dir.resolve()),
-            flags=settings.flags(),
-            colocate=settings.cluster.colocate,
-        )
+def generation_spec(checked: Checked, settings: Settings, log_dir: Path) -> GenerationSpec:
+    """Settings of the generation half."""
+    return GenerationSpec(
+        engine=settings.engine,
+        rollout=settings.rollout,
+        num_engines=num_engines(settings),
+        num_gpus=settings.cluster.rollout_gpus,
+        topology=checked.topology,
+        dtype=engine_dtype(settings),
+        context_length=checked.shape.max_position_embeddings,
+        seed=settings.megatron.seed,
+        log_dir=str(log_dir.resolve()),
+        flags=settings.flags(),
+        colocate=settings.cluster.colocate,
+    )
 
 
 def limit_threads(settings: Settings, *, engines: int) -> Settings:

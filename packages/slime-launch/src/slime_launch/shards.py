@@ -17,6 +17,7 @@ from slime_core.types import RolloutBatch, RolloutColumns, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
+from slime_launch.validate import global_batch_size
 from slime_rollout.failures import REWARD
 from slime_rollout.store import RolloutStore
 
@@ -26,10 +27,6 @@ class Recipe:
     """What is made of every rollout of a run.
 
     Attributes:
-        settings: All of the run's settings.
-        shape: The model.
-        data_parallel_size: Number of shards.
-        global_batch_size: Trajectories per optimizer step.
         store: Where rollouts are written down; ``None`` in a run that writes none.
         can_resume: Whether the data source's state is written with them.
     """
@@ -37,7 +34,6 @@ class Recipe:
     settings: Settings
     shape: ModelShape
     data_parallel_size: int
-    global_batch_size: int
     store: RolloutStore | None
     can_resume: bool
 
@@ -47,11 +43,9 @@ class ReadyRollout:
     """A rollout that can be trained on: all that the loop needs of it, and where its shards are.
 
     Attributes:
-        rollout_id: Number of the rollout.
         weight_version: Version of the weights that it is to be trained from; ``None`` if unknown.
         metrics: Named numbers for tracking.
         seconds: Wall time per phase.
-        num_samples: Number of its samples.
         failures: Why samples could not be scored, a reason for each of them.
         shards: References to the shards in Ray's object store, by data-parallel rank.
     """
@@ -72,13 +66,9 @@ def prepare_rollout(
     state_dict: Callable[[], dict[str, Any]],
     put: Callable[[TrainShard], Any],
 ) -> ReadyRollout:
-    """Check a new rollout, write it down, and split it.
+    """Check a new rollout, write it down with the state of the data source after it, and split it.
 
-    Args:
-        batch: The rollout.
-        recipe: What is made of it.
-        state_dict: Gives the state of the data source after it.
-        put: Puts a shard where its rank finds it, and returns a reference.
+    A restart then trains on the same samples and goes on from that state. ``put`` makes a shard a reference to it.
 
     Raises:
         RunError: Its tokens are of other weights than they may be, or it is the first and has no reward.
@@ -88,8 +78,11 @@ def prepare_rollout(
     check_versions(columns, may_lag=recipe.settings.rollout.may_lag)
     check_scored(columns)
     if recipe.store is not None:
-        write_down(recipe.store, columns, state_dict() if recipe.can_resume else None)
-    ready, shards = split(columns, recipe)
+        try:
+            recipe.store.write(columns, state_dict() if recipe.can_resume else None)
+        except OSError as error:  # a full disk, a directory that was taken away
+            raise RunError(f"a file of the run can't be written or read: {error}") from None
+    ready, shards = summary(columns), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
 
@@ -103,34 +96,20 @@ def read_rollout(
 ) -> ReadyRollout:
     """Split a rollout that was written down before a restart, and continue the data source after it.
 
-    Args:
-        rollout_id: Its number.
-        recipe: What is made of it.
-        load_state_dict: Continues the data source.
-        put: As for :func:`prepare_rollout`.
-
     Raises:
         DataError: Its file is missing, torn or of an older slime, or a sample cannot be trained on.
     """
-    if recipe.store is None:
-        raise RunError(f"rollout {rollout_id} cannot be read: this run writes none")
+    assert recipe.store is not None
     columns = recipe.store.read(rollout_id)
     load_state_dict(recipe.store.read_source_state(rollout_id))
-    ready, shards = split(columns, recipe)
+    ready, shards = summary(columns), split_rollout(columns, recipe)
     del columns
     return put_shards(ready, shards, put)
 
 
-def split(columns: RolloutColumns, recipe: Recipe) -> tuple[ReadyRollout, list[TrainShard]]:
-    """What the loop needs of a rollout, without references yet, and its shards."""
-    shards = split_rollout(
-        columns,
-        recipe.settings,
-        recipe.shape,
-        data_parallel_size=recipe.data_parallel_size,
-        global_batch_size=recipe.global_batch_size,
-    )
-    ready = ReadyRollout(
+def summary(columns: RolloutColumns) -> ReadyRollout:
+    """What the loop needs of a rollout, without references yet."""
+    return ReadyRollout(
         rollout_id=columns.rollout_id,
         weight_version=columns.weight_version,
         metrics=columns.metrics,
@@ -139,7 +118,6 @@ def split(columns: RolloutColumns, recipe: Recipe) -> tuple[ReadyRollout, list[T
         failures=reward_failures(columns),
         shards=[],
     )
-    return ready, shards
 
 
 def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[TrainShard], Any]) -> ReadyRollout:
@@ -149,20 +127,8 @@ def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[Tra
     return ready
 
 
-def write_down(store: RolloutStore, columns: RolloutColumns, source_state: dict[str, Any] | None) -> None:
-    """Write a rollout down, so that a restart trains on the same samples and then goes on from ``source_state``."""
-    try:
-        store.write(columns, source_state)
-    except OSError as error:  # a full disk, a directory that was taken away
-        raise RunError(f"a file of the run can't be written or read: {error}") from None
-
-
 def check_versions(columns: RolloutColumns, *, may_lag: bool) -> None:
-    """Every token comes from the weights that the rollout is to be trained from.
-
-    Args:
-        columns: A new rollout.
-        may_lag: Tokens may be older, by the settings of the rollout.
+    """Every token comes from the weights that the rollout is to be trained from, or from older ones if it ``may_lag``.
 
     Raises:
         RunError: A token has another version; an engine missed an update, or somebody else sent it weights.
@@ -188,14 +154,7 @@ def check_versions(columns: RolloutColumns, *, may_lag: bool) -> None:
 
 
 def check_scored(columns: RolloutColumns) -> None:
-    """Refuse a run whose first rollout has no reward at all: then the reward itself is wrong, not a service down.
-
-    Args:
-        columns: A new rollout.
-
-    Raises:
-        RunError: It is the run's first, and none of its samples could be scored.
-    """
+    """Refuse a run whose first rollout has no reward at all: then the reward itself is wrong, not a service down."""
     if columns.rollout_id:
         return
     reasons = reward_failures(columns)
@@ -212,39 +171,26 @@ def reward_failures(columns: RolloutColumns) -> list[str]:
     return [str(values[REWARD]) for values in metadata if REWARD in values]
 
 
-def split_rollout(
-    batch: RolloutBatch | RolloutColumns,
-    settings: Settings,
-    shape: ModelShape,
-    *,
-    data_parallel_size: int,
-    global_batch_size: int,
-) -> list[TrainShard]:
+def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[TrainShard]:
     """:func:`slime_core.schedule.build_shards` with a run's settings.
-
-    Args:
-        batch: The rollout.
-        settings: Micro-batches, the algorithm's rewards, temperature.
-        shape: The model, whose operations are balanced with ``--balance-by-flops``.
-        data_parallel_size: Number of shards.
-        global_batch_size: Trajectories per optimizer step.
 
     Raises:
         DataError: A sample cannot be trained on.
     """
+    settings = recipe.settings
     megatron = settings.megatron
     return build_shards(
         batch,
         algorithm=settings.algorithm,
         temperature=settings.rollout.sampling.rollout_temperature,
-        data_parallel_size=data_parallel_size,
+        data_parallel_size=recipe.data_parallel_size,
         micro_batch_size=megatron.micro_batch_size,
-        global_batch_size=global_batch_size,
+        global_batch_size=global_batch_size(settings),
         reward_key=settings.rollout.rewards.reward_key,
         keep_groups_together=megatron.share_prompts,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
-        cost=training_flops(shape) if megatron.balance_by_flops else token_count,
+        cost=training_flops(recipe.shape) if megatron.balance_by_flops else token_count,
     )
 
 

@@ -26,14 +26,7 @@ def rollout_row(
     sync: SyncReport,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """``rollout/*`` and ``perf/*`` of one rollout.
-
-    Args:
-        batch: The rollout.
-        report: Training on it.
-        sync: The push of the weights after it.
-        seconds: Wall time of the loop's own phases.
-    """
+    """``rollout/*`` and ``perf/*`` of one rollout; ``seconds`` is the wall time of the loop's own phases."""
     row = {f"rollout/{name}": value for name, value in batch.metrics.items() if name not in NOT_OF_SAMPLES}
     phases = {**batch.seconds, **report.seconds, **seconds}
     row |= {f"perf/{name}_time": value for name, value in phases.items()}

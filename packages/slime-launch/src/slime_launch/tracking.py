@@ -7,6 +7,7 @@ A run that is continued drops the rows after its checkpoint and writes new event
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -42,13 +43,7 @@ def read_rows(output_dir: Path) -> list[Row]:
 
 
 class Tracker:
-    """Writes metrics as they come.
-
-    Args:
-        output_dir: The run's directory; must exist.
-        iteration: Rollouts trained on so far; rows after it are dropped. ``None`` in a new run: all are.
-        tensorboard: Whether to write event files.
-    """
+    """Writes metrics as they come, after those of the first ``iteration`` rollouts; a new run drops all old ones."""
 
     def __init__(self, output_dir: Path, *, iteration: int | None = None, tensorboard: bool = True) -> None:
         old = read_rows(output_dir) if iteration is not None else []
@@ -56,18 +51,18 @@ class Tracker:
         path = output_dir / METRICS_FILE
         write_whole(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
-        self._events = _fresh_events(output_dir / TENSORBOARD_DIR) if tensorboard else None
+        self._events = None
+        if tensorboard:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(output_dir / TENSORBOARD_DIR)
+            self._events = EventFileWriter(str(output_dir / TENSORBOARD_DIR))
         for row in self.rows:
             self._add_event(row)
 
     def log(self, kind: str, *, step: int, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Write one row; it is on disk when this returns.
+        """Write one row; it is on disk when this returns. What is not finite becomes ``null`` in the file.
 
-        Args:
-            kind: ``train``, ``rollout`` or ``eval``.
-            step: Place on the x axis: optimizer steps for ``train``, else rollouts.
-            rollout_id: Rollout it belongs to; for ``eval`` the rollouts trained on before it.
-            metrics: Numbers by name. What is not finite becomes ``null`` in the file.
+        The ``rollout_id`` of kind ``eval`` is the number of rollouts trained on before it.
         """
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row: Row = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": time.time(), **values}
@@ -104,12 +99,6 @@ def _is_before(row: Row, iteration: int) -> bool:
     """The evaluation after rollout k belongs to what a checkpoint of k rollouts has seen; rollout k itself does not."""
     last = iteration if row["kind"] == "eval" else iteration - 1
     return bool(row["rollout_id"] <= last)
-
-
-def _fresh_events(directory: Path) -> EventFileWriter:
-    if directory.exists():
-        shutil.rmtree(directory)
-    return EventFileWriter(str(directory))
 
 
 def _line(row: Row) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
-from slime_launch.errors import RunError
 from slime_launch.placement import Placement, free_port
 from slime_rollout.generation_service import ChannelSpec
 
@@ -26,16 +24,8 @@ CLOSE_SECONDS = 5.0
 KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainerSpec:
-    """What a rank needs to build the model.
-
-    Attributes:
-        config: Settings of Megatron.
-        algorithm: Settings of the loss.
-        shape: The model.
-        resume_from: Checkpoint directory of this very run to continue from; ``None`` starts from ``--load``.
-    """
+class TrainerSpec(NamedTuple):
+    """What a rank needs to build the model: its own checkpoint in ``resume_from``, or else the weights of --load."""
 
     config: MegatronConfig
     algorithm: AlgorithmConfig
@@ -43,8 +33,7 @@ class TrainerSpec:
     resume_from: str | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """A rollout's shards in Ray's object store, by data-parallel rank. Each rank fetches its own alone."""
 
     references: list[Any]
@@ -55,7 +44,7 @@ class TrainerRank:
 
     def __init__(self, directory: str, log_path: str, threads: int | None) -> None:
         prepare(directory, log_path, threads=threads)
-        self._worker: TrainerWorker | None = None
+        self._worker: TrainerWorker | None = None  # until `build`
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
 
     def alive(self) -> int:
@@ -76,8 +65,7 @@ class TrainerRank:
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Call a method of the worker. :class:`Shards` become this rank's shard, a channel's settings the channel."""
-        if self._worker is None:
-            raise RunError("a trainer rank was called before its model was built")
+        assert self._worker is not None
         given = [self._resolve(self._worker, argument) for argument in arguments]
         return getattr(self._worker, verb)(*given)
 
@@ -105,12 +93,7 @@ class TrainerRank:
 
 
 class TrainerGroup:
-    """All ranks. Use :meth:`start`, then :meth:`build`.
-
-    Args:
-        workers: One per rank, in rank order.
-        config: Settings of Megatron; they say which rank belongs to which data-parallel shard.
-    """
+    """All ranks, in order. Use :meth:`start`, then :meth:`build`."""
 
     def __init__(self, workers: Sequence[Worker], config: MegatronConfig) -> None:
         self._workers = list(workers)
@@ -119,14 +102,7 @@ class TrainerGroup:
 
     @classmethod
     def start(cls, place: Placement, config: MegatronConfig, *, log_dir: Path, watch: Watch) -> TrainerGroup:
-        """Start one actor per rank.
-
-        Args:
-            place: Where they go.
-            config: Settings of Megatron.
-            log_dir: Where the ranks' output goes.
-            watch: Ends waits for the ranks.
-        """
+        """Start one actor per rank."""
         import ray
 
         workers = []
@@ -146,39 +122,28 @@ class TrainerGroup:
         """Number of shards that a rollout is split into."""
         return self._config.data_parallel_size(len(self._workers))
 
-    def build(self, spec: TrainerSpec) -> list[tuple[Any, Worker]]:
+    def build(self, spec: TrainerSpec) -> dict[Any, Worker]:
         """Begin to build the model on all ranks; give the result to :func:`gather`."""
         address, port = self._workers[0].call("meeting_point")
-        world = len(self._workers)
-        return [
-            (
-                worker.start_call("build", spec, Rendezvous(rank=rank, world_size=world, address=address, port=port)),
-                worker,
-            )
-            for rank, worker in enumerate(self._workers)
-        ]
+        pending = {}
+        for rank, worker in enumerate(self._workers):
+            meeting = Rendezvous(rank=rank, world_size=len(self._workers), address=address, port=port)
+            pending[worker.start_call("build", spec, meeting)] = worker
+        return pending
 
-    def train(self, shards: Sequence[Any], *, on_poll: Callable[[], None] = lambda: None) -> TrainReport:
-        """Train on one rollout; returns rank 0's report.
-
-        Args:
-            shards: References to a shard per data-parallel rank.
-            on_poll: Called a few times a second meanwhile.
-        """
-        report: TrainReport = self._everywhere("train", Shards([*shards]), on_poll=on_poll)[0]
+    def train(self, shards: list[Any], *, on_poll: Callable[[], None]) -> TrainReport:
+        """Train on one rollout, of which there is a reference to a shard per data-parallel rank."""
+        report: TrainReport = self._rank_0("train", Shards([*shards]), on_poll=on_poll)
         return report
 
-    def push_weights(
-        self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None] = lambda: None
-    ) -> SyncReport:
-        """Send the weights to the engines; returns rank 0's report."""
-        update = WeightUpdate(version=version)
-        report: SyncReport = self._everywhere("push", update, channel, on_poll=on_poll)[0]
+    def push_weights(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> SyncReport:
+        """Send the weights to the engines."""
+        report: SyncReport = self._rank_0("push", WeightUpdate(version=version), channel, on_poll=on_poll)
         return report
 
-    def save(self, iteration: int, *, on_poll: Callable[[], None] = lambda: None) -> Path:
+    def save(self, iteration: int, *, on_poll: Callable[[], None]) -> Path:
         """Write a checkpoint; returns its directory when every rank has written its part."""
-        return Path(self._everywhere("save", iteration, on_poll=on_poll)[0])
+        return Path(self._rank_0("save", iteration, on_poll=on_poll))
 
     def check(self) -> None:
         """See whether all ranks live, without waiting. Ask again and again while they have nothing to do.
@@ -200,6 +165,7 @@ class TrainerGroup:
         for worker in self._workers:
             worker.kill()
 
-    def _everywhere(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> list[Any]:
-        """Call a method of the workers on all ranks."""
-        return gather({worker.start_call("call", verb, *args): worker for worker in self._workers}, on_poll=on_poll)
+    def _rank_0(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> Any:
+        """Rank 0's result of a method that is called on all ranks."""
+        pending = {worker.start_call("call", verb, *args): worker for worker in self._workers}
+        return gather(pending, on_poll=on_poll)[0]

@@ -10,6 +10,7 @@ from slime_core.config import GROUP_RELATIVE
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
 from slime_launch.config import Settings
+from slime_launch.errors import Problems
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -45,21 +46,14 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ConfigError: With the values and what to set; a line for each problem.
     """
-    problems = []
-    for check in (
-        _check_batches,
-        _check_sampling,
-        _check_colocation,
-        _check_distillation,
-        check_engine_gpus,
-        _check_evaluation,
-    ):
-        try:
-            check(settings)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems = Problems()
+    problems.attempt(_check_batches, settings)
+    problems.attempt(_check_sampling, settings)
+    problems.attempt(_check_colocation, settings)
+    problems.attempt(_check_distillation, settings)
+    problems.attempt(_check_engine_gpus, settings)
+    problems.attempt(_check_evaluation, settings)
+    problems.report()
 
 
 def _check_batches(settings: Settings) -> None:
@@ -140,12 +134,7 @@ def _check_distillation(settings: Settings) -> None:
         raise ConfigError(f"--opd-type {teacher} asks for log-probs that nothing uses; add --use-opd")
 
 
-def check_engine_gpus(settings: Settings) -> None:
-    """Check that there are GPUs for the engines, or that none are requested for external engines.
-
-    Raises:
-        ConfigError: With the values and what to set.
-    """
+def _check_engine_gpus(settings: Settings) -> None:
     cluster, engine = settings.cluster, settings.engine
     if engine.rollout_external_engine_addrs:
         if cluster.rollout_num_gpus is not None or cluster.colocate:
