@@ -18,7 +18,7 @@ from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate, number_parts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch, all_of
 from slime_rollout.rewards import Scorers
-from slime_rollout.rewards.registry import ROW_KEY, check_scoring
+from slime_rollout.rewards.rules import ROW_KEY, check_scoring
 
 
 @dataclass(frozen=True, kw_only=True)

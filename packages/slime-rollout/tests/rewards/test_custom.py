@@ -10,8 +10,10 @@ from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.rewards import CustomReward, VerifierError, make_reward
+from slime_rollout.rewards import VerifierError, make_reward
+from slime_rollout.rewards.custom import CustomReward
 
+LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
 ARGS = HookArgs({"bonus": 2})
 SAMPLE = Sample(index=3, group_index=0, prompt="2 + 2 =", label="4", response="4")
 
@@ -63,7 +65,7 @@ def file(tmp_path):
 
 
 def score(path, timeout=20.0):
-    return asyncio.run(CustomReward(str(path), ARGS, timeout=timeout)(SAMPLE))
+    return LOOP.run(CustomReward(str(path), ARGS, timeout=timeout)(SAMPLE))
 
 
 def test_plain_and_async_functions(file):
@@ -127,7 +129,7 @@ import asyncio, time
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.errors import RewardError
-from slime_rollout.rewards import CustomReward
+from slime_rollout.rewards.custom import CustomReward
 reward = CustomReward({f"{file}:{name}"!r}, HookArgs({{}}), timeout=0.2)
 try:
     asyncio.run(reward(Sample(index=3, group_index=0, prompt="a")))
@@ -147,22 +149,22 @@ def test_waiting_for_a_turn_is_not_counted(file):
     async def many():
         return await asyncio.gather(*(reward(SAMPLE) for _ in range(100)))
 
-    assert asyncio.run(many()) == [1.0] * 100
+    assert LOOP.run(many()) == [1.0] * 100
 
 
 def test_the_settings_choose(file):
     config = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
     rule = make_reward(RolloutConfig.of(**config, rm_type="first_integer"), ARGS)
-    assert asyncio.run(rule(SAMPLE)) == 1.0
+    assert LOOP.run(rule(SAMPLE)) == 1.0
     own = make_reward(RolloutConfig.of(**config, custom_rm_path=f"{file}:plain"), ARGS)
-    assert asyncio.run(own(SAMPLE)) == 3.0
+    assert LOOP.run(own(SAMPLE)) == 3.0
 
 
 @pytest.mark.parametrize("name", ["broken", "nothing", "interrupts"])
 def test_a_failure_costs_the_sample(file, name, caplog):
     config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=f"{file}:{name}")
     sample = dataclasses.replace(SAMPLE, metadata={})
-    assert asyncio.run(make_reward(config, ARGS)(sample)) == 0.0
+    assert LOOP.run(make_reward(config, ARGS)(sample)) == 0.0
     assert "--custom-rm-path" in sample.metadata["reward_failure"]
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "sample 3 could not be scored and counts as wrong"

@@ -7,11 +7,10 @@ from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import RewardError
-from slime_rollout.rewards import BatchedReward, VerifierError, make_group_reward, make_reward
-from slime_rollout.threads import LoopThread
+from slime_rollout.rewards import VerifierError, make_group_reward, make_reward
+from slime_rollout.rewards.custom import BatchedReward
 
-LOOP = LoopThread("rewards")  # one for all calls of a reward, as in a run
-
+LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
 SOURCE = """
 import asyncio, time
 sizes = []
@@ -195,7 +194,7 @@ def test_a_call_that_fails_costs_its_samples_and_one_log_line(file, name, caplog
     async def all_of_them():
         return await asyncio.gather(*map(reward, given))
 
-    assert asyncio.run(asyncio.wait_for(all_of_them(), 60)) == [{"score": 0.0}] * 3
+    assert LOOP.run(asyncio.wait_for(all_of_them(), 60)) == [{"score": 0.0}] * 3
     assert [sample.remove_sample for sample in given] == [True] * 3
     assert all(f"--custom-rm-path {file}:{name} " in sample.metadata["reward_failure"] for sample in given)
     (line,) = [record.message for record in caplog.records]
@@ -231,7 +230,7 @@ def test_a_function_that_never_scores_ends_the_run(file, group):
             except RewardError as error:
                 return number, str(error)
 
-    number, message = asyncio.run(asyncio.wait_for(rounds(), 60))
+    number, message = LOOP.run(asyncio.wait_for(rounds(), 60))
     calls = 64 if group else 32  # of 2 samples; groups are scored at the same time, batches one after the other
     assert number == calls - 1
     assert (
@@ -261,7 +260,7 @@ def test_one_that_is_cancelled_in_a_batch_takes_no_other_with_it():
         asked[0].cancel()
         return await asyncio.gather(*asked[1:])
 
-    assert asyncio.run(asyncio.wait_for(run(), 20)) == [1.0, 2.0, 3.0]
+    assert LOOP.run(asyncio.wait_for(run(), 20)) == [1.0, 2.0, 3.0]
 
 
 def test_one_that_is_cancelled_while_it_waits_is_not_scored():
@@ -287,17 +286,17 @@ def test_one_that_is_cancelled_while_it_waits_is_not_scored():
         release.set()
         return await asyncio.gather(first, waiting[1])
 
-    assert asyncio.run(asyncio.wait_for(run(), 20)) == [1.0, 1.0]
+    assert LOOP.run(asyncio.wait_for(run(), 20)) == [1.0, 1.0]
     assert asked == [0, 2]
 
 
 def test_a_group_is_scored_in_one_call(file):
     given = config(f"{file}:single", group_rm=True)  # whatever the second argument is called
-    assert asyncio.run(make_group_reward(given, HookArgs.from_configs(given))(samples(3))) == [0.0] * 3
+    assert LOOP.run(make_group_reward(given, HookArgs.from_configs(given))(samples(3))) == [0.0] * 3
     reward = make_group_reward(given, HookArgs.from_configs(given), strict=True)
     with pytest.raises(VerifierError, match=r"returned 1\.0 for 3 samples"):
-        asyncio.run(reward(samples(3)))
+        LOOP.run(reward(samples(3)))
     given = config(f"{file}:waits", group_rm=True)
     reward = make_group_reward(given, HookArgs.from_configs(given))
-    assert [value["score"] for value in asyncio.run(reward(samples(3)))] == [0.0, 1.0, 2.0]
+    assert [value["score"] for value in LOOP.run(reward(samples(3)))] == [0.0, 1.0, 2.0]
     assert make_group_reward(config(f"{file}:waits"), HookArgs({})) is None

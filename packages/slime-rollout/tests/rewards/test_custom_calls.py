@@ -1,7 +1,5 @@
 import asyncio
-import concurrent.futures
 import contextlib
-import sys
 import threading
 import time
 
@@ -11,11 +9,12 @@ from slime_rollout.errors import RewardError, VerifierError
 from slime_rollout.rewards import custom
 from slime_rollout.rewards.custom import FunctionCalls
 
+LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
 LIMIT = 0.5
 
 
 def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return LOOP.run(asyncio.wait_for(work, 60))
 
 
 async def wait_until(condition):
@@ -184,42 +183,6 @@ def test_calls_that_are_left_behind_take_nobodys_turn_and_end_the_run_when_there
         assert await made("sample 9", 9) == 9  # they ended after all
 
     run(work())
-
-
-def test_rollouts_and_evaluation_may_call_at_once():
-    """Each has an event loop in a thread of its own."""
-    release = threading.Event()
-
-    def hangs(value):
-        if value == "hang":
-            release.wait(60)
-        return value
-
-    class SlowToLookThrough:
-        def __contains__(self, loop):
-            time.sleep(0.001)
-            return False
-
-    made = FunctionCalls("own", hangs, timeout=LIMIT)
-
-    async def begin():
-        await failure(made, "hang")
-        await asyncio.sleep(2 * LIMIT)
-
-    async def several(value):
-        return [await made("sample 1", value) for _ in range(30)]
-
-    run(begin())
-    made._blocked = SlowToLookThrough()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with concurrent.futures.ThreadPoolExecutor(2) as threads:
-            answers = list(threads.map(lambda value: run(several(value)), (1, 2)))
-    finally:
-        sys.setswitchinterval(interval)
-        release.set()
-    assert answers == [[1] * 30, [2] * 30]
 
 
 def test_calls_on_a_loop_that_one_of_them_blocks_count_once():

@@ -13,6 +13,7 @@ from slime_rollout.rewards import pool as pool_module
 
 GIB = 2**30
 LIMIT = 2.0  # seconds
+LOOP = asyncio.Runner()  # one event loop for all requests, as in a run
 SOURCE = """
 import ctypes, os, subprocess, time
 print("{}", flush=True)
@@ -32,8 +33,6 @@ def verify(response, label, metadata):
     if response == "object": return object()
     if response == "nan": return float("nan")
     if response == "infinite": return {"score": float("inf")}
-    if response == "long": return {"x" * 1_000_000: 1.0}
-    if response == "many": return {str(number): 1.0 for number in range(10_000)}
     if response == "named": return {"score": 1.0, "acc": True}
     if response == "unshown": return Unshown()
     if response == "nest": return verify_nested(0)
@@ -66,7 +65,7 @@ def ask(pool, *responses, label="right", metadata=None):
         asked = (pool.score(response, label, metadata or {}) for response in responses)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    return LOOP.run(asyncio.wait_for(all_of_them(), 60))
 
 
 @pytest.mark.parametrize(
@@ -100,11 +99,10 @@ def test_many_failures_at_once_leave_every_other_score(pool):
         assert score == expected if expected is not None else isinstance(score, VerifierError)
 
 
-@pytest.mark.parametrize("response", ["object", "long", "many"])
-def test_what_is_no_reward_costs_its_own_score_alone(pool, response):
+def test_what_is_no_reward_costs_its_own_score_alone(pool):
     ask(pool, "right", "wrong")
     before = _below(pool._keeper.process.pid)
-    bad, named = ask(pool, response, "named")
+    bad, named = ask(pool, "object", "named")
     assert isinstance(bad, VerifierError)
     assert str(bad).startswith("it returned ") and str(bad).endswith(", which is no finite number")
     assert named == {"score": 1.0, "acc": True}
@@ -135,7 +133,7 @@ def test_one_that_is_cancelled_takes_no_equal_one_with_it(pool, tmp_path):
         first.cancel()
         return await asyncio.gather(first, second, return_exceptions=True)
 
-    cancelled, score = asyncio.run(asyncio.wait_for(cancel_the_first(), 30))
+    cancelled, score = LOOP.run(asyncio.wait_for(cancel_the_first(), 30))
     assert isinstance(cancelled, asyncio.CancelledError)
     assert score == 1.0
 
@@ -197,7 +195,7 @@ def test_the_event_loop_goes_on_while_verifiers_hang(pool):
             await hanging
         return longest
 
-    assert asyncio.run(asyncio.wait_for(ticks(), 60)) < 0.5
+    assert LOOP.run(asyncio.wait_for(ticks(), 60)) < 0.5
 
 
 def test_equal_requests_are_verified_once_and_failures_again(pool, tmp_path):
@@ -261,7 +259,7 @@ def test_what_a_verifier_started_ends_with_it(pool):
             await asyncio.sleep(0.01)
         return busy[0]
 
-    _wait_until_gone(asyncio.run(asyncio.wait_for(started_and_stopped(), 30)))
+    _wait_until_gone(LOOP.run(asyncio.wait_for(started_and_stopped(), 30)))
 
 
 def test_no_process_outlives_its_pool(pool):
@@ -305,7 +303,7 @@ def test_a_killed_keeper_costs_the_open_scores_and_is_replaced(pool):
         with pytest.raises(VerifierError, match="ended with exit code -9"):
             await asked
 
-    asyncio.run(asyncio.wait_for(kill_it(), 30))
+    LOOP.run(asyncio.wait_for(kill_it(), 30))
     _wait_until_gone(tree)
     assert ask(pool, "wrong") == [0.0]
 

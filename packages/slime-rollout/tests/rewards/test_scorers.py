@@ -12,6 +12,8 @@ from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.failures import Tolerance
 from slime_rollout.rewards import Scorers, VerifierError, make_reward
 
+LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
+
 
 def build(**changes):
     config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, **changes)
@@ -26,10 +28,10 @@ def score(reward, *samples):
     async def all_of_them():
         return await asyncio.gather(*(reward(one) for one in samples))
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    return LOOP.run(asyncio.wait_for(all_of_them(), 60))
 
 
-def test_mathematics_in_two_event_loops_of_one_reward():
+def test_one_reward_serves_two_rollouts():
     reward = build(rm_type="math", rm_workers=1)
     for _ in range(2):
         assert score(reward, sample(r"\boxed{\frac22}"), sample(r"\boxed{2}"), sample("1")) == [1.0, 0.0, 0.0]
@@ -147,8 +149,8 @@ def test_what_fails_before_there_is_a_reward_suits_all_who_share_what_scores(con
     scorers = Scorers(given, HookArgs({}), read_eval_sets(given))
     for one in (given, *(held_out.config for held_out in read_eval_sets(given))):
         sample = Sample(index=0, group_index=0, prompt="a", response="b")
-        sample.reward = asyncio.run(scorers.of(one).reward(sample))
+        sample.reward = LOOP.run(scorers.of(one).reward(sample))
         assert sample.scalar_reward(one.rewards.reward_key) == 0.0
         assert isinstance(sample.reward, float) == (one.rewards.reward_key is None)
     shared = config("{named: {path: x, reward_key: style}}", custom_rm_path=f"{tmp_path}/own.py:score")
-    assert asyncio.run(Scorers(shared, HookArgs({}), read_eval_sets(shared)).of(shared).reward(sample)) == 0.0
+    assert LOOP.run(Scorers(shared, HookArgs({}), read_eval_sets(shared)).of(shared).reward(sample)) == 0.0

@@ -6,7 +6,8 @@ from aiohttp import web
 
 from slime_core.types import Sample
 from slime_rollout.errors import RewardError
-from slime_rollout.rewards import RemoteReward, VerifierError
+from slime_rollout.rewards import VerifierError
+from slime_rollout.rewards.scorers import RemoteReward
 
 
 def ask(answer, *, count=1, timeout=5.0):

@@ -12,8 +12,10 @@ from slime_rollout.data.rows import check_row
 from slime_rollout.errors import RewardError
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.http import HttpError
-from slime_rollout.rewards import RemoteReward, RowRuleReward, Scorers, scorers
+from slime_rollout.rewards import scorers
+from slime_rollout.rewards.scorers import RemoteReward, RowRuleReward, Scorers
 
+LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
 GIVEN = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
 
 
@@ -30,7 +32,7 @@ def score(reward, *samples):
     async def all_of_them():
         return await asyncio.gather(*(reward(one) for one in samples))
 
-    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+    return LOOP.run(asyncio.wait_for(all_of_them(), 60))
 
 
 def row(rule, label="2", **changes):

@@ -28,7 +28,7 @@ from slime_core.types import Message, Prompt
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.rewards.registry import check_scoring
+from slime_rollout.rewards.rules import check_scoring
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from slime_core.errors import ConfigError
@@ -19,6 +18,7 @@ from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError, VerifierError
 from slime_rollout.failures import Outcome, name_samples
+from slime_rollout.rewards.rules import read_reward
 from slime_rollout.threads import CallOutcome, LoopThread, start_call
 
 FLAG = "--custom-rm-path"
@@ -57,23 +57,23 @@ class CustomReward:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = False,
     ) -> None:
-        self._path, self._timeout = path, timeout
+        self._name, self._timeout = f"{FLAG} {path}", timeout
         self._model: _Model | None = None
         self.is_batched = True
         function: Callable[..., Any]
         found = load_function(path, FLAG, usual_names=_USUAL_NAMES)
         if inspect.isclass(found):
-            function = self._model = _Model(found, path, kwargs or {}, hook_args)
+            function = self._model = _Model(found, self._name, kwargs or {}, hook_args)
         elif kwargs is not None:
             raise ConfigError(
-                f"--custom-rm-kwargs is for a class; {FLAG} {path} is a function, which gets every flag in args"
+                f"--custom-rm-kwargs is for a class; {self._name} is a function, which gets every flag in args"
             )
         else:
             self.is_batched = group or list(inspect.signature(found).parameters)[1:2] == ["samples"]
             arguments = ("args", "samples" if self.is_batched else "sample")
             load_function(path, FLAG, arguments=arguments, usual_names=_USUAL_NAMES)
             function = functools.partial(found, hook_args)
-        self._calls = FunctionCalls(f"{FLAG} {path}", function, timeout=timeout)
+        self._calls = FunctionCalls(self._name, function, timeout=timeout)
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The value of a function that takes one sample.
@@ -82,7 +82,10 @@ class CustomReward:
             VerifierError: It raised, took too long, or returned something that is not a number.
             RewardError: Too many calls of it do not end.
         """
-        return self._checked(await self._calls(name_samples([sample]), sample), sample)
+        outcome = self._outcome(await self._calls(name_samples([sample]), sample), sample)
+        if isinstance(outcome, VerifierError):
+            raise outcome
+        return outcome
 
     async def score(self, group: Group) -> list[Outcome]:
         """Of a function that takes several samples, or a class: each sample's reward, or why it has none.
@@ -96,40 +99,25 @@ class CustomReward:
         except VerifierError as error:
             if self._model is not None and self._model.is_being_made:
                 raise RewardError(
-                    f"{FLAG} {self._path} takes more than {self._timeout:g} s to be made; raise --rm-timeout"
+                    f"{self._name} takes more than {self._timeout:g} s to be made; raise --rm-timeout"
                 ) from error
             raise
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != len(group):
             raise VerifierError(
-                f"{FLAG} {self._path} returned {str(values)[:200]} for {name_samples(group)}; "
+                f"{self._name} returned {str(values)[:200]} for {name_samples(group)}; "
                 f"return a list of {len(group)} rewards"
             )
         return [self._outcome(value, sample) for value, sample in zip(values, group, strict=True)]
 
     def _outcome(self, value: Any, sample: Sample) -> Outcome:
-        try:
-            return self._checked(value, sample)
-        except VerifierError as error:
-            return error
-
-    def _checked(self, value: Any, sample: Sample) -> RewardValue:
-        entries = value if isinstance(value, dict) else {"": value}
-        if not entries or not all(_is_number(entry) for entry in entries.values()):
-            raise VerifierError(
-                f"{FLAG} {self._path} returned {_shown(value)} for sample {sample.index}; "
-                "return a finite number, or a dictionary of them by name"
-            )
-        if isinstance(value, dict):
-            return {str(key): float(entry) for key, entry in value.items()}
-        return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str) and math.isfinite(float(value))
-    except Exception:  # a user-defined class may raise anything
-        return False
+        reward = read_reward(value)
+        if reward is not None:
+            return reward
+        return VerifierError(
+            f"{self._name} returned {_shown(value)} for sample {sample.index}; "
+            "return a finite number, or a dictionary of them by name"
+        )
 
 
 def _shown(value: Any) -> str:
@@ -142,20 +130,20 @@ def _shown(value: Any) -> str:
 class _Model:
     """An object of a user-defined class, made in the first call."""
 
-    def __init__(self, made_from: Any, path: str, kwargs: Mapping[str, Any], hook_args: HookArgs) -> None:
+    def __init__(self, made_from: Any, name: str, kwargs: Mapping[str, Any], hook_args: HookArgs) -> None:
         try:
             arguments = {**_default_arguments(made_from, hook_args), **kwargs}
             inspect.signature(made_from).bind(**arguments)
             inspect.signature(made_from.compute_reward).bind(None, "prompts", "responses")
         except AttributeError:
-            raise ConfigError(f"{FLAG} {path} is a class without compute_reward(self, prompts, responses)") from None
+            raise ConfigError(f"{name} is a class without compute_reward(self, prompts, responses)") from None
         except TypeError as error:
             raise ConfigError(
-                f"{FLAG} {path}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
+                f"{name}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
                 "and called as compute_reward(prompts, responses)"
             ) from None
         self._make = functools.partial(made_from, **arguments)
-        self._path = path
+        self._name = name
         self._made: Any = None
         self._lock = threading.Lock()
         self.is_being_made = False
@@ -171,7 +159,7 @@ class _Model:
         try:
             return self._make()
         except BaseException as error:  # nothing can be scored, so it is not the failure of one sample
-            raise RewardError(f"{FLAG} {self._path} cannot be made: {type(error).__name__}: {error}") from error
+            raise RewardError(f"{self._name} cannot be made: {type(error).__name__}: {error}") from error
         finally:
             self.is_being_made = False
 
@@ -185,10 +173,7 @@ def _default_arguments(made_from: Any, hook_args: HookArgs) -> dict[str, Any]:
 
 
 class BatchedReward:
-    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64.
-
-    For one event loop, as `FunctionCalls`.
-    """
+    """Scores samples in batches: those that wait while a call runs are scored by the next one, at most 64."""
 
     def __init__(self, score: GroupReward) -> None:
         self._score = score
@@ -233,17 +218,14 @@ class FunctionCalls:
     A plain function gets a thread for each call. A coroutine runs on an event loop in another thread; when a call
     blocks that loop, the next ones get a new one. A call cannot be stopped at its time limit: it is left behind and no
     longer counts as running. Once eight calls go on after twice their time limit, there are no more calls.
-    Callers share one event loop.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], *, timeout: float) -> None:
         self._name, self._function, self._timeout = name, function, timeout
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._lock = threading.Lock()
         self._running: dict[object, tuple[LoopThread | None, float]] = {}
         self._loop: LoopThread | None = None
-        self._closing: weakref.finalize[[], Any] | None = None
-        self._blocked: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+        self._close_loop: Callable[[], Any] = lambda: None
 
     async def __call__(self, about: str, *args: Any) -> Any:
         """The function's value for ``args``; ``about`` says in messages what the call is about."""
@@ -251,7 +233,7 @@ class FunctionCalls:
             self._refuse_if_stuck()
             try:
                 async with asyncio.timeout(self._timeout):
-                    value, error = await self._call(args)
+                    value, error = await self._call(functools.partial(self._function, *args))
             except TimeoutError:
                 await self._replace_blocked_loop()
                 raise VerifierError(
@@ -263,10 +245,10 @@ class FunctionCalls:
             raise VerifierError(f"{self._name} raised {type(error).__name__} for {about}: {error}") from error
         return value
 
-    async def _call(self, args: tuple[Any, ...]) -> CallOutcome:
+    async def _call(self, function: Callable[[], Any]) -> CallOutcome:
         if inspect.iscoroutinefunction(self._function):
-            return await self._on_loop(functools.partial(self._function, *args))
-        value, error = await self._in_thread(functools.partial(self._function, *args))
+            return await self._on_loop(function)
+        value, error = await self._in_thread(function)
         return await self._on_loop(lambda: value) if inspect.isawaitable(value) else (value, error)
 
     async def _in_thread(self, function: Callable[[], Any]) -> CallOutcome:
@@ -276,47 +258,39 @@ class FunctionCalls:
             try:
                 return function()
             finally:
-                self._end(call)
+                del self._running[call]
 
-        with self._lock:
-            self._running[call] = None, time.monotonic()
+        self._running[call] = None, time.monotonic()
         return await asyncio.wrap_future(start_call(_THREAD, run))
 
-    async def _on_loop(self, function: Callable[[], Any]) -> CallOutcome:
+    async def _on_loop(self, function: Callable[[], Awaitable[Any]]) -> CallOutcome:
         call = object()
 
         async def run() -> CallOutcome:
             try:
                 return await function(), None
-            except GeneratorExit:
-                raise
             except BaseException as error:
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                     raise
                 return None, error  # a CancelledError too: something that it awaited was cancelled, not this call
             finally:
-                self._end(call)
+                del self._running[call]
 
-        with self._lock:
-            if self._loop is None:
-                self._loop = LoopThread(_THREAD)
-                self._closing = weakref.finalize(self, self._loop.close)
-            self._running[call] = self._loop, time.monotonic()
-            answer = self._loop.submit(run())
-        return await asyncio.wrap_future(answer)
-
-    def _end(self, call: object) -> None:
-        with self._lock:
-            del self._running[call]
+        if self._loop is None:
+            self._loop = LoopThread(_THREAD)
+            self._close_loop = weakref.finalize(self, self._loop.close)
+        self._running[call] = self._loop, time.monotonic()
+        return await asyncio.wrap_future(self._loop.submit(run()))
 
     def _refuse_if_stuck(self) -> None:
         late = time.monotonic() - 2 * self._timeout
-        with self._lock:
-            # A blocked loop holds up every call on it, and only one of them is to blame.
-            stuck = {
-                loop if loop in self._blocked else call for call, (loop, start) in self._running.items() if start < late
-            }
+        # A blocked loop holds up every call on it, and only one of them is to blame.
+        stuck = {
+            call if loop is None or loop is self._loop else loop
+            for call, (loop, start) in list(self._running.items())
+            if start < late
+        }
         if len(stuck) >= MOST_STUCK:
             raise RewardError(
                 f"{self._name}: {len(stuck)} calls go on after twice their time limit of {self._timeout:g} s, and "
@@ -325,10 +299,6 @@ class FunctionCalls:
 
     async def _replace_blocked_loop(self) -> None:
         loop = self._loop
-        if loop is None or await loop.responds(_PING_SECONDS):
-            return
-        with self._lock:
-            if self._loop is loop and self._closing is not None:
-                self._blocked.add(loop)
-                self._loop = None
-                self._closing()
+        if loop is not None and not await loop.responds(_PING_SECONDS) and self._loop is loop:
+            self._loop = None
+            self._close_loop()

@@ -14,78 +14,82 @@ import asyncio
 import collections
 import contextlib
 import ctypes
-import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
-import queue
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from slime_core.interfaces import RewardValue
 from slime_core.user_functions import load_function
 from slime_rollout.errors import RewardError, VerifierError
-from slime_rollout.rewards.registry import find_rule
+from slime_rollout.rewards.rules import find_rule, read_reward
 
 Verifier = Callable[[str, str, dict[str, Any]], Any]
 
 _CACHED = 100_000  # scores
 _KEEPER = "import sys; from slime_rollout.rewards.pool import keep; keep(*sys.argv[1:])"
 _FORK = multiprocessing.get_context("fork")
+_LENGTH, _JOB = struct.Struct("!i"), struct.Struct("!Q")  # a `Connection` puts the length of a message before it
 _PR_SET_PDEATHSIG = 1
 _ERROR_CHARACTERS = 300
-_MOST_ENTRIES = 32
 
 
 class VerifierPool:
-    """Runs one verifier in at most ``workers`` processes, from any event loop.
+    """Runs one verifier in at most ``workers`` processes.
 
-    The processes start with the first request, and end with :meth:`close`, with the last reference to the pool, or
-    with this process, however it ends. A request waits for a free worker without limit; the time limit begins when it
-    has one. Equal requests are scored once, while the first is pending and as long as its score is among the last
+    The processes start with the first request, and end with :meth:`close`, with the last reference to the pool, with
+    the event loop of the requests, or with this process, however it ends. A request waits for a free worker without
+    limit. Equal requests are scored once, while the first is pending and as long as its score is among the last
     100,000; failures are not kept.
 
     Args:
         target: A rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``.
         workers: Processes at once.
-        time_limit: Seconds for one score.
+        time_limit: Seconds that a worker has for one score.
         memory_limit: Bytes of address space of one worker.
     """
 
     def __init__(self, target: str, *, workers: int, time_limit: float, memory_limit: int) -> None:
         self._target, self._limits = target, (str(workers), str(time_limit), str(memory_limit))
-        self._lock = threading.RLock()
         self._keeper: _KeeperProcess | None = None
-        self._pending: dict[bytes, Future[RewardValue]] = {}
+        self._pending: dict[bytes, asyncio.Task[RewardValue]] = {}
         self._scores: collections.OrderedDict[bytes, RewardValue] = collections.OrderedDict()
 
     async def score(self, response: str, label: str, metadata: Mapping[str, Any]) -> RewardValue:
         """The verifier's value. Raises `VerifierError` if there is none, `RewardError` if the keeper does not start."""
         request = json.dumps([response, label, dict(metadata)]).encode()
         key = hashlib.blake2b(request, digest_size=16).digest()  # responses are long
-        with self._lock:
-            if key in self._scores:
-                self._scores.move_to_end(key)
-                return _copy(self._scores[key])
-            pending = self._pending.get(key)
-            if pending is None:
-                self._pending[key] = pending = self._running_keeper().ask(request)
-                pending.add_done_callback(functools.partial(self._keep, key))
-            answer: Future[RewardValue] = Future()  # one for each caller, who may cancel it
-            pending.add_done_callback(functools.partial(_pass_on, answer))
-        return await asyncio.wrap_future(answer)
+        if key in self._scores:
+            self._scores.move_to_end(key)
+            value = self._scores[key]
+        else:
+            if key not in self._pending:
+                self._pending[key] = asyncio.create_task(self._verify(key, request))
+            value = await asyncio.shield(self._pending[key])  # others may wait for it too
+        return dict(value) if isinstance(value, dict) else value
+
+    async def _verify(self, key: bytes, request: bytes) -> RewardValue:
+        try:
+            value = await self._running_keeper().ask(request)
+        finally:
+            del self._pending[key]
+        self._scores[key] = value
+        if len(self._scores) > _CACHED:
+            self._scores.popitem(last=False)
+        return value
 
     def _running_keeper(self) -> _KeeperProcess:
         if self._keeper is None or self._keeper.ended:
@@ -96,49 +100,23 @@ class VerifierPool:
             weakref.finalize(self, self._keeper.close)
         return self._keeper
 
-    def _keep(self, key: bytes, done: Future[RewardValue]) -> None:
-        with self._lock:
-            if self._pending.get(key) is done:
-                del self._pending[key]
-            if done.exception() is None:
-                self._scores[key] = done.result()
-                if len(self._scores) > _CACHED:
-                    self._scores.popitem(last=False)
-
     def close(self) -> None:
         """End the processes. Pending requests fail; another request starts new ones."""
-        with self._lock:
-            if self._keeper is not None:
-                self._keeper.close()
-                self._keeper = None
-            self._pending.clear()
-
-
-def _pass_on(answer: Future[RewardValue], done: Future[RewardValue]) -> None:
-    if not answer.set_running_or_notify_cancel():
-        return
-    if (error := done.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(_copy(done.result()))
-
-
-def _copy(value: RewardValue) -> RewardValue:
-    return dict(value) if isinstance(value, dict) else value
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
 
 
 class _KeeperProcess:
-    """A running keeper, with a thread that writes to it and one that reads."""
+    """A running keeper, for one event loop."""
 
     def __init__(self, target: str, limits: tuple[str, ...]) -> None:
         self._target = target
         self._jobs = itertools.count()
-        self._pending: dict[int, Future[RewardValue]] = {}
-        self._lock = threading.Lock()
+        self._pending: dict[int, asyncio.Future[RewardValue]] = {}
         self._ready = self.ended = False
-        self._outbox: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-        self._connection, theirs = multiprocessing.Pipe()
+        self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _KEEPER, str(theirs.fileno()), target, *limits],
@@ -149,52 +127,47 @@ class _KeeperProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for this process, which closes the connection when it ends
             )
-        self._sender = threading.Thread(target=self._send, name="slime-verifiers", daemon=True)
-        self._sender.start()
-        threading.Thread(target=self._receive, name="slime-verifiers", daemon=True).start()
+        self._streams = asyncio.ensure_future(asyncio.open_connection(sock=self._socket))
+        self._receiving = asyncio.create_task(self._receive())
 
-    def ask(self, request: bytes) -> Future[RewardValue]:
-        """Send a request; never waits."""
-        answer: Future[RewardValue] = Future()
-        with self._lock:
-            if self.ended:
-                answer.set_exception(VerifierError(f"the verifiers of {self._target} ended"))
-                return answer
-            job = next(self._jobs)
-            self._pending[job] = answer
-        self._outbox.put((job, request))
-        return answer
+    async def ask(self, request: bytes) -> RewardValue:
+        job = next(self._jobs)
+        answer: asyncio.Future[RewardValue] = asyncio.get_running_loop().create_future()
+        self._pending[job] = answer
+        _, writer = await self._streams
+        writer.write(_LENGTH.pack(_JOB.size + len(request)) + _JOB.pack(job) + request)
+        return await answer
 
     def close(self) -> None:
-        """End the keeper and its workers."""
-        self._outbox.put(None)
+        """End the keeper and its workers. From any thread, and twice without harm."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _send(self) -> None:
-        with contextlib.suppress(OSError):  # it ended: `_receive` finds out, too
-            while (message := self._outbox.get()) is not None:
-                self._connection.send(message)
-            self._connection.send(None)
-
-    def _receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            self._ready = self._connection.recv()
-            while True:
-                job, reply = self._connection.recv()
-                self._settle(job, json.loads(reply))
-        code = self.process.wait()
-        with self._lock:
+    async def _receive(self) -> None:
+        reader, writer = await self._streams
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                    self._take(await reader.readexactly(length))
+        finally:
             self.ended = True
-            left, self._pending = self._pending, {}
-        self._outbox.put(None)
-        for answer in left.values():
-            answer.set_exception(self._end(code))
-        self._errors.close()
-        self._sender.join()  # it must not write to a descriptor that is somebody else's by then
-        self._connection.close()
+            self.close()
+            error = self._end(self.process.wait())
+            self._errors.close()
+            writer.close()
+            for answer in self._pending.values():
+                if not answer.done():
+                    answer.set_exception(error)
 
-    def _settle(self, job: int, reply: dict[str, Any]) -> None:
-        with self._lock:
-            answer = self._pending.pop(job)
+    def _take(self, message: bytes) -> None:
+        if not message:
+            self._ready = True
+            return
+        (job,), reply = _JOB.unpack_from(message), json.loads(message[_JOB.size :])
+        answer = self._pending.pop(job)
+        if answer.done():  # cancelled
+            return
         if "failure" in reply:
             answer.set_exception(VerifierError(reply["failure"]))
         else:
@@ -214,7 +187,7 @@ def keep(descriptor: str, target: str, workers: str, time_limit: str, memory_lim
     verifier = _load_verifier(target)
     keeper = _Keeper(connection, verifier, int(workers), float(time_limit), int(memory_limit))
     try:
-        connection.send(True)
+        connection.send_bytes(b"")  # ready
         keeper.run()
     except (EOFError, OSError):  # the pool is gone
         pass
@@ -223,7 +196,6 @@ def keep(descriptor: str, target: str, workers: str, time_limit: str, memory_lim
 
 
 def _load_verifier(target: str) -> Verifier:
-    """A rule by name, or a function by path."""
     if ":" in target:
         return load_function(target, "verifier", arguments=("response", "label", "metadata"))
     verifier = find_rule(target).score
@@ -239,22 +211,17 @@ class _Keeper:
     ) -> None:
         self._pool, self._verifier, self._count = pool, verifier, workers
         self._time_limit, self._memory_limit = time_limit, memory_limit
-        self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._workers: list[_Worker] = []
-        for _ in range(workers):
-            self._add_worker()
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._workers = [_Worker(verifier, memory_limit) for _ in range(workers)]
 
     def run(self) -> None:
-        """Until the pool ends it."""
         while True:
             by_connection: dict[Any, _Worker] = {worker.connection: worker for worker in self._workers}
             for ready in wait([self._pool, *by_connection], self._seconds_left()):
-                if ready is not self._pool:
-                    self._hear(by_connection[ready])
-                elif (request := self._pool.recv()) is None:
-                    return
+                if ready is self._pool:
+                    self._waiting.append(self._pool.recv_bytes())
                 else:
-                    self._waiting.append(request)
+                    self._hear(by_connection[ready])
             self._end_late_ones()
             self._hand_out()
 
@@ -268,19 +235,22 @@ class _Keeper:
         except (EOFError, OSError):
             self._remove(worker)
             return
-        self._pool.send((worker.job, reply))
-        worker.job = None
+        self._reply(worker, reply)
         if is_last:
             self._remove(worker)
             self._add_worker()
+
+    def _reply(self, worker: _Worker, reply: dict[str, Any]) -> None:
+        self._pool.send_bytes(worker.job + json.dumps(reply).encode())
+        worker.job = b""
 
     def _remove(self, worker: _Worker, failure: str | None = None) -> None:
         """End a worker. One that was idle is replaced when it is needed: one that cannot live would be forever."""
         self._workers.remove(worker)
         code = worker.end()
-        if worker.job is not None:
+        if worker.job:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._pool.send((worker.job, json.dumps({"failure": failure or f"its process ended with {how}"})))
+            self._reply(worker, {"failure": failure or f"its process ended with {how}"})
             self._add_worker()
 
     def _add_worker(self) -> _Worker:
@@ -289,19 +259,18 @@ class _Keeper:
 
     def _end_late_ones(self) -> None:
         now = time.monotonic()
-        for worker in [one for one in self._workers if one.job is not None and one.deadline <= now]:
+        for worker in [one for one in self._workers if one.job and one.deadline <= now]:
             self._remove(worker, f"it took more than {self._time_limit:g} s")
 
     def _hand_out(self) -> None:
         while self._waiting:
-            worker = next((one for one in self._workers if one.job is None), None)
+            worker = next((one for one in self._workers if not one.job), None)
             if worker is None and len(self._workers) == self._count:
                 return
-            job, request = self._waiting.popleft()
-            (worker or self._add_worker()).start(job, request, self._time_limit)
+            (worker or self._add_worker()).start(self._waiting.popleft(), self._time_limit)
 
     def _seconds_left(self) -> float | None:
-        deadlines = [worker.deadline for worker in self._workers if worker.job is not None]
+        deadlines = [worker.deadline for worker in self._workers if worker.job]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
 
@@ -313,13 +282,13 @@ class _Worker:
         self._process = _FORK.Process(target=_work, args=(verifier, theirs, memory_limit, os.getpid()))
         self._process.start()
         theirs.close()
-        self.job: int | None = None
+        self.job = b""  # none: idle
         self.deadline = 0.0
 
-    def start(self, job: int, request: bytes, time_limit: float) -> None:
-        self.job, self.deadline = job, time.monotonic() + time_limit
+    def start(self, message: bytes, time_limit: float) -> None:
+        self.job, self.deadline = message[: _JOB.size], time.monotonic() + time_limit
         with contextlib.suppress(OSError):  # it died, which reading its reply shows
-            self.connection.send_bytes(request)
+            self.connection.send_bytes(message[_JOB.size :])
 
     def end(self) -> int:
         """Kill it and all of its process group; its exit code, negative for a signal."""
@@ -350,7 +319,7 @@ def _work(verifier: Verifier, connection: Connection[Any, Any], memory_limit: in
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     grown = False
     while not grown:
-        reply = json.dumps(_answer(verifier, json.loads(connection.recv_bytes())))
+        reply = _answer(verifier, json.loads(connection.recv_bytes()))
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory_limit / 2
         connection.send((reply, grown))
 
@@ -358,8 +327,8 @@ def _work(verifier: Verifier, connection: Connection[Any, Any], memory_limit: in
 def _answer(verifier: Verifier, arguments: list[Any]) -> dict[str, Any]:
     try:
         value = verifier(*arguments)
-        if _is_reward(value):
-            return {"value": value}
+        if (reward := read_reward(value)) is not None:
+            return {"value": reward}
         return {"failure": f"it returned {value!r}"[:_ERROR_CHARACTERS] + ", which is no finite number"}
     except MemoryError:
         return {"failure": "it reached the memory limit"}
@@ -367,16 +336,3 @@ def _answer(verifier: Verifier, arguments: list[Any]) -> dict[str, Any]:
         return {"failure": "it nests too deep"}
     except BaseException as error:
         return {"failure": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
-
-
-def _is_reward(value: Any) -> bool:
-    """Whether it is a number, or a few by name: the keeper reads a reply at once, so it must be short."""
-    if isinstance(value, dict):
-        names = all(isinstance(name, str) for name in value) and sum(map(len, value)) < _ERROR_CHARACTERS
-        return 0 < len(value) <= _MOST_ENTRIES and names and all(map(is_finite, value.values()))
-    return is_finite(value)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is a finite number."""
-    return isinstance(value, int | float) and abs(value) <= 1e300  # which NaN is not either

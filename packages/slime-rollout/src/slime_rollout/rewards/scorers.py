@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from slime_core.errors import DataError
@@ -17,9 +17,8 @@ from slime_rollout.eval_sets import EvalSet
 from slime_rollout.failures import FailureLimit, Tolerance
 from slime_rollout.http import HttpError, Service
 from slime_rollout.rewards.custom import FLAG, BatchedReward, CustomReward
-from slime_rollout.rewards.pool import VerifierPool, is_finite
-from slime_rollout.rewards.registry import BOXED, Rule, find_rule, rule_of_row
-from slime_rollout.rewards.rules import last_boxed
+from slime_rollout.rewards.pool import VerifierPool
+from slime_rollout.rewards.rules import BOXED, Rule, find_rule, last_boxed, read_reward, rule_of_row
 
 WITH_A_FUNCTION = FailureLimit(calls=64)  # twice the calls of a custom function that run, and may fail, at once
 WITH_BATCHES = FailureLimit(calls=8, samples=64)  # one call runs at a time, with up to 64 samples
@@ -53,33 +52,31 @@ class Scorers:
     """
 
     def __init__(self, config: RolloutConfig, hook_args: HookArgs, eval_sets: Sequence[EvalSet] = ()) -> None:
+        self._hook_args = hook_args
         self._made: dict[tuple[object, ...], Scorer] = {}
         self._rules: RuleRewards = {}
         self._keys: dict[tuple[object, ...], set[str | None]] = {}
         for one in (config, *(held_out.config for held_out in eval_sets)):
             self._keys.setdefault(_choice(one), set()).add(one.rewards.reward_key)
-        self._make(config, hook_args)
+        self._make(config)
         for held_out in eval_sets:
             with held_out.named():
-                self._make(held_out.config, hook_args)
+                self._make(held_out.config)
 
     def of(self, config: RolloutConfig) -> Scorer:
         """The scorer of the run's ``config``, or of that of one of its held-out sets."""
         return self._made[_choice(config)]
 
-    def _make(self, config: RolloutConfig, hook_args: HookArgs) -> None:
+    def _make(self, config: RolloutConfig) -> None:
         choice = _choice(config)
-        if choice not in self._made:
-            names = self._names(choice)
-            self._made[choice] = Scorer(
-                make_reward(config, hook_args, rules=self._rules, names=names),
-                make_group_reward(config, hook_args, names=names),
-            )
-
-    def _names(self, choice: tuple[object, ...]) -> set[str]:
-        """The names that rewards have for all who share them; none where one of them has none: then it is a number."""
-        names = {key for key in self._keys[choice] if key is not None}
-        return set() if None in self._keys[choice] else names
+        if choice in self._made:
+            return
+        # The names that rewards have for all who share them; none where one of them has none: then it is a number.
+        names = set() if None in self._keys[choice] else self._keys[choice]
+        self._made[choice] = Scorer(
+            make_reward(config, self._hook_args, rules=self._rules, names=names),
+            make_group_reward(config, self._hook_args, names=names),
+        )
 
 
 def _choice(config: RolloutConfig) -> tuple[object, ...]:
@@ -93,7 +90,7 @@ def make_reward(
     hook_args: HookArgs,
     *,
     rules: RuleRewards | None = None,
-    names: Iterable[str] | None = None,
+    names: Collection[str | None] | None = None,
     strict: bool = False,
 ) -> Reward:
     """The reward that ``config`` chooses. A custom function is loaded and checked here.
@@ -119,7 +116,7 @@ def make_reward(
 
 
 def make_group_reward(
-    config: RolloutConfig, hook_args: HookArgs, *, names: Iterable[str] | None = None, strict: bool = False
+    config: RolloutConfig, hook_args: HookArgs, *, names: Collection[str | None] | None = None, strict: bool = False
 ) -> GroupReward | None:
     """The custom function that scores the samples of a prompt together; ``None`` without ``--group-rm``.
 
@@ -140,7 +137,9 @@ def _custom(config: RolloutConfig, hook_args: HookArgs) -> CustomReward:
     )
 
 
-def _tolerance(config: RolloutConfig, names: Iterable[str] | None, strict: bool, limit: FailureLimit) -> Tolerance:
+def _tolerance(
+    config: RolloutConfig, names: Collection[str | None] | None, strict: bool, limit: FailureLimit
+) -> Tolerance:
     return Tolerance(
         drop=config.rewards.rm_on_failure == "drop",
         names=_names(config, names),
@@ -150,10 +149,9 @@ def _tolerance(config: RolloutConfig, names: Iterable[str] | None, strict: bool,
     )
 
 
-def _names(config: RolloutConfig, names: Iterable[str] | None) -> set[str]:
-    if names is not None:
-        return set(names)
-    return set() if config.rewards.reward_key is None else {config.rewards.reward_key}
+def _names(config: RolloutConfig, names: Collection[str | None] | None) -> set[str]:
+    given = {config.rewards.reward_key} if names is None else names
+    return {name for name in given if name is not None}
 
 
 class RowRuleReward:
@@ -165,8 +163,8 @@ class RowRuleReward:
         names: Names of a service's rewards, as for `Tolerance`.
     """
 
-    def __init__(self, config: RolloutConfig, rewards: RuleRewards, names: Iterable[str] = ()) -> None:
-        self._config, self._rewards, self._names = config, rewards, tuple(names)
+    def __init__(self, config: RolloutConfig, rewards: RuleRewards, names: Collection[str] = ()) -> None:
+        self._config, self._rewards, self._names = config, rewards, names
         self._rule = config.rewards.rule or ""
 
     async def __call__(self, sample: Sample) -> RewardValue:
@@ -178,10 +176,9 @@ class RowRuleReward:
         if rule in REMOTE_RULES and self._rule not in REMOTE_RULES:
             raise DataError(f"sample {sample.index}: its rule {rule} needs --rm-type remote_rm with --rm-url")
         key = rule, self._config.rewards.rm_url if rule in REMOTE_RULES else None
-        reward = self._rewards.get(key)
-        if reward is None:  # of two threads that get here at once, one uses what the other made
-            reward = self._rewards.setdefault(key, self._make(rule))
-        return await reward(sample)
+        if key not in self._rewards:
+            self._rewards[key] = self._make(rule)
+        return await self._rewards[key](sample)
 
     def _make(self, name: str) -> Reward:
         config = self._config
@@ -258,9 +255,9 @@ class RemoteReward:
             if error.may_pass:
                 raise VerifierError(str(error)) from error
             raise RewardError(f"--rm-url refused sample {sample.index}: {error}") from error
-        entries = answer if isinstance(answer, dict) else {"": answer}
-        if not entries or not all(is_finite(entry) for entry in entries.values()):
+        reward = read_reward(answer)
+        if reward is None:
             raise VerifierError(
                 f"{self._service.url} answered {str(answer)[:200]!r}, not a finite number or an object of them"
             )
-        return {str(key): float(entry) for key, entry in entries.items()} if entries is answer else float(answer)
+        return reward
