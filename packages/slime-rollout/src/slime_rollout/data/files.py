@@ -45,7 +45,7 @@ _OTHER_FORMATS = {
 _JSON = (
     "arrow.json"  # Arrow's name of columns of JSON text: datasets writes objects whose fields differ from row to row
 )
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20  # at most this becomes Python objects at once, for usual rows
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 1 << 20  # at most this becomes Python objects at once, for usual rows
 _BUFFER = 1 << 20  # bytes of a column that are read at once; the default is a whole row group
 # Raised for single values that Python cannot hold: text that is not UTF-8, maps with a key twice, times out of range.
 _BAD_VALUE = (ValueError, KeyError, OverflowError)
@@ -303,6 +303,7 @@ class _Table:
             batches = _saved_batches(opened, start, stop) if self._saved else _parquet_batches(opened, start, stop)
             for first, batch in batches:
                 yield from self._batch_rows(batch, first + 1)
+                del batch  # before the next one is read
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[Any]:
@@ -357,7 +358,7 @@ def _saved_batches(table: Any, start: int, stop: int) -> Iterator[tuple[int, Any
 
 def _parquet_batches(opened: Any, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """Only row groups that hold some of the rows are read."""
-    end = 0
+    pool, end = importlib.import_module("pyarrow").default_memory_pool(), 0
     for number in range(opened.num_row_groups):
         group = opened.metadata.row_group(number)
         first, end = end, end + group.num_rows
@@ -372,6 +373,8 @@ def _parquet_batches(opened: Any, start: int, stop: int) -> Iterator[tuple[int, 
             if low < high:
                 yield first + low, batch.slice(low, high - low)
             first += batch.num_rows
+            del batch  # before the next one is read
+            pool.release_unused()  # the allocator would keep what was freed, up to 20 MB more from batch to batch
 
 
 def _batch_size(rows: int, size: int) -> int:
