@@ -188,8 +188,8 @@ def test_its_thread_and_connections_end_with_the_last_reference():
         await wait_until(lambda: server.open == 0)
 
     with Server(lambda number, body: 1).serve() as server:
-        service = Service(server.url, timeout=20.0)
         before = set(threading.enumerate())
+        service = Service(server.url, timeout=20.0)
         run(service.ask({}))
         (thread,) = set(threading.enumerate()) - before
         assert server.open == 1

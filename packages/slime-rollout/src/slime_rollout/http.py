@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import random
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -53,8 +52,8 @@ class HttpError(SlimeError):
     Attributes:
         url: Where it went.
         status: HTTP status, or ``None`` if there was no answer.
-        body: The answer's text, or why there is none.
-        timed_out: Whether there was no answer within the time limit.
+        body: The answer's text, or the cause if there was no answer.
+        timed_out: Whether the time limit was reached.
         retry_after: Seconds that the server asks to wait; 0 if it does not ask.
         may_run: Whether the server may still work on the request.
     """
@@ -77,7 +76,7 @@ class HttpError(SlimeError):
 
     @property
     def problem(self) -> str:
-        """What went wrong, on one line: ``HTTP 503: busy``, or why there is no answer."""
+        """The cause, on one line: ``HTTP 503: busy``, or ``Connection refused``."""
         text = excerpt(self.body)
         return text if self.status is None else f"HTTP {self.status}: {text}"
 
@@ -89,15 +88,12 @@ class HttpError(SlimeError):
 
 
 class Retries:
-    """Decides which failed requests are sent again and when, and logs them. One object serves a client's requests.
+    """Decides which failed requests are retried and when, counts and logs them. One object serves a whole client.
 
     Args:
         delays: Mean seconds before each retry. Each varies by a quarter, in the same way in every run, so that
-            requests that failed together do not come back together.
+            requests that failed together are not repeated together.
         quiet_seconds: Shortest time between two lines of the log.
-
-    Attributes:
-        count: How many attempts were repeated.
     """
 
     def __init__(self, delays: Sequence[float], *, quiet_seconds: float = _QUIET_SECONDS) -> None:
@@ -109,15 +105,7 @@ class Retries:
         self._unlogged = 0
 
     def wait_after(self, attempt: int, error: HttpError) -> float:
-        """Seconds to wait before the next attempt.
-
-        Args:
-            attempt: Number of the attempt that failed, from 1.
-            error: How it failed.
-
-        Raises:
-            HttpError: ``error`` itself: it would be the same again, or that was the last attempt.
-        """
+        """Seconds to wait after ``attempt``, counted from 1; raises ``error`` if a retry is useless or was the last."""
         if not error.may_pass or attempt > len(self._delays):
             raise error
         wait = max(self._delays[attempt - 1] * self._random.uniform(1 - _JITTER, 1 + _JITTER), error.retry_after)
@@ -142,7 +130,7 @@ def patient_delays(seconds: float) -> tuple[float, ...]:
 
 
 def make_session(timeout: float | None = None) -> aiohttp.ClientSession:
-    """A session for one event loop. It ignores proxies of the environment, which do not know this machine's loopback.
+    """A session for the running event loop. Proxies of the environment are ignored: they do not know our loopback.
 
     Args:
         timeout: Time limit of each request in seconds; without one only connecting is limited.
@@ -168,7 +156,7 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> bytes:
-    """One attempt: the body of a good answer.
+    """One attempt; returns the body of a successful answer.
 
     Args:
         session: From `make_session`.
@@ -176,10 +164,10 @@ async def exchange(
         url: Full address.
         body: JSON; nothing if ``None``.
         headers: Further headers.
-        strict: Take status 200 alone for good, and follow no redirects.
+        strict: Accept status 200 only, and follow no redirects.
 
     Raises:
-        HttpError: There was no good answer. Its cause is aiohttp's error, if there was one.
+        HttpError: No answer (its cause is aiohttp's error), or an error status.
     """
     import aiohttp
 
@@ -188,14 +176,11 @@ async def exchange(
     try:
         async with session.request(method, url, data=body, headers=headers, allow_redirects=not strict) as answer:
             content = await answer.read()
-    except aiohttp.ConnectionTimeoutError as error:
-        raise HttpError(method, url, None, _late(session), timed_out=True, taken=False) from error
-    except TimeoutError as error:
-        raise HttpError(method, url, None, _late(session), timed_out=True) from error
-    except aiohttp.ClientConnectorError as error:
-        raise HttpError(method, url, None, f"no connection ({_reason(error)})", taken=False) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise HttpError(method, url, None, f"{type(error).__name__}: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+        is_connecting = isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError)
+        is_late = isinstance(error, TimeoutError)
+        cause = _late(session) if is_late else _reason(error)
+        raise HttpError(method, url, None, cause, timed_out=is_late, taken=not is_connecting) from error
     if answer.status == 200 or (not strict and 200 <= answer.status < 300):
         return content
     after = retry_after_seconds(answer.headers.get("Retry-After"))
@@ -203,11 +188,7 @@ async def exchange(
 
 
 async def request(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None, retries: Retries) -> Any:
-    """Send a request until it has a good answer; returns that parsed.
-
-    Raises:
-        HttpError: The last attempt had no good answer, or another would not have one.
-    """
+    """Send a request until it succeeds; returns the parsed answer, or raises the last `HttpError`."""
     attempt = 1
     while True:
         try:
@@ -226,15 +207,15 @@ def call(
     Args:
         method: ``GET``, ``POST`` …
         url: Full address.
-        payload: What to send as JSON; nothing if ``None``.
+        payload: Sent as JSON; nothing if ``None``.
         timeout: Time limit of one attempt in seconds.
-        attempts: How often to try at most; more than 1 only for requests that may be repeated.
+        attempts: Most attempts; more than 1 only for requests that may be repeated.
 
     Returns:
-        The parsed answer; its text if it is not JSON; ``None`` if it is empty.
+        The answer as :func:`parse_body` gives it.
 
     Raises:
-        HttpError: There was no good answer.
+        HttpError: No answer, or an error status.
     """
     retries = Retries(QUICK_DELAYS[: attempts - 1], quiet_seconds=0.0)
     body = None if payload is None else orjson.dumps(payload)
@@ -252,10 +233,9 @@ def call(
 
 
 class Service:
-    """An address that is asked about samples from any event loop: a reward service, or a teacher.
+    """A reward service or a teacher, asked from any event loop.
 
-    Connections are kept and used again, on an event loop of the service's own, which starts with the first request and
-    ends with the last reference.
+    Its connections are kept on an event loop of its own, which ends with the last reference.
 
     Args:
         url: Address of the service.
@@ -264,51 +244,31 @@ class Service:
 
     def __init__(self, url: str, *, timeout: float) -> None:
         self.url = url
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._connections: _Connections | None = None
-
-    async def ask(self, payload: Any) -> Any:
-        """What the service answers to a POST of ``payload``: parsed JSON, its text if it is not, ``None`` if empty.
-
-        Raises:
-            HttpError: There was no good answer.
-        """
-        with self._lock:
-            if self._connections is None:
-                self._connections = _Connections(self.url, self._timeout)
-                weakref.finalize(self, self._connections.close)
-            connections = self._connections
-        return await asyncio.wrap_future(connections.thread.submit(connections.post(_dump(payload))))
-
-
-class _Connections:
-    """What lives on the service's own event loop. It refers to no `Service`, so that one can end."""
-
-    def __init__(self, url: str, timeout: float) -> None:
-        self._url, self._timeout = url, timeout
         self._turns = asyncio.Semaphore(REQUESTS)
         self._retries = Retries(QUICK_DELAYS[: ATTEMPTS - 1])
-        self._session: aiohttp.ClientSession | None = None
-        self.thread = LoopThread("slime-service")
+        self._thread = LoopThread("slime-service")
+        self._session = self._thread.run(_opened(timeout))
+        weakref.finalize(self, self._thread.close, self._session.close)
 
-    async def post(self, body: bytes) -> Any:
-        if self._session is None:
-            self._session = make_session(self._timeout)
+    async def ask(self, payload: Any) -> Any:
+        """POST ``payload``; returns the answer as :func:`parse_body` gives it.
+
+        Raises:
+            HttpError: No answer, or an error status.
+        """
+        return await asyncio.wrap_future(self._thread.submit(self._post(_dump(payload))))
+
+    async def _post(self, body: bytes) -> Any:
         async with self._turns:
-            return await request(self._session, "POST", self._url, body, self._retries)
+            return await request(self._session, "POST", self.url, body, self._retries)
 
-    def close(self) -> None:
-        """Close the connections and end the thread. Does not wait."""
-        self.thread.close(self._close_session)
 
-    async def _close_session(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+async def _opened(timeout: float) -> aiohttp.ClientSession:
+    return make_session(timeout)
 
 
 def parse_body(content: bytes) -> Any:
-    """What an answer holds: parsed JSON, its text if it is not JSON, ``None`` if it is empty."""
+    """Parsed JSON; the text if it is not JSON; ``None`` if it is empty."""
     if not content:
         return None
     try:
@@ -318,7 +278,7 @@ def parse_body(content: bytes) -> Any:
 
 
 def excerpt(content: bytes | str) -> str:
-    """The beginning of a body or message on one line that can be printed and logged, whatever it is."""
+    """The beginning of a body or message, on one line and printable."""
     start = content[: 10 * _SHOWN]
     start = start.encode(errors="backslashreplace") if isinstance(start, str) else start
     text = " ".join(start.decode(errors="backslashreplace").split())
@@ -326,15 +286,7 @@ def excerpt(content: bytes | str) -> str:
 
 
 def retry_after_seconds(value: str | None, *, now: float | None = None) -> float:
-    """The header ``Retry-After`` in seconds from now (RFC 9110, 10.2.3): a number of seconds or a date.
-
-    Args:
-        value: The header; ``None`` where there is none.
-        now: Seconds since the epoch, for a date; the clock's by default.
-
-    Returns:
-        0 or more; 0 for anything else.
-    """
+    """The header ``Retry-After`` (RFC 9110, 10.2.3), a number or a date, in seconds from now; 0 if unset or invalid."""
     text = (value or "").strip()
     if text.isascii() and text.isdigit() and len(text) <= 9:
         return float(text)
@@ -350,9 +302,13 @@ def _late(session: aiohttp.ClientSession) -> str:
     return f"no connection within {_CONNECT_SECONDS:g} s" if total is None else f"time limit of {total:g} s"
 
 
-def _reason(error: aiohttp.ClientConnectorError) -> str:
-    number = error.os_error.errno
-    return os.strerror(number) if number is not None and number > 0 else str(error.os_error)
+def _reason(error: Exception) -> str:
+    import aiohttp
+
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return f"{type(error).__name__}: {error}"
+    number = error.os_error.errno or 0
+    return f"no connection ({os.strerror(number) if number > 0 else error.os_error})"
 
 
 def _dump(payload: Any) -> bytes:
