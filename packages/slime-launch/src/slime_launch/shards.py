@@ -18,7 +18,7 @@ from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
 from slime_launch.validate import global_batch_size
-from slime_rollout.failures import REWARD
+from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.store import RolloutStore
 
 
@@ -167,8 +167,8 @@ def check_scored(columns: RolloutColumns) -> None:
 
 def reward_failures(columns: RolloutColumns) -> list[str]:
     """Why samples could not be scored, a reason for each of them."""
-    metadata = json_rows(columns.samples, "metadata", containing=REWARD)
-    return [str(values[REWARD]) for values in metadata if REWARD in values]
+    metadata = json_rows(columns.samples, "metadata", containing=REWARD_FAILURE)
+    return [str(values[REWARD_FAILURE]) for values in metadata if REWARD_FAILURE in values]
 
 
 def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[TrainShard]:

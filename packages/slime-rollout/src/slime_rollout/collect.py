@@ -11,10 +11,9 @@ import time
 from collections.abc import AsyncIterator
 
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
-from slime_rollout import failures
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Fate, copied_group
-from slime_rollout.errors import GenerationError
+from slime_rollout.errors import FAILURES, GenerationError, withdraw
 from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.hook_call import begin_anew, forget_rows_prompts
@@ -411,8 +410,8 @@ def _prompts_of(group: Group) -> Group:
     prompts = [parts[0] for parts in by_trajectory(group).values()]
     for sample in prompts:
         begin_anew(sample)
-        for key in failures.KEYS:
-            failures.withdraw(sample, key)
+        for key in FAILURES:
+            withdraw(sample, key)
     return prompts
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,6 +112,31 @@ class ChannelSpec:
         )
 
 
+class CacheNamespace:
+    """SGLang's ``extra_key`` of a request: keeps it off the keys and values that earlier weights computed.
+
+    With the pause mode ``in_place`` an engine keeps its cache of prefixes over an update while requests are running.
+    So each update begins a new namespace, twice: before weights are sent and after, since what is sent meanwhile may
+    run on either weights. Only a request that is sent between an engine's going on and the second change, and shares a
+    prefix with one that was sent after the first, can still meet the old weights' keys and values.
+
+    Args:
+        pause_mode: With ``retract`` engines clear the cache themselves, and no request names a namespace.
+    """
+
+    def __init__(self, pause_mode: str) -> None:
+        self._name = uuid.uuid4().hex if pause_mode == "in_place" else None  # engines may have served another run
+        self._changes = 0
+
+    def change(self) -> None:
+        """Begin a new one. Called by one thread while others ask."""
+        self._changes += 1
+
+    def __call__(self) -> str | None:
+        """The namespace of a request that is sent now."""
+        return None if self._name is None else f"{self._name}-{self._changes}"
+
+
 class GenerationService:
     """Engines, router, data, rewards and weight versions. Implements `slime_core.interfaces.Rollout`.
 
@@ -121,8 +147,6 @@ class GenerationService:
     """
 
     def __init__(self, spec: GenerationSpec) -> None:
-        from slime_rollout.weight_version import CacheNamespace
-
         self._spec = spec
         self._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
         self._engines: Fleet | None = None

@@ -35,6 +35,8 @@ REQUESTS = 64
 """Most requests to a `Service` at once."""
 ATTEMPTS = 4
 """How often a `Service` is asked."""
+INCOMPLETE = "incomplete"
+"""What engines are told to call their weights while an update is unfinished: no sample of them counts."""
 
 _LONGEST_DELAY = RETRY_DELAYS[-1]
 _JITTER = 0.25

@@ -13,10 +13,10 @@ from typing import Any
 from slime_core.hooks import HookArgs
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample
-from slime_rollout import failures
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import AccountedSource, PromptEncoder, load_source, load_tokenizer
+from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import FilterCalls, make_filter
@@ -253,7 +253,7 @@ def _engine_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, floa
 
 def _failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """``reward_failures``: samples that could not be scored, if there are any."""
-    failed = sum(failures.REWARD in sample.metadata for sample in samples)
+    failed = sum(REWARD_FAILURE in sample.metadata for sample in samples)
     return {"reward_failures": float(failed)} if failed else {}
 
 

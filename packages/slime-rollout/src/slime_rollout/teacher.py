@@ -13,10 +13,9 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
-from slime_rollout import failures
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import load_tokenizer
-from slime_rollout.errors import TeacherError
+from slime_rollout.errors import TEACHER_FAILURE, TeacherError, withdraw
 from slime_rollout.http import ATTEMPTS, REQUESTS, HttpError, Service, call
 
 logger = logging.getLogger(__name__)
@@ -79,12 +78,12 @@ class TeacherLogProbs:
             self._failed_in_a_row += 1
             if not self._drop or self._failed_in_a_row >= REQUESTS:
                 raise
-            sample.metadata[failures.TEACHER] = str(error)
+            sample.metadata[TEACHER_FAILURE] = str(error)
             sample.remove_sample = True
             logger.warning("sample %d is not trained on: %s", sample.index, error)
         else:
             self._failed_in_a_row = 0
-            failures.withdraw(sample, failures.TEACHER)
+            withdraw(sample, TEACHER_FAILURE)
 
     async def _score(self, sample: Sample) -> list[float]:
         if not sample.response_length:

@@ -24,9 +24,8 @@ from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import EVENTS_FILE, read_events
-from slime_rollout.http import HttpError, call
+from slime_rollout.http import INCOMPLETE, HttpError, call
 from slime_rollout.supervise import reaper
-from slime_rollout.weight_version import INCOMPLETE
 from slime_rollout.weights import open_channel
 
 pytestmark = pytest.mark.timeout(120)

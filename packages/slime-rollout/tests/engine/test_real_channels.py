@@ -21,8 +21,8 @@ from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.generate import EngineClient
+from slime_rollout.generation_service import CacheNamespace
 from slime_rollout.http import call
-from slime_rollout.weight_version import CacheNamespace
 from slime_rollout.weights import (
     DeltaReceiver,
     engine_weight_version,

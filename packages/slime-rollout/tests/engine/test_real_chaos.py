@@ -26,8 +26,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
-from slime_rollout.errors import GenerationError
-from slime_rollout.failures import REWARD
+from slime_rollout.errors import REWARD_FAILURE, GenerationError
 from slime_rollout.http import call, patient_delays
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
@@ -394,7 +393,7 @@ def check_batch(manager, batch, trainer, versions):
 
 def check_rewards(samples, bad):
     for sample in samples:
-        failure = sample.metadata.get(REWARD)
+        failure = sample.metadata.get(REWARD_FAILURE)
         if sample.label in bad:
             assert sample.reward == 0.0
             assert bad[sample.label] in failure

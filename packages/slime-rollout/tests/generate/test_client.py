@@ -10,7 +10,8 @@ from aiohttp import web
 
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import EngineClient
-from slime_rollout.weight_version import INCOMPLETE, CacheNamespace
+from slime_rollout.generation_service import CacheNamespace
+from slime_rollout.http import INCOMPLETE
 
 QUICK = (0.01, 0.01, 0.01)
 

@@ -7,9 +7,8 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.errors import RewardError
+from slime_rollout.errors import RewardError, Tolerance
 from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.failures import Tolerance
 from slime_rollout.rewards import Scorers, VerifierError, make_reward
 
 LOOP = asyncio.Runner()  # one event loop for all calls, as in a run

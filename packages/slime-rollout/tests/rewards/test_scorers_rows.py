@@ -5,7 +5,7 @@ import pytest
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
-from slime_rollout import failures
+from slime_rollout import errors
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.files import RawRow
 from slime_rollout.data.rows import check_row
@@ -142,7 +142,7 @@ def test_a_service_may_fail_for_half_an_hour_and_then_ends_the_run_once_256_samp
         raise HttpError("POST", "http://a", 503, "it starts")
 
     monkeypatch.setattr("slime_rollout.http.Service.ask", ask)
-    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(errors.time, "monotonic", lambda: now[0])
     reward = RowRuleReward(config(rm_type="remote_rm", rm_url="http://a"), {})
     assert score(reward, *[sample("1")] * 2000) == [0.0] * 2000
     now[0] += 1799.0

@@ -19,8 +19,7 @@ from slime_rollout.engine.errors import EngineDiedError, EngineStartError, Exter
 from slime_rollout.engine.fleet import Fleet, Progress
 from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS, POLL_SECONDS, answers
 from slime_rollout.engine.slots import AnyRouterSlot, router_slot
-from slime_rollout.http import HttpError, call
-from slime_rollout.weight_version import INCOMPLETE
+from slime_rollout.http import INCOMPLETE, HttpError, call
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,7 @@ from slime_rollout.engine.slots import (
     Probe,
     Slot,
 )
-from slime_rollout.http import HttpError, call
-from slime_rollout.weight_version import INCOMPLETE
+from slime_rollout.http import INCOMPLETE, HttpError, call
 
 logger = logging.getLogger(__name__)
 

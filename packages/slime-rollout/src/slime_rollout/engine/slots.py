@@ -58,7 +58,7 @@ class Occupant(Generic[P]):
         process: The process.
         started: When it was started, in seconds of the monotonic clock.
         up: Whether it has answered.
-        weights: An update's version, :data:`AS_STARTED` or `slime_rollout.weight_version.INCOMPLETE`. Engines only.
+        weights: An update's version, :data:`AS_STARTED` or `slime_rollout.http.INCOMPLETE`. Engines only.
         in_router: Whether the router sends it requests. Engines only.
         checked: When the last successful health check began.
         due: When the next one is due.

@@ -11,8 +11,7 @@ import msgspec
 
 from slime_core.types import Status
 from slime_rollout.errors import GenerationError
-from slime_rollout.http import excerpt
-from slime_rollout.weight_version import INCOMPLETE, UNVERSIONED
+from slime_rollout.http import INCOMPLETE, excerpt
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 _NOT_A_NUMBER = "NaN happened"  # what SGLang says it has matched then
@@ -187,7 +186,7 @@ def _versions(meta: _Meta, length: int) -> list[int]:
 
 
 def _number(version: str) -> int:
-    if version == UNVERSIONED:
+    if version == "default":  # what SGLang calls the weights that it was started with
         return 0
     if version == INCOMPLETE:
         raise FailedUpdateError("weights of an update that failed")

@@ -16,8 +16,7 @@ from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, RewardValue
 from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
-from slime_rollout.errors import RewardError, VerifierError
-from slime_rollout.failures import Outcome, name_samples
+from slime_rollout.errors import Outcome, RewardError, VerifierError, name_samples
 from slime_rollout.rewards.rules import read_reward
 from slime_rollout.threads import CallOutcome, LoopThread, start_call
 

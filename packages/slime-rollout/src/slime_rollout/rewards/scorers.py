@@ -12,9 +12,8 @@ from slime_core.hooks import HookArgs
 from slime_core.interfaces import GroupReward, Reward, RewardValue
 from slime_core.types import Sample
 from slime_rollout.config import REMOTE_RULES, RolloutConfig
-from slime_rollout.errors import RewardError, VerifierError
+from slime_rollout.errors import FailureLimit, RewardError, Tolerance, VerifierError
 from slime_rollout.eval_sets import EvalSet
-from slime_rollout.failures import FailureLimit, Tolerance
 from slime_rollout.http import HttpError, Service
 from slime_rollout.rewards.custom import FLAG, BatchedReward, CustomReward
 from slime_rollout.rewards.pool import VerifierPool

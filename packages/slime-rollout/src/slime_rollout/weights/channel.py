@@ -30,7 +30,7 @@ class EngineChannel(abc.ABC):
     recompute, and the cache of prefixes is flushed. With ``in_place`` they keep the keys and values that the old
     weights computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are
     running. So a new request that shares a prefix with an earlier one would meet old keys and values, unless it has
-    another ``extra_key``: see :class:`~slime_rollout.weight_version.CacheNamespace`.
+    another ``extra_key``: see :class:`~slime_rollout.generation_service.CacheNamespace`.
 
     Attributes:
         engine_urls: The engines themselves, not the router: it forwards no control requests.

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from slime_core.interfaces import NamedTensors
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
-from slime_rollout.http import HttpError, call
-from slime_rollout.weight_version import INCOMPLETE
+from slime_rollout.http import INCOMPLETE, HttpError, call
 from slime_rollout.weights.checkpoint import dtype_name, some, tensor_bytes
 
 logger = logging.getLogger(__name__)

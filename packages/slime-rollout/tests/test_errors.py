@@ -3,9 +3,8 @@ import asyncio
 import pytest
 
 from slime_core.types import Sample
-from slime_rollout import failures
-from slime_rollout.errors import RewardError, VerifierError
-from slime_rollout.failures import FailureLimit, Tolerance
+from slime_rollout import errors
+from slime_rollout.errors import FailureLimit, RewardError, Tolerance, VerifierError
 
 FAILED = VerifierError("own raised ValueError")
 
@@ -64,7 +63,7 @@ def test_failures_in_a_row_end_the_run_and_one_reward_starts_the_count_again():
 def clock(monkeypatch):
     """Time as it is set."""
     now = [100.0]
-    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(errors.time, "monotonic", lambda: now[0])
     return now
 
 
