@@ -1,12 +1,23 @@
+import asyncio
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from slime_core.types import Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.generate import SamplingParams, sampling_seed
+from slime_rollout.generate import (
+    EngineClient,
+    GenerationContext,
+    SamplingParams,
+    generate_sample,
+    sampling_seed,
+    single_turn,
+)
 
 GIVEN = {
     "hf_checkpoint": "m",
@@ -98,3 +109,114 @@ def test_all_parts_count():
         for stream in ("rollout", "eval/a")
     ]
     assert len(set(seeds)) == len(seeds)
+
+
+def fresh(**changes):
+    return Sample(index=3, group_index=1, prompt="p", tokens=[1, 2], **changes)
+
+
+def run(engine, work, tokenizer=None, **params):
+    """Do something with a context before the scripted engine."""
+
+    async def inside():
+        async with EngineClient(engine.url, concurrency=4, timeout=20.0) as client:
+            settings = SamplingParams(**params)
+            return await work(GenerationContext(client=client, params=settings, run_seed=5, tokenizer=tokenizer))
+
+    return asyncio.run(inside())
+
+
+def test_a_sample_is_filled_in(engine, reply):
+    engine.answer = lambda number, body: reply(text="x", tokens=(7,), version="4", finish={"type": "length"})
+    sample = fresh(response_length=1, session_id="s")  # whatever response it had is thrown away
+    run(engine, lambda context: generate_sample(sample, context))
+    assert (sample.tokens, sample.prompt_tokens, sample.response_tokens) == ([1, 7], [1], [7])
+    assert (sample.response, sample.rollout_log_probs, sample.weight_versions) == ("x", [-0.5], [4])
+    assert sample.status is Status.TRUNCATED
+    (body,) = engine.bodies
+    assert (body["input_ids"], body["sampling_params"]["sampling_seed"]) == ([1], sampling_seed(5, 3))
+    assert engine.headers[0]["X-SMG-Routing-Key"] == "s"
+
+
+def test_what_was_cut_off_goes_on_with_its_seed(engine, reply):
+    engine.answer = lambda number, body: reply(text="b", tokens=(8,), version="6")
+    sample = fresh()
+    sample.append_response([7], text="a", log_probs=[-2.0], weight_version=5)
+    sample.status = Status.ABORTED
+    run(engine, lambda context: generate_sample(sample, context), max_new_tokens=9)
+    assert (sample.tokens, sample.response, sample.response_length) == ([1, 2, 7, 8], "ab", 2)
+    assert (sample.rollout_log_probs, sample.weight_versions) == ([-2.0, -0.5], [5, 6])
+    assert sample.status is Status.COMPLETED
+    (body,) = engine.bodies
+    assert body["input_ids"] == [1, 2, 7]
+    assert body["sampling_params"]["max_new_tokens"] == 8
+    assert body["sampling_params"]["sampling_seed"] == sampling_seed(5, 3)
+
+
+def test_the_last_token_before_a_cut_is_drawn_again(engine, reply, tokenizer):
+    """It may end the response, which an engine that was told to abort does not look at."""
+    tokens = tokenizer.encode("abc", add_special_tokens=False)
+    engine.answer = lambda number, body: reply(text="abc", tokens=tokens, finish={"type": "abort"})
+    sample = fresh()
+    run(engine, lambda context: generate_sample(sample, context), tokenizer)
+    assert (sample.tokens, sample.response, sample.status) == ([1, 2, *tokens[:2]], "ab", Status.ABORTED)
+    assert sample.rollout_log_probs == [-0.5, -1.5]
+    engine.answer = lambda number, body: reply(text="", tokens=[0])
+    run(engine, lambda context: generate_sample(sample, context), tokenizer)
+    assert (sample.tokens, sample.response, sample.status) == ([1, 2, *tokens[:2], 0], "ab", Status.COMPLETED)
+
+
+def test_without_a_tokenizer_nothing_is_kept_of_what_was_cut_off(engine, reply):
+    engine.answer = lambda number, body: reply(finish={"type": "abort"})
+    sample = fresh()
+    run(engine, lambda context: generate_sample(sample, context))
+    assert (sample.tokens, sample.response, sample.status) == ([1, 2], "", Status.ABORTED)
+
+
+@pytest.mark.parametrize("params", [{"max_new_tokens": 1}, {"max_context": 3}])
+def test_without_room_nothing_is_asked(engine, params):
+    sample = fresh()
+    sample.append_response([7], text="a", log_probs=[-2.0])
+    sample.status = Status.ABORTED
+    run(engine, lambda context: generate_sample(sample, context), **params)
+    assert (sample.status, sample.response_tokens, engine.bodies) == (Status.TRUNCATED, [7], [])
+
+
+def test_the_context_limits_the_response(engine):
+    run(engine, lambda context: generate_sample(fresh(), context), max_new_tokens=50, max_context=12)
+    assert engine.bodies[0]["sampling_params"]["max_new_tokens"] == 10
+
+
+def test_a_cut_off_response_without_log_probs_that_gets_no_tokens_stays_as_it_is(engine, reply):
+    """Such as one that a custom function wrote, cut off again before the engine's first token."""
+    engine.answer = lambda number, body: reply(text="", tokens=(), finish={"type": "abort", "message": "Aborted"})
+    sample = fresh(status=Status.ABORTED)
+    sample.append_response([9], text="9")
+    run(engine, lambda context: generate_sample(sample, context))
+    sample.validate()
+    assert (sample.response_tokens, sample.rollout_log_probs, sample.status) == ([9], None, Status.ABORTED)
+
+
+def test_a_character_on_both_sides_of_a_cut_is_whole(engine, reply, tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokens = tokenizer.encode("12 + é = 4", add_special_tokens=False)
+    cut = next(place for place in range(len(tokens)) if "\ufffd" in tokenizer.decode(tokens[:place]))
+    sample = fresh()
+    sample.append_response(tokens[:cut], text=tokenizer.decode(tokens[:cut]), log_probs=[0.0] * cut)
+    sample.status = Status.ABORTED
+    last = tokenizer.decode(tokens[cut:])
+    engine.answer = lambda number, body: reply(text=last[:-4], tokens=tokens[cut:])  # " = 4" was a stop string
+    run(engine, lambda context: generate_sample(sample, context), tokenizer)
+    assert sample.response == "12 + é"
+    assert sample.response_tokens == tokens
+
+
+def test_of_a_group_only_what_is_unfinished_is_generated(engine):
+    group = [fresh(), fresh(status=Status.TRUNCATED), fresh(status=Status.COMPLETED)]
+
+    async def all_units(context):
+        return [await unit for unit in single_turn(group, context)]
+
+    assert run(engine, all_units) == [[sample] for sample in group]
+    assert len(engine.bodies) == 1
+    assert group[0].status is Status.COMPLETED

@@ -2,10 +2,16 @@
 
 from slime_rollout.generate.client import EngineClient
 from slime_rollout.generate.completion import Completion
-from slime_rollout.generate.context import GenerateGroup, GenerationContext, SamplingParams, sampling_seed
+from slime_rollout.generate.context import (
+    GenerateGroup,
+    GenerationContext,
+    SamplingParams,
+    generate_sample,
+    sampling_seed,
+    single_turn,
+)
 from slime_rollout.generate.custom import make_generate
 from slime_rollout.generate.hook_call import HookCall, by_trajectory, current, number_parts
-from slime_rollout.generate.single_turn import generate_sample, single_turn
 from slime_rollout.generate.trajectory import Trajectory, generate_single
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a generation has at hand: where requests go, how tokens are drawn, and with which seeds."""
+"""Sampling settings, seeds, and the generation of one response for one prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime_core.hooks import HookArgs
-from slime_core.types import Group, Sample
+from slime_core.types import Group, Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate.client import EngineClient
+from slime_rollout.generate.completion import Completion
 
+FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 ROLLOUT_STREAM = "rollout"
 
 # Settings of SGLang that take probability from a token or add some, at the values where they do not.
@@ -45,7 +47,7 @@ class SamplingParams:
         max_context: Longest prompt and response together, in tokens; ``None`` leaves it to the engine.
         stop: Strings that end a response; the text then ends before the string, the tokens after it.
         stop_token_ids: Token ids that end a response, besides the model's own.
-        min_new_tokens: Tokens before which no response ends by itself. 0 in rollouts: the trainer does not know it.
+        min_new_tokens: Fewest tokens of a response. 0 in rollouts: the trainer does not know it.
     """
 
     temperature: float = 1.0
@@ -59,7 +61,7 @@ class SamplingParams:
 
     @classmethod
     def for_rollout(cls, config: RolloutConfig) -> SamplingParams:
-        """The settings of training rollouts."""
+        """Those of training rollouts."""
         return cls(
             temperature=config.sampling.rollout_temperature,
             top_p=config.sampling.rollout_top_p,
@@ -72,7 +74,7 @@ class SamplingParams:
 
     @classmethod
     def for_evaluation(cls, held_out: EvalSet) -> SamplingParams:
-        """The settings of a held-out set."""
+        """Those of a held-out set."""
         return cls(
             temperature=held_out.temperature,
             top_p=held_out.top_p,
@@ -92,11 +94,11 @@ class SamplingParams:
         return max(room, 0)
 
     def to_request(self, seed: int, *, max_new_tokens: int | None = None) -> dict[str, Any]:
-        """SGLang's ``sampling_params`` with the request's seed, and its own limit if it has one.
+        """SGLang's ``sampling_params`` of one request.
 
-        Everything that shapes the distribution is written out: whatever an engine was configured to prefer
-        (``--preferred-sampling-params``), the trainer computes log-probs of the plain one. The seed counts only if the
-        engine runs with ``--enable-deterministic-inference``.
+        Everything that shapes the distribution is written out: the trainer computes log-probs of the plain one,
+        whatever defaults an engine has (``--preferred-sampling-params``). The seed counts only if the engine runs with
+        ``--enable-deterministic-inference``.
         """
         longest = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         return {
@@ -115,18 +117,14 @@ class SamplingParams:
 def sampling_seed(run_seed: int, sample_index: int, turn: int = 0, stream: str = ROLLOUT_STREAM) -> int:
     """Seed of one generation request, so that a sample's tokens depend on nothing that runs at the same time.
 
-    The first 63 bits of BLAKE2b over the text ``stream:run_seed:sample_index:turn``: the same in every process, Python
-    version and machine, and without relation between neighbouring samples. 63 bits, as SGLang takes a signed 64-bit
-    number.
+    The first 63 bits (SGLang takes a signed 64-bit number) of BLAKE2b over ``stream:run_seed:sample_index:turn``: the
+    same in every process and on every machine, and unrelated between neighbouring samples.
 
     Args:
         run_seed: Seed of the run.
         sample_index: Number of the sample in its stream.
         turn: Number of the request within the sample.
-        stream: What the sample is for. Evaluation has streams of its own, so that it disturbs no rollout.
-
-    Returns:
-        A number from 0 to 2**63 - 1.
+        stream: What the sample is for. Evaluation has streams of its own, so that it does not affect rollouts.
     """
     text = f"{stream}:{run_seed}:{sample_index}:{turn}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -134,14 +132,14 @@ def sampling_seed(run_seed: int, sample_index: int, turn: int = 0, stream: str =
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationContext:
-    """What a generation has at hand. One object serves all samples of a rollout, or of one held-out set.
+    """What all samples of a rollout, or of one held-out set, are generated with.
 
     Attributes:
         client: Where requests go.
         params: How tokens are drawn.
         run_seed: Seed of the run, which every request's own seed comes from.
         stream: What the samples are for: ``rollout``, or ``eval/`` and the name of a held-out set.
-        tokenizer: The model's; ``None`` where no tokens are written here.
+        tokenizer: The model's; ``None`` only where nothing is tokenized or decoded.
         args: Every flag by its name, for hooks.
         stop: Set when no further request is to be sent; what is unfinished then goes back to the data source.
     """
@@ -156,27 +154,89 @@ class GenerationContext:
 
     @property
     def evaluation(self) -> bool:
-        """Whether the samples are scored only, and not trained on."""
+        """Whether the samples are only scored, and not trained on."""
         return self.stream != ROLLOUT_STREAM
 
     def seed(self, sample: Sample, turn: int = 0) -> int:
-        """Seed of a sample's request; the engine mixes each token's place in the sequence into it.
+        """Seed of a sample's request; the engine combines it with each token's place in the sequence.
 
-        So a response that was cut off continues with the seed it began with, as if nothing had happened.
+        So a response that was cut off continues with its seed as if it had not been.
         """
         return sampling_seed(self.run_seed, sample.index, turn, self.stream)
 
 
 GenerateGroup = Callable[[Group, GenerationContext], list[Awaitable[list[Sample]]]]
-"""Splits a group into what is generated independently, mostly one piece of work for each sample.
+"""Splits a group into independent pieces of work, mostly one for each sample.
 
-Each returns what to train on: the samples it was for, or several of one ``trajectory_id`` where an interaction yields
-several. Samples that came finished are returned unchanged.
+Each returns what to train on: its samples, or several of one ``trajectory_id`` where an interaction yields several.
+Samples that were finished before are returned unchanged.
 """
 
 
+def single_turn(group: Group, context: GenerationContext) -> list[Awaitable[list[Sample]]]:
+    """One response for each sample of a group. A :data:`GenerateGroup`."""
+    return [generate_sample(sample, context) for sample in group]
+
+
+async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sample]:
+    """Sample the response of a sample, or the rest of an ``ABORTED`` one, and fill it in. Returns the sample.
+
+    A finished sample stays as it is, and so does any once ``context.stop`` is set.
+
+    Raises:
+        GenerationError: See :meth:`EngineClient.generate`.
+    """
+    if sample.status in FINISHED or context.stop.is_set():
+        return [sample]
+    if sample.status is not Status.ABORTED:
+        clear_response(sample)
+    room = context.params.room(sample)
+    if not room:
+        sample.status = Status.TRUNCATED
+        return [sample]
+    request = context.params.to_request(context.seed(sample), max_new_tokens=room)
+    done = await context.client.generate(sample.tokens, request, session_id=sample.session_id)
+    _extend(sample, done, context.tokenizer)
+    return [sample]
+
+
+def clear_response(sample: Sample) -> None:
+    """Reset a sample to its prompt."""
+    sample.tokens = sample.prompt_tokens
+    sample.response, sample.response_length = "", 0
+    sample.loss_mask = sample.rollout_log_probs = sample.teacher_log_probs = None
+    sample.weight_versions = []
+    sample.reward, sample.status = None, Status.PENDING
+
+
+def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
+    """Append what an engine sampled; of an aborted request nothing without a tokenizer, which its text needs."""
+    if tokenizer is None and done.status is Status.ABORTED:
+        done = Completion.nothing()
+    if tokenizer is not None and (sample.response_length or done.status is Status.ABORTED):
+        text = _joined_text(sample, done, tokenizer)
+    else:
+        text = sample.response + done.text
+    if done.tokens:
+        sample.append_response(done.tokens, log_probs=done.log_probs, weight_version=done.weight_versions)
+    elif not sample.response_length:
+        sample.rollout_log_probs = []
+    sample.response = text
+    sample.status = done.status
+
+
+def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
+    """The text of the whole response. A character may have bytes on both sides of a cut."""
+    whole: str = tokenizer.decode([*sample.response_tokens, *done.tokens], skip_special_tokens=True)
+    if done.status is Status.ABORTED:
+        return whole
+    last: str = tokenizer.decode(done.tokens, skip_special_tokens=True)
+    # The engine leaves a stop string out of the text, not out of the tokens.
+    return whole[: len(whole) - (len(last) - len(done.text))] if last.startswith(done.text) else whole
+
+
 def with_router(args: HookArgs, url: str) -> HookArgs:
-    """Every flag, with ``sglang_router_ip`` and ``sglang_router_port`` where the router really is."""
+    """The flags with the actual address of the router in ``sglang_router_ip`` and ``sglang_router_port``."""
     place = urlsplit(url)
     values = {name: getattr(args, name) for name in args}
     return HookArgs(values | {"sglang_router_ip": place.hostname, "sglang_router_port": place.port})

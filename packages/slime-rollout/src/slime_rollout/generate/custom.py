@@ -25,9 +25,8 @@ from slime_core.types import Group, Sample, Status
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.context import GenerateGroup, GenerationContext
+from slime_rollout.generate.context import FINISHED, GenerateGroup, GenerationContext, single_turn
 from slime_rollout.generate.hook_call import TOKENIZED_KEY, HookCall, begin_anew, by_trajectory, current
-from slime_rollout.generate.single_turn import FINISHED, single_turn
 from slime_rollout.http import HttpError, excerpt, exchange, make_session
 
 FLAG = "--custom-generate-function-path"

@@ -13,8 +13,7 @@ from slime_core.errors import DataError
 from slime_core.types import Group, Prompt, Sample, Status
 from slime_core.types.arrays import columns_of
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate.context import GenerationContext
-from slime_rollout.generate.single_turn import clear_response
+from slime_rollout.generate.context import GenerationContext, clear_response
 
 TOKENIZED_KEY = "tokenized_by_slime"
 """Entry of a sample's metadata: true where a function set its response as text alone. Then there are no log-probs and
