@@ -26,7 +26,7 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data import PromptDataset, PromptRow, RolloutDataSource, TokenizedPrompt
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.spec import EngineSpec, server_environment
+from slime_rollout.engine.server import EngineSpec, server_environment
 from slime_rollout.rollout import RolloutData, RolloutManager
 
 GOAL = 0.95

@@ -20,8 +20,7 @@ from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.router import Router
-from slime_rollout.engine.server import LOAD_FILES
-from slime_rollout.engine.spec import EngineSpec, server_environment
+from slime_rollout.engine.server import LOAD_FILES, EngineSpec, server_environment
 from slime_rollout.supervise import reaper
 
 

@@ -12,7 +12,6 @@ from slime_rollout.engine.errors import EngineDiedError, EngineStartError, Exter
 from slime_rollout.engine.external import (
     ExternalEngine,
     ExternalFleet,
-    Wanted,
     mismatches,
     same_model,
     wait_for_answers,
@@ -151,7 +150,13 @@ ENGINE = ExternalEngine(
     deterministic=True,
     generates=True,
 )
-WANTED = Wanted(model_path="/here/model", dtype="bfloat16", context_length=100, tp_size=None, weights_follow=False)
+WANTED = {
+    "model_path": "/here/model",
+    "dtype": "bfloat16",
+    "context_length": 100,
+    "tp_size": None,
+    "weights_follow": False,
+}
 
 
 def server(worker, **changes):
@@ -189,8 +194,8 @@ def test_what_is_no_sglang_engine(worker):
 
 def test_engines_that_fit():
     other = dataclasses.replace(ENGINE, url="http://b:1", context_length=100, dtype="bfloat16")
-    assert mismatches([ENGINE, other], WANTED) == []
-    assert mismatches([ENGINE], dataclasses.replace(WANTED, tp_size=2)) == []
+    assert mismatches([ENGINE, other], **WANTED) == []
+    assert mismatches([ENGINE], **{**WANTED, "tp_size": 2}) == []
 
 
 @pytest.mark.parametrize(
@@ -209,19 +214,19 @@ def test_engines_that_fit():
     ],
 )
 def test_one_line_for_what_does_not_fit(changes, line):
-    (problem,) = mismatches([ENGINE, dataclasses.replace(ENGINE, url="http://b:1", **changes)], WANTED)
+    (problem,) = mismatches([ENGINE, dataclasses.replace(ENGINE, url="http://b:1", **changes)], **WANTED)
     assert problem.startswith("http://b:1 ")
     assert line in problem
 
 
 def test_all_lines_of_all_engines():
     odd = dataclasses.replace(ENGINE, tp_size=1, deterministic=False)
-    assert len(mismatches([odd, odd], dataclasses.replace(WANTED, tp_size=2))) == 4
+    assert len(mismatches([odd, odd], **{**WANTED, "tp_size": 2})) == 4
 
 
 def test_versions_do_not_matter_where_weights_follow():
     engines = [ENGINE, dataclasses.replace(ENGINE, weight_version="incomplete")]
-    assert mismatches(engines, dataclasses.replace(WANTED, weights_follow=True)) == []
+    assert mismatches(engines, **{**WANTED, "weights_follow": True}) == []
 
 
 def write_config(directory, **values):
@@ -243,5 +248,5 @@ def test_models_are_the_same_by_config_or_else_by_name(tmp_path):
 @pytest.mark.parametrize(("stored", "computes"), [("bfloat16", "bfloat16"), ("float32", "float16")])
 def test_auto_is_what_sglang_makes_of_the_models_own_type(tmp_path, stored, computes):
     path = write_config(tmp_path / "model", dtype=stored)
-    wanted = dataclasses.replace(WANTED, model_path=path, dtype=computes)
-    assert mismatches([dataclasses.replace(ENGINE, model_path=path, dtype="auto")], wanted) == []
+    wanted = {**WANTED, "model_path": path, "dtype": computes}
+    assert mismatches([dataclasses.replace(ENGINE, model_path=path, dtype="auto")], **wanted) == []

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from slime_core.types import WeightUpdate
-from slime_rollout.engine import health, registry
+from slime_rollout.engine import health
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
@@ -567,7 +567,7 @@ def test_an_update_that_fails_while_the_router_is_looked_at_is_not_forgotten(tmp
         started = time.monotonic()
         go_on.set()
         wait_until(lambda: workers() == {})
-        assert time.monotonic() - started < registry.LOOK_SECONDS - 1.0
+        assert time.monotonic() - started < health.LOOK_SECONDS - 1.0
         assert not failed.result(MARGIN)
 
 

@@ -120,10 +120,14 @@ def test_a_damaged_cache_is_replaced(sglang_python, tmp_path):
     assert json.loads(cache.read_text())["version"] == "1.2"
 
 
-def test_without_a_place_for_a_cache_it_is_read_every_time(sglang_python, tmp_path):
+def test_without_a_place_for_a_cache_one_command_reads_them_once(sglang_python, tmp_path, caplog):
     (tmp_path / "cache").write_text("a file")
     python = sglang_python()
-    assert installed_flags(python) == installed_flags(python)
+    assert "page-length" not in installed_flags(python)
+    assert "page-length" not in installed_flags(python)
+    assert caplog.text.count("reading the flags of the SGLang in") == 1
+    edit(tmp_path / "site")
+    assert "page-length" in installed_flags(python)
 
 
 def test_an_interpreter_without_sglang(tmp_path):

@@ -7,9 +7,8 @@ import pytest
 from slime_rollout.engine.addresses import LOOPBACK, free_port
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import PortInUseError
-from slime_rollout.engine.server import HostLauncher
+from slime_rollout.engine.server import EngineLauncher, EngineSpec
 from slime_rollout.engine.slots import PORT_ATTEMPTS, EngineSlot
-from slime_rollout.engine.spec import EngineSpec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,7 +28,7 @@ def slot(quick_python, tmp_path):
     made = []
 
     def with_ports(ports):
-        launcher = HostLauncher(EngineConfig(sglang_python=quick_python), Ports(ports))
+        launcher = EngineLauncher(EngineConfig(sglang_python=quick_python), Ports(ports))
         spec = EngineSpec(model_path="hf", device="cpu")
         made.append(EngineSlot(0, spec, launcher, log_path=tmp_path / "engine.log"))
         return made[-1]

@@ -11,7 +11,7 @@ from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.server import HostLauncher
+from slime_rollout.engine.server import EngineLauncher
 from slime_rollout.engine.start import ModelFleets, start_engines
 from slime_rollout.http import call
 from slime_rollout.supervise import SupervisionError, reaper
@@ -179,7 +179,7 @@ def test_one_fleet_behind_a_router_that_others_run(quick_python, router, tmp_pat
 def test_engines_are_started_by_the_launcher_that_is_given(quick_python, tmp_path):
     started = []
 
-    class Recorder(HostLauncher):
+    class Recorder(EngineLauncher):
         def start(self, spec, *, log_path):
             started.append((spec.seed, log_path.name))
             return super().start(spec, log_path=log_path)

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import pytest
 
-from slime_rollout.supervise import Supervised, SupervisionError, reaper, supervised
+from slime_rollout import supervise
+from slime_rollout.supervise import Supervised, SupervisionError, reaper
 
 GRACE = 1.0
 START = "from slime_rollout.supervise import Supervised\ns = Supervised.start(command, grace=1.0)\n"
@@ -335,7 +336,7 @@ def test_a_signal_is_passed_on_once_whenever_it_comes():
                 os.kill(os.getpid(), signal.SIGHUP)
 
     received = []
-    with supervised._forwarding(received) as attach:
+    with supervise._forwarding(received) as attach:
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
         attach(Tree())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import time
@@ -15,10 +14,10 @@ from typing import Any, TypeVar
 
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError, ExternalEngineError
+from slime_rollout.engine.errors import EngineDiedError, ExternalEngineError
 from slime_rollout.engine.fleet import Fleet, Progress
-from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS, POLL_SECONDS, answers
-from slime_rollout.engine.slots import AnyRouterSlot, router_slot
+from slime_rollout.engine.server import answers, wait_for
+from slime_rollout.engine.slots import RouterSlot
 from slime_rollout.http import INCOMPLETE, HttpError, call
 
 logger = logging.getLogger(__name__)
@@ -64,19 +63,15 @@ class ExternalEngine:
     generates: bool
 
     @classmethod
-    def probe(cls, url: str, *, timeout: float = PROBE_TIMEOUT_SECONDS) -> ExternalEngine:
+    def probe(cls, url: str) -> ExternalEngine:
         """Ask a running engine.
-
-        Args:
-            url: Its address.
-            timeout: Time limit of each of the two requests in seconds.
 
         Raises:
             ExternalEngineError: It does not answer, or not like an SGLang engine.
         """
         try:
-            server = call("GET", f"{url}/server_info", timeout=timeout)
-            model = call("GET", f"{url}/model_info", timeout=timeout)
+            server = call("GET", f"{url}/server_info", timeout=PROBE_TIMEOUT_SECONDS)
+            model = call("GET", f"{url}/model_info", timeout=PROBE_TIMEOUT_SECONDS)
             sizes = {name: int(server[name.replace("-", "_")]) for name in ("pp-size", "dp-size", "nnodes")}
             return cls(
                 url=url,
@@ -99,57 +94,58 @@ class ExternalEngine:
             ) from error
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a run requires of its engines.
+def mismatches(
+    engines: Sequence[ExternalEngine],
+    *,
+    model_path: str,
+    dtype: str,
+    context_length: int | None,
+    tp_size: int | None,
+    weights_follow: bool,
+) -> list[str]:
+    """One line for each property of an engine that does not fit the run.
 
-    Attributes:
-        model_path: Hugging Face directory of its model.
+    Args:
+        engines: What they report.
+        model_path: Hugging Face directory of the run's model.
         dtype: ``float32``, ``bfloat16`` …
         context_length: Longest prompt plus response in tokens that must fit; not checked if ``None``.
         tp_size: Tensor parallel size; if ``None``, any that all engines share.
         weights_follow: Whether new weights are sent before the first request. Otherwise all must have the same.
     """
-
-    model_path: str
-    dtype: str
-    context_length: int | None
-    tp_size: int | None
-    weights_follow: bool
-
-
-def mismatches(engines: Sequence[ExternalEngine], wanted: Wanted) -> list[str]:
-    """One line for each property of an engine that does not fit."""
-    return [f"{engine.url} {problem}" for engine in engines for problem in _problems(engine, engines, wanted)]
-
-
-def _problems(engine: ExternalEngine, engines: Sequence[ExternalEngine], wanted: Wanted) -> list[str]:
     first = engines[0]
-    tp_size = wanted.tp_size or first.tp_size
+    whose = "--rollout-num-gpus-per-engine is" if tp_size else f"{first.url} has"
     found = []
-    if not same_model(engine.model_path, wanted.model_path):
-        found.append(
-            f"serves {engine.model_path}, and --hf-checkpoint is {wanted.model_path}: start it with that model"
-        )
-    elif (dtype := _plain_dtype(engine)) != wanted.dtype:
-        found.append(f"computes in {dtype}, and the run in {wanted.dtype}: start it with --dtype {wanted.dtype}")
-    if engine.context_length is not None and engine.context_length < (wanted.context_length or 0):
-        found.append(
-            f"takes {engine.context_length} tokens, and prompt and response may have {wanted.context_length}: start it "
+    for engine in engines:
+        problems = _model_problems(engine, model_path, dtype, context_length or 0)
+        if engine.tp_size != (expected := tp_size or first.tp_size):
+            problems.append(f"has tensor parallel size {engine.tp_size}, and {whose} {expected}: make them the same")
+        for name, size in engine.other_sizes.items():
+            problems.append(
+                f"runs with --{name} {size}: weights reach engines with tensor parallelism on one node only"
+            )
+        if not engine.deterministic:
+            problems.append("samples independently of the seeds: start it with --enable-deterministic-inference")
+        if not engine.generates:
+            problems.append("does not generate by itself: it is a prefill, decode, encoder or embedding engine")
+        if not weights_follow:
+            problems += _version_problems(engine, first)
+        found += [f"{engine.url} {problem}" for problem in problems]
+    return found
+
+
+def _model_problems(engine: ExternalEngine, model_path: str, dtype: str, context_length: int) -> list[str]:
+    problems = []
+    if not same_model(engine.model_path, model_path):
+        problems.append(f"serves {engine.model_path}, and --hf-checkpoint is {model_path}: start it with that model")
+    elif (computes := _plain_dtype(engine)) != dtype:
+        problems.append(f"computes in {computes}, and the run in {dtype}: start it with --dtype {dtype}")
+    if engine.context_length is not None and engine.context_length < context_length:
+        problems.append(
+            f"takes {engine.context_length} tokens, and prompt and response may have {context_length}: start it "
             "with a larger --context-length, or shorten --rollout-max-response-len"
         )
-    if engine.tp_size != tp_size:
-        whose = "--rollout-num-gpus-per-engine is" if wanted.tp_size else f"{first.url} has"
-        found.append(f"has tensor parallel size {engine.tp_size}, and {whose} {tp_size}: make them the same")
-    for name, size in engine.other_sizes.items():
-        found.append(f"runs with --{name} {size}: weights reach engines with tensor parallelism on one node only")
-    if not engine.deterministic:
-        found.append("samples independently of the seeds: start it with --enable-deterministic-inference")
-    if not engine.generates:
-        found.append("does not generate by itself: it is a prefill, decode, encoder or embedding engine")
-    if not wanted.weights_follow:
-        found += _version_problems(engine, first)
-    return found
+    return problems
 
 
 def _version_problems(engine: ExternalEngine, first: ExternalEngine) -> list[str]:
@@ -191,7 +187,7 @@ class ExternalFleet(Fleet):
         engines: What each of them is.
     """
 
-    def __init__(self, engines: Sequence[ExternalEngine], router: AnyRouterSlot) -> None:
+    def __init__(self, engines: Sequence[ExternalEngine], router: RouterSlot) -> None:
         self.engines = tuple(engines)
         self._router = router
         self.tp_size = engines[0].tp_size
@@ -217,12 +213,8 @@ class ExternalFleet(Fleet):
 
         Args:
             config: Where they are, and how the router is started or where it is.
-            model_path: Hugging Face directory of the run's model.
-            dtype: ``float32``, ``bfloat16`` …
-            context_length: Longest prompt plus response in tokens that must fit; not checked if ``None``.
+            model_path: As of :func:`mismatches`, like ``dtype``, ``context_length`` and ``weights_follow``.
             log_dir: Directory for ``router.log``; made if missing.
-            weights_follow: Whether new weights are sent before the first request, so that the present ones do not
-                matter.
             on_progress: Called with the progress.
 
         Raises:
@@ -231,43 +223,39 @@ class ExternalFleet(Fleet):
             PortInUseError: The router's port is taken.
         """
         started = time.monotonic()
-        urls = config.external_urls
-        wait_for_answers(urls, config.engine_startup_timeout, on_progress, before=_resume)
+        urls, timeout = config.external_urls, config.engine_startup_timeout
+        wait_for_answers(urls, timeout, on_progress)
         engines = _on_all(urls, ExternalEngine.probe)
-        wanted = Wanted(
+        problems = mismatches(
+            engines,
             model_path=model_path,
             dtype=dtype,
             context_length=context_length,
             tp_size=config.rollout_num_gpus_per_engine if config.rollout_num_gpus_per_engine > 1 else None,
             weights_follow=weights_follow,
         )
-        if problems := mismatches(engines, wanted):
+        if problems:
             raise ExternalEngineError(
                 "engines of --rollout-external-engine-addrs do not fit this run:\n  " + "\n  ".join(problems)
             )
         log_dir.mkdir(parents=True, exist_ok=True)
         ports = Ports(config.sglang_router_port, *(int(url.rsplit(":", 1)[1]) for url in urls))
-        router = router_slot(config, ports, log_path=log_dir / "router.log", engine_urls=urls)
+        router = RouterSlot(config, ports, log_path=log_dir / "router.log", engine_urls=urls)
         fleet = cls(engines, router)
         try:
-            fleet._use_router(started, config.engine_startup_timeout)
+            router.start()
+            left = timeout - (time.monotonic() - started)
+            wait_for(router.is_ready, left, lambda: f"{router.url} does not answer; see {router.process.log_excerpt()}")
+            router.process.add_workers(urls)
         except BaseException:
             router.stop()
             raise
         fleet.startup_seconds = time.monotonic() - started
         return fleet
 
-    def _use_router(self, started: float, timeout: float) -> None:
-        self._router.start()
-        while not self._router.is_ready(HEALTH_TIMEOUT_SECONDS):
-            if time.monotonic() - started > timeout:
-                raise EngineStartError(f"{self.router_url} does not answer; see {self._router.process.log_excerpt()}")
-            time.sleep(POLL_SECONDS)
-        self._router.process.add_workers(self.engine_urls)
-
     @property
     def router_url(self) -> str:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         return self._router.url
 
     @property
@@ -298,21 +286,18 @@ class ExternalFleet(Fleet):
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
         """All engines; none are ever behind."""
-        self.check()
-        if only_behind:
-            return []
-        self._updating = True
-        return self.engine_urls
+        urls = super().begin_update(only_behind=only_behind)
+        self._updating = bool(urls)
+        return urls
 
     def confirm_update(self, version: int) -> None:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         self._updating = False
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """Always ``False``: no engine is replaced."""
         self._updating = False
-        self.check()
-        return False
+        return super().fail_update(silent)
 
     def stop(self) -> None:
         """End our router, or unregister the engines from an external one, and leave the engines generating.
@@ -327,50 +312,36 @@ class ExternalFleet(Fleet):
         self._router.stop()
 
 
-def wait_for_answers(
-    urls: Sequence[str],
-    timeout: float,
-    on_progress: Progress | None = None,
-    *,
-    before: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Return when all engines answer.
-
-    Args:
-        urls: Their addresses.
-        timeout: Longest wait in seconds.
-        on_progress: Called with the progress.
-        before: Called with an engine's address before each question, until it answers; may raise `HttpError`.
+def wait_for_answers(urls: Sequence[str], timeout: float, on_progress: Progress | None = None) -> None:
+    """Return when all engines answer. Those that a killed run left paused for new weights generate again.
 
     Raises:
-        EngineStartError: One does not.
+        EngineStartError: One does not within ``timeout`` seconds.
     """
     started = time.monotonic()
     waiting, warned = list(urls), False
 
-    def ask(url: str, timeout: float) -> bool:
+    def ask(url: str, seconds: float) -> bool:
+        # The update of a killed run may still be open; the next one closes it. Closing it here would wait for all
+        # requests of an engine that is not paused. Its weight version is `incomplete` if weights have changed.
         with contextlib.suppress(HttpError):
-            before(url)
-        return answers(url + HEALTH_PATH, timeout)
+            call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
+        return answers(url + HEALTH_PATH, seconds)
 
-    while True:
-        left = max(timeout - (time.monotonic() - started), POLL_SECONDS)
-        answered = _on_all(waiting, functools.partial(ask, timeout=min(left, HEALTH_TIMEOUT_SECONDS)))
+    def all_answer(seconds: float) -> bool:
+        nonlocal waiting, warned
+        answered = _on_all(waiting, lambda url: ask(url, seconds))
         waiting = [url for url, is_up in zip(waiting, answered, strict=True) if not is_up]
-        seconds = time.monotonic() - started
+        passed = time.monotonic() - started
         if on_progress is not None:
-            on_progress(len(urls) - len(waiting), len(urls), seconds)
-        if not waiting:
-            return
-        if seconds > timeout:
-            raise EngineStartError(
-                f"the engine {waiting[0]} of --rollout-external-engine-addrs does not answer after {timeout:g} s; "
-                "start it, or raise --engine-startup-timeout"
-            )
-        if seconds > WARN_AFTER_SECONDS and not warned:
+            on_progress(len(urls) - len(waiting), len(urls), passed)
+        if waiting and passed > WARN_AFTER_SECONDS and not warned:
             logger.warning("still waiting for external engines: %s", ", ".join(waiting))
             warned = True
-        time.sleep(POLL_SECONDS)
+        return not waiting
+
+    hint = f"does not answer after {timeout:g} s; start it, or raise --engine-startup-timeout"
+    wait_for(all_answer, timeout, lambda: f"the engine {waiting[0]} of --rollout-external-engine-addrs {hint}")
 
 
 def release(url: str) -> None:
@@ -381,15 +352,6 @@ def release(url: str) -> None:
         call("POST", f"{url}/update_weight_version", version, timeout=RELEASE_TIMEOUT_SECONDS)
     with contextlib.suppress(HttpError):
         call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
-
-
-def _resume(url: str) -> None:
-    """Resume an engine that a run which was killed during a weight update has left paused.
-
-    That update may still be open; the next one closes it. Closing it here would wait for all requests of an engine that
-    is not paused. Its weight version is ``incomplete`` if the update has changed weights.
-    """
-    call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
 
 
 def _on_all(urls: Sequence[str], action: Callable[[str], T]) -> list[T]:

@@ -12,18 +12,10 @@ from typing import Self
 
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.health import FleetMonitor
-from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS, POLL_SECONDS, EngineLauncher, HostLauncher, SGLangEngine
-from slime_rollout.engine.slots import (
-    EVENTS_FILE,
-    AnyRouterSlot,
-    EngineSlot,
-    EventLog,
-    ExternalRouterSlot,
-    router_slot,
-)
-from slime_rollout.engine.spec import EngineSpec, engine_device
+from slime_rollout.engine.server import EngineLauncher, EngineSpec, wait_for
+from slime_rollout.engine.sglang_flags import engine_device
+from slime_rollout.engine.slots import EngineSlot, EventLog, RouterSlot
 
 Progress = Callable[[int, int, float], None]
 """Called about five times a second with: processes that are ready, processes in all, seconds since the start."""
@@ -75,7 +67,6 @@ class Fleet(abc.ABC):
         """Addresses of engines that miss the weights of the last confirmed update; empty without fault tolerance."""
         return []
 
-    @abc.abstractmethod
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
         """Where to send weights now. With fault tolerance, waits until an engine is up.
 
@@ -85,12 +76,13 @@ class Fleet(abc.ABC):
         Raises:
             EngineDiedError: As :meth:`check`.
         """
+        self.check()
+        return [] if only_behind else self.engine_urls
 
     @abc.abstractmethod
     def confirm_update(self, version: int) -> None:
         """Every engine of :meth:`begin_update` has confirmed ``version``, which is the current one now."""
 
-    @abc.abstractmethod
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """The update failed; its engines get no more requests before another one.
 
@@ -104,6 +96,8 @@ class Fleet(abc.ABC):
         Raises:
             EngineDiedError: As :meth:`check`.
         """
+        self.check()
+        return False
 
     @abc.abstractmethod
     def stop(self) -> None:
@@ -126,12 +120,12 @@ class EngineFleet(Fleet):
     """
 
     def __init__(
-        self, engines: list[EngineSlot], router: AnyRouterSlot, monitor: FleetMonitor | None, tp_size: int
+        self, engines: list[EngineSlot], router: RouterSlot, monitor: FleetMonitor | None, tp_size: int
     ) -> None:
         self._engines = engines
         self._router = router
         self._monitor = monitor
-        self._everything: list[EngineSlot | AnyRouterSlot] = [*engines, router]
+        self._everything: list[EngineSlot | RouterSlot] = [*engines, router]
         self.tp_size = tp_size
 
     @classmethod
@@ -195,7 +189,7 @@ class EngineFleet(Fleet):
         """Start an engine for each of ``specs``, on a port that is free; otherwise as :meth:`start`."""
         started = time.monotonic()
         ports = Ports(config.sglang_router_port)
-        launcher = launcher or HostLauncher(config, ports)
+        launcher = launcher or EngineLauncher(config, ports)
         launcher.check(specs)
         log_dir.mkdir(parents=True, exist_ok=True)
         engines = [
@@ -203,52 +197,46 @@ class EngineFleet(Fleet):
             for index, spec in enumerate(specs)
         ]
         split = any(spec.worker_type == "prefill" for spec in specs)
-        router = router_slot(config, ports, log_path=log_dir / "router.log", disaggregated=split)
-        monitor = None
-        if config.use_fault_tolerance:
-            monitor = FleetMonitor(engines, router, config, EventLog(log_dir / EVENTS_FILE))
+        router = RouterSlot(config, ports, log_path=log_dir / "router.log", disaggregated=split)
+        monitor = FleetMonitor(engines, router, config, EventLog(log_dir)) if config.use_fault_tolerance else None
         fleet = cls(engines, router, monitor, max(spec.ranks(config) for spec in specs))
         try:
-            fleet._start_all(config, started, on_progress)
+            fleet._start_all(config.engine_startup_timeout, on_progress)
         except BaseException:
             fleet.stop()
             raise
         fleet.startup_seconds = time.monotonic() - started
         return fleet
 
-    def _start_all(self, config: EngineConfig, started: float, on_progress: Progress | None) -> None:
+    def _start_all(self, timeout: float, on_progress: Progress | None) -> None:
         self._router.start()
         for slot in self._engines:
             slot.start()
-        self._wait_until_ready(started, config.engine_startup_timeout, on_progress)
-        for server in self._servers:
-            server.freeze_gc()
+        self._wait_until_ready(timeout, on_progress)
+        for slot in self._engines:
+            slot.process.freeze_gc()
         self._router.process.add_workers(
-            [server.url for server in self._servers],
-            roles={server.url: server.spec.router_role for server in self._servers},
+            [slot.url for slot in self._engines],
+            roles={slot.url: slot.process.spec.router_role for slot in self._engines},
         )
         if self._monitor is not None:
             self._monitor.start()
 
-    def _wait_until_ready(self, started: float, timeout: float, on_progress: Progress | None) -> None:
-        waiting, total = self._everything, len(self._everything)
-        while True:
-            left = max(timeout - (time.monotonic() - started), POLL_SECONDS)
+    def _wait_until_ready(self, timeout: float, on_progress: Progress | None) -> None:
+        waiting, total, started = self._everything, len(self._everything), time.monotonic()
+
+        def all_ready(seconds: float) -> bool:
+            nonlocal waiting
             for slot in self._everything:
                 if slot not in waiting:  # the router is up long before the engines are
                     slot.process.check()
-            waiting = [slot for slot in waiting if not slot.is_ready(min(left, HEALTH_TIMEOUT_SECONDS))]
-            seconds = time.monotonic() - started
+            waiting = [slot for slot in waiting if not slot.is_ready(seconds)]
             if on_progress is not None:
-                on_progress(total - len(waiting), total, seconds)
-            if not waiting:
-                return
-            if seconds > timeout:
-                raise EngineStartError(
-                    f"{waiting[0].url} does not answer after {timeout:g} s; raise --engine-startup-timeout, or see "
-                    + waiting[0].process.log_excerpt()
-                )
-            time.sleep(POLL_SECONDS)
+                on_progress(total - len(waiting), total, time.monotonic() - started)
+            return not waiting
+
+        hint = f"does not answer after {timeout:g} s; raise --engine-startup-timeout, or see"
+        wait_for(all_ready, timeout, lambda: f"{waiting[0].url} {hint} {waiting[0].process.log_excerpt()}")
 
     @property
     def router_url(self) -> str:
@@ -260,23 +248,17 @@ class EngineFleet(Fleet):
         """As of :class:`Fleet`."""
         return [slot.url for slot in self._engines if self._monitor is None or slot.now.up]
 
-    @property
-    def _servers(self) -> list[SGLangEngine]:
-        return [slot.process for slot in self._engines]
-
     def process_ids(self) -> dict[str, list[int]]:
         """``engine 0``, ``engine 1`` …, ``router`` → ids of its processes, the server itself first."""
         return {slot.name: slot.process.process_ids() for slot in self._everything}
 
     def check(self) -> None:
         """As of :class:`Fleet`; without fault tolerance, if any process is gone."""
-        if self._monitor is None:
-            for slot in self._everything:
+        if self._monitor is not None:
+            self._monitor.check()
+        for slot in self._everything:
+            if self._monitor is None or (slot is self._router and self._router.is_external):
                 slot.process.check()
-            return
-        self._monitor.check()
-        if isinstance(self._router, ExternalRouterSlot):
-            self._router.process.check()
 
     def not_serving(self) -> list[str]:
         """As of :class:`Fleet`."""
@@ -288,10 +270,8 @@ class EngineFleet(Fleet):
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
         """As of :class:`Fleet`."""
-        self.check()
-        if self._monitor is None:
-            return [] if only_behind else self.engine_urls
-        return self._monitor.begin_update(only_behind=only_behind)
+        urls = super().begin_update(only_behind=only_behind)
+        return urls if self._monitor is None else self._monitor.begin_update(only_behind=only_behind)
 
     def confirm_update(self, version: int) -> None:
         """As of :class:`Fleet`."""
@@ -301,7 +281,7 @@ class EngineFleet(Fleet):
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """As of :class:`Fleet`."""
         self.check()
-        return self._monitor.fail_update(silent) if self._monitor is not None else False
+        return self._monitor is not None and self._monitor.fail_update(silent)
 
     def stop(self) -> None:
         """End all processes; returns when they are gone."""

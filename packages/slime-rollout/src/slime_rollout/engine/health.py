@@ -14,26 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from slime_core.errors import SlimeError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError
-from slime_rollout.engine.registry import Registry
+from slime_rollout.engine.router import OFFER_SECONDS
 from slime_rollout.engine.server import ServingProcess, SGLangEngine
-from slime_rollout.engine.slots import (
-    AS_STARTED,
-    AnyRouterSlot,
-    EngineSlot,
-    Event,
-    EventLog,
-    ExternalRouterSlot,
-    Occupant,
-    Probe,
-    Slot,
-)
+from slime_rollout.engine.slots import AS_STARTED, EngineSlot, Event, EventLog, Occupant, Probe, RouterSlot, Slot
 from slime_rollout.http import INCOMPLETE, HttpError, call
 
 logger = logging.getLogger(__name__)
@@ -46,31 +36,122 @@ PROBE_AGAIN_SECONDS = 0.5
 PORT_AGAIN_SECONDS = 5.0
 # The only path that an engine answers while its generation is paused for new weights.
 PAUSED_HEALTH_PATH = "/health"
+# The router's list is read so often while an engine is missing there, and else.
+TRY_SECONDS, LOOK_SECONDS = 0.5, 5.0
+# The router tries an engine that hangs for twice as long as one that refuses connections.
+OFFER_AGAIN_SECONDS = 2.0 * OFFER_SECONDS
+# A proxy before the router may answer for it while it restarts; the router itself refuses for good.
+REFUSED_SECONDS = 30.0
+
+Wanted = Mapping[str, Occupant[SGLangEngine]]
+"""By address, the engines that should get requests."""
+
+
+class Registry:
+    """The router's list of engines. Used by the monitor's thread only, except :meth:`look_again`."""
+
+    def __init__(
+        self, engines: Sequence[EngineSlot], router: RouterSlot, note: Callable[[Slot[Any], Event, str], None]
+    ) -> None:
+        self._engines, self._router, self._note = engines, router, note
+        self._next_look = self._next_try = 0.0
+        self._offered: dict[str, float] = {}  # engines that the router does not list yet → when they were offered
+        self._refused_since: float | None = None
+        self._last_warning = ""
+
+    def look_again(self) -> None:
+        """Look as soon as possible: what is wanted has changed. Called from any thread, under the lock."""
+        self._next_look = 0.0
+
+    def forget_offers(self) -> None:
+        """The router was replaced."""
+        self._offered = {}
+
+    def is_due(self, wanted: Wanted) -> bool:
+        """Whether to look now: often while an engine is missing, else now and then. Called under the lock.
+
+        A :meth:`look_again` from here on causes another look, also while this one is under way.
+        """
+        now = time.monotonic()
+        if now < (self._next_look if all(occupant.in_router for occupant in wanted.values()) else self._next_try):
+            return False
+        self._next_try, self._next_look = now + TRY_SECONDS, now + LOOK_SECONDS
+        return True
+
+    def take_out(self, url: str) -> None:
+        """Remove an engine from the router now, without waiting for the next look."""
+        if self._router.now.up:
+            try:
+                self._router.process.remove_worker(url)
+            except HttpError as error:
+                logger.warning("the router may still send requests to %s: %s", url, error)
+
+    def register(self, wanted: Wanted) -> None:
+        """Remove all other engines from the router, offer it those that it does not know, and note who gets requests.
+
+        Raises:
+            EngineError: The router has refused that for :data:`REFUSED_SECONDS`, with an answer that will not change.
+        """
+        router = self._router.process
+        try:
+            known = router.workers()
+            for url in known.keys() - wanted.keys():
+                router.remove_worker(url)
+            self._offer({url: occupant for url, occupant in wanted.items() if url not in known})
+        except HttpError as error:
+            self._failed(error)
+            self._next_look = 0.0
+            return
+        self._refused_since, self._last_warning = None, ""
+        for slot in self._engines:
+            was, slot.now.in_router = slot.now.in_router, slot.now.in_router and slot.url in wanted
+            if not was and slot.url in wanted and known.get(slot.url, ("", False))[1]:
+                slot.now.in_router = True
+                self._note(slot, Event.REGISTERED, f"with weights {slot.now.weights}")
+
+    def _failed(self, error: HttpError) -> None:
+        """Another look may succeed, unless the router refuses; each reason is logged once while it lasts."""
+        now = time.monotonic()
+        if error.may_pass:
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = now
+        elif now - self._refused_since > REFUSED_SECONDS:
+            raise EngineError(
+                f"the router {self._router.url} refuses this run's engines: {error}; see that it is an sglang-router "
+                "that accepts workers from this machine"
+            ) from error
+        if str(error) != self._last_warning:
+            self._last_warning = str(error)
+            logger.warning("the router's engines cannot be checked: %s", error)
+
+    def _offer(self, missing: Wanted) -> None:
+        """Offer engines to the router, each only once while it may be trying: one of them may hang unnoticed."""
+        now = time.monotonic()
+        self._offered = {
+            url: since for url, since in self._offered.items() if url in missing and now - since < OFFER_AGAIN_SECONDS
+        }
+        for url in missing.keys() - self._offered.keys():
+            self._router.process.offer_worker(url, missing[url].process.spec.router_role)
+            self._offered[url] = now
 
 
 class FleetMonitor:
-    """Watches a fleet that is up, and repairs it. All methods may be called from any thread.
+    """Watches a fleet that is up and in the router, and repairs it. All methods may be called from any thread.
 
     A process that has ended is noticed within a second of the end of its whole tree, and one that hangs within
     ``rollout_health_check_interval`` plus ``rollout_health_check_timeout``; a few seconds later where another failure
     holds the thread up.
-
-    Args:
-        engines: The engines, all up and in the router.
-        router: The router, up.
-        config: Limits and the budget.
-        events: The log of what happens.
     """
 
     def __init__(
-        self, engines: Sequence[EngineSlot], router: AnyRouterSlot, config: EngineConfig, events: EventLog
+        self, engines: Sequence[EngineSlot], router: RouterSlot, config: EngineConfig, events: EventLog
     ) -> None:
         self._engines = list(engines)
         self._router = router
         self._config = config
         self._note = events.write
-        # An external router is never replaced.
-        self._slots: list[Slot[Any]] = [*engines] if isinstance(router, ExternalRouterSlot) else [*engines, router]
+        self._slots: list[Slot[Any]] = [*engines] if router.is_external else [*engines, router]
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._failure: SlimeError | None = None
@@ -117,24 +198,11 @@ class FleetMonitor:
 
     def not_serving(self) -> list[str]:
         """Names of all that do not serve now."""
-        return [slot.name for slot in self._engines if not slot.now.in_router] + (
-            [] if self._router.now.up else [self._router.name]
-        )
+        lost = [slot.name for slot in self._engines if not slot.now.in_router]
+        return lost if self._router.now.up else [*lost, self._router.name]
 
     def begin_update(self, *, only_behind: bool) -> list[str]:
-        """Note that weights are about to be sent; until the update ends, no engine enters the router.
-
-        Waits until at least one engine is up, except with ``only_behind``.
-
-        Args:
-            only_behind: Only for the engines that are behind; the weights are those of the last confirmed update.
-
-        Returns:
-            Addresses of the engines to send them to.
-
-        Raises:
-            EngineDiedError: As :meth:`check`.
-        """
+        """As :meth:`Fleet.begin_update`; until the update ends, no engine enters the router."""
         self.check()
         while True:
             with self._lock:
@@ -149,10 +217,7 @@ class FleetMonitor:
             self._wait()
 
     def confirm_update(self, version: int) -> None:
-        """Note that all engines of the last :meth:`begin_update` have confirmed the weights; they enter the router.
-
-        Engines that came up meanwhile are behind from now on.
-        """
+        """The engines of the last :meth:`begin_update` enter the router; those that came up meanwhile are behind."""
         with self._lock:
             updated, self._updating = self._updating or [], None
             for occupant in updated:
@@ -164,20 +229,7 @@ class FleetMonitor:
                     self._note(slot, Event.WEIGHTS, f"version {version}")
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """Note that the update failed, and check every engine at once.
-
-        No engine of that update gets requests until another update is confirmed.
-
-        Args:
-            silent: Addresses of the engines that did not answer a request of the update. They are replaced, even if
-                they pass their health checks.
-
-        Returns:
-            Whether an engine was found dead or silent since :meth:`begin_update`: a retry may then succeed.
-
-        Raises:
-            EngineDiedError: As :meth:`check`.
-        """
+        """As :meth:`Fleet.fail_update`: checks every engine, and replaces ``silent`` even if they pass."""
         with self._lock:
             for occupant in self._updating or ():
                 occupant.weights = INCOMPLETE

@@ -1,26 +1,37 @@
-"""Server processes: what an engine and the router have in common, the SGLang engine, and what starts one."""
+"""Servers: what an engine serves, its command line and environment, its process, and what starts it."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
-from slime_rollout.engine.addresses import Ports, check_port_free, free_port
-from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.addresses import LOOPBACK, Ports, address, check_port_free
+from slime_rollout.engine.config import EngineConfig, SglangValue
 from slime_rollout.engine.errors import EngineDiedError, EngineStartError
-from slime_rollout.engine.sglang_flags import check_sglang_args, importable_in, installed_flags, missing_sglang
-from slime_rollout.engine.spec import EngineSpec, server_command, server_environment
+from slime_rollout.engine.sglang_flags import (
+    check_sglang_args,
+    engine_device,
+    import_environment,
+    importable_in,
+    installed_flags,
+    missing_sglang,
+)
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised, reaper
 
 logger = logging.getLogger(__name__)
 
+# Limits of an engine on a CPU. Its KV cache holds so many tokens:
+KV_TOKENS = 32768
+RUNNING_REQUESTS = 128
+PREFILL_TOKENS = 512
 # Seconds that a server gets to end by itself. It has nothing to save, and it would wait for idle clients.
 GRACE_SECONDS = 1.0
 HEALTH_TIMEOUT_SECONDS = 10.0
@@ -32,6 +43,143 @@ LOG_LINES = 20
 PORT_LOG_LINES = 400
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What one engine serves, and where.
+
+    Attributes:
+        model_path: Hugging Face directory.
+        port: Port that it listens on; 0 for one that is free when it starts.
+        dtype: ``float32``, ``bfloat16`` …
+        context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.
+        seed: Seed of requests without one.
+        device: ``cpu`` or ``cuda``; what this machine has by default.
+        base_gpu_id: First GPU of this engine. CUDA only.
+        tp_size: Its tensor parallel size; ``rollout_num_gpus_per_engine`` of the config if ``None``.
+        sglang_args: SGLang's flags of this engine alone. They win over the config's; ``False`` leaves a flag out.
+        worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
+        bootstrap_port: Port where a prefill engine hands over to decode engines.
+        encoder_urls: Encoders that this engine sends images to.
+    """
+
+    model_path: str
+    port: int = 0
+    host: str = LOOPBACK
+    dtype: str = "bfloat16"
+    context_length: int | None = None
+    seed: int = 0
+    device: str = dataclasses.field(default_factory=engine_device)
+    base_gpu_id: int = 0
+    tp_size: int | None = None
+    sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
+    worker_type: str = "regular"
+    bootstrap_port: int | None = None
+    encoder_urls: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Address of the engine."""
+        return address(self.host, self.port)
+
+    @property
+    def router_role(self) -> dict[str, str | int]:
+        """What the router needs to know besides the address; nothing for a regular engine."""
+        if self.worker_type == "regular":
+            return {}
+        port = {} if self.bootstrap_port is None else {"bootstrap_port": self.bootstrap_port}
+        return {"worker_type": self.worker_type, **port}
+
+    def ranks(self, config: EngineConfig) -> int:
+        """Its tensor parallel size."""
+        return self.tp_size or config.rollout_num_gpus_per_engine
+
+
+def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
+    """The command line of one server. The user's ``sglang_args`` win over what is chosen here."""
+    flags: dict[str, SglangValue] = {
+        "model-path": spec.model_path,
+        "host": spec.host,
+        "port": str(spec.port),
+        "dtype": spec.dtype,
+        "tp-size": str(spec.ranks(config)),
+        "random-seed": str(spec.seed),
+        "weight-version": "0",
+        "skip-server-warmup": True,
+        "log-level-http": "warning",
+    }
+    if spec.context_length is not None:
+        flags["context-length"] = str(spec.context_length)
+    flags |= _cpu_flags(spec.context_length) if spec.device == "cpu" else _cuda_flags(spec)
+    flags |= _role_flags(spec)
+    flags |= {**config.sglang_args, **spec.sglang_args}
+    command = [config.python, "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        if value is not False:
+            values = value if isinstance(value, tuple) else () if value is True else (value,)
+            command += [f"--{name}", *values]
+    return command
+
+
+def _cuda_flags(spec: EngineSpec) -> dict[str, SglangValue]:
+    """Written from SGLang's documentation; not run on CUDA."""
+    return {"base-gpu-id": str(spec.base_gpu_id), "enable-deterministic-inference": True}
+
+
+def _role_flags(spec: EngineSpec) -> dict[str, SglangValue]:
+    """Written from SGLang's documentation for all but regular engines; not run on CUDA."""
+    flags: dict[str, SglangValue] = {}
+    if spec.worker_type in ("prefill", "decode"):
+        flags["disaggregation-mode"] = spec.worker_type
+    if spec.bootstrap_port is not None:
+        flags["disaggregation-bootstrap-port"] = str(spec.bootstrap_port)
+    if spec.worker_type == "encoder":
+        flags["encoder-only"] = True
+    if spec.encoder_urls:
+        flags |= {"language-only": True, "encoder-urls": spec.encoder_urls}
+    return flags
+
+
+def _cpu_flags(context_length: int | None) -> dict[str, SglangValue]:
+    return {
+        "device": "cpu",
+        "attention-backend": "torch_native",
+        "sampling-backend": "pytorch",
+        "grammar-backend": "none",
+        "disable-overlap-schedule": True,
+        "cuda-graph-backend-decode": "disabled",
+        "cuda-graph-backend-prefill": "disabled",
+        # The cache's size is given in tokens. SGLang only compares this share with what loading seemed to take, and
+        # that includes whatever other processes took meanwhile: at 0.1 it gave up while a trainer was starting.
+        "mem-fraction-static": "0.8",
+        "max-total-tokens": str(max(KV_TOKENS, context_length or 0)),
+        "max-running-requests": str(RUNNING_REQUESTS),
+        # Samples of one prompt arrive together. A small first part of them is prefilled, and serves the others.
+        "schedule-policy": "lpm",
+        "chunked-prefill-size": str(PREFILL_TOKENS),
+        # Without it an idle server keeps one core busy, and a trainer on the same machine runs at half its speed.
+        "sleep-on-idle": True,
+        # `sampling_seed` counts only with this.
+        "enable-deterministic-inference": True,
+    }
+
+
+def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]:
+    """The environment of one server: this process's, and what SGLang needs."""
+    environment = import_environment(spec.device)
+    environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # An answer to /health only has to say that the server is up; it need not cost a generated token.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    if Path(spec.model_path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if spec.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(config.threads)
+        if (ranks := spec.ranks(config)) > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            bound = (str(cores[rank % len(cores)]) for rank in range(ranks))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    return environment
+
+
 def answers(url: str, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
     """Whether a GET of ``url`` succeeds within ``timeout`` seconds."""
     try:
@@ -39,6 +187,19 @@ def answers(url: str, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
     except HttpError:
         return False
     return True
+
+
+def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callable[[], str]) -> None:
+    """Return when ``is_ready`` is true, which gets the seconds that it may take to find out.
+
+    Raises:
+        EngineStartError: It is still not after ``timeout`` seconds; ``problem`` makes the message.
+    """
+    deadline = time.monotonic() + timeout
+    while not is_ready(min(HEALTH_TIMEOUT_SECONDS, max(deadline - time.monotonic(), POLL_SECONDS))):
+        if time.monotonic() > deadline:
+            raise EngineStartError(problem())
+        time.sleep(POLL_SECONDS)
 
 
 class ServingProcess:
@@ -66,25 +227,21 @@ class ServingProcess:
             EngineDiedError: It ended later.
         """
         self.check()
-        if answers(self.url + self.ready_path, timeout):
-            self._was_ready = True
-            return True
-        return False
+        is_up = answers(self.url + self.ready_path, timeout)
+        self._was_ready |= is_up
+        return is_up
 
     def wait_until_ready(self, timeout: float = 300.0) -> None:
         """Return when it answers.
 
-        Args:
-            timeout: Longest wait in seconds.
-
         Raises:
-            EngineStartError: It ended, or does not answer in time; with the end of its log.
+            EngineStartError: It ended, or does not answer within ``timeout`` seconds; with the end of its log.
         """
-        deadline = time.monotonic() + timeout
-        while not self.is_ready(min(HEALTH_TIMEOUT_SECONDS, max(deadline - time.monotonic(), POLL_SECONDS))):
-            if time.monotonic() > deadline:
-                raise EngineStartError(f"{self.url} does not answer after {timeout:g} s; see {self.log_excerpt()}")
-            time.sleep(POLL_SECONDS)
+        wait_for(self.is_ready, timeout, lambda: self.silence(timeout))
+
+    def silence(self, timeout: float) -> str:
+        """The message where it does not answer in time."""
+        return f"{self.url} does not answer after {timeout:g} s; see {self.log_excerpt()}"
 
     def check(self) -> None:
         """Raise if it has ended; errors as of :meth:`is_ready`."""
@@ -151,23 +308,25 @@ class SGLangEngine(ServingProcess):
         self.spec = spec
 
     @classmethod
-    def start(cls, config: EngineConfig, spec: EngineSpec, *, log_path: Path) -> SGLangEngine:
+    def start(
+        cls, config: EngineConfig, spec: EngineSpec, *, log_path: Path, ports: Ports | None = None
+    ) -> SGLangEngine:
         """Start the process; it ends when this one does.
 
         Args:
             config: The interpreter, and SGLang's flags, which are checked against the SGLang installed there.
             spec: What it serves, and where.
-            log_path: Where its output goes.
+            log_path: Where its output goes; the directory is made if missing.
+            ports: Where its port comes from if that of ``spec`` is 0.
 
         Raises:
             ConfigError: The installed SGLang does not know a flag or a value. Nothing was started.
             PortInUseError: The port is taken. Nothing was started.
             SupervisionError: The log file cannot be written.
-            OSError: Its directory cannot be made.
         """
         check_flags(config, [spec])
         if spec.port == 0:
-            spec = dataclasses.replace(spec, port=free_port(spec.host))
+            spec = dataclasses.replace(spec, port=(ports or Ports()).take(spec.host))
         check_port_free(spec.port, spec.host)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         process = Supervised.start(
@@ -193,27 +352,8 @@ class SGLangEngine(ServingProcess):
             logger.warning("each weight update of %s may take 0.3 s longer: %s", self.url, error)
 
 
-class EngineLauncher(Protocol):
-    """Starts engines somewhere: on this host, or on a node of a cluster. An engine's ``stop`` ends it."""
-
-    def check(self, specs: Iterable[EngineSpec]) -> None:
-        """Check that engines can be started there, before any is.
-
-        Raises:
-            ConfigError: The SGLang there does not know a flag or a value.
-            EngineStartError: SGLang is not installed there.
-        """
-
-    def start(self, spec: EngineSpec, *, log_path: Path) -> SGLangEngine:
-        """Start one engine, on a free port if that of ``spec`` is 0; returns at once.
-
-        Raises:
-            PortInUseError: The port was taken meanwhile; another attempt may succeed.
-        """
-
-
-class HostLauncher:
-    """Starts engines on this host.
+class EngineLauncher:
+    """Starts engines on this host; a subclass may start them elsewhere. An engine's ``stop`` ends it.
 
     Args:
         config: How engines are started.
@@ -224,16 +364,23 @@ class HostLauncher:
         self._config, self._ports = config, ports
 
     def check(self, specs: Iterable[EngineSpec]) -> None:
-        """As of :class:`EngineLauncher`."""
+        """Check that engines can be started, before any is.
+
+        Raises:
+            ConfigError: The installed SGLang does not know a flag or a value.
+            EngineStartError: SGLang is not installed.
+        """
         check_flags(self._config, specs)
         if not importable_in(self._config.python, "sglang"):
             raise EngineStartError(missing_sglang(self._config.python))
 
     def start(self, spec: EngineSpec, *, log_path: Path) -> SGLangEngine:
-        """As of :class:`EngineLauncher`."""
-        if spec.port == 0:
-            spec = dataclasses.replace(spec, port=self._ports.take(spec.host))
-        return SGLangEngine.start(self._config, spec, log_path=log_path)
+        """Start one engine, on a free port if that of ``spec`` is 0; returns at once.
+
+        Raises:
+            PortInUseError: The port was taken meanwhile; another attempt may succeed.
+        """
+        return SGLangEngine.start(self._config, spec, log_path=log_path, ports=self._ports)
 
 
 def check_flags(config: EngineConfig, specs: Iterable[EngineSpec]) -> None:

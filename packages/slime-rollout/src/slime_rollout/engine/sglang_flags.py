@@ -1,4 +1,4 @@
-"""The flags of the SGLang that is installed in some interpreter: those of its own argument parser.
+"""The SGLang that is installed in some interpreter: what importing it needs, and the flags of its own argument parser.
 
 The parser is built in that interpreter, which imports SGLang and takes seconds. The result is cached on disk, until
 SGLang's files change or another package is installed.
@@ -21,10 +21,11 @@ import msgspec
 from slime_core.errors import ConfigError
 from slime_core.files import write_whole
 from slime_rollout.engine.config import SglangValue
-from slime_rollout.engine.spec import import_environment
 
 logger = logging.getLogger(__name__)
 
+# Only engine processes on a CPU import what is there.
+CPU_SHIMS = Path(__file__).parent / "cpu_shims"
 _LOOK_SECONDS, _IMPORT_SECONDS = 60.0, 300.0
 _SHOWN_CHARACTERS = 500
 # Run in the interpreter of the engines, as `sglang.launch_server` builds its parser; plugins may add choices.
@@ -114,14 +115,7 @@ class SglangFlag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Report(msgspec.Struct, kw_only=True):
-    """What is cached: SGLang's flags, and what they were read from.
-
-    Attributes:
-        package: SGLang's directory.
-        version: Its version.
-        flags: All flags.
-        stamp: Times of change of the files that the flags depend on.
-    """
+    """What is cached. The stamp is the times of change of the files that the flags depend on."""
 
     package: str
     version: str
@@ -135,6 +129,42 @@ class _Report(msgspec.Struct, kw_only=True):
         files = [package.parent, package / "__init__.py", package / "srt" / "server_args.py", *sources]
         return [file.stat().st_mtime_ns for file in files]
 
+    def is_current(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.stamp == self.current_stamp()
+        return False
+
+
+_REPORTS: dict[Path, _Report] = {}
+"""What this process has read, for where the cache's file cannot be written. By that file."""
+
+
+def engine_device() -> str:
+    """``"cuda"`` if the NVIDIA driver shows a GPU to this machine, else ``"cpu"``. Needs no torch."""
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+
+
+def import_environment(device: str | None = None) -> dict[str, str]:
+    """This process's environment, and what a process needs to import SGLang.
+
+    Args:
+        device: ``cpu`` or ``cuda``; what this machine has if ``None``.
+    """
+    environment = dict(os.environ)
+    # Compiled modules are half of the start-up; without them on disk every process compiles all of SGLang.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if (device or engine_device()) == "cpu":
+        environment |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "slime_cpu_shims",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(CPU_SHIMS), environment.get("PYTHONPATH")))),
+            # Threads that wait by spinning make a step twenty times slower as soon as anything else needs their core.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # Inductor would need a C++ compiler, and minutes.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return environment
+
 
 def installed_flags(python: str) -> dict[str, SglangFlag]:
     """All flags of the SGLang that ``python`` would import, by name.
@@ -144,12 +174,13 @@ def installed_flags(python: str) -> dict[str, SglangFlag]:
     """
     environment = import_environment()
     cache = _cache_file(python, environment)
-    report = _cached(cache)
+    stored = _stored(cache)
+    report = next((known for known in (stored, _REPORTS.get(cache)) if known is not None and known.is_current()), None)
     if report is None:
         logger.warning("reading the flags of the SGLang in %s; it is done once and takes some seconds", python)
-        report = _read_flags(python, environment)
-        with contextlib.suppress(OSError, RuntimeError):  # without a cache the next call takes as long
-            report.stamp = report.current_stamp()
+        report = _REPORTS[cache] = _read_flags(python, environment)
+    if report is not stored:
+        with contextlib.suppress(OSError, RuntimeError):  # then the next process reads them again
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_whole(cache, msgspec.json.encode(report).decode())
     return {flag.name: flag for flag in report.flags}
@@ -160,7 +191,7 @@ def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, Sglan
 
     Args:
         args: Values by name, without ``--sglang-``.
-        flags: What :func:`installed_flags` returned.
+        flags: From :func:`installed_flags`.
 
     Raises:
         ConfigError: One is unknown (names the nearest known one), set by slime itself, or has an invalid value.
@@ -184,20 +215,14 @@ def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, Sglan
 
 
 def _check_values(flag: SglangFlag, values: tuple[str, ...]) -> None:
-    kind = {"int": "a whole number", "float": "a number"}.get(flag.type)
+    convert, kind = {"int": (int, "a whole number"), "float": (float, "a number")}.get(flag.type, (str, ""))
     for value in values:
-        if kind is not None and not _converts(int if flag.type == "int" else float, value):
-            raise ConfigError(f"--sglang-{flag.name} {value} is not {kind}")
+        try:
+            convert(value)
+        except ValueError:
+            raise ConfigError(f"--sglang-{flag.name} {value} is not {kind}") from None
         if flag.choices and value not in flag.choices:
             raise ConfigError(f"--sglang-{flag.name} {value} is unknown; allowed: {', '.join(flag.choices)}")
-
-
-def _converts(kind: type, value: str) -> bool:
-    try:
-        kind(value)
-    except ValueError:
-        return False
-    return True
 
 
 def importable_in(python: str, package: str) -> bool:
@@ -216,10 +241,7 @@ def importable_in(python: str, package: str) -> bool:
 
 def missing_sglang(python: str) -> str:
     """The message where an interpreter has no SGLang."""
-    return (
-        f"SGLang is not installed in {python}; install it there, or name the interpreter that has it with "
-        "--sglang-python"
-    )
+    return f"SGLang is not installed in {python}; install it there, or name the one that has it with --sglang-python"
 
 
 def _read_flags(python: str, environment: Mapping[str, str]) -> _Report:
@@ -229,7 +251,10 @@ def _read_flags(python: str, environment: Mapping[str, str]) -> _Report:
         raise ConfigError(f"the flags of the SGLang in {python} cannot be read: {error}") from error
     if result.returncode == 0:
         with contextlib.suppress(IndexError, msgspec.DecodeError):
-            return msgspec.json.decode(result.stdout.splitlines()[-1], type=_Report)
+            report = msgspec.json.decode(result.stdout.splitlines()[-1], type=_Report)
+            with contextlib.suppress(OSError):  # then the report counts as outdated the next time
+                report.stamp = report.current_stamp()
+            return report
     if not importable_in(python, "sglang"):
         raise ConfigError(missing_sglang(python))
     problem = _end(result.stderr).splitlines()[-1:] or ["no output"]
@@ -266,9 +291,7 @@ def _cache_file(python: str, environment: Mapping[str, str]) -> Path:
     return directory / "slime" / f"sglang-flags-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _cached(cache: Path) -> _Report | None:
+def _stored(cache: Path) -> _Report | None:
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        report = msgspec.json.decode(cache.read_bytes(), type=_Report)
-        if report.stamp == report.current_stamp():
-            return report
+        return msgspec.json.decode(cache.read_bytes(), type=_Report)
     return None

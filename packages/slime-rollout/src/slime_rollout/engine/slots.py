@@ -22,8 +22,7 @@ from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineError, PortInUseError
 from slime_rollout.engine.router import LIVENESS_PATH, ExternalRouter, Router
-from slime_rollout.engine.server import EngineLauncher, ServingProcess, SGLangEngine
-from slime_rollout.engine.spec import EngineSpec
+from slime_rollout.engine.server import EngineLauncher, EngineSpec, ServingProcess, SGLangEngine
 
 logger = logging.getLogger(__name__)
 
@@ -37,46 +36,30 @@ P = TypeVar("P", bound=ServingProcess)
 
 @dataclasses.dataclass
 class Probe:
-    """A pending health check of a process.
-
-    Attributes:
-        problem: ``None`` if all is well, else what is wrong.
-        since: When it began, in seconds of the monotonic clock.
-        updates: How many weight updates had begun by then.
-    """
+    """A pending health check of a process: its problem is ``None`` if all is well. Times are monotonic seconds."""
 
     problem: Future[str | None]
     since: float
-    updates: int
+    updates: int  # weight updates that had begun by then
 
 
 @dataclasses.dataclass(eq=False)
 class Occupant(Generic[P]):
     """One process in a slot, and its state. Its replacement is another object, with a fresh state.
 
-    Attributes:
-        process: The process.
-        started: When it was started, in seconds of the monotonic clock.
-        up: Whether it has answered.
-        weights: An update's version, :data:`AS_STARTED` or `slime_rollout.http.INCOMPLETE`. Engines only.
-        in_router: Whether the router sends it requests. Engines only.
-        checked: When the last successful health check began.
-        due: When the next one is due.
-        probe: The pending one.
-        silent: Whether it did not answer a request of a weight update.
-        no_successor: Why it could not be replaced, after it has ended.
+    Times are monotonic seconds. ``weights`` and ``in_router`` are of engines only.
     """
 
     process: P
     started: float = dataclasses.field(default_factory=time.monotonic)
-    up: bool = False
-    weights: str = AS_STARTED
-    in_router: bool = False
-    checked: float = 0.0
-    due: float = 0.0
-    probe: Probe | None = None
-    silent: bool = False
-    no_successor: str | None = None
+    up: bool = False  # whether it has answered
+    weights: str = AS_STARTED  # that, an update's version, or `http.INCOMPLETE`
+    in_router: bool = False  # whether the router sends it requests
+    checked: float = 0.0  # when the last successful health check began
+    due: float = 0.0  # when the next one is due
+    probe: Probe | None = None  # the pending one
+    silent: bool = False  # whether it did not answer a request of a weight update
+    no_successor: str | None = None  # why it could not be replaced, after it has ended
 
 
 class Slot(abc.ABC, Generic[P]):
@@ -131,12 +114,12 @@ class Slot(abc.ABC, Generic[P]):
     def request_stop(self) -> None:
         """Ask its process to end, without waiting."""
         if self._now is not None:
-            self._now.process.request_stop()
+            self.process.request_stop()
 
     def stop(self) -> None:
         """End its process, if there is one; returns when it is gone."""
         if self._now is not None:
-            self._now.process.stop()
+            self.process.stop()
 
     def is_ready(self, timeout: float) -> bool:
         """Whether its process answers within ``timeout`` seconds. Starts it on another port if it has lost its own.
@@ -153,7 +136,7 @@ class Slot(abc.ABC, Generic[P]):
             raise
 
     def move(self) -> bool:
-        """Start again on another port if the process has ended because another program had taken its port.
+        """If another program has taken the port of a process, which has ended therefore, start it on another one.
 
         Returns:
             Whether it did; not more than :data:`PORT_ATTEMPTS` times.
@@ -176,14 +159,7 @@ class Slot(abc.ABC, Generic[P]):
 
 
 class EngineSlot(Slot[SGLangEngine]):
-    """The slot of one engine. Each server in it has a port of its own, so an address always means one process.
-
-    Args:
-        index: Number of the engine.
-        spec: What is served; its port is chosen at each start.
-        launcher: Starts the engine.
-        log_path: Log of all servers in this slot.
-    """
+    """The slot of one engine. Each server in it has a port of its own, so an address always means one process."""
 
     health_path = "/health_generate"
     _may_move = True
@@ -198,23 +174,46 @@ class EngineSlot(Slot[SGLangEngine]):
         return self._launcher.start(self._spec, log_path=self._log_path)
 
 
-class RouterSlot(Slot[Router]):
-    """The router's slot. A router that replaces another one has its address."""
+class RouterSlot(Slot[Any]):
+    """The router's slot. A router that replaces another one has its address; an external one is never replaced.
+
+    Args:
+        config: ``sglang_router_url``, or how to start a router.
+        ports: Where its port comes from.
+        log_path: Where a router that is started writes its log.
+        engine_urls: External engines of this run, which an external router may know already.
+        disaggregated: Whether its engines are prefill and decode engines.
+    """
 
     name = "router"
     health_path = LIVENESS_PATH
 
-    def __init__(self, config: EngineConfig, ports: Ports, *, log_path: Path, disaggregated: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        ports: Ports,
+        *,
+        log_path: Path,
+        engine_urls: Collection[str] = (),
+        disaggregated: bool = False,
+    ) -> None:
         super().__init__()
         self._config, self._ports, self._log_path = config, ports, log_path
-        self._disaggregated = disaggregated
+        self._engine_urls, self._disaggregated = engine_urls, disaggregated
         self._port: int | None = None
 
     @property
-    def _may_move(self) -> bool:
-        return self._config.sglang_router_port is None and self.restarts == 0
+    def is_external(self) -> bool:
+        """Whether the router is neither started nor stopped here."""
+        return self._config.sglang_router_url is not None
 
-    def _start(self) -> Router:
+    @property
+    def _may_move(self) -> bool:
+        return not self.is_external and self._config.sglang_router_port is None and self.restarts == 0
+
+    def _start(self) -> Router | ExternalRouter:
+        if self._config.sglang_router_url is not None:
+            return ExternalRouter.connect(self._config.sglang_router_url, self._engine_urls)
         if self._port is None or self._may_move:
             self._port = self._config.sglang_router_port or self._ports.take(self._config.sglang_router_ip)
         return Router.start(
@@ -226,85 +225,28 @@ class RouterSlot(Slot[Router]):
         )
 
 
-class ExternalRouterSlot(Slot[Any]):
-    """The slot of an external router: it is neither started, replaced nor stopped."""
-
-    name = "router"
-    health_path = LIVENESS_PATH
-    _may_move = False
-
-    def __init__(self, url: str, engine_urls: Collection[str] = ()) -> None:
-        super().__init__()
-        self._url, self._engine_urls = url, engine_urls
-
-    def _start(self) -> ExternalRouter:
-        return ExternalRouter.connect(self._url, self._engine_urls)
-
-
-AnyRouterSlot = RouterSlot | ExternalRouterSlot
-
-
-def router_slot(
-    config: EngineConfig,
-    ports: Ports,
-    *,
-    log_path: Path,
-    engine_urls: Collection[str] = (),
-    disaggregated: bool = False,
-) -> AnyRouterSlot:
-    """The slot of the router that ``config`` asks for.
-
-    Args:
-        config: ``sglang_router_url``, or how to start a router.
-        ports: Where its port comes from.
-        log_path: Where a router that is started writes its log.
-        engine_urls: External engines of this run, which an external router may know already.
-        disaggregated: Whether its engines are prefill and decode engines.
-    """
-    if config.sglang_router_url is not None:
-        return ExternalRouterSlot(config.sglang_router_url, engine_urls)
-    return RouterSlot(config, ports, log_path=log_path, disaggregated=disaggregated)
-
-
 class Event(enum.StrEnum):
-    """What happens to the process in a slot.
+    """What happens to the process in a slot."""
 
-    Attributes:
-        UNHEALTHY: It has ended, or gave no good answer in time.
-        KILLED: What was left of it was ended by SIGKILL.
-        RESTARTED: Another process was started in its place.
-        STARTED: That process answers.
-        WEIGHTS: It has the current weights.
-        REGISTERED: The router sends it requests.
-        BUDGET_EXHAUSTED: It may not be restarted again; the run ends.
-    """
-
-    UNHEALTHY = "unhealthy"
-    KILLED = "killed"
-    RESTARTED = "restarted"
-    STARTED = "started"
-    WEIGHTS = "weights"
-    REGISTERED = "registered"
-    BUDGET_EXHAUSTED = "budget_exhausted"
-
-
-_SERIOUS = {Event.UNHEALTHY, Event.BUDGET_EXHAUSTED}
+    UNHEALTHY = "unhealthy"  # it has ended, or gave no good answer in time
+    KILLED = "killed"  # what was left of it was ended by SIGKILL
+    RESTARTED = "restarted"  # another process was started in its place
+    STARTED = "started"  # that process answers
+    WEIGHTS = "weights"  # it has the current weights
+    REGISTERED = "registered"  # the router sends it requests
+    BUDGET_EXHAUSTED = "budget_exhausted"  # it may not be restarted again; the run ends
 
 
 class EventLog:
-    """Writes events to a file, one JSON object a line, and to this process's log.
+    """Appends events to a file in ``directory``, one JSON object a line, and writes them to this process's log."""
 
-    Args:
-        path: The file. Events of earlier runs stay in it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / EVENTS_FILE
         self._lock = threading.Lock()
 
     def write(self, slot: Slot[Any], event: Event, detail: str) -> None:
         """Add an event of the process in ``slot``; ``detail`` says more in words."""
-        level = logging.WARNING if event in _SERIOUS else logging.INFO
+        level = logging.WARNING if event in (Event.UNHEALTHY, Event.BUDGET_EXHAUSTED) else logging.INFO
         logger.log(level, "%s (%s) %s: %s", slot.name, slot.url, event.value, detail)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "engine": slot.name, "event": event.value, "url": slot.url, "detail": detail}

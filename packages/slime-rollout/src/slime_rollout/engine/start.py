@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.external import ExternalFleet
 from slime_rollout.engine.fleet import EngineFleet, Fleet, Progress
-from slime_rollout.engine.server import EngineLauncher, HostLauncher, SGLangEngine
+from slime_rollout.engine.server import EngineLauncher, SGLangEngine
 from slime_rollout.engine.topology import Topology, read_topology
 from slime_rollout.engine.topology_plan import EnginePlan, PlannedModel, check_runs_here, plan_engines
 
@@ -41,19 +41,12 @@ def start_engines(
 
     Args:
         config: Which engines.
-        model_path: Hugging Face directory.
+        model_path: As of `EngineFleet.start`, like all that is not named here.
         num_engines: Number of engines to start, without ``sglang_config``.
-        dtype: ``float32``, ``bfloat16`` …
-        context_length: Longest prompt plus response of engines that are started; the model's own limit if ``None``.
-        seed: Seed of requests without one.
-        log_dir: Directory for logs; made if missing.
         num_gpus: GPUs for generation, which ``sglang_config`` must use up; those of ``num_engines`` if ``None``.
         topology: The content of ``sglang_config``, if it was read already.
         longest_sample: Prompt plus response that external engines must take; not checked if ``None``.
         weights_follow: Whether new weights are sent before the first request.
-        device: ``cpu`` or ``cuda``; detected if ``None``.
-        on_progress: Called with the progress.
-        launcher: Starts the engines; on this host if ``None``.
 
     Raises:
         ConfigError: The installed SGLang does not know a flag or a value.
@@ -132,60 +125,62 @@ class ModelFleets(Fleet):
                 waiting for what was still starting.
         """
         check_runs_here(plan)
-        started = time.monotonic()
+        started, failed = time.monotonic(), False
         main = plan.trained or plan.models[0]
         other_config = dataclasses.replace(plan.config, sglang_router_port=None, sglang_router_url=None)
-        progress = _Progress(plan, on_progress)
+        ready = {model.name: 0 for model in plan.models}
+        total = sum(len(model.generating) + 1 for model in plan.models)
+
+        def launch(model: PlannedModel) -> EngineFleet:
+            def count(done: int, _total: int, seconds: float) -> None:
+                if failed:
+                    raise EngineStartError(f"the start of model {model.name} was ended, as another one has failed")
+                ready[model.name] = done
+                if on_progress is not None:
+                    on_progress(sum(ready.values()), total, seconds)
+
+            for encoder in encoders[model.name]:
+                encoder.wait_until_ready(plan.config.engine_startup_timeout)
+            config, logs = plan.config if model is main else other_config, log_dir / model.name
+            fleet = EngineFleet.launch(config, model.generating, log_dir=logs, on_progress=count, launcher=launcher)
+            undo.callback(fleet.stop)
+            return fleet
+
         with contextlib.ExitStack() as undo, ThreadPoolExecutor(len(plan.models)) as pool:
-            host = launcher or HostLauncher(plan.config, Ports())
+            host = launcher or EngineLauncher(plan.config, Ports())
             encoders = {model.name: _start_encoders(model, host, log_dir, undo) for model in plan.models}
-
-            def launch(model: PlannedModel) -> EngineFleet:
-                for engine in encoders[model.name]:
-                    engine.wait_until_ready(plan.config.engine_startup_timeout)
-                config = plan.config if model is main else other_config
-                fleet = EngineFleet.launch(
-                    config,
-                    model.generating,
-                    log_dir=log_dir / model.name,
-                    on_progress=progress.of(model.name),
-                    launcher=launcher,
-                )
-                undo.callback(fleet.stop)
-                return fleet
-
-            started_encoders = [engine for engines in encoders.values() for engine in engines]
+            all_encoders = [encoder for group in encoders.values() for encoder in group]
             futures = {model.name: pool.submit(launch, model) for model in plan.models}
             try:
                 for future in concurrent.futures.as_completed(futures.values()):
                     future.result()
             except BaseException:
-                progress.end_starts = True
-                for encoder in started_encoders:
+                failed = True
+                for encoder in all_encoders:
                     encoder.request_stop()
                 raise
-            fleets = cls({name: future.result() for name, future in futures.items()}, main.name, started_encoders)
+            fleets = cls({name: future.result() for name, future in futures.items()}, main.name, all_encoders)
             undo.pop_all()
         fleets.startup_seconds = time.monotonic() - started
         return fleets
 
     @property
     def router_url(self) -> str:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         return self._trained.router_url
 
     @property
     def engine_urls(self) -> list[str]:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         return self._trained.engine_urls
 
     @property
     def model_urls(self) -> dict[str, str]:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         return {name: fleet.router_url for name, fleet in self._fleets.items()}
 
     def check(self) -> None:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`, for all models."""
+        """As of `Fleet`, for all models."""
         for fleet in self._fleets.values():
             fleet.check()
         for encoder in self._encoders:
@@ -196,31 +191,30 @@ class ModelFleets(Fleet):
         return [f"{name} {lost}" for name, fleet in self._fleets.items() for lost in fleet.not_serving()]
 
     def engines_behind(self) -> list[str]:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         return self._trained.engines_behind()
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         self.check()
         return self._trained.begin_update(only_behind=only_behind)
 
     def confirm_update(self, version: int) -> None:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         self._trained.confirm_update(version)
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """As of :class:`~slime_rollout.engine.fleet.Fleet`."""
+        """As of `Fleet`."""
         return self._trained.fail_update(silent)
 
     def stop(self) -> None:
         """End all processes; returns when they are gone."""
         for encoder in self._encoders:
             encoder.request_stop()
+        parts: list[SGLangEngine | EngineFleet] = [*self._encoders, *self._fleets.values()]
         with contextlib.ExitStack() as stack:  # an error with one of them must not keep the others
-            for encoder in self._encoders:
-                stack.callback(encoder.stop)
-            for fleet in self._fleets.values():
-                stack.callback(fleet.stop)
+            for part in parts:
+                stack.callback(part.stop)
 
 
 def _start_encoders(
@@ -231,27 +225,3 @@ def _start_encoders(
         started.append(launcher.start(spec, log_path=log_dir / model.name / f"encoder_{number}.log"))
         undo.callback(started[-1].stop)
     return started
-
-
-class _Progress:
-    """Adds up the progress of several fleets.
-
-    Attributes:
-        end_starts: Set to end the start of those that are not up yet.
-    """
-
-    def __init__(self, plan: EnginePlan, report: Progress | None) -> None:
-        self.end_starts = False
-        self._report = report
-        self._ready = {model.name: 0 for model in plan.models}
-        self._total = sum(len(model.generating) + 1 for model in plan.models)
-
-    def of(self, name: str) -> Callable[[int, int, float], None]:
-        def count(ready: int, total: int, seconds: float) -> None:
-            if self.end_starts:
-                raise EngineStartError(f"the start of model {name} was ended, as another one has failed")
-            self._ready[name] = ready
-            if self._report is not None:
-                self._report(sum(self._ready.values()), self._total, seconds)
-
-        return count

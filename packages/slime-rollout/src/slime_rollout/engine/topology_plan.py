@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from slime_core.errors import ConfigError, SlimeError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.server import check_flags
-from slime_rollout.engine.spec import EngineSpec, engine_device, server_command
+from slime_rollout.engine.server import EngineSpec, check_flags, server_command
+from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.engine.topology import ServedModel, ServerGroup, Topology, read_topology
 
 PROGRAM = "Print the engines that a file of models would start, and their commands."

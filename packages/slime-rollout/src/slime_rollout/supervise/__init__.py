@@ -3,11 +3,239 @@
     starter ──pipe──▶ supervisor ──▶ command ──▶ its children, their children …
                       (subreaper)               (also those that detach themselves)
 
-The starter holds the pipe's write end, the supervisor its read end. However the starter ends, SIGKILL included, the
-kernel closes the write end, and the supervisor ends every process below it. A parent-death signal alone would not do:
-it reaches only the direct child, and it follows the thread that forked, not the process.
+The starter holds the pipe's write end, the supervisor (`reaper`) its read end. However the starter ends, SIGKILL
+included, the kernel closes the write end, and the supervisor ends every process below it. A parent-death signal alone
+would not do: it reaches only the direct child, and it follows the thread that forked, not the process.
 """
 
-from slime_rollout.supervise.supervised import Supervised, SupervisionError, run_under_supervisor
+from __future__ import annotations
 
-__all__ = ["Supervised", "SupervisionError", "run_under_supervisor"]
+import collections
+import contextlib
+import functools
+import io
+import os
+import signal
+import subprocess
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from slime_core.errors import SlimeError
+from slime_rollout.supervise import reaper
+
+_STOP_MARGIN_SECONDS = 10.0
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SupervisionError(SlimeError):
+    """A supervised process tree that could not be started or ended."""
+
+
+class Supervised:
+    """A command that runs under a supervisor of its own, and ends when this process ends. Made by :meth:`start`.
+
+    As a context manager it stops the tree on exit. Dropping the last reference stops it, too.
+    """
+
+    # The pipe's write end is close-on-exec, so no program that this process starts inherits it, and a child that Python
+    # forks without exec (`multiprocessing` with `fork`) closes its copy. A child forked in C without exec keeps a copy;
+    # for that case the supervisor also looks once a second whether its parent is still the same.
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], pipe: io.FileIO, *, grace: float, log_path: Path | None, log_start: int
+    ) -> None:
+        self._process = process
+        self._pipe = pipe
+        self._grace = grace
+        self._log_start = log_start
+        self.log_path = log_path
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        grace: float = 5.0,
+        stdin: int | None = subprocess.DEVNULL,
+        remove_files: str | None = None,
+    ) -> Supervised:
+        """Start ``command`` in a session of its own.
+
+        Args:
+            command: Program and arguments.
+            env: Its whole environment; this process's if ``None``.
+            log_path: File to append its output to; this process's own output if ``None``.
+            grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
+            stdin: As in :class:`subprocess.Popen`.
+            remove_files: Beginning of paths. Such files that the tree had open are removed when it has ended.
+
+        Raises:
+            SupervisionError: The log file cannot be written.
+        """
+        log_start = log_path.stat().st_size if log_path is not None and log_path.exists() else 0
+        read_end, write_end = os.pipe()
+        pipe = io.FileIO(write_end, "w")
+        _closed_in_forked_children().add(pipe)
+        supervisor = [sys.executable, "-I", "-S", reaper.__file__]
+        supervisor += ["--pipe-fd", str(read_end), "--parent", str(os.getpid()), "--grace", str(grace)]
+        supervisor += ["--remove-files", remove_files] if remove_files else []
+        try:
+            with log_path.open("ab") if log_path is not None else contextlib.nullcontext() as log:
+                process = subprocess.Popen(
+                    [*supervisor, "--", *command],
+                    env=env,
+                    stdin=stdin,
+                    stdout=log,
+                    stderr=subprocess.STDOUT if log is not None else None,
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            pipe.close()
+            raise SupervisionError(f"cannot start {command[0]}: {error}") from error
+        finally:
+            os.close(read_end)
+        return cls(process, pipe, grace=grace, log_path=log_path, log_start=log_start)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The command's exit code, or ``None`` while anything of it is left.
+
+        128 + n means that signal n ended the command; a negative number, that a signal ended the supervisor.
+        """
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the whole tree to end; the exit code as in :meth:`poll`.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not ended after ``timeout`` seconds.
+        """
+        return self._process.wait(timeout)
+
+    def signal(self, signum: int) -> None:
+        """Signal the supervisor: the first SIGTERM or SIGINT ends the tree gracefully, a second one at once."""
+        self._process.send_signal(signum)
+
+    def kill(self) -> None:
+        """Have the whole tree ended by SIGKILL, without waiting; this also ends processes stopped by SIGSTOP."""
+        for signum in (signal.SIGCONT, signal.SIGTERM, signal.SIGINT):  # the supervisor may be stopped, too
+            self._process.send_signal(signum)
+
+    def request_stop(self) -> None:
+        """Ask the supervisor to end the tree, without waiting."""
+        if not self._pipe.closed:
+            with contextlib.suppress(OSError):  # it has ended
+                self._pipe.write(b".")  # the end of the pipe alone is not seen while a child forked in C has a copy
+            self._pipe.close()
+
+    def stop(self, timeout: float | None = None) -> int:
+        """End the tree and wait for it; does nothing to one that has ended.
+
+        Raises:
+            SupervisionError: Something is left after ``timeout`` seconds; by default enough for both grace periods.
+        """
+        self.request_stop()
+        limit = timeout if timeout is not None else 2 * self._grace + _STOP_MARGIN_SECONDS
+        try:
+            return self._process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise SupervisionError(
+                f"the supervisor {self.pid} is still busy {limit:g} s after it was asked to stop"
+            ) from None
+
+    def log_tail(self, lines: int = 20) -> str:
+        """The last lines that it wrote to its log; empty without one."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - 400 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+@functools.cache
+def _closed_in_forked_children() -> weakref.WeakSet[io.FileIO]:
+    """The pipes of this process that a child forked without exec closes at once."""
+    pipes: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for pipe in list(pipes):
+            pipe.close()
+
+    os.register_at_fork(after_in_child=close_all)
+    return pipes
+
+
+def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:
+    """Run a command; return its exit code (128 + n for signal n) when it and everything it started is gone.
+
+    The first SIGINT, SIGTERM or SIGHUP is passed to the command, which gets ``grace`` seconds to end in order; a second
+    one ends the tree at once. If this process is killed, the supervisor ends the tree; if the supervisor is killed,
+    this process does. It takes over the whole process: call it from a main thread that has started no other children.
+
+    Args:
+        command: Program and arguments. It inherits standard input and output, but runs in a session of its own.
+        grace: Seconds between SIGTERM and SIGKILL, for the command and then for what it leaves behind.
+    """
+    reaper.become_subreaper()
+    received: list[int] = []
+    with _forwarding(received) as attach:
+        supervised = Supervised.start(command, grace=grace, stdin=None)
+        attach(supervised)
+        code = supervised.wait()
+        left = {process.pid for process in reaper.descendants(os.getpid())}  # of a supervisor that was killed itself
+        reaper.end_descendants(grace, reap=lambda: list(reaper.ended_children()), hurry=lambda: len(received) > 1)
+        reaper.remove_torch_memory(left)
+    if code < 0:
+        print(f"the supervisor was ended by signal {-code}; everything below it was stopped", file=sys.stderr)
+        return 128 - code
+    return code
+
+
+@contextlib.contextmanager
+def _forwarding(received: list[int]) -> Iterator[Callable[[Supervised], None]]:
+    """Pass signals to the supervised tree that the yielded function is given; put the old handlers back at the end.
+
+    Each signal is passed on once, also one that comes before there is anybody to pass it to, or while another one is
+    passed on: a second one would end the tree at once.
+    """
+    targets: list[Supervised] = []
+    pending: collections.deque[int] = collections.deque()
+
+    def deliver() -> None:
+        with contextlib.suppress(IndexError):  # the last one was passed on by a handler that ran just now
+            while targets and pending:
+                targets[0].signal(pending.popleft())
+
+    def forward(signum: int, _frame: types.FrameType | None) -> None:
+        received.append(signum)
+        pending.append(signum)
+        deliver()
+
+    def attach(supervised: Supervised) -> None:
+        targets.append(supervised)
+        deliver()
+
+    old = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
+    try:
+        yield attach
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,10 +37,15 @@ class Process:
     Attributes:
         pid: Process id.
         start_time: When it started, in clock ticks after boot.
+        parent: Its parent's pid when it was looked at.
+        alive: Whether any of its threads was. The kernel calls a process whose first thread has ended a zombie, but the
+            other threads may run on for ever, and those of a killed process take a moment to end.
     """
 
     pid: int
     start_time: int
+    parent: int = dataclasses.field(compare=False)
+    alive: bool = dataclasses.field(compare=False)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -54,23 +59,7 @@ def become_subreaper() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stat:
-    """What the kernel says about a process.
-
-    Attributes:
-        alive: Whether any of its threads is. The kernel calls a process whose first thread has ended a zombie, but the
-            other threads may run on for ever, and those of a killed process take a moment to end.
-        parent: Its parent's pid.
-        start_time: As in :class:`Process`.
-    """
-
-    alive: bool
-    parent: int
-    start_time: int
-
-
-def _stat(pid: int) -> Stat | None:
+def _process(pid: int) -> Process | None:
     """A process that is there, a zombie included."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  (pathlib would double the start-up time)
@@ -79,25 +68,20 @@ def _stat(pid: int) -> Stat | None:
         return None
     # Fields of proc(5) after the command's name: 3 state, 4 ppid, … 20 num_threads, … 22 starttime.
     alive = fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
-    return Stat(alive, int(fields[1]), int(fields[19]))
+    return Process(pid, int(fields[19]), int(fields[1]), alive)
 
 
 def descendants(root: int) -> list[Process]:
     """All living processes below ``root``, parents before children. Zombies are left out."""
-    children: dict[int, list[int]] = {}
-    alive: dict[int, Process] = {}
+    children: dict[int, list[Process]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
-        stat = _stat(int(name)) if name.isdigit() else None
-        if stat is None:
-            continue
-        children.setdefault(stat.parent, []).append(int(name))
-        if stat.alive:
-            alive[int(name)] = Process(int(name), stat.start_time)
+        if name.isdigit() and (process := _process(int(name))) is not None:
+            children.setdefault(process.parent, []).append(process)
     order, queue = [], [root]
     while queue:
         below = children.get(queue.pop(0), [])
-        queue += below
-        order += [alive[pid] for pid in below if pid in alive]
+        queue += [process.pid for process in below]
+        order += [process for process in below if process.alive]
     return order
 
 
@@ -124,8 +108,8 @@ def remove_torch_memory(pids: set[int]) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process exists and has not ended; a zombie has."""
-    stat = _stat(pid)
-    return stat is not None and stat.alive
+    process = _process(pid)
+    return process is not None and process.alive
 
 
 def send_signal(process: Process, signum: int) -> None:
@@ -135,15 +119,21 @@ def send_signal(process: Process, signum: int) -> None:
     except OSError:
         return
     try:
-        stat = _stat(process.pid)
-        if stat is not None and stat.start_time == process.start_time:
+        if _process(process.pid) == process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(handle, signum)
     finally:
         os.close(handle)
 
 
-def end_descendants(grace: float, *, reap: Callable[[], object], hurry: Callable[[], bool] = lambda: False) -> None:
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Collect the children that have ended: pid and wait status of each."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            yield ended
+
+
+def end_descendants(grace: float, *, reap: Callable[[], object], hurry: Callable[[], bool]) -> None:
     """End every process below this one, which must be a subreaper.
 
     Args:
@@ -170,7 +160,7 @@ class Supervisor:
     """Runs one command; ends it, and all that it started, when asked to or when the parent is gone."""
 
     def __init__(
-        self, command: list[str], *, pipe_fd: int, parent: int, grace: float, remove_files: str | None = None
+        self, *, command: list[str], pipe_fd: int, parent: int, grace: float, remove_files: str | None
     ) -> None:
         self.command = command
         self.pipe_fd = pipe_fd
@@ -184,11 +174,7 @@ class Supervisor:
         self.child = 0
 
     def run(self) -> int:
-        """Supervise until nothing is left.
-
-        Returns:
-            The command's exit code; 128 + n if signal n ended it; 127 if it could not be started.
-        """
+        """Supervise until nothing is left; returns the exit code: 128 + n for signal n, 127 if it did not start."""
         become_subreaper()
         wakeup = self._install_signals()
         try:
@@ -252,9 +238,8 @@ class Supervisor:
 
     def _ask_command_to_end(self) -> None:
         """Let the command close its own children in order before everybody gets a signal."""
-        stat = _stat(self.child)
-        if stat is not None:
-            send_signal(Process(self.child, stat.start_time), self.signals[0] if self.signals else signal.SIGTERM)
+        if (process := _process(self.child)) is not None:
+            send_signal(process, self.signals[0] if self.signals else signal.SIGTERM)
         deadline = time.monotonic() + self.grace
         while self.exit_code is None and time.monotonic() < deadline and not self._hurry():
             time.sleep(POLL_SECONDS)
@@ -264,14 +249,10 @@ class Supervisor:
         return len(self.signals) > 1
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid == self.child:
-                    code = os.waitstatus_to_exitcode(status)
-                    self.exit_code = code if code >= 0 else 128 - code
+        for pid, status in ended_children():
+            if pid == self.child:
+                code = os.waitstatus_to_exitcode(status)
+                self.exit_code = code if code >= 0 else 128 - code
 
 
 def main() -> int:
@@ -282,10 +263,7 @@ def main() -> int:
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("command", nargs="+")
     parser.add_argument("--remove-files")
-    args = parser.parse_args()
-    return Supervisor(
-        args.command, pipe_fd=args.pipe_fd, parent=args.parent, grace=args.grace, remove_files=args.remove_files
-    ).run()
+    return Supervisor(**vars(parser.parse_args())).run()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from slime_rollout.engine.spec import CPU_SHIMS
+from slime_rollout.engine.sglang_flags import CPU_SHIMS
 
 H, N, D, SLOTS = 6, 2, 16, 1000
 SCALING = D**-0.5

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_rollout.engine.spec import CPU_SHIMS
+from slime_rollout.engine.sglang_flags import CPU_SHIMS
 
 MASK = 0xFFFFFFFF
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from slime_rollout.engine.spec import CPU_SHIMS
+from slime_rollout.engine.sglang_flags import CPU_SHIMS
 
 CODE = """
 import importlib.metadata, sys

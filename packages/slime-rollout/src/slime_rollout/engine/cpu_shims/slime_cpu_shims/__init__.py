@@ -1,14 +1,15 @@
 """Lets SGLang 0.5 run on a CPU without CUDA's packages: nothing of SGLang is edited or copied.
 
-- This file: modules that SGLang imports unconditionally but, on a CPU, never calls.
-  **triton**: kernels are defined all over SGLang with ``@triton.jit``; none is launched on a CPU. The package has 1 GB
-  and is slow to import. **sgl_kernel**: compiled kernels. There is no wheel for a CPU without AMX; the torch-native
-  code paths don't use it. **torchvision**: its wheel on the index is built for CUDA. On a CPU build of torch its import
-  fails, because two operators have no schema; declaring the schemas is enough.
-- ``plugin``: hooks registered through SGLang's own plugin mechanism, found by the entry point in the directory beside
-  this one: reproducible sampling, attention of many short sequences at once, children that fork from the server.
-- ``sampling``, ``attention``: the functions that the plugin puts in.
-- ``models``: the model families that need no import of all the others, through SGLANG_EXTERNAL_MODEL_PACKAGE.
+This file stands in for modules that SGLang imports unconditionally but, on a CPU, never calls:
+
+- triton: SGLang defines kernels with ``@triton.jit`` everywhere; none is launched on a CPU. The package has 1 GB and is
+  slow to import.
+- sgl_kernel: compiled kernels, published for CUDA and for CPUs with AMX only. The torch-native code paths don't use it.
+- torchvision: the published build is for CUDA. Beside a CPU build of torch its import fails, because two operators have
+  no schema; declaring the schemas is enough.
+
+``plugin`` registers ``sampling`` and ``attention`` through SGLang's own plugin mechanism, which finds it by the entry
+point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
 """
 
 import importlib.abc

@@ -5,10 +5,9 @@ import types
 
 import pytest
 
-from slime_rollout.engine import registry
+from slime_rollout.engine import health
 from slime_rollout.engine.errors import EngineDiedError, EngineError
-from slime_rollout.engine.health import not_ready
-from slime_rollout.engine.registry import Registry
+from slime_rollout.engine.health import Registry, not_ready
 from slime_rollout.engine.server import SGLangEngine
 from slime_rollout.http import HttpError
 
@@ -56,11 +55,11 @@ def register(router, monkeypatch):
 def test_a_router_that_refuses_lastingly_ends_the_run_with_its_own_words(router, register, caplog):
     router.status, router.reason = 400, "no model is named"
     with caplog.at_level(logging.WARNING):
-        for seconds in (0.0, 1.0, registry.REFUSED_SECONDS):
+        for seconds in (0.0, 1.0, health.REFUSED_SECONDS):
             register(seconds)
     assert caplog.text.count("no model is named") == 1
     with pytest.raises(EngineError, match=r"the router http://router refuses .*HTTP 400: no model is named; see that"):
-        register(registry.REFUSED_SECONDS + 1.0)
+        register(health.REFUSED_SECONDS + 1.0)
 
 
 @pytest.mark.parametrize("between", [200, 503])

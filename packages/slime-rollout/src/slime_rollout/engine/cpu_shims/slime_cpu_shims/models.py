@@ -1,4 +1,4 @@
-"""The model classes that SGLang finds here."""
+"""Model families that start without importing all of SGLang's others. Any other family still loads: the slow way."""
 
 from sglang.srt.models import llama, qwen2, qwen3
 
@@ -8,3 +8,4 @@ def _classes(module):
 
 
 EntryClass = [entry for module in (llama, qwen2, qwen3) for entry in _classes(module)]
+"""SGLang looks for this name in all modules of SGLANG_EXTERNAL_MODEL_PACKAGE."""
