@@ -359,7 +359,7 @@ def test_an_engine_that_dies_in_an_update_is_named_soon(engine_config, tiny_mode
         parts = Parts(fleet, tiny_model, tmp_path)
         channel = parts.open(transport)
         parts.push(channel)
-        monkeypatch.setattr(EngineUpdate, "open_update", lambda update: fleet._servers[0].stop())
+        monkeypatch.setattr(EngineUpdate, "open_update", lambda update: fleet._engines[0].stop())
         started = time.monotonic()
         with pytest.raises(WeightSyncError) as caught:
             parts.push(channel)

@@ -27,7 +27,7 @@ def running_requests(urls):
 
 def was_aborted(fleet, rid):
     """Whether an engine says that it has dropped a request."""
-    logs = [server._process.log_path.read_text() for server in fleet._servers]
+    logs = [slot.process._process.log_path.read_text() for slot in fleet._engines]
     return any(f"Abort {kind} request. req.rid='{rid}'" in log for log in logs for kind in ("queued", "running"))
 
 

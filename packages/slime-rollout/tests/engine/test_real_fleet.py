@@ -107,7 +107,7 @@ def test_engines_start_with_version_zero_and_serve_through_the_router(fleet):
 
 def test_the_garbage_collector_leaves_out_what_a_server_is_made_of(fleet):
     """SGLang's own request for that meets a proxy here, and elsewhere comes too early; a push takes 0.3 s more then."""
-    for server in fleet._servers:
+    for server in [slot.process for slot in fleet._engines]:
         log = server._process.log_path
         assert "post-warmup freeze_gc failed" in log.read_text()
         wait_until(lambda log=log: "Freezing GC in Scheduler" in log.read_text())
