@@ -24,8 +24,7 @@ from slime_rollout.data import check_prompt_data
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import check_flags
 from slime_rollout.engine.sglang_flags import importable_in, missing_sglang
-from slime_rollout.engine.topology import Topology, read_topology
-from slime_rollout.engine.topology_plan import EnginePlan, check_runs_here, plan_engines
+from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, read_topology
 from slime_rollout.hooks import check_hooks
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

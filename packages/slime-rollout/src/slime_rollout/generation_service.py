@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings
     from slime_rollout.config import RolloutConfig
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
     from slime_rollout.engine.fleet import Fleet
-    from slime_rollout.engine.topology import Topology
+    from slime_rollout.engine.topology_plan import Topology
     from slime_rollout.rollout import RolloutManager
     from slime_rollout.weights import DeltaReceiver
 

@@ -21,15 +21,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def router_args(router_url: str, model_urls: Mapping[str, str]) -> dict[str, Any]:
-    """What hooks find in ``args``: the real address of the router, and the routers of all models.
-
-    Args:
-        router_url: Router of the trained model.
-        model_urls: Name of every model → address of its router.
-
-    Returns:
-        ``sglang_router_ip``, ``sglang_router_port`` and ``sglang_model_routers``: name → host and port.
-    """
+    """What hooks find in ``args``: the router of the trained model, and those of all models by name."""
     host, port = _host_and_port(router_url)
     routers = {name: _host_and_port(url) for name, url in model_urls.items()}
     return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": routers}
@@ -81,20 +73,14 @@ def full_address(flag: str, given: str) -> str:
 
 def is_this_machine(url: str) -> bool:
     """Whether a server at ``url`` runs here; ``False`` for a host name that cannot be resolved."""
-    host = urllib.parse.urlsplit(url).hostname
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    return any(_can_bind(family, where) for family, _, _, _, where in found)
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(urllib.parse.urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
+        return any(_can_bind(family, where) for family, _, _, _, where in found)
+    return False
 
 
 def require_this_machine(urls: Iterable[str]) -> None:
-    """Check that engines see this machine's shared memory and files.
-
-    Raises:
-        WeightSyncError: One runs elsewhere.
-    """
+    """Raise `WeightSyncError` if an engine runs elsewhere, and does not see this machine's shared memory and files."""
     if far := [url for url in urls if not is_this_machine(url)]:
         raise WeightSyncError(
             f"weights were to go through this machine's shared memory, or a checkpoint on it, and {', '.join(far)} run "
@@ -112,21 +98,13 @@ def _can_bind(family: int, where: tuple[object, ...]) -> bool:
 
 
 class Ports:
-    """Hands out free ports, each only once: servers that do not listen yet keep theirs.
-
-    Args:
-        taken: Ports never to hand out; ``None`` is ignored.
-    """
+    """Hands out free ports, each only once, for servers that do not listen yet; never those of ``taken``."""
 
     def __init__(self, *taken: int | None) -> None:
         self._taken = {port for port in taken if port is not None}
 
     def take(self, host: str = LOOPBACK) -> int:
-        """A free port of an address.
-
-        Raises:
-            PortInUseError: None was found.
-        """
+        """A free port of an address; errors as of :func:`free_port`."""
         port = free_port(host, without=self._taken)
         self._taken.add(port)
         return port
@@ -136,10 +114,6 @@ def free_port(host: str = LOOPBACK, *, without: Collection[int] = ()) -> int:
     """A free port, below those that the kernel gives to outgoing connections where it leaves room for that.
 
     Outgoing connections come and go by the hundred, and one may take a port before the server listens.
-
-    Args:
-        host: Address to listen on.
-        without: Ports not to return.
 
     Raises:
         PortInUseError: None was found.
@@ -156,40 +130,28 @@ def free_port(host: str = LOOPBACK, *, without: Collection[int] = ()) -> int:
 
 
 def check_port_free(port: int, host: str = LOOPBACK, *, flag: str | None = None) -> None:
-    """Check that a server could listen on a port.
-
-    Args:
-        port: TCP port.
-        host: Address to listen on.
-        flag: The flag that gave the port, for the message.
+    """Check that a server could listen on a port, which ``flag`` gave.
 
     Raises:
         PortInUseError: It is taken, or the address is not this machine's.
     """
-    given = f"{flag} {port}" if flag else f"port {port}"
     try:
         with bound(host, port):
             pass
     except OSError as error:
         raise PortInUseError(
-            f"{given} cannot be used on {host} ({error.strerror or error}); "
+            f"{flag or 'port'} {port} cannot be used on {host} ({error.strerror or error}); "
             "give another one, or none to have a free one chosen"
         ) from error
 
 
 @contextlib.contextmanager
 def bound(host: str, port: int) -> Iterator[None]:
-    """Bind a port without listening, which shows whether a server could listen there.
-
-    It must not listen: a process that another thread forks meanwhile inherits the socket until it executes its program,
-    and the port would look taken for that long. Sockets that are only bound do not exclude each other.
-
-    Raises:
-        OSError: The port is in use, or the address is not this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as server:
+    """Bind a port without listening, which shows whether a server could listen there; raises `OSError` if not."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # It must not listen: a process that another thread forks meanwhile inherits the socket until it executes its
+        # program, and the port would look taken for that long. Sockets that are only bound do not exclude each other.
         server.bind((host, port))
         yield
 

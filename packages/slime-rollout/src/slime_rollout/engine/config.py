@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
 ROUTER_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", *SESSION_POLICIES)
 SglangValue = str | bool | tuple[str, ...]
+# A flag that may differ when a run is continued.
+setting = functools.partial(flag, may_change=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,55 +35,43 @@ class WeightSyncConfig(Config):
         ConfigError: A combination that cannot work.
     """
 
-    update_weight_mode: str = flag(
-        "full",
-        choices=MODES,
-        help="send whole tensors, or only the bytes that changed (needs the transport disk)",
-        may_change=True,
+    update_weight_mode: str = setting(
+        "full", choices=MODES, help="send whole tensors, or only the bytes that changed (needs the transport disk)"
     )
-    update_weight_transport: str = flag(
+    update_weight_transport: str = setting(
         "tensor",
         choices=TRANSPORTS,
         help="shared memory or CUDA IPC on one machine, a broadcast with NCCL or gloo, or files",
-        may_change=True,
     )
-    update_weight_disk_dir: str | None = flag(
-        None,
-        help="directory that trainer and engines both see; needed by the transport disk",
-        metavar="DIR",
-        may_change=True,
+    update_weight_disk_dir: str | None = setting(
+        None, help="directory that trainer and engines both see; needed by the transport disk", metavar="DIR"
     )
-    update_weight_disk_keep_files: bool = flag(False, help="keep the files of all weight versions", may_change=True)
-    update_weight_local_checkpoint_dir: str | None = flag(
+    update_weight_disk_keep_files: bool = setting(False, help="keep the files of all weight versions")
+    update_weight_local_checkpoint_dir: str | None = setting(
         None,
         help="directory on the engines' machine, for the checkpoint that deltas are applied to; needed by delta",
         metavar="DIR",
-        may_change=True,
     )
-    update_weight_receivers: tuple[str, ...] = flag(
+    update_weight_receivers: tuple[str, ...] = setting(
         (),
         help="instead of that, for engines on other machines: each machine's `slime-rollout receive-weights --listen`",
         metavar="HOST:PORT",
-        may_change=True,
     )
-    update_weight_pause_mode: str = flag(
+    update_weight_pause_mode: str = setting(
         "retract",
         choices=PAUSE_MODES,
         help="requests in flight: recompute the KV cache of the tokens so far, or go on with the old one",
-        may_change=True,
     )
-    update_weight_timeout: float = flag(
+    update_weight_timeout: float = setting(
         REQUEST_TIMEOUT_SECONDS,
         help="longest time of one request of a weight update, such as to load all weights from files",
         unit="seconds",
         above=0,
-        may_change=True,
     )
-    check_weight_update_equal: bool = flag(
+    check_weight_update_equal: bool = setting(
         False,
         help="after every update, compare checksums of what the engines hold: with each other, and with what was sent "
         "where SGLang reports a checksum of it (CPU engines without tensor parallelism, in the dtype that is sent)",
-        may_change=True,
     )
 
     @property
@@ -131,13 +122,11 @@ class EngineConfig(WeightSyncConfig):
         ConfigError: A value is outside its range, with the value, the range and what to do.
     """
 
-    sglang_python: str | None = flag(
-        None,
-        help="Python interpreter that SGLang runs in, path or command; the running one if unset",
-        may_change=True,
+    sglang_python: str | None = setting(
+        None, help="Python interpreter that SGLang runs in, path or command; the running one if unset"
     )
-    rollout_num_gpus_per_engine: int = flag(
-        1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1, may_change=True
+    rollout_num_gpus_per_engine: int = setting(
+        1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1
     )
     sglang_router_ip: str = flag("127.0.0.1", help="address that the router listens on")
     sglang_router_port: int | None = flag(
@@ -151,52 +140,41 @@ class EngineConfig(WeightSyncConfig):
         help="address of an external router, to use instead of starting one; it must have no other workers",
         metavar="URL",
     )
-    router_policy: str = flag(
+    router_policy: str = setting(
         "cache_aware",
         choices=ROUTER_POLICIES,
         help="how the router spreads requests; manual and consistent_hashing keep a session at one engine",
-        may_change=True,
     )
-    engine_startup_timeout: float = flag(
-        300.0, help="longest time that an engine may take to start", unit="seconds", above=0, may_change=True
+    engine_startup_timeout: float = setting(
+        300.0, help="longest time that an engine may take to start", unit="seconds", above=0
     )
-    engine_threads: int | None = flag(
+    engine_threads: int | None = setting(
         None,
         help="CPU threads per engine without CUDA; if unset 2, or its share of the cores with the launcher",
         unit="threads",
         least=1,
-        may_change=True,
     )
-    use_fault_tolerance: bool = flag(
-        False, help="replace engines and the router when they die or hang, instead of ending the run", may_change=True
+    use_fault_tolerance: bool = setting(
+        False, help="replace engines and the router when they die or hang, instead of ending the run"
     )
-    rollout_health_check_interval: float = flag(
-        30.0,
-        help="time between two health checks of an engine, with --use-fault-tolerance",
-        unit="seconds",
-        least=0,
-        may_change=True,
+    rollout_health_check_interval: float = setting(
+        30.0, help="time between two health checks of an engine, with --use-fault-tolerance", unit="seconds", least=0
     )
-    rollout_health_check_timeout: float = flag(
+    rollout_health_check_timeout: float = setting(
         30.0,
         help="longest time to wait for the answer to a health check",
         unit="seconds",
         least=2,
         advice="SGLang takes at least one to answer",
-        may_change=True,
     )
-    rollout_health_check_first_wait: float = flag(
-        0.0,
-        help="time before the first health check of a new engine",
-        unit="seconds",
-        least=0,
-        may_change=True,
+    rollout_health_check_first_wait: float = setting(
+        0.0, help="time before the first health check of a new engine", unit="seconds", least=0
     )
-    rollout_max_restarts: int = flag(
-        5, help="how often each engine, and the router, may be replaced before the run fails", least=0, may_change=True
+    rollout_max_restarts: int = setting(
+        5, help="how often each engine, and the router, may be replaced before the run fails", least=0
     )
-    rollout_external_engine_addrs: tuple[str, ...] = flag(
-        (), help="external SGLang engines, to use instead of starting some", metavar="HOST:PORT", may_change=True
+    rollout_external_engine_addrs: tuple[str, ...] = setting(
+        (), help="external SGLang engines, to use instead of starting some", metavar="HOST:PORT"
     )
     sglang_config: str | None = flag(
         None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"

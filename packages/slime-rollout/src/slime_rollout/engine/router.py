@@ -94,7 +94,7 @@ def check_router_port(host: str, port: int) -> None:
 
 
 Workers = dict[str, tuple[str, bool]]
-"""Address of every engine that a router knows → the router's id of it, and whether it gets requests."""
+"""Address of every engine that a router knows → its id there, and whether it gets requests."""
 
 
 class RouterApi(abc.ABC):
@@ -154,11 +154,7 @@ class RouterApi(abc.ABC):
             ) from error
 
     def healthy_workers(self) -> set[str]:
-        """Addresses of the engines that get requests.
-
-        Raises:
-            HttpError: As of :meth:`workers`.
-        """
+        """Addresses of the engines that get requests; errors as of :meth:`workers`."""
         return {url for url, (_, healthy) in self._workers(START_ATTEMPTS).items() if healthy}
 
     def workers(self) -> Workers:
@@ -174,21 +170,12 @@ class RouterApi(abc.ABC):
 
         It tries ten at once, duplicates included: ten offers of one engine that hangs keep every other engine out.
 
-        Args:
-            url: Address of the engine.
-            role: What else the router must know of the engine.
-            attempts: The class's own if ``None``.
-
         Raises:
             HttpError: It does not answer in time.
         """
-        call(
-            "POST",
-            f"{self.url}/workers",
-            {"url": url, **(role or {})},
-            timeout=CONTROL_TIMEOUT_SECONDS,
-            attempts=attempts or self.attempts,
-        )
+        body = {"url": url, **(role or {})}
+        attempts = attempts or self.attempts
+        call("POST", f"{self.url}/workers", body, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
 
     def remove_worker(self, url: str) -> None:
         """Stop it from sending requests to an engine; does nothing if it does not know that one.
@@ -227,7 +214,7 @@ class Router(ServingProcess, RouterApi):
         Args:
             config: Its address, policy and time limit.
             port: Port that it listens on.
-            prometheus_port: Port of its metrics.
+            prometheus_port: Port of its metrics, always on the loopback address.
             log_path: Where its output goes.
             disaggregated: Whether its engines are prefill and decode engines.
 
@@ -259,19 +246,15 @@ class ExternalRouter(RouterApi):
 
     @classmethod
     def connect(cls, url: str, engine_urls: Collection[str] = ()) -> ExternalRouter:
-        """Check that a router is there, and that it sends requests to no other engines.
-
-        Args:
-            url: Address of the router.
-            engine_urls: Engines of this run that may be registered there already.
+        """Check that a router is there, and that it sends requests to no engines but ``engine_urls``.
 
         Raises:
-            EngineStartError: Nobody answers, it is not an sglang-router, or it has healthy workers of others, which
-                would get requests, too.
+            EngineStartError: Nobody answers, it is not an sglang-router, or it has other healthy workers, which would
+                get requests, too.
         """
         router = cls(url.rstrip("/"), engine_urls)
         try:
-            workers = router._all_workers(router.attempts)
+            workers = super(cls, router)._workers(router.attempts)
         except HttpError as error:
             raise EngineStartError(f"--sglang-router-url {url} does not answer as a router: {error}") from error
         others = {worker: healthy for worker, (_, healthy) in workers.items() if worker not in engine_urls}
@@ -289,10 +272,8 @@ class ExternalRouter(RouterApi):
         return answers(self.url + LIVENESS_PATH, timeout)
 
     def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
-        """As :meth:`RouterApi.offer_worker`; the engine then counts as this run's, also after it was removed.
-
-        The router lists an engine only once it has tried it, which may be after the removal.
-        """
+        """As :meth:`RouterApi.offer_worker`."""
+        # It counts as this run's even after its removal: the router lists an engine only once it has tried it.
         self._added.add(url)
         super().offer_worker(url, role, attempts=attempts)
 
@@ -329,8 +310,4 @@ class ExternalRouter(RouterApi):
 
     def _workers(self, attempts: int) -> Workers:
         ours = self._known | self._added
-        return {url: state for url, state in self._all_workers(attempts).items() if url in ours}
-
-    def _all_workers(self, attempts: int) -> Workers:
-        """Those of others, too."""
-        return super()._workers(attempts)
+        return {url: state for url, state in super()._workers(attempts).items() if url in ours}

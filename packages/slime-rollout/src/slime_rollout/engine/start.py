@@ -16,8 +16,14 @@ from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.external import ExternalFleet
 from slime_rollout.engine.fleet import EngineFleet, Fleet, Progress
 from slime_rollout.engine.server import EngineLauncher, SGLangEngine
-from slime_rollout.engine.topology import Topology, read_topology
-from slime_rollout.engine.topology_plan import EnginePlan, PlannedModel, check_runs_here, plan_engines
+from slime_rollout.engine.topology_plan import (
+    EnginePlan,
+    PlannedModel,
+    Topology,
+    check_runs_here,
+    plan_engines,
+    read_topology,
+)
 
 
 def start_engines(
