@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator
 
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import Fate, copied_group
+from slime_rollout.data import Fate, SourceCalls, copied_group
 from slime_rollout.errors import FAILURES, GenerationError, withdraw
 from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.hook_call import begin_anew, forget_rows_prompts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
-from slime_rollout.source_calls import SourceCalls
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import AccountedSource, PromptEncoder, load_source, load_tokenizer
+from slime_rollout.data import AccountedSource, PromptEncoder, SourceCalls, load_source, load_tokenizer
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
@@ -25,7 +25,6 @@ from slime_rollout.generate.context import with_router
 from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
-from slime_rollout.source_calls import SourceCalls
 from slime_rollout.teacher import TeacherLogProbs, make_teacher
 from slime_rollout.threads import LoopThread
 

@@ -2,9 +2,15 @@
 
 from slime_rollout.data.chat import PromptEncoder, load_tokenizer
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
-from slime_rollout.data.choose import find_data_source, load_source, make_data_source
-from slime_rollout.data.dataset import PromptDataset
-from slime_rollout.data.encode import RowEncoder, TokenizedPrompt
+from slime_rollout.data.choose import (
+    CustomSource,
+    SourceCalls,
+    checked_groups,
+    find_data_source,
+    load_source,
+    make_data_source,
+)
+from slime_rollout.data.dataset import PromptDataset, RowEncoder, TokenizedPrompt
 from slime_rollout.data.group_state import copied_group
 from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.offline import (
@@ -21,13 +27,7 @@ from slime_rollout.data.offline import (
     read_sft,
 )
 from slime_rollout.data.rows import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
-from slime_rollout.data.source import (
-    AccountedSource,
-    CustomSource,
-    RolloutDataSource,
-    RolloutDataSourceWithBuffer,
-    checked_groups,
-)
+from slime_rollout.data.source import AccountedSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime_rollout.data.stream import StreamingPrompts
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "SftDataset",
     "SftFields",
     "SftRow",
+    "SourceCalls",
     "StreamingPrompts",
     "TokenizedPrompt",
     "check_prompt_data",

@@ -1,29 +1,30 @@
-"""The data source that the flags choose, checked before anything starts, with the prompts to train on."""
+"""The data source that the flags choose, and its calls: what is custom in it may hang, or return nonsense."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError, SlimeError
 from slime_core.hooks import HookArgs
+from slime_core.interfaces import DataSource
+from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import PromptEncoder
-from slime_rollout.data.dataset import PromptDataset
-from slime_rollout.data.encode import RowEncoder
-from slime_rollout.data.source import (
-    AccountedSource,
-    BufferFilter,
-    CustomSource,
-    RolloutDataSource,
-    RolloutDataSourceWithBuffer,
-)
+from slime_rollout.data.dataset import PromptDataset, RowEncoder
+from slime_rollout.data.group_state import groups_from_plain, plain_groups
+from slime_rollout.data.source import AccountedSource, BufferFilter, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime_rollout.data.stream import StreamingPrompts
+from slime_rollout.errors import HookTimeoutError
+from slime_rollout.threads import call_within
 
 _SOURCE, _FILTER = "--data-source-path", "--buffer-filter-path"
 _FILTER_ARGUMENTS = ("args", "buffer", "num_samples")
@@ -33,6 +34,7 @@ _PROTOCOL = {
     "state_dict": (),
     "load_state_dict": ("state",),
 }
+_FIRST_PART = 2**40  # numbers of a custom source stay below
 _SETTINGS = MappingProxyType({"samples_per_prompt": 1, "shuffle": False, "seed": 0, "args": None})
 
 
@@ -163,3 +165,183 @@ def _mismatch(
 def _check_plain(function: Callable[..., Any], given: str) -> None:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{given} is async; choosing from the buffer waits for nothing: write a plain function")
+
+
+class CustomSource(AccountedSource):
+    """An account of a custom data source that does not derive from ours, but has the protocol's methods.
+
+    It numbers its samples itself, below 2^40, and keeps what it is given back. What it handed out in a rollout that
+    failed is handed out again without asking it.
+
+    Args:
+        source: The custom source.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        super().__init__()
+        self.source = source
+        self._next_part = _FIRST_PART
+        self._drawn: list[Group] = []
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Give groups back to the source; those that are out by the account.
+
+        Raises:
+            DataError: A sample is not out: trained on, dropped or given back before.
+        """
+        groups = [group for group in groups if group]
+        self._ledger.put_back(groups)
+        self.source.add_samples(groups)
+
+    def fresh_index(self) -> int:
+        """As for `AccountedSource`."""
+        self._next_part += 1
+        return self._next_part - 1
+
+    def begin(self) -> Callable[[], None]:
+        """As for `AccountedSource`; undone, what the source gave since is kept here and comes first."""
+        ledger, unfinished = self._ledger.copy(), list(self._unfinished)
+        self._drawn = []
+
+        def undo() -> None:
+            ledger.hand_out(self._drawn)
+            ledger.put_back(self._drawn)
+            self._ledger, self._unfinished = ledger, deque(unfinished + self._drawn)
+
+        return undo
+
+    def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
+        """As for `AccountedSource`; what the source keeps is taken to be there."""
+        return self._ledger.problem(None, in_flight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The source's state and the account's."""
+        return {
+            "source": self.source.state_dict(),
+            "next_part": self._next_part,
+            "ledger": self._ledger.state_dict(),
+            "given_back": self._ledger.given_back(),
+            "unfinished": plain_groups(chain(self._ledger.out_groups(), self._unfinished)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was saved.
+
+        Raises:
+            DataError: It is another class's state.
+        """
+        if missing := {"source", "next_part", "ledger", "given_back", "unfinished"} - state.keys():
+            raise DataError(
+                f"the saved data position lacks {', '.join(sorted(missing))}; continue with the same "
+                "--data-source-path, or start a new run"
+            )
+        unfinished = groups_from_plain(state["unfinished"])
+        self.source.load_state_dict(state["source"])
+        self._next_part = state["next_part"]
+        self._ledger.load_state_dict(state["ledger"], unfinished, given_back=state["given_back"])
+        self._unfinished = deque(unfinished)
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        if num_groups == 0:
+            return []
+        where = f"--data-source-path: {type(self.source).__name__}."
+        groups = checked_groups(self.source.get_samples(num_groups), num_groups, where)
+        self._drawn += groups
+        return groups
+
+
+def checked_groups(groups: Any, count: int, where: str = "") -> list[Group]:
+    """What ``get_samples(count)`` returned, if it is a list of that many groups.
+
+    Raises:
+        DataError: It is not.
+    """
+    if not (
+        isinstance(groups, list)
+        and len(groups) == count
+        and all(isinstance(group, list) and group and all(isinstance(one, Sample) for one in group) for group in groups)
+    ):
+        raise DataError(
+            f"{where}get_samples({count}) returned {str(groups)[:100]}; return a list of {count} groups of samples"
+        )
+    return list(groups)
+
+
+class SourceCalls:
+    """Calls a data source; a custom one, or one with a custom filter, within ``--hook-timeout``.
+
+    The event loop waits: nothing else may change ledger and buffer during a call. A call that hangs goes on changing
+    them in its thread, so from then on neither the source nor its state can be used.
+
+    Args:
+        source: The data source.
+        config: Names its hooks, and their time limit.
+    """
+
+    def __init__(self, source: AccountedSource, config: RolloutConfig) -> None:
+        self.source = source
+        self._limit = config.selection.hook_timeout
+        given = {
+            "--data-source-path": config.data.data_source_path,
+            "--buffer-filter-path": config.data.buffer_filter_path,
+        }
+        self._hooks = " with ".join(f"{flag} {path}" for flag, path in given.items() if path is not None)
+        self._problem = ""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a call has not returned."""
+        return bool(self._problem)
+
+    def check(self) -> None:
+        """Make sure that the source can be used.
+
+        Raises:
+            HookTimeoutError: A call has not returned.
+        """
+        if self._problem:
+            raise HookTimeoutError(self._problem)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """If the block raises, the source is as it was before; unless a call hangs, which may still change it."""
+        undo = self.source.begin()
+        try:
+            yield
+        except BaseException:
+            if not self.hangs:
+                undo()
+            raise
+
+    def get_samples(self, count: int) -> list[Group]:
+        """The next groups.
+
+        Raises:
+            HookTimeoutError: It took too long.
+            DataError: It raised, or returned something else; or as `AccountedSource`.
+        """
+        groups = self._call("get_samples", self.source.get_samples, count)
+        return checked_groups(groups, count, f"{self._hooks}: ") if self._hooks else groups
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Give groups back.
+
+        Raises:
+            HookTimeoutError: It took too long.
+            DataError: It raised; or as `RolloutDataSourceWithBuffer`.
+        """
+        self._call("add_samples", self.source.add_samples, groups)
+
+    def _call(self, name: str, function: Callable[..., Any], argument: Any) -> Any:
+        self.check()
+        if not self._hooks:
+            return function(argument)
+        try:
+            return call_within(self._limit, f"{self._hooks}: {name}", function, argument)
+        except HookTimeoutError as error:
+            self._problem = str(error)
+            raise
+        except SlimeError:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # nobody else would see the last one
+            raise DataError(f"{self._hooks}: {name} raised {type(error).__name__}: {error}") from error

@@ -13,8 +13,7 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
-from slime_core.interfaces import DataSource
-from slime_core.types import Group, Sample
+from slime_core.types import Group
 from slime_rollout.data.dataset import Dataset, Feed
 from slime_rollout.data.group_state import groups_from_plain, plain_groups
 from slime_rollout.data.ledger import Fate, Ledger
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 BufferFilter = Callable[[HookArgs, list[Group], int], list[Group]]
 
 _ENTRIES = ("data", "epoch", "position", "next_group", "next_sample", "ledger", "unfinished", "buffer")
-_FIRST_PART = 2**40  # numbers of a custom source stay below
 
 
 class AccountedSource(abc.ABC):
@@ -384,103 +382,3 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if len(set(map(id, chosen))) < len(chosen):
             raise DataError(f"{name} returned a group twice; return each once")
         return list(chosen)
-
-
-class CustomSource(AccountedSource):
-    """An account of a custom data source that does not derive from ours, but has the protocol's methods.
-
-    It numbers its samples itself, below 2^40, and keeps what it is given back. What it handed out in a rollout that
-    failed is handed out again without asking it.
-
-    Args:
-        source: The custom source.
-    """
-
-    def __init__(self, source: DataSource) -> None:
-        super().__init__()
-        self.source = source
-        self._next_part = _FIRST_PART
-        self._drawn: list[Group] = []
-
-    def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back to the source; those that are out by the account.
-
-        Raises:
-            DataError: A sample is not out: trained on, dropped or given back before.
-        """
-        groups = [group for group in groups if group]
-        self._ledger.put_back(groups)
-        self.source.add_samples(groups)
-
-    def fresh_index(self) -> int:
-        """As for `AccountedSource`."""
-        self._next_part += 1
-        return self._next_part - 1
-
-    def begin(self) -> Callable[[], None]:
-        """As for `AccountedSource`; undone, what the source gave since is kept here and comes first."""
-        ledger, unfinished = self._ledger.copy(), list(self._unfinished)
-        self._drawn = []
-
-        def undo() -> None:
-            ledger.hand_out(self._drawn)
-            ledger.put_back(self._drawn)
-            self._ledger, self._unfinished = ledger, deque(unfinished + self._drawn)
-
-        return undo
-
-    def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
-        """As for `AccountedSource`; what the source keeps is taken to be there."""
-        return self._ledger.problem(None, in_flight)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The source's state and the account's."""
-        return {
-            "source": self.source.state_dict(),
-            "next_part": self._next_part,
-            "ledger": self._ledger.state_dict(),
-            "given_back": self._ledger.given_back(),
-            "unfinished": plain_groups(chain(self._ledger.out_groups(), self._unfinished)),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was saved.
-
-        Raises:
-            DataError: It is another class's state.
-        """
-        if missing := {"source", "next_part", "ledger", "given_back", "unfinished"} - state.keys():
-            raise DataError(
-                f"the saved data position lacks {', '.join(sorted(missing))}; continue with the same "
-                "--data-source-path, or start a new run"
-            )
-        unfinished = groups_from_plain(state["unfinished"])
-        self.source.load_state_dict(state["source"])
-        self._next_part = state["next_part"]
-        self._ledger.load_state_dict(state["ledger"], unfinished, given_back=state["given_back"])
-        self._unfinished = deque(unfinished)
-
-    def _next_groups(self, num_groups: int) -> list[Group]:
-        if num_groups == 0:
-            return []
-        where = f"--data-source-path: {type(self.source).__name__}."
-        groups = checked_groups(self.source.get_samples(num_groups), num_groups, where)
-        self._drawn += groups
-        return groups
-
-
-def checked_groups(groups: Any, count: int, where: str = "") -> list[Group]:
-    """What ``get_samples(count)`` returned, if it is a list of that many groups.
-
-    Raises:
-        DataError: It is not.
-    """
-    if not (
-        isinstance(groups, list)
-        and len(groups) == count
-        and all(isinstance(group, list) and group and all(isinstance(one, Sample) for one in group) for group in groups)
-    ):
-        raise DataError(
-            f"{where}get_samples({count}) returned {str(groups)[:100]}; return a list of {count} groups of samples"
-        )
-    return list(groups)

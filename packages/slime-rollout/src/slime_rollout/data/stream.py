@@ -21,8 +21,7 @@ from slime_core.errors import DataError
 from slime_core.types import Group
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import PromptEncoder
-from slime_rollout.data.dataset import rank
-from slime_rollout.data.encode import Outcome, RowEncoder, TokenizedPrompt, fresh_group
+from slime_rollout.data.dataset import Outcome, RowEncoder, TokenizedPrompt, fresh_group, rank
 from slime_rollout.data.files import Mark, PromptFile, RawRow, split_slice
 
 logger = logging.getLogger(__name__)

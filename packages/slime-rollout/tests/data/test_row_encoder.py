@@ -12,7 +12,7 @@ import pytest
 
 from slime_core.errors import ConfigError, DataError
 from slime_rollout.data import PromptDataset, RowEncoder
-from slime_rollout.data.encode import CHUNK
+from slime_rollout.data.dataset import CHUNK
 from slime_rollout.data.files import RawRow
 
 LIMIT = 60.0
