@@ -18,10 +18,8 @@ class RolloutStore:
     """A directory with a file per rollout, ``rollout_0000012.npz``; see :mod:`slime_core.types.arrays`.
 
     A rollout is written before it is trained on, so that a run that is killed trains on the same samples when it
-    continues. Beside each lies what the data source continues from, ``source_0000012.json``, if it was given.
-
-    Args:
-        directory: Made with the first write. One process writes to it at a time.
+    continues. Beside each lies what the data source continues from, ``source_0000012.json``, if it was given. One
+    process writes at a time.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -32,30 +30,19 @@ class RolloutStore:
         return self._directory / f"rollout_{rollout_id:07d}.npz"
 
     def write(self, batch: RolloutColumns, source_state: dict[str, Any] | None = None) -> Path:
-        """Write a rollout so that its file is either whole or not there, power failures included.
-
-        Args:
-            batch: The rollout.
-            source_state: State of the data source after it. It is written first: each rollout in the directory has its.
-
-        Returns:
-            The file.
+        """Write a rollout; its file is either whole or not there, power failures included. Returns the file.
 
         Raises:
-            OSError: The directory can't be written; no file is left behind half-written under its name.
+            OSError: The directory cannot be written.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        if source_state is not None:
+        if source_state is not None:  # first, so that each rollout has its state
             write_whole(self._state_path(batch.rollout_id), json.dumps(source_state))
         batch.write(self.path(batch.rollout_id))
         return self.path(batch.rollout_id)
 
     def read_source_state(self, rollout_id: int) -> dict[str, Any]:
-        """State of the data source after a rollout.
-
-        Raises:
-            DataError: Its file is missing or torn.
-        """
+        """State of the data source after a rollout; a `DataError` if its file is missing or torn."""
         file = self._state_path(rollout_id)
         try:
             state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -67,11 +54,7 @@ class RolloutStore:
         return state
 
     def read(self, rollout_id: int) -> RolloutColumns:
-        """Read a rollout.
-
-        Raises:
-            DataError: The rollout is missing, or its file is torn or of an older slime; says which.
-        """
+        """Read a rollout; a `DataError` if it is missing, torn or of an older slime."""
         file = self.path(rollout_id)
         if not self.has(rollout_id):
             raise DataError(f"{self._directory} has no rollout {rollout_id}; it has {_ranges(self.ids())}")
@@ -86,11 +69,7 @@ class RolloutStore:
         return batch
 
     def has(self, rollout_id: int) -> bool:
-        """Whether the rollout is in the directory.
-
-        Raises:
-            DataError: It is, but an older slime wrote it.
-        """
+        """Whether the rollout is in the directory; a `DataError` if an older slime wrote it."""
         older = self.path(rollout_id).with_suffix(".jsonl")
         found = self.path(rollout_id).exists()
         if not found and older.exists():
@@ -108,7 +87,7 @@ class RolloutStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def discard_through(self, rollout_id: int) -> None:
-        """Delete the rollouts up to ``rollout_id``, that one included, oldest first."""
+        """Delete the rollouts up to and including ``rollout_id``, oldest first."""
         for number in self.ids():
             if number <= rollout_id:
                 self.path(number).unlink(missing_ok=True)

@@ -24,15 +24,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(flag: str, path: str) -> Any:
-    """The content of a YAML file.
-
-    Args:
-        flag: The flag that names it, for messages.
-        path: The file.
-
-    Raises:
-        ConfigError: It cannot be read, or is not valid YAML without repeated keys.
-    """
+    """The content of a YAML file that ``flag`` names; a `ConfigError` if it is unreadable, invalid or repeats a key."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:

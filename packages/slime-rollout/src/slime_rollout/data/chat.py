@@ -29,11 +29,7 @@ Rendering = Callable[[list[Message]], str]
 
 
 def load_tokenizer(hf_checkpoint: str) -> Any:
-    """The tokenizer of a Hugging Face directory. transformers is imported here, not with this package.
-
-    Raises:
-        ConfigError: It is not a directory, has no tokenizer that can be read, or transformers cannot be imported.
-    """
+    """The tokenizer of a Hugging Face directory; a `ConfigError` if that has none that transformers can load."""
     if not Path(hf_checkpoint).is_dir():
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} is not a directory; give a model's, with tokenizer.json in it"
@@ -138,11 +134,7 @@ class PromptEncoder:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, prompt: Prompt, tools: Tools = None) -> list[int]:
-        """The token ids of a prompt; ``tools`` are for the chat template, and ignored without it.
-
-        Raises:
-            DataError: The prompt gives no token, or the template refuses it.
-        """
+        """The token ids of a prompt; a `DataError` if it gives none, or the template refuses it."""
         if self._template:
             messages = suited(as_messages(prompt), lambda some: self._render(some, tools))
             tokens = list(self._tokenizer(self._render(messages, tools), add_special_tokens=False)["input_ids"])

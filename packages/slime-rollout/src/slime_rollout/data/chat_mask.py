@@ -116,8 +116,7 @@ class ChatEncoder:
     ) -> EncodedChat:
         """Encode one conversation; what is longer than ``max_length`` tokens loses its end.
 
-        Messages of the assistant are trained on from number ``first_trained`` on, counted from 0, unless their
-        ``step_loss_mask`` is 0.
+        The assistant's messages from number ``first_trained`` on are trained on, unless their ``step_loss_mask`` is 0.
 
         Raises:
             DataError: The template refuses the messages, or does not show where a turn is.
@@ -184,16 +183,12 @@ def _mask(spans: list[tuple[int, int]], turns: list[_Turn]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """What the model writes in message number ``message``: characters ``start`` to ``end`` of the rendering.
-
-    Attributes:
-        closed: Whether an end-of-turn token is part of it.
-    """
+    """What the model writes in message number ``message``: characters ``start`` to ``end`` of the rendering."""
 
     message: int
     start: int
     end: int
-    closed: bool
+    closed: bool  # whether an end-of-turn token is part of it
 
 
 class _TurnFinder:

@@ -41,8 +41,6 @@ _SETTINGS = MappingProxyType({"samples_per_prompt": 1, "shuffle": False, "seed":
 def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> AccountedSource:
     """The prompts to train on, in memory or as a stream, in the data source that the flags choose.
 
-    A custom data source gets ``hook_args``.
-
     Raises:
         ConfigError: The data source cannot be used.
         DataError: A prompt file breaks its format; of one that is streamed, only what opening it shows.
@@ -65,10 +63,8 @@ def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookAr
 def find_data_source(config: RolloutConfig) -> Callable[..., AccountedSource]:
     """The class of ``--data-source-path``, with the function of ``--buffer-filter-path``.
 
-    By default a source without a buffer, or with one where settings make groups come back.
-
-    Returns:
-        What makes the source, of ``(dataset, samples_per_prompt=…, shuffle=…, seed=…, args=…)``.
+    By default a source without a buffer, or with one where settings make groups come back. It is called with
+    ``(dataset, samples_per_prompt=…, shuffle=…, seed=…, args=…)``.
 
     Raises:
         ConfigError: A path names nothing that can be used, or a function does not take the arguments it will get.
@@ -172,9 +168,6 @@ class CustomSource(AccountedSource):
 
     It numbers its samples itself, below 2^40, and keeps what it is given back. What it handed out in a rollout that
     failed is handed out again without asking it.
-
-    Args:
-        source: The custom source.
     """
 
     def __init__(self, source: DataSource) -> None:
@@ -184,11 +177,7 @@ class CustomSource(AccountedSource):
         self._drawn: list[Group] = []
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back to the source; those that are out by the account.
-
-        Raises:
-            DataError: A sample is not out: trained on, dropped or given back before.
-        """
+        """As for `RolloutDataSourceWithBuffer`: the source keeps them."""
         groups = [group for group in groups if group]
         self._ledger.put_back(groups)
         self.source.add_samples(groups)
@@ -225,11 +214,7 @@ class CustomSource(AccountedSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was saved.
-
-        Raises:
-            DataError: It is another class's state.
-        """
+        """Continue where ``state`` was saved; a `DataError` if that is another class's."""
         if missing := {"source", "next_part", "ledger", "given_back", "unfinished"} - state.keys():
             raise DataError(
                 f"the saved data position lacks {', '.join(sorted(missing))}; continue with the same "
@@ -251,11 +236,7 @@ class CustomSource(AccountedSource):
 
 
 def checked_groups(groups: Any, count: int, where: str = "") -> list[Group]:
-    """What ``get_samples(count)`` returned, if it is a list of that many groups.
-
-    Raises:
-        DataError: It is not.
-    """
+    """What ``get_samples(count)`` returned; a `DataError` unless that is a list of so many groups."""
     if not (
         isinstance(groups, list)
         and len(groups) == count
@@ -272,10 +253,6 @@ class SourceCalls:
 
     The event loop waits: nothing else may change ledger and buffer during a call. A call that hangs goes on changing
     them in its thread, so from then on neither the source nor its state can be used.
-
-    Args:
-        source: The data source.
-        config: Names its hooks, and their time limit.
     """
 
     def __init__(self, source: AccountedSource, config: RolloutConfig) -> None:
@@ -294,11 +271,7 @@ class SourceCalls:
         return bool(self._problem)
 
     def check(self) -> None:
-        """Make sure that the source can be used.
-
-        Raises:
-            HookTimeoutError: A call has not returned.
-        """
+        """Raise HookTimeoutError if a call has not returned."""
         if self._problem:
             raise HookTimeoutError(self._problem)
 
@@ -314,22 +287,12 @@ class SourceCalls:
             raise
 
     def get_samples(self, count: int) -> list[Group]:
-        """The next groups.
-
-        Raises:
-            HookTimeoutError: It took too long.
-            DataError: It raised, or returned something else; or as `AccountedSource`.
-        """
+        """The next groups; a `HookTimeoutError` if that takes too long, and a `DataError` if it goes wrong."""
         groups = self._call("get_samples", self.source.get_samples, count)
         return checked_groups(groups, count, f"{self._hooks}: ") if self._hooks else groups
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back.
-
-        Raises:
-            HookTimeoutError: It took too long.
-            DataError: It raised; or as `RolloutDataSourceWithBuffer`.
-        """
+        """Give groups back; errors are as for :meth:`get_samples`."""
         self._call("add_samples", self.source.add_samples, groups)
 
     def _call(self, name: str, function: Callable[..., Any], argument: Any) -> Any:

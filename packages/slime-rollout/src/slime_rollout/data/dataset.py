@@ -53,14 +53,9 @@ Outcome = TokenizedPrompt | DataError
 class RowEncoder:
     """Checks and tokenizes rows, each when it is asked for, or ahead in other processes.
 
-    The processes start with the first rows. They end with :meth:`close`, with the last reference to this object, or
-    with this process, however it ends. If one dies, that is a `DataError`, and later rows get new processes. As for
-    every use of `multiprocessing`, a script that starts them needs ``if __name__ == "__main__"``.
-
-    Args:
-        config: Names of the fields, the chat template's use and the reward rule that labels are for.
-        encoder: The tokenizer of ``config``; other processes load their own.
-        processes: How many others, 0 for none.
+    The ``processes`` start with the first rows and load tokenizers of their own. They end with :meth:`close`, with the
+    last reference to this object, or with this process, however it ends. If one dies, that is a `DataError`, and later
+    rows get new processes. As always with `multiprocessing`, a script needs ``if __name__ == "__main__"``.
     """
 
     def __init__(self, config: RolloutConfig, encoder: PromptEncoder, processes: int = 0) -> None:
@@ -80,8 +75,6 @@ class RowEncoder:
 
     def outcomes(self, rows: Iterable[tuple[T, RawRow]]) -> Iterator[tuple[T, Outcome]]:
         """What becomes of each row, in their order, each with what came along with it.
-
-        Other processes are given at most two chunks each ahead of the row that is taken.
 
         Raises:
             DataError: What ``rows`` raises, after the outcomes of all rows before; or a process died.
@@ -206,7 +199,7 @@ class Feed(Protocol):
         """Fresh samples of the next prompt, numbered from ``first_index``.
 
         Raises:
-            DataError: There is none, because of a row that cannot be used. The position stays before that row.
+            DataError: The next row cannot be used. The position stays before it.
         """
 
 
@@ -259,9 +252,6 @@ class PromptDataset(Dataset[TokenizedPrompt]):
     ) -> PromptDataset:
         """Read, check and tokenize a file, leaving out prompts longer than ``--rollout-max-prompt-len``.
 
-        Rows that cannot be used are an error; with ``--on-bad-data skip`` they are logged. ``encoding`` tokenizes
-        them with the same config and tokenizer; unset: this process.
-
         Raises:
             DataError: The file breaks its format, or no prompt is short enough.
         """
@@ -297,11 +287,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
 
 
 class DatasetFeed:
-    """Epoch after epoch of data in memory. Implements `Feed`.
-
-    The order of an epoch depends on its number, the seed and the data alone (see :func:`epoch_order`), so the
-    epoch's number and the position in it are all that has to be saved.
-    """
+    """Epoch after epoch of data in memory. An epoch's order depends on its number, the seed and the data alone."""
 
     def __init__(self, dataset: Dataset[Any], *, shuffle: bool, seed: int) -> None:
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
@@ -338,16 +324,10 @@ def epoch_order(
 ) -> list[int]:
     """Places of the prompts in one epoch, where the data sets lie one behind the other.
 
-    Without weights every prompt comes once. With weights an epoch has as many prompts as the data sets together, up
-    to rounding, and each data set its share of them, at least one. A data set goes through its own prompts lap by lap,
-    whatever epoch that falls into: each comes once before any comes again.
-
-    Args:
-        sizes: Prompts of each data set.
-        weights: Weight of each data set, above 0; only their ratios count.
-        epoch: From 0.
-        shuffle: Sort by hash; otherwise the files' order, with the shares spread evenly over the epoch.
-        seed: Seed of the shuffle.
+    Without weights every prompt comes once. With weights, of which only the ratios count, an epoch has as many prompts
+    as the data sets together, up to rounding, and each data set its share of them, at least one. A data set goes
+    through its own prompts lap by lap, whatever epoch that falls into: each comes once before any comes again.
+    Unshuffled, the shares are spread evenly over the epoch.
     """
     if weights is None:
         places = list(range(sum(sizes)))
@@ -363,7 +343,7 @@ def epoch_order(
 
 
 def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """How many prompts of an epoch each data set gives: its weight's part of all, at least one."""
+    """How many prompts of an epoch each data set gives."""
     total, whole = sum(sizes), sum(weights)
     return [max(1, round(total * (weight / whole))) for weight in weights]
 

@@ -42,9 +42,8 @@ _OTHER_FORMATS = {
     b"\xfe\xff": "UTF-16; write it in UTF-8",
 }
 
-_JSON = (
-    "arrow.json"  # Arrow's name of columns of JSON text: datasets writes objects whose fields differ from row to row
-)
+# Arrow's name of columns of JSON text: datasets writes objects whose fields differ from row to row.
+_JSON = "arrow.json"
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 1 << 20  # at most this becomes Python objects at once, for usual rows
 _BUFFER = 1 << 20  # bytes of a column that are read at once; the default is a whole row group
 # Raised for single values that Python cannot hold: text that is not UTF-8, maps with a key twice, times out of range.
@@ -69,14 +68,10 @@ class Mark:
 
 
 class PromptFile:
-    """A prompt file, or a slice of one.
+    """A prompt file, or a slice of one; ``streamed`` refuses a slice that needs the whole file before its first row.
 
     JSON Lines are read from a byte offset on; in compressed files, everything before it is decompressed again to get
     there. Parquet files are read from a row group on, in parts; directories of ``datasets`` are mapped into memory.
-
-    Args:
-        path: The file, perhaps with ``@[a:b]`` behind it.
-        streamed: Refuse a slice for which a file must be read whole before its first row.
 
     Raises:
         DataError: It is missing, empty or damaged, or the slice is empty. Rows of JSON Lines are not looked at yet.
@@ -116,11 +111,7 @@ class PromptFile:
         return hasher.hexdigest()
 
     def rows(self, mark: Mark | None = None) -> Iterator[tuple[Mark, RawRow]]:
-        """The rows from a place on, each with the place behind it.
-
-        Raises:
-            DataError: The file is damaged or cannot be read, its size has changed, or it has no row at all.
-        """
+        """The rows from a place on, each with the place behind it."""
         mark = mark or Mark()
         with _file_errors(self._file):
             if (size := _size(self._file)) != self.size:
@@ -275,11 +266,7 @@ def _check_utf8(file: Path, line: bytes) -> None:
 
 
 class _Table:
-    """A Parquet file, or a directory that ``datasets.save_to_disk`` wrote.
-
-    Attributes:
-        size: Number of rows.
-    """
+    """A Parquet file, or a directory that ``datasets.save_to_disk`` wrote, of ``size`` rows."""
 
     def __init__(self, file: Path) -> None:
         if file.is_dir():

@@ -25,8 +25,7 @@ class Ledger:
     """Counts trajectories from hand-out to their end, each by its number, so that no error hides behind another.
 
     A sample that is handed out for the first time counts as generated. It is out until it is settled (trained on,
-    filtered or aborted) or given back. Samples that one trajectory was split into count as one. Memory grows with what
-    is out or given back, not with what is settled.
+    filtered or aborted) or given back. Memory grows with what is out or given back, not with what is settled.
     """
 
     def __init__(self) -> None:
@@ -57,12 +56,7 @@ class Ledger:
                 self._out[number] = samples
 
     def put_back(self, groups: Iterable[Group]) -> None:
-        """Groups come back to be handed out again.
-
-        Raises:
-            DataError: One of their samples is not out: it is settled, given back already, or of another source. The
-                ledger is then as it was.
-        """
+        """Groups come back to be handed out again; a `DataError` and no change if a sample is not out."""
         numbers = [number for group in groups for number in _trajectories(group)]
         seen: set[int] = set()
         for number in numbers:
@@ -108,14 +102,11 @@ class Ledger:
         return [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
 
     def problem(self, buffer: Iterable[Group] | None, in_flight: Iterable[Group] = ()) -> str | None:
-        """Compare the counts with what is there.
+        """What does not balance, or ``None``.
 
         Args:
             buffer: Every group that waits to be handed out again; ``None`` where that cannot be seen.
             in_flight: Every group that is rightly out, such as those that are generated while the trainer works.
-
-        Returns:
-            What does not balance, or ``None``.
         """
         held = {sample.trajectory for group in buffer for sample in group} if buffer is not None else self._buffered
         running = {sample.trajectory for group in in_flight for sample in group}

@@ -51,19 +51,12 @@ class SftRow(Row):
 
 
 def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "error") -> list[SftRow]:
-    """Read and check a file of conversations, as `read_prompts` does one of prompts. It needs no tokenizer.
-
-    Raises:
-        DataError: The file is missing or empty, or a row breaks the format; says which and how.
-    """
+    """Read and check a file of conversations, as `read_prompts` does one of prompts."""
     return read_rows(path, functools.partial(_sft_row, fields=fields or SftFields()), on_bad_data)
 
 
 class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
-    """Conversations and the tokens that ``encoder`` made of them.
-
-    A `RolloutDataSource` takes it as it takes prompts: order, epochs, exact state.
-    """
+    """Conversations and the tokens that ``encoder`` made of them, for a `RolloutDataSource`."""
 
     def __init__(self, rows: Iterable[tuple[SftRow, EncodedChat]], encoder: ChatEncoder) -> None:
         super().__init__(rows)
@@ -155,26 +148,18 @@ class PreferenceFields(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRow(Row):
-    """One pair of a file: text throughout, or messages throughout, where responses are those after the prompt.
-
-    Attributes:
-        margin: By how much the chosen one is better, if the row says so.
-    """
+    """One pair of a file: text throughout, or messages throughout, where responses are those after the prompt."""
 
     prompt: Prompt
     chosen: Prompt
     rejected: Prompt
-    margin: float | None = None
+    margin: float | None = None  # by how much the chosen one is better, if the row says so
 
 
 def read_preferences(
     path: str, fields: PreferenceFields | None = None, *, on_bad_data: str = "error"
 ) -> list[PreferenceRow]:
-    """Read and check a file of pairs, as `read_prompts` does one of prompts. It needs no tokenizer.
-
-    Raises:
-        DataError: The file is missing or empty, or a row breaks the format; says which and how.
-    """
+    """Read and check a file of pairs, as `read_prompts` does one of prompts."""
     return read_rows(path, functools.partial(_preference_row, fields=fields or PreferenceFields()), on_bad_data)
 
 
@@ -200,11 +185,7 @@ class PreferenceBatch:
 
 
 def preference_batch(groups: Sequence[Group]) -> PreferenceBatch:
-    """Batch pairs, such as a `RolloutDataSource` over a :class:`PreferenceDataset` gives them.
-
-    Raises:
-        DataError: A group is not a chosen and a rejected sample.
-    """
+    """Batch pairs, such as a `RolloutDataSource` over a :class:`PreferenceDataset` gives them."""
     for group in groups:
         rewards = [sample.reward for sample in group]
         if rewards != [CHOSEN_REWARD, REJECTED_REWARD]:
@@ -233,11 +214,7 @@ class PreferenceEncoder:
         self._chat = chat
 
     def encode(self, row: PreferenceRow, *, max_length: int | None = None) -> tuple[EncodedChat, EncodedChat]:
-        """The chosen and the rejected side of a pair.
-
-        Raises:
-            DataError: The template cannot be used for it, or it is chat and the encoder is for text.
-        """
+        """The chosen and the rejected side of a pair; a `DataError` if the template cannot be used for it."""
         try:
             chosen, rejected = self._side(row, row.chosen), self._side(row, row.rejected)
         except DataError as error:
@@ -263,10 +240,7 @@ class PreferenceEncoder:
 
 
 class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]]):
-    """Pairs with their chosen and rejected tokens, which ``encoder`` made.
-
-    A `RolloutDataSource` with ``samples_per_prompt=2`` hands them out: order, epochs, state.
-    """
+    """Pairs with the tokens that ``encoder`` made of them, for a `RolloutDataSource` with ``samples_per_prompt=2``."""
 
     def __init__(
         self, pairs: Iterable[tuple[PreferenceRow, EncodedChat, EncodedChat]], encoder: PreferenceEncoder
@@ -306,11 +280,7 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         return cls(kept, encoder)
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
-        """The chosen (reward 1) and the rejected sample (reward 0) of one pair.
-
-        Raises:
-            DataError: ``size`` is not 2.
-        """
+        """The chosen (reward 1) and the rejected sample (reward 0) of one pair; ``size`` must be 2."""
         if size != 2:
             raise DataError(f"a preference pair has 2 samples, not {size}; set samples_per_prompt to 2")
         row, *sides = self._items[place]

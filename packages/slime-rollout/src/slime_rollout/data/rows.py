@@ -60,13 +60,7 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What any row has.
-
-    Attributes:
-        where: File and line or row, for messages.
-        tools: Descriptions of tools for the chat template, if the row has some.
-        metadata: The row's further values.
-    """
+    """What any row has: its place for messages, tools for the chat template, and further values."""
 
     where: str
     tools: list[dict[str, Any]] | None = None
@@ -90,12 +84,7 @@ class PromptRow(Row):
 
 
 def read_prompts(path: str, fields: RowFields | None = None, *, on_bad_data: str = "error") -> list[PromptRow]:
-    """Read a prompt file.
-
-    Args:
-        path: The file or directory, with ``@[a:b]`` behind it for some rows only.
-        fields: The names of the fields.
-        on_bad_data: For rows that break the format: ``error``, or ``skip`` and log how many and which.
+    """Read a prompt file; rows that break the format are an ``error``, or are logged and ``skip``-ped.
 
     Raises:
         DataError: The file is missing, empty or damaged, or a row breaks the format; says which and how.
@@ -139,9 +128,6 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
 def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
     """Read every prompt file that a run will read, as :func:`check_prompt_file`; of streams, the first rows.
 
-    Args:
-        config: What the run will do with them.
-
     Returns:
         Usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
     """
@@ -184,11 +170,7 @@ def _check_stream(path: str, config: RolloutConfig) -> None:
 
 
 def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str) -> list[T]:
-    """What ``make`` makes of each row of a file or slice, as :func:`usable`; its `DataError` means a bad row.
-
-    Raises:
-        DataError: The file is missing, empty or damaged, or a row is bad; says which and how.
-    """
+    """What ``make`` makes of each row of a file or slice, as :func:`usable`; its `DataError` means a bad row."""
 
     def attempt(raw: RawRow) -> T | DataError:
         try:
@@ -200,13 +182,7 @@ def read_rows(path: str, make: Callable[[RawRow], T], on_bad_data: str) -> list[
 
 
 def usable(path: str, rows: Iterable[T | DataError], on_bad_data: str) -> list[T]:
-    """The rows of a file that can be used, of rows or why they cannot be.
-
-    With ``on_bad_data`` ``skip`` the number of bad rows is logged, with the first ones.
-
-    Raises:
-        DataError: Rows are bad and not to be skipped, or no row is good.
-    """
+    """The rows of a file that can be used; a `DataError` if others are not to be skipped, or none can be used."""
     good: list[T] = []
     reasons: list[str] = []
     bad = 0

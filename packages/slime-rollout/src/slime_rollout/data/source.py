@@ -46,12 +46,9 @@ class AccountedSource(abc.ABC):
     def get_samples(self, num_groups: int) -> list[Group]:
         """The next groups: first those that were out when a loaded state was saved, then others.
 
-        Args:
-            num_groups: How many.
-
         Raises:
-            DataError: Of a stream: a row is invalid or cannot be read. No prompt is consumed then, and what came from
-                the buffer comes first the next time.
+            DataError: A row of a stream is invalid or cannot be read. No prompt is consumed, and what came from the
+                buffer comes first the next time.
         """
         resumed = [self._unfinished.popleft() for _ in range(min(num_groups, len(self._unfinished)))]
         try:
@@ -68,12 +65,7 @@ class AccountedSource(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> Callable[[], None]:
-        """Begin a transaction.
-
-        Returns:
-            Undoes everything that was handed out and settled since, as if it had not happened. Samples that were
-            changed in place stay changed.
-        """
+        """Begin a transaction; the result undoes all hand-outs and settlements since, but no changes of samples."""
 
     def take_back(self) -> None:
         """Hand out first, as it stands, what is out now: whoever had it has stopped."""
@@ -94,11 +86,7 @@ class AccountedSource(abc.ABC):
         """Continue where ``state`` was saved."""
 
     def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
-        """Which samples are lost or doubled, or ``None``. For use between rollouts.
-
-        Args:
-            in_flight: What is rightly out then.
-        """
+        """Between rollouts: which samples are lost or doubled, if any; ``in_flight`` is rightly out."""
         return self._ledger.problem(chain(self._unfinished, self._buffered()), in_flight)
 
     @abc.abstractmethod
@@ -111,9 +99,7 @@ class AccountedSource(abc.ABC):
 
 
 class RolloutDataSource(AccountedSource):
-    """Endless groups of fresh samples, one group per prompt. Implements `slime_core.interfaces.DataSource`.
-
-    To keep groups that are given back, use `RolloutDataSourceWithBuffer`.
+    """Endless groups of fresh samples, one group per prompt. `RolloutDataSourceWithBuffer` keeps what is given back.
 
     Args:
         dataset: The prompts, in memory or as a stream. A batch may be larger than the data set, and may span epochs.
@@ -150,13 +136,13 @@ class RolloutDataSource(AccountedSource):
         self._ledger.settle(groups, Fate.ABORTED)
 
     def fresh_index(self) -> int:
-        """A number that no sample has or will have: for further training samples of a trajectory."""
+        """As for `AccountedSource`."""
         number = self._next_sample
         self._next_sample += 1
         return number
 
     def begin(self) -> Callable[[], None]:
-        """As for `AccountedSource`: containers are copied, samples are not."""
+        """As for `AccountedSource`."""
         place, numbers = (self._feed.epoch, self._feed.position), (self._next_group, self._next_sample)
         ledger, unfinished = self._ledger.copy(), list(self._unfinished)
 
@@ -186,8 +172,6 @@ class RolloutDataSource(AccountedSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with exactly what came next when ``state`` was saved, after what was out at that time.
-
-        Groups that this object handed out before cannot be given back afterwards.
 
         Raises:
             DataError: The state belongs to other prompts, another order of them or another class, or is incomplete. The
@@ -222,7 +206,6 @@ class RolloutDataSource(AccountedSource):
         """Continue with this buffer."""
 
     def _next_groups(self, num_groups: int) -> list[Group]:
-        """Fresh groups: all of them, or the feed's error and none."""
         place = self._feed.epoch, self._feed.position
         try:
             groups = [
@@ -251,13 +234,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     A state holds the whole buffer with unfinished responses, and :attr:`random`'s place. A subclass with a state of its
     own adds it in `state_dict` and `load_state_dict`.
 
-    Args:
-        dataset: The prompts.
-        samples_per_prompt: Size of a fresh group.
-        shuffle: Shuffle every epoch by its own order.
-        seed: Seed of the shuffle and of :attr:`random`.
-        args: Every flag by its name, handed to :meth:`buffer_filter`.
-        filter: A function ``(args, buffer, num_samples)`` that chooses in place of :meth:`buffer_filter`'s own rule.
+    Args are those of `RolloutDataSource`, and ``filter``: a function ``(args, buffer, num_samples)`` that chooses in
+    place of :meth:`buffer_filter`'s own rule.
     """
 
     def __init__(
@@ -299,10 +277,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return buffer[:num_samples]
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back, to be handed out again.
-
-        Args:
-            groups: Groups that are out, whole or in part, finished or not.
+        """Give groups back, to be handed out again: whole or in part, finished or not.
 
         Raises:
             DataError: A sample is not out: trained on, dropped or given back before. Nothing is added then.
@@ -322,19 +297,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return undo
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values that share nothing with this object.
-
-        Raises:
-            DataError: A sample that is out or in the buffer has an invalid field.
-        """
+        """As for `RolloutDataSource`."""
         return super().state_dict() | {"choices": self._choices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with exactly what came next when ``state`` was saved; one of a source without a buffer will do.
-
-        Raises:
-            DataError: As for `RolloutDataSource`.
-        """
+        """As for `RolloutDataSource`; the state of a source without a buffer will do."""
         super().load_state_dict(state)
         self._choices = state.get("choices", 0)
 

@@ -31,21 +31,13 @@ _LOGGED = 3  # bad rows of a pass that are logged one by one, before only every 
 
 @dataclasses.dataclass(frozen=True)
 class _Cursor:
-    """Which row comes next.
+    """Which row comes next."""
 
-    Attributes:
-        lap: Passes through all files before.
-        file: Which of the files.
-        mark: Where in it the block begins; a block is one row if rows are not shuffled.
-        number: Rows of this pass before ``mark``.
-        done: Rows of the block that were handed out, in its shuffled order.
-    """
-
-    lap: int = 0
+    lap: int = 0  # passes through all files before
     file: int = 0
-    mark: Mark = dataclasses.field(default_factory=Mark)
-    number: int = 0
-    done: int = 0
+    mark: Mark = dataclasses.field(default_factory=Mark)  # where the block begins: one row if they are not shuffled
+    number: int = 0  # rows of this pass before the mark
+    done: int = 0  # rows of the block that were handed out, in its shuffled order
 
 
 @dataclasses.dataclass
@@ -89,10 +81,7 @@ def _shuffled_lap(
 
 
 class _Lane:
-    """One data set, or several behind each other, pass after pass.
-
-    Blocks of ``block`` rows are shuffled, by ``salt``, pass and row.
-    """
+    """One data set, or several behind each other, pass after pass; each ``block`` of rows is shuffled."""
 
     def __init__(
         self, files: Sequence[PromptFile], encoding: RowEncoder, *, block: int, salt: str, config: RolloutConfig
@@ -171,7 +160,7 @@ class _Lane:
 
 
 class StreamFeed:
-    """Endless groups of a stream. Implements `slime_rollout.data.dataset.Feed`.
+    """Endless groups of a stream. Implements `Feed`.
 
     Without weights the data sets come one behind the other. With weights the next one is the one furthest behind its
     share of what was handed out, which spreads them evenly; each has epochs of its own, and the feed's is that of the
@@ -213,9 +202,6 @@ class StreamFeed:
 
 class StreamingPrompts:
     """The prompts of ``--prompt-data``, read as they are needed, in place of a `PromptDataset`.
-
-    It has no length, and no places to ask for: only :meth:`feed`. ``encoding`` tokenizes for the same config and
-    tokenizer; unset: this process.
 
     Raises:
         DataError: A file is missing or not of its format, or a slice cannot be streamed. The rows are not looked at.
