@@ -11,18 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime_rollout.generate import Trajectory, current, generate_single
-    from slime_rollout.generate.custom import GenerateState, get_model_url, post
+    from slime_rollout.generate.custom import current
+    from slime_rollout.generate.trajectory import GenerateState, Trajectory, generate_single, get_model_url, post
 
 __all__ = ["GenerateState", "Trajectory", "current", "generate_single", "get_model_url", "post"]
 
 _MODULES = {
-    "GenerateState": "custom",
+    "GenerateState": "trajectory",
     "Trajectory": "trajectory",
-    "current": "hook_call",
+    "current": "custom",
     "generate_single": "trajectory",
-    "get_model_url": "custom",
-    "post": "custom",
+    "get_model_url": "trajectory",
+    "post": "trajectory",
 }
 
 

@@ -16,7 +16,7 @@ from slime_rollout.data import Fate, SourceCalls, copied_group
 from slime_rollout.errors import FAILURES, GenerationError, withdraw
 from slime_rollout.filters import FilterCalls
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
-from slime_rollout.generate.hook_call import begin_anew, forget_rows_prompts
+from slime_rollout.generate.custom import begin_anew, forget_rows_prompts
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 
 logger = logging.getLogger(__name__)

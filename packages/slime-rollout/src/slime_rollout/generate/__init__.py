@@ -10,8 +10,7 @@ from slime_rollout.generate.context import (
     sampling_seed,
     single_turn,
 )
-from slime_rollout.generate.custom import make_generate
-from slime_rollout.generate.hook_call import HookCall, by_trajectory, current, number_parts
+from slime_rollout.generate.custom import by_trajectory, current, make_generate, number_parts
 from slime_rollout.generate.trajectory import Trajectory, generate_single
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "EngineClient",
     "GenerateGroup",
     "GenerationContext",
-    "HookCall",
     "SamplingParams",
     "Trajectory",
     "by_trajectory",

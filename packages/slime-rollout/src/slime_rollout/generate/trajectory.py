@@ -1,6 +1,8 @@
-"""Interactions of several turns, recorded token by token: what the model wrote is never tokenized again.
+"""What custom generate functions use. An interaction of several turns is recorded token by token: what the model wrote
+is never tokenized again.
 
-A custom generate function drives a `Trajectory`, or asks `generate_single` for the next message of a conversation.
+A function drives a `Trajectory`, or asks `generate_single` for the next message of a conversation. Functions written
+for other systems find a `post`, the router's address and the tokenizer here.
 """
 
 from __future__ import annotations
@@ -9,12 +11,16 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
+from slime_core.hooks import HookArgs
 from slime_core.types import Message, Prompt, Sample, Status
 from slime_rollout.data.chat import ChatTurns, as_messages
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.context import DISTRIBUTION, GenerationContext
-from slime_rollout.generate.hook_call import HookCall, current
+from slime_rollout.generate.custom import HookCall, current
+from slime_rollout.http import HttpError, excerpt, exchange, make_session
 
 TURNS_KEY = "turns"
 """Entry of a sample's metadata: how many turns the model has had."""
@@ -342,3 +348,41 @@ def _fits(call: HookCall, sample: Sample, conversation: Prompt) -> bool:
     if talk is None:
         return messages == as_messages(call.prompt_of(sample))
     return bool(talk.continues_in(messages))
+
+
+async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
+    """POST JSON to a tool's server, or to the router's ``/generate``, and return the answer's JSON.
+
+    To sample from the engines, :class:`Trajectory` is better: it keeps connections, retries, aborts what was cancelled,
+    and checks the reply.
+
+    Args:
+        url: The address.
+        payload: What JSON can hold.
+        timeout: Time limit, in seconds.
+
+    Raises:
+        GenerationError: There was no answer in time, or it was an error or not JSON.
+    """
+    try:
+        async with make_session(timeout) as session:
+            content = await exchange(session, "POST", url, orjson.dumps(payload))
+        return orjson.loads(content)
+    except HttpError as error:
+        how = "failed" if error.status is None else "was refused"
+        raise GenerationError(f"POST {url} {how}: {error.problem}") from error
+    except orjson.JSONDecodeError as error:
+        raise GenerationError(f"POST {url} answered with no JSON: {excerpt(content)}") from error
+
+
+def get_model_url(args: HookArgs, endpoint: str = "/generate") -> str:
+    """Address of an endpoint of the router, from a function's ``args``."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+class GenerateState:
+    """The tokenizer, in the place where upstream slime keeps it. Inside a custom generate function only."""
+
+    def __init__(self, args: HookArgs) -> None:
+        self.args = args
+        self.tokenizer = current().context.tokenizer

@@ -39,7 +39,7 @@ from slime_rollout.generate import (
     single_turn,
 )
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
-from slime_rollout.generate.hook_call import TOKENIZED_KEY
+from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
 from slime_rollout.pipeline import all_of
 from slime_rollout.rewards import make_group_reward, make_reward
