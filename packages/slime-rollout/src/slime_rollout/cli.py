@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def check_hooks(given: dict[str, Any]) -> int:
+def check_hooks_command(given: dict[str, Any]) -> int:
     """``slime-rollout check-hooks``: one line for each hook.
 
     Args:
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    checking.set_defaults(command=check_hooks)
+    checking.set_defaults(command=check_hooks_command)
     checking.add_argument("--run", action="store_true", help="call each hook, too")
     checking.add_argument(
         "--reply",

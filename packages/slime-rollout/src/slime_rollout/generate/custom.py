@@ -212,7 +212,7 @@ class HookCall:
             own, index = [part for part in returned if part.trajectory == given.before.trajectory], given.before.index
             if not own:
                 raise GenerationError(
-                    f"{self._where} returned nothing for sample {index}; to leave it out, return it with status `failed`"
+                    f"{self._where} returned nothing for sample {index}; to leave it out, return it as `failed`"
                 )
             if len({id(part) for part in own}) < len(own):
                 raise GenerationError(

@@ -1,6 +1,6 @@
 """User-defined hooks by their flags: found and checked before a run, but not called (see `hooks.contracts`).
 
-What a hook needs is imported only if the hook is given, so a run without any pays nothing.
+What loads a hook is imported only if the hook is given.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ __all__ = ["HOOKS", "GivenHook", "Hook", "check_hooks", "given_hooks"]
 
 @dataclass(frozen=True)
 class Hook:
-    """A kind of hook.
-
-    Attributes:
-        field: The path's field in `RolloutConfig`.
-        load: Finds and checks it. Raises ConfigError if it cannot be used.
-        settings: Further fields that change how it is called.
-    """
+    """A kind of hook: the field of its path, what finds and checks it, and further fields that its calls depend on."""
 
     field: str
     load: Callable[[RolloutConfig, HookArgs], Any]
@@ -38,7 +32,7 @@ class Hook:
         return "--" + self.field.replace("_", "-")
 
     def key(self, config: RolloutConfig) -> list[Any]:
-        """The path and how it is called; equal where two configurations have the same hook."""
+        """The path and those fields; equal where two configurations have the same hook."""
         flags = flag_values(config)
         return [flags[name] for name in (self.field, *self.settings)]
 
@@ -49,8 +43,8 @@ class GivenHook:
 
     Attributes:
         kind: What it is.
-        config: The settings that it is used with: a held-out set has its own.
-        of: Prefix of messages: the held-out set it belongs to, or nothing for the run.
+        config: The settings of the run, or of the held-out set.
+        of: Prefix of messages: names the held-out set; empty for the run.
     """
 
     kind: Hook
@@ -63,11 +57,7 @@ class GivenHook:
         return f"{self.of}{self.kind.flag} {flag_values(self.config)[self.kind.field]}"
 
     def load(self, hook_args: HookArgs) -> Any:
-        """Find it and check its arguments.
-
-        Raises:
-            ConfigError: It cannot be used.
-        """
+        """Find it and check its arguments. Raises ConfigError if it cannot be used."""
         try:
             return self.kind.load(self.config, hook_args)
         except ConfigError as error:
@@ -75,7 +65,7 @@ class GivenHook:
 
 
 def given_hooks(config: RolloutConfig) -> list[GivenHook]:
-    """The hooks that a configuration names: the run's, then those of held-out sets that differ from them."""
+    """The hooks that a configuration names: the run's, then the different ones of held-out sets."""
     found = [GivenHook(hook, config) for hook in HOOKS]
     for one in read_eval_sets(config):
         other = [hook for hook in HOOKS if hook.key(one.config) != hook.key(config)]
@@ -86,12 +76,8 @@ def given_hooks(config: RolloutConfig) -> list[GivenHook]:
 def check_hooks(config: RolloutConfig, hook_args: HookArgs) -> None:
     """Find every hook that a configuration names, and check its arguments, before anything is started.
 
-    Args:
-        config: The settings.
-        hook_args: Every flag by its name, as hooks get them.
-
     Raises:
-        ConfigError: One does not load, is not of the kind that is needed, or does not take what it will be called with.
+        ConfigError: One does not load, is of the wrong kind, or does not take the arguments it will be called with.
     """
     for hook in given_hooks(config):
         hook.load(hook_args)

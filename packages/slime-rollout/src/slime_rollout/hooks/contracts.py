@@ -1,4 +1,4 @@
-"""Contract tests of user-defined hooks: each is called as in a rollout, with a stand-in for the engine."""
+"""Contract tests of user-defined hooks: each is called as in a rollout, with a stand-in engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -69,10 +69,10 @@ class Trial:
     Attributes:
         config: The settings.
         args: Every flag by its name.
-        tokenizer: The model's, or one that stands in.
+        tokenizer: The model's, or a stand-in.
         dataset: Prompts.
         replies: What the engine says, in turn.
-        time_limit: Seconds that all calls of one hook may take together.
+        time_limit: For all calls of one hook together, in seconds.
     """
 
     config: RolloutConfig
@@ -93,7 +93,7 @@ class Trial:
         replies: Sequence[str] = REPLIES,
         time_limit: float = TIME_LIMIT,
     ) -> Trial:
-        """The trial of a configuration, with a small tokenizer or prompts in place of missing ones.
+        """The trial of a configuration, with stand-ins for a missing tokenizer and missing prompts.
 
         Raises:
             SlimeError: Its model or its prompts cannot be used.
@@ -110,7 +110,7 @@ class Trial:
         return cls(config, hook_args, tokenizer, dataset, replies, time_limit)
 
     def source(self) -> RolloutDataSource:
-        """A plain data source of the prompts."""
+        """The default data source of the prompts."""
         return RolloutDataSource(self.dataset, samples_per_prompt=self.size, args=self.args)
 
     @property
@@ -120,17 +120,14 @@ class Trial:
 
 
 def try_hook(hook: GivenHook, trial: Trial) -> str:
-    """Call a hook as a rollout would, with its own settings.
-
-    Returns:
-        What it did, in a few words.
+    """Call a hook as a rollout would, with its own settings, and say what it did in a few words.
 
     Raises:
-        SlimeError: It broke its contract: raised, hung, or returned something else than it must.
+        SlimeError: It broke its contract: it raised, hung, or returned an invalid value.
     """
-    mine = dataclasses.replace(trial, config=hook.config)
+    trial = dataclasses.replace(trial, config=hook.config)
     try:
-        return str(call_within(trial.time_limit, "it", _TRIALS[hook.kind.field], mine, flag="--time-limit"))
+        return str(call_within(trial.time_limit, "it", _TRIALS[hook.kind.field], trial, flag="--time-limit"))
     except SlimeError:
         raise
     except (Exception, SystemExit) as error:
@@ -139,17 +136,17 @@ def try_hook(hook: GivenHook, trial: Trial) -> str:
 
 def _try_generate(trial: Trial) -> str:
     make = make_generate(trial.config)
-    made = asyncio.run(_generate(trial, make, ROLLOUT_STREAM))
-    asked = asyncio.run(_generate(trial, make, "eval/trial"))
-    samples = [sample for group in made.groups for sample in group]
-    tokens, trained = (sum(getattr(one, name) for one in samples) for name in ("response_length", "trained_tokens"))
+    made, evaluated = (asyncio.run(_generate(trial, make, stream)) for stream in (ROLLOUT_STREAM, "eval/trial"))
+    tokens, trained = (
+        sum(getattr(one, name) for one in made.samples) for name in ("response_length", "trained_tokens")
+    )
     text = (
-        f"{len(made.groups) * trial.size} samples became {len(samples)} with {made.requests} requests; {trained} of "
+        f"{_GROUPS * trial.size} samples became {len(made.samples)} with {made.requests} requests; {trained} of "
         f"{tokens} tokens are trained on"
     )
-    if any(TOKENIZED_KEY in sample.metadata for sample in samples):
+    if any(TOKENIZED_KEY in sample.metadata for sample in made.samples):
         text += "; responses were set as text, so no engine's log-probs are known"
-    if (blocked := max(made.blocked, asked.blocked)) > _BLOCKED_SECONDS:
+    if (blocked := max(made.blocked, evaluated.blocked)) > _BLOCKED_SECONDS:
         text += (
             f"; nothing else could run for {blocked:.1f} s: await what takes time (asyncio.to_thread, asyncio.sleep)"
         )
@@ -158,8 +155,7 @@ def _try_generate(trial: Trial) -> str:
 
 def _try_reward(trial: Trial) -> str:
     # As in a run, the custom generate function makes what is scored, if there is one.
-    groups = asyncio.run(_generate(trial, make_generate(trial.config), ROLLOUT_STREAM)).groups
-    samples = [sample for group in groups for sample in group]
+    samples = asyncio.run(_generate(trial, make_generate(trial.config), ROLLOUT_STREAM)).samples
     group_reward = make_group_reward(trial.config, trial.args, strict=True)
 
     async def score() -> list[Any]:
@@ -176,14 +172,12 @@ def _try_reward(trial: Trial) -> str:
 
 
 def _try_filter(trial: Trial) -> str:
-    keep, verdicts = make_filter(trial.config, trial.args), []
+    keep, key, verdicts = make_filter(trial.config, trial.args), trial.config.rewards.reward_key, []
     for rewards in ((0.0, 1.0), (1.0, 1.0)):
-        (group, *_) = _finished(trial)
+        group = asyncio.run(_generate(trial, single_turn, ROLLOUT_STREAM)).samples[: trial.size]
         for place, sample in enumerate(group):
             value = rewards[place % 2]
-            sample.reward = (
-                value if trial.config.rewards.reward_key is None else {trial.config.rewards.reward_key: value}
-            )
+            sample.reward = value if key is None else {key: value}
         verdict = Keep() if keep is None else keep(group)
         verdicts.append(
             f"{'keeps' if isinstance(verdict, Keep) else 'drops'} rewards {rewards[0]:g} and {rewards[1]:g}"
@@ -198,9 +192,7 @@ def _try_source(trial: Trial) -> str:
     state = json.loads(json.dumps(source.state_dict()))
     again.load_state_dict(state)
     second, repeated = (checked_groups(one.get_samples(2), 2) for one in (source, again))
-    if [sample.to_dict() for group in second for sample in group] != [
-        sample.to_dict() for group in repeated for sample in group
-    ]:
+    if second != repeated:
         raise ContractError("after its saved state was loaded, it hands out other groups than without that")
     source.ledger.settle(second, Fate.TRAINED)
     if problem := source.check_ledger():
@@ -209,22 +201,17 @@ def _try_source(trial: Trial) -> str:
     return f"of 3 returned groups, {back} came among the next 2; it continues from its saved state"
 
 
-def _finished(trial: Trial) -> list[Group]:
-    return asyncio.run(_generate(trial, single_turn, ROLLOUT_STREAM)).groups
+class _Made(NamedTuple):
+    """Samples, the requests they took, and the longest time in which nothing else could run, in seconds."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """Samples, the requests they took, and the longest time in which nothing else could run."""
-
-    groups: list[Group]
+    samples: Group
     requests: int
     blocked: float
 
 
 async def _generate(trial: Trial, make: GenerateGroup, stream: str) -> _Made:
     engine = StandInEngine(trial.tokenizer, trial.replies)
-    source, groups = trial.source(), []
+    source, samples = trial.source(), []
     async with (
         engine.serve() as url,
         EngineClient(url, concurrency=64, timeout=trial.time_limit, retry_delays=()) as client,
@@ -243,13 +230,13 @@ async def _generate(trial: Trial, make: GenerateGroup, stream: str) -> _Made:
             if aborted := [part for part in parts if part.status is Status.ABORTED]:
                 raise ContractError(f"sample {aborted[0].index} came back aborted, and nothing was aborted")
             number_parts([parts], source.fresh_index)
-            groups.append(parts)
-    return _Made(groups, engine.requests, gap[0])
+            samples += parts
+    return _Made(samples, engine.requests, gap[0])
 
 
 @contextlib.asynccontextmanager
 async def _longest_gap() -> AsyncIterator[list[float]]:
-    """The longest time within the block that the event loop was blocked, in seconds."""
+    """The longest time that the event loop was blocked within the block, in seconds."""
     gap = [0.0]
 
     async def tick() -> None:
@@ -277,7 +264,7 @@ _TRIALS: dict[str, Callable[[Trial], str]] = {
 
 
 def make_tokenizer() -> Any:
-    """A tokenizer of bytes with a ChatML template."""
+    """A byte tokenizer with a ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -294,7 +281,7 @@ def make_tokenizer() -> Any:
 
 
 def write_prompts(path: Path, *, chat: bool) -> str:
-    """A prompt file of small sums."""
+    """Write a prompt file of small sums; returns its path."""
     rows = []
     for question, answer in _SUMS:
         prompt: Prompt = [{"role": "user", "content": f"{question}?"}] if chat else f"{question} ="
@@ -304,19 +291,10 @@ def write_prompts(path: Path, *, chat: bool) -> str:
 
 
 class StandInEngine:
-    """Answers ``/generate`` as SGLang does, with given texts in turn.
-
-    A request that continues an answer, as the next turn of an interaction does, gets the next text: so every sample
-    gets the same texts in the same order.
-
-    Args:
-        tokenizer: Turns texts into tokens.
-        replies: A text for each turn; after the last they begin again.
-    """
+    """Answers ``/generate`` as SGLang does: the n-th turn of every interaction with the n-th reply, in a cycle."""
 
     def __init__(self, tokenizer: Any, replies: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._replies = list(replies)
+        self._tokenizer, self._replies = tokenizer, replies
         self._said: list[tuple[list[int], int]] = []
         self.requests = 0
 
