@@ -20,7 +20,6 @@ from slime_core.schedule import build_shards
 from slime_core.types import RolloutBatch, Sample, Status, TrainShard
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.weights import TensorWeightChannel
@@ -64,7 +63,9 @@ def _difference(batch: RolloutBatch, trainer: ranks.Ranks) -> tuple[float, int]:
 
 @pytest.mark.real
 @pytest.mark.timeout(300)
-def test_trainer_and_engine_agree_before_training_and_after_every_update(qwen3: Assets, tmp_path: Path) -> None:
+def test_trainer_and_engine_agree_before_training_and_after_every_update(
+    qwen3: Assets, external_fleet: EngineFleet
+) -> None:
     config = RolloutConfig.of(
         hf_checkpoint=str(qwen3.hf),
         prompt_data=str(qwen3.prompts),
@@ -73,26 +74,10 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(qwen3: 
         rollout_max_response_len=40,
         custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
     )
-    engine = EngineConfig(
-        sglang_python=qwen3.engine_python,
-        engine_threads=1,
-        sglang_args={"max-total-tokens": "8192", "max-running-requests": "64"},
-    )
     shape = ModelShape.from_hf_config(qwen3.hf)
-    with (
-        ranks.Ranks(1, _config(qwen3, share_prompts=True), ALGORITHM, shape) as trainer,  # loads while the engine does
-        EngineFleet.start(
-            engine,
-            model_path=str(qwen3.hf),
-            num_engines=1,
-            dtype="float32",
-            context_length=256,
-            seed=1,
-            log_dir=tmp_path,
-        ) as fleet,
-    ):
-        manager = RolloutManager(config, router_url=fleet.router_url, run_seed=7)
-        channel = TensorWeightChannel(fleet.engine_urls)
+    with ranks.Ranks(1, _config(qwen3, share_prompts=True), ALGORITHM, shape) as trainer:
+        manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
+        channel = TensorWeightChannel(external_fleet.engine_urls)
         for version in range(3):
             assert trainer.call(ranks.push, channel, version) == [version]
             batch = manager.generate(version)

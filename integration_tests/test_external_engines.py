@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from launching import Assets, rows, run, train_command
 
-from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.http import call
 from slime_rollout.weights import engine_weight_version
@@ -29,26 +28,18 @@ def without(command: list[str], *flags: str) -> list[str]:
 
 @pytest.mark.real
 @pytest.mark.timeout(300)
-def test_a_run_trains_engines_that_others_run_and_leaves_them_running(qwen3: Assets, tmp_path: Path) -> None:
-    theirs = EngineConfig(sglang_python=qwen3.engine_python, engine_threads=1)
-    with EngineFleet.start(
-        theirs,
-        model_path=str(qwen3.hf),
-        num_engines=1,
-        dtype="float32",
-        context_length=128,
-        seed=0,
-        log_dir=tmp_path / "theirs",
-    ) as fleet:
-        command = without(train_command(qwen3, tmp_path, rollouts=2, save=False), *OURS_ALONE, *SGLANG_ARGS)
-        address = fleet.engine_urls[0].removeprefix("http://")
-        command += ["--rollout-external-engine-addrs", address, "--sglang-router-url", fleet.router_url]
-        text = run(command, tmp_path / "run.txt")
-        assert "external engines" in text
-        assert len(rows(tmp_path, "rollout")) == 2
-        assert engine_weight_version(fleet.engine_urls[0]) == "2"
-        fleet.check()
-        (worker,) = call("GET", f"{fleet.router_url}/workers")["workers"]
-        assert worker["is_healthy"]
-        reply = call("POST", f"{fleet.router_url}/generate", {"input_ids": [5, 6], "sampling_params": {}})
-        assert reply["meta_info"]["weight_version"] == "2"
+def test_a_run_trains_engines_that_others_run_and_leaves_them_running(
+    qwen3: Assets, external_fleet: EngineFleet, tmp_path: Path
+) -> None:
+    command = without(train_command(qwen3, tmp_path, rollouts=3, save=False), *OURS_ALONE, *SGLANG_ARGS)
+    address = external_fleet.engine_urls[0].removeprefix("http://")
+    command += ["--rollout-external-engine-addrs", address, "--sglang-router-url", external_fleet.router_url]
+    text = run(command, tmp_path / "run.txt")
+    assert "external engines" in text
+    assert len(rows(tmp_path, "rollout")) == 3
+    assert engine_weight_version(external_fleet.engine_urls[0]) == "3"
+    external_fleet.check()
+    (worker,) = call("GET", f"{external_fleet.router_url}/workers")["workers"]
+    assert worker["is_healthy"]
+    reply = call("POST", f"{external_fleet.router_url}/generate", {"input_ids": [5, 6], "sampling_params": {}})
+    assert reply["meta_info"]["weight_version"] == "3"

@@ -159,11 +159,26 @@ def test_an_unknown_package_is_told_which_there_are(workspace: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "release: there is no packages/toy; there are toy-base, toy-top\n")
 
 
+def test_a_release_runs_every_test(workspace: Path) -> None:
+    done = _release("toy-base", "--root", str(workspace), "--", "-k", "it")
+    assert done.returncode == 2
+    assert "a release runs every test: options for pytest are for --dry-run" in done.stderr
+    assert _tags(workspace) == []
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "package", [name if name == "slime-core" else pytest.param(name, marks=pytest.mark.full) for name in PACKAGES]
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_could_be_released(package: str) -> None:
     done = _release(package, "--dry-run", seconds=880)
     assert done.returncode == 0, done.stderr
     assert "the tag slime-" in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_core_can_be_installed_and_used_outside_the_workspace() -> None:
+    """Its tests are all imported there, so nothing is missing; those of the types run."""
+    done = _release("slime-core", "--dry-run", "--", "-k", "types", seconds=280)
+    assert done.returncode == 0, done.stderr
+    assert "the tag slime-" in done.stdout
+    assert " passed" in done.stdout and " deselected" in done.stdout

@@ -89,18 +89,23 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("package", help="a directory in packages/, such as slime-convert")
     parser.add_argument("--dry-run", action="store_true", help="all but the tag; an uncommitted change is only noted")
+    parser.add_argument(
+        "pytest_args", nargs="*", metavar="-- ARGS", help="options for pytest, such as -k; in a dry run only"
+    )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.pytest_args and not args.dry_run:
+        parser.error("a release runs every test: options for pytest are for --dry-run")
     try:
-        release(args.root, args.package, dry_run=args.dry_run)
+        release(args.root, args.package, dry_run=args.dry_run, pytest_args=args.pytest_args)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def release(root: Path, name: str, *, dry_run: bool) -> None:
-    """Release a package of the workspace at `root`.
+def release(root: Path, name: str, *, dry_run: bool, pytest_args: Sequence[str] = ()) -> None:
+    """Release a package of the workspace at `root`; `pytest_args` choose tests in a dry run.
 
     Raises:
         ReleaseError: It cannot be released.
@@ -117,7 +122,7 @@ def release(root: Path, name: str, *, dry_run: bool) -> None:
         built = build(package, outside / "dist")
         check_metadata(built, packages.values())
         siblings = [build(packages[sibling], outside / "dist") for sibling in siblings_of(package, packages)]
-        check_outside(root, built, siblings, outside)
+        check_outside(root, built, siblings, outside, pytest_args)
         if not dry_run:
             (root / "dist").mkdir(exist_ok=True)
             for path in (built.wheel, built.sdist):
@@ -236,7 +241,9 @@ def siblings_of(package: Package, packages: dict[str, Package]) -> list[str]:
     return found
 
 
-def check_outside(root: Path, built: Built, siblings: Sequence[Built], outside: Path) -> None:
+def check_outside(
+    root: Path, built: Built, siblings: Sequence[Built], outside: Path, pytest_args: Sequence[str]
+) -> None:
     """Install the wheel in an empty environment and run the sdist's tests there.
 
     The wheels are named by path: a distribution of the same name on an index is never taken instead.
@@ -262,7 +269,7 @@ def check_outside(root: Path, built: Built, siblings: Sequence[Built], outside: 
     shutil.rmtree(source / "src")
     command = [str(python), "-m", "pytest", "-c", str(root / "pyproject.toml"), f"--rootdir={source}"]
     engine = {"SLIME_ENGINE_PYTHON": str(root / ".venv-engine" / "bin" / "python")}
-    output = run([*command, "-m", TEST_MARKS, str(source / "tests")], cwd=source, env=engine)
+    output = run([*command, "-m", TEST_MARKS, str(source / "tests"), *pytest_args], cwd=source, env=engine)
     say(output.strip().splitlines()[-1])
 
 

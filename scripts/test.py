@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,23 +41,23 @@ class Env:
 
     Attributes:
         name: As in `[tool.tox]`.
-        minutes: Longest time it may take, generous because machines are shared.
-        light: May run beside another light one: it keeps one core busy and starts no servers.
-        engine: Its tests start SGLang, so `.venv-engine` must be there.
+        minutes: Longest time it may take, generous because machines are shared. The longest begin first.
+        alone: Nothing runs beside it: it uses two processes itself.
+        engine: Its tests start SGLang, so `.venv-engine` must be there. No two of these run at the same time.
     """
 
     name: str
     minutes: float
-    light: bool = False
+    alone: bool = False
     engine: bool = False
 
 
 ENVS = (
-    Env("lint", 10, light=True),
-    Env("core", 8, light=True),
-    Env("convert", 10, light=True),
+    Env("lint", 10),
+    Env("core", 12),
+    Env("convert", 15),
     Env("megatron", 20),
-    Env("rollout", 20, engine=True),
+    Env("rollout", 20, alone=True, engine=True),
     Env("launch", 20, engine=True),
     Env("integration", 40, engine=True),
 )
@@ -253,7 +254,7 @@ def parse(argv: Sequence[str]) -> tuple[list[Env], list[str], float]:
 
 
 def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
-    """Run the light ones two at a time, then the others one by one: they bring their own load."""
+    """Run what must be alone, then the others in two lanes: with engines, whose tests mostly wait, and without."""
 
     def one(env: Env) -> Result:
         recreate = stale(env)
@@ -263,13 +264,28 @@ def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, proc
             (STAMP / env.name).write_text(settings_digest())
         return result
 
-    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(one, [env for env in envs if env.light]))
-    heavy = [env for env in envs if not env.light]
-    if any(env.engine for env in heavy) and build_engine(processes) != 0:
+    results, queue = [], sorted(envs, key=lambda env: -env.minutes)
+    if any(env.engine for env in queue) and build_engine(processes) != 0:
         results.append(Result("engine", 0, 1, 0, 0.0, "could not build .venv-engine"))
-        heavy = [env for env in heavy if not env.engine]
-    return results + [one(env) for env in heavy]
+        queue = [env for env in queue if not env.engine]
+    results += [one(env) for env in queue if env.alone]
+    engines = deque(env for env in queue if env.engine and not env.alone)
+    others = deque(env for env in queue if not env.engine and not env.alone)
+
+    def lane(*queues: deque[Env]) -> list[Result]:
+        return [one(env) for env in iter(lambda: _take(*queues), None)]
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        lanes = [pool.submit(lane, engines, others), pool.submit(lane, others)]
+        return results + [result for done in lanes for result in done.result()]
+
+
+def _take(*queues: deque[Env]) -> Env | None:
+    """The next environment of the first queue that has one."""
+    for queue in queues:
+        with suppress(IndexError):
+            return queue.popleft()
+    return None
 
 
 def main(argv: Sequence[str]) -> int:

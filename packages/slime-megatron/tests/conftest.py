@@ -118,9 +118,19 @@ class Ranks:
                 raise RuntimeError("a rank died") from error
         errors = [answer for answer in answers if answer[0] == "error"]
         if errors:
-            self._abandon()
+            self._leave()
             raise RankError(*errors[0][1:])
         return [answer[1] for answer in answers]
+
+    def _leave(self):
+        """After an error all have answered, so nobody hangs in a collective: they can be used again."""
+        for member in self._members:
+            member.connection.send(("leave", (), {}))
+        if not all(
+            member.connection.poll(TIME_LIMIT) and member.connection.recv()[0] == "ok" for member in self._members
+        ):
+            self._abandon()
+        self._members = []
 
     def _abandon(self):
         """A group in which something failed may hang in a collective: start afresh."""

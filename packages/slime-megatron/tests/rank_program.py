@@ -62,6 +62,13 @@ class Rank:
             worker, self.worker = self.worker, None
             worker.close()
 
+    def leave(self):
+        """Leave the process groups after an error, as far as the ranks got to build them."""
+        self.worker = None
+        parallel = sys.modules.get("slime_megatron.parallel")  # absent if the device was not even selected
+        if parallel is not None and parallel.dist.is_initialized():
+            parallel.leave_ranks()
+
     def train(self, shards):
         """Several shards, one per data-parallel rank: this rank takes its own."""
         return self.worker.train(shards[self.worker.data_parallel_rank])
