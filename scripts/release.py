@@ -84,20 +84,23 @@ class Built:
 
 def main(argv: Sequence[str]) -> int:
     """Run a release; returns the exit code."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         prog="scripts/release", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("package", help="a directory in packages/, such as slime-convert")
-    parser.add_argument("--dry-run", action="store_true", help="all but the tag; an uncommitted change is only noted")
     parser.add_argument(
-        "pytest_args", nargs="*", metavar="-- ARGS", help="options for pytest, such as -k; in a dry run only"
+        "--dry-run",
+        action="store_true",
+        help="all but the tag; an uncommitted change is only noted; pytest gets what follows --",
     )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.pytest_args and not args.dry_run:
+    args, pytest_args = parser.parse_args(words[:at]), words[at + 1 :]
+    if pytest_args and not args.dry_run:
         parser.error("a release runs every test: options for pytest are for --dry-run")
     try:
-        release(args.root, args.package, dry_run=args.dry_run, pytest_args=args.pytest_args)
+        release(args.root, args.package, dry_run=args.dry_run, pytest_args=pytest_args)
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 2

@@ -42,14 +42,14 @@ class Env:
     Attributes:
         name: As in `[tool.tox]`.
         minutes: Longest time it may take, generous because machines are shared. The longest begin first.
-        alone: Nothing runs beside it: it uses two processes itself.
-        engine: Its tests start SGLang, so `.venv-engine` must be there. No two of these run at the same time.
+        engine: Its tests need `.venv-engine`.
+        servers: They start SGLang's servers: no two of these run at the same time.
     """
 
     name: str
     minutes: float
-    alone: bool = False
     engine: bool = False
+    servers: bool = False
 
 
 ENVS = (
@@ -57,9 +57,9 @@ ENVS = (
     Env("core", 12),
     Env("convert", 15),
     Env("megatron", 20),
-    Env("rollout", 20, alone=True, engine=True),
+    Env("rollout", 30, engine=True, servers=True),
     Env("launch", 20, engine=True),
-    Env("integration", 40, engine=True),
+    Env("integration", 40, engine=True, servers=True),
 )
 
 
@@ -254,7 +254,7 @@ def parse(argv: Sequence[str]) -> tuple[list[Env], list[str], float]:
 
 
 def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
-    """Run what must be alone, then the others in two lanes: with engines, whose tests mostly wait, and without."""
+    """Run them in two lanes: those that start servers, which wait a good part of their time, beside the others."""
 
     def one(env: Env) -> Result:
         recreate = stale(env)
@@ -268,15 +268,14 @@ def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, proc
     if any(env.engine for env in queue) and build_engine(processes) != 0:
         results.append(Result("engine", 0, 1, 0, 0.0, "could not build .venv-engine"))
         queue = [env for env in queue if not env.engine]
-    results += [one(env) for env in queue if env.alone]
-    engines = deque(env for env in queue if env.engine and not env.alone)
-    others = deque(env for env in queue if not env.engine and not env.alone)
+    with_servers = deque(env for env in queue if env.servers)
+    others = deque(env for env in queue if not env.servers)
 
     def lane(*queues: deque[Env]) -> list[Result]:
         return [one(env) for env in iter(lambda: _take(*queues), None)]
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        lanes = [pool.submit(lane, engines, others), pool.submit(lane, others)]
+        lanes = [pool.submit(lane, with_servers, others), pool.submit(lane, others)]
         return results + [result for done in lanes for result in done.result()]
 
 
