@@ -55,15 +55,20 @@ class ServerArgs:
 """
 
 
-@pytest.fixture(autouse=True)
-def installed_sglang(tmp_path_factory, monkeypatch):
-    """An SGLang as far as a launcher looks at it: a package with a parser of its flags."""
+@pytest.fixture(scope="session")
+def site_with_sglang(tmp_path_factory):
+    """An SGLang as far as a launcher looks at it: a package with a parser of its flags, and a cache of what it says."""
     root = tmp_path_factory.mktemp("site")
     (root / "sglang" / "srt").mkdir(parents=True)
     (root / "sglang" / "__init__.py").write_text("")
     (root / "sglang" / "srt" / "server_args.py").write_text(SERVER_ARGS)
-    monkeypatch.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def installed_sglang(site_with_sglang, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(site_with_sglang), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(site_with_sglang / "cache"))
 
 
 @pytest.fixture
