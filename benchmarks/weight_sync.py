@@ -34,8 +34,7 @@ from slime_rollout.weights import (
     DistributedWeightChannel,
     TensorWeightChannel,
 )
-from slime_rollout.weights.engines import EngineUpdate
-from slime_rollout.weights.tensor import PICKLE_PROTOCOL, _file_system_sharing
+from slime_rollout.weights.buckets import PICKLE_PROTOCOL, _file_system_sharing
 
 ROUNDS, LAYERS, HIDDEN, BUCKET_BYTES, CHANGED = 7, 12, 512, 2**24, 1000
 BASE = "one shared buffer"
@@ -45,7 +44,7 @@ BASE = "one shared buffer"
 class TensorByTensor(TensorWeightChannel):
     """As `TensorWeightChannel`, with a handle for every tensor of a bucket."""
 
-    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None:
+    def _send(self, bucket: NamedTensors) -> None:
         flat, metadata = self._copied(bucket)
         views = [
             (each.name, flat[each.start_idx : each.end_idx].view(each.dtype).view(each.shape)) for each in metadata
@@ -54,7 +53,7 @@ class TensorByTensor(TensorWeightChannel):
         with _file_system_sharing():
             ForkingPickler(stream, PICKLE_PROTOCOL).dump(views)
         payload = {"serialized_named_tensors": [base64.b64encode(stream.getvalue()).decode()], "flush_cache": False}
-        update.on_all(lambda url: update.post(url, "/update_weights_from_tensor", payload))
+        self._on_all(lambda url: self._post(url, "/update_weights_from_tensor", payload))
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:

@@ -15,11 +15,16 @@ from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
 from slime_rollout.hooks import HOOKS, GivenHook, given_hooks
-from slime_rollout.receive_weights import add_receive_weights
 
-DESCRIPTION = """\
+CHECK_HOOKS = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
 With --run each is also called, as a rollout would, before an engine that stands in: nothing needs a GPU or a model.
+"""
+RECEIVE_WEIGHTS = """\
+Keep a checkpoint on this machine up to date with the deltas that a trainer publishes in a directory which both see
+(--update-weight-mode delta). The trainer says when, and updates its engines here itself: give the address of --listen
+to the run as --update-weight-receivers. Every delta is verified, before and after, and applied in order; a version
+appears whole or not at all. Killed at any point and started again, it continues from what is there.
 """
 # What a run requires and check-hooks does not.
 _STAND_INS: dict[str, Any] = {"hf_checkpoint": "", "prompt_data": "none given", "rollout_batch_size": 2}
@@ -85,6 +90,18 @@ def check_hooks_command(given: dict[str, Any]) -> int:
     return max(_report(hook, lambda hook: try_hook(hook, trial)) for hook in hooks)
 
 
+def receive_weights(given: dict[str, Any]) -> int:
+    """``slime-rollout receive-weights``: serve until the process is ended.
+
+    Raises:
+        ConfigError: A directory or the address cannot be used.
+    """
+    from slime_rollout.weights.receiver import serve
+
+    serve(**given)
+    return 0
+
+
 def _load(hook: GivenHook, args: HookArgs) -> str:
     hook.load(args)
     return "loads, and takes what it will be called with"
@@ -116,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     checking = commands.add_parser(
         "check-hooks",
         help="look at the hooks that flags name, before a run does",
-        description=DESCRIPTION,
+        description=CHECK_HOOKS,
         usage="slime-rollout check-hooks [--run] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -138,7 +155,21 @@ def _parser() -> argparse.ArgumentParser:
     _add(checking.add_argument_group("hooks"), [spec for spec in specs if spec.dest in hook_flags])
     others = checking.add_argument_group("what they are checked with", "As in a run; all may be left out.")
     _add(others, [spec for spec in specs if spec.dest not in hook_flags])
-    add_receive_weights(commands)
+    receiving = commands.add_parser(
+        "receive-weights",
+        help="keep a checkpoint on this machine up to date with the deltas that a trainer publishes",
+        description=RECEIVE_WEIGHTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    receiving.set_defaults(command=receive_weights)
+    for name, place, metavar, text in (
+        ("--from", "source", "DIR", "where versions are published (--update-weight-disk-dir)"),
+        ("--to", "directory", "DIR", "on this machine, for up to two copies of the model"),
+        ("--hf-checkpoint", "hf_checkpoint", "DIR", "what the run began with"),
+        ("--listen", "listen", "HOST:PORT", "wait for the trainer at this address"),
+    ):
+        receiving.add_argument(name, dest=place, required=True, metavar=metavar, help=text)
     return parser
 
 

@@ -29,7 +29,7 @@ from slime_rollout.weights import (
     open_channel,
     verify_checkpoint,
 )
-from slime_rollout.weights.engines import EngineUpdate
+from slime_rollout.weights.channel import EngineChannel
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -320,11 +320,11 @@ def test_the_files_of_the_last_version_are_whole_and_alone(parts):
 DYING_TRAINER = """
 import os, signal, sys, threading, time, torch
 from slime_core.types import WeightUpdate
-from slime_rollout.weights import DistributedWeightChannel, distributed
+from slime_rollout.weights import DistributedWeightChannel, buckets
 def die(self, tensor):
     time.sleep(1)  # the engines are told at the same time
     os.kill(os.getpid(), signal.SIGKILL)
-distributed.BroadcastGroup.broadcast = die
+buckets.BroadcastGroup.broadcast = die
 channel = DistributedWeightChannel(tuple(sys.argv[1:]))
 channel.begin(WeightUpdate(version=9))
 channel.send([("model.norm.weight", torch.ones(64))])
@@ -359,7 +359,7 @@ def test_an_engine_that_dies_in_an_update_is_named_soon(engine_config, tiny_mode
         parts = Parts(fleet, tiny_model, tmp_path)
         channel = parts.open(transport)
         parts.push(channel)
-        monkeypatch.setattr(EngineUpdate, "open_update", lambda update: fleet._engines[0].stop())
+        monkeypatch.setattr(EngineChannel, "_open_update", lambda channel, url: fleet._engines[0].stop())
         started = time.monotonic()
         with pytest.raises(WeightSyncError) as caught:
             parts.push(channel)

@@ -31,7 +31,6 @@ from slime_rollout.http import call, patient_delays
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.supervise import reaper
 from slime_rollout.weights import TensorWeightChannel
-from slime_rollout.weights.engines import EngineUpdate
 
 pytestmark = [pytest.mark.real, pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -471,7 +470,9 @@ def test_engines_fail_while_weights_are_sent(fleet, trainer, manager, moment):
         faults.append(strike(fleet, "engine 1", signal.SIGSTOP))
 
     def pause_and_fail(urls):
-        EngineUpdate(urls, trainer.version).pause("retract")
+        for url in urls:
+            call("POST", f"{url}/pause_generation", {"mode": "retract"})
+            call("POST", f"{url}/update_weight_version", {"new_version": "incomplete", "abort_all_requests": False})
         fail()
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -14,6 +14,7 @@ from slime_core.types import WeightUpdate
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS, EngineConfig, WeightSyncConfig
 from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.http import call
 from slime_rollout.weights import (
     DeltaWeightChannel,
     DiskWeightChannel,
@@ -21,7 +22,6 @@ from slime_rollout.weights import (
     TensorWeightChannel,
     open_channel,
 )
-from slime_rollout.weights.engines import EngineUpdate
 
 CONTROL = [
     "/pause_generation",
@@ -172,18 +172,21 @@ def test_all_engines_that_do_not_answer_are_named_at_once(engines, deaf, also_de
         assert (caught.value.url, caught.value.silent) == (urls[0], silent)
 
 
-def test_only_reading_all_weights_may_take_longer_than_another_request(monkeypatch):
-    limits = []
+def test_only_reading_all_weights_may_take_longer_than_another_request(engines, hf_checkpoint, tmp_path, monkeypatch):
+    limits = {}
 
-    def call(method, url, payload, *, timeout):
-        limits.append(timeout)
+    def timed(method, url, payload=None, **how):
+        limits["/" + url.rpartition("/")[2]] = how.get("timeout")
+        return call(method, url, payload, **how)
 
-    monkeypatch.setattr("slime_rollout.weights.engines.call", call)
+    monkeypatch.setattr("slime_rollout.weights.channel.call", timed)
     for more, limit in (({}, REQUEST_TIMEOUT_SECONDS), ({"load_timeout": 900.0}, 900.0)):
-        update = EngineUpdate(("http://e",), 4, timeout=0.5, **more)
-        update.pause("retract")
-        update.load("http://e", "/path")
-        assert limits[-2:] == [0.5, limit]
+        files = {"directory": str(tmp_path / "shared"), "hf_checkpoint": str(hf_checkpoint)}
+        channel = DiskWeightChannel((engines[0].url,), timeout=0.5, **files, **more)
+        channel.begin(WeightUpdate(version=4))
+        channel.send([("w", torch.ones(3))])
+        channel.end()
+        assert (limits["/pause_generation"], limits["/update_weights_from_disk"]) == (0.5, limit)
 
 
 def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_engine_hangs():
@@ -205,8 +208,10 @@ def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_ch
         engines[0].version = payload.get("new_version", engines[0].version)
         return {"checksums": channel._after, "path": "/local"}
 
-    monkeypatch.setattr("slime_rollout.weights.engines.call", call)
-    monkeypatch.setattr("slime_rollout.weights.engines.engine_weight_version", lambda url: engines[0].version)
+    monkeypatch.setattr("slime_rollout.weights.channel.call", call)
+    for module in ("channel", "disk"):
+        name = f"slime_rollout.weights.{module}.engine_weight_version"
+        monkeypatch.setattr(name, lambda url: engines[0].version)
     for tolerant, limit in ((True, 60.0), (False, 1800.0)):
         config = EngineConfig(
             **{**DELTA, "update_weight_disk_dir": str(tmp_path / f"shared-{tolerant}")},

@@ -185,5 +185,6 @@ def test_what_is_published_is_on_disk_first(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink().name))
     directory = NewDirectory(tmp_path / "weight_v000001")
     (directory.path / "file").write_text("x")
+    hidden = directory.path.name
     directory.publish()
-    assert synced == ["file", directory.path.name, tmp_path.name]
+    assert synced == ["file", hidden, tmp_path.name]

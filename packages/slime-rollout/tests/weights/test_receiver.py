@@ -22,7 +22,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from slime_rollout.weights import LocalCheckpoint, receiver
-def killed(*args):
+def killed(*args, **more):
     os.kill(os.getpid(), signal.SIGKILL)
 receiver.CheckpointWriter.finish = killed
 LocalCheckpoint(*map(Path, sys.argv[1:])).pull(1)
@@ -205,7 +205,7 @@ def test_a_receiver_goes_through_all_versions_at_once(pushed, local):
 def test_many_versions_at_once_are_written_once(pushed, local, monkeypatch):
     finished, finish = [], CheckpointWriter.finish
     monkeypatch.setattr(
-        CheckpointWriter, "finish", lambda writer, about: finished.append(finish(writer, about)) or finished[-1]
+        CheckpointWriter, "finish", lambda writer, **about: finished.append(finish(writer, **about)) or finished[-1]
     )
     assert finished == [local.pull(3).path]
 

@@ -12,13 +12,11 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import WeightSyncConfig
-from slime_rollout.weights.channel import EngineChannel
+from slime_rollout.weights.buckets import DistributedWeightChannel, TensorWeightChannel
+from slime_rollout.weights.channel import EngineChannel, engine_weight_version
 from slime_rollout.weights.checkpoint import verify_checkpoint
 from slime_rollout.weights.disk import DeltaWeightChannel, DiskWeightChannel
-from slime_rollout.weights.distributed import DistributedWeightChannel
-from slime_rollout.weights.engines import engine_weight_version
 from slime_rollout.weights.receiver import DeltaReceiver, LocalCheckpoint
-from slime_rollout.weights.tensor import TensorWeightChannel
 
 __all__ = [
     "DeltaReceiver",

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from slime_core.interfaces import NamedTensors
 from slime_core.types import WeightUpdate
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
 from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.http import INCOMPLETE, HttpError, call
+from slime_rollout.weights.check import SentDigests, check_engines
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors
-from slime_rollout.weights.engines import EngineUpdate, SentDigests, check_engines
+
+logger = logging.getLogger(__name__)
+
+GIVE_UP_SECONDS = 10.0
+# A slow engine still processes the request after we stop waiting for the response.
+LAST_WORD_SECONDS = 1.0
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass
@@ -26,11 +35,8 @@ class EngineChannel(abc.ABC):
     Picklable while no update is open; what is kept between updates stays behind. One update at a time.
 
     While weights change, engines do not generate, and requests in flight stay where they are. With the pause mode
-    ``retract`` their KV cache is dropped; they continue from their tokens so far, which the new weights
-    recompute, and the cache of prefixes is flushed. With ``in_place`` they keep the keys and values that the old
-    weights computed, which costs nothing. SGLang then refuses to flush the cache of prefixes as long as requests are
-    running. So a new request that shares a prefix with an earlier one would meet old keys and values, unless it has
-    another ``extra_key``: see :class:`~slime_rollout.generation_service.CacheNamespace`.
+    ``retract`` the new weights recompute their KV cache; with ``in_place`` they keep the old one, and the cache of
+    prefixes stays, too: see :class:`~slime_rollout.generation_service.CacheNamespace`.
 
     Attributes:
         engine_urls: The engines themselves, not the router: it forwards no control requests.
@@ -38,9 +44,9 @@ class EngineChannel(abc.ABC):
         timeout: Time limit in seconds of a request that loads no files.
         load_timeout: Time limit of a request that may read all weights, at an engine or a receiver.
         pause_mode: ``retract`` or ``in_place``.
-        check: Compare checksums of what the engines hold, see :func:`slime_rollout.weights.engines.check_engines`.
-        hf_checkpoint: What the engines were started with. If it is in safetensors, a tensor of another shape is refused
-            before any engine gets it, since not every engine would survive it.
+        check: Compare checksums of what the engines hold, see :func:`slime_rollout.weights.check.check_engines`.
+        hf_checkpoint: What the engines were started with. If it is in safetensors, tensors must have its shapes: not
+            every engine would survive another one.
     """
 
     engine_urls: tuple[str, ...]
@@ -53,58 +59,43 @@ class EngineChannel(abc.ABC):
 
     def __post_init__(self) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in self.engine_urls)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Set what is not pickled."""
-        self._update: EngineUpdate | None = None
-        self._touched = False
+        self._update: WeightUpdate | None = None
+        self._paused = False
         self._digests: SentDigests | None = None
         self._shapes: CheckpointReader | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+    def __reduce__(self) -> tuple[type[EngineChannel], tuple[Any, ...]]:
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def begin(self, update: WeightUpdate) -> None:
         """Open the update on every engine. Requests in flight continue after :meth:`end`.
 
         Raises:
-            WeightSyncError: An engine refused or is gone, an update is already open on this channel, or files cannot be
-                written.
+            WeightSyncError: An engine refused or is gone, files cannot be written, or another update is open.
         """
         if self._update is not None:
             raise WeightSyncError(
-                f"the update to version {self._update.version} is still open; end it before version {update.version}"
+                f"the update to version {self._version} is still open; end it before version {update.version}"
             )
-        self._update = EngineUpdate(self.engine_urls, update.version, self.timeout, self.load_timeout)
-        self._touched = False
+        self._update, self._paused = update, False
         self._digests = SentDigests() if self.check else None
         with self._giving_up_on_error():
             if self._shapes is None and is_safetensors(self.hf_checkpoint):
                 self._shapes = CheckpointReader(Path(self.hf_checkpoint))
-            self._begin(self._update)
+            self._begin()
 
     def send(self, bucket: NamedTensors) -> None:
-        """Send some tensors.
-
-        Args:
-            bucket: Hugging Face names with tensors on any device. They may be changed afterwards.
+        """Send tensors on any device, by their Hugging Face names. They may be changed afterwards.
 
         Raises:
             WeightSyncError: An engine refused or is gone, or :meth:`begin` was not called.
             DataError: A tensor has another shape than in ``hf_checkpoint``.
         """
-        update = self._require_open()
-        if not bucket:
-            return
         with self._giving_up_on_error():
             if self._shapes is not None:
                 self._shapes.check_shapes(bucket)
-            self._send(update, bucket)
+            if bucket:
+                self._send(bucket)
             if self._digests is not None:
                 self._digests.add(bucket)
 
@@ -117,65 +108,159 @@ class EngineChannel(abc.ABC):
         Raises:
             WeightSyncError: An engine refused or is gone, reports another version, or holds other weights.
         """
-        update = self._require_open()
         with self._giving_up_on_error():
-            checksums = self._end(update)
-            update.flush_cache(must=self.pause_mode == "retract")
+            checksums = self._end()
+            self._on_all(self._flush_cache)
             if self._digests is not None:
-                check_engines(update, self._digests, tp_size=self.tp_size)
-            update.confirm_version()
-            update.resume()
+                held = dict(zip(self.engine_urls, self._on_all(self._checksums), strict=True))
+                check_engines(self._version, held, self._digests, tp_size=self.tp_size)
+            self._on_all(self._confirm_version)
+            self._on_all(lambda url: self._post(url, "/continue_generation", {}))
             self._confirmed()
         self._update = self._digests = None
         return checksums
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what is kept between updates."""
+        """Give back what is kept between updates, and drop what an update has begun."""
+
+    def _begin(self) -> None:
+        """Prepare for tensors. By default engines take them one bucket after the other, and pause now."""
+        self._pause()
+        self._on_all(self._open_update)
 
     @abc.abstractmethod
-    def _begin(self, update: EngineUpdate) -> None: ...
+    def _send(self, bucket: NamedTensors) -> None: ...
 
-    @abc.abstractmethod
-    def _send(self, update: EngineUpdate, bucket: NamedTensors) -> None: ...
-
-    @abc.abstractmethod
-    def _end(self, update: EngineUpdate) -> dict[str, str]:
-        """Have all weights loaded, and generation paused."""
+    def _end(self) -> dict[str, str]:
+        """Have all weights loaded, and generation paused; returns checksums as :meth:`end`."""
+        self._on_all(lambda url: self._post(url, "/end_weight_update", {}))
+        return {}
 
     def _confirmed(self) -> None:  # noqa: B027 - most transports keep nothing
         """Drop what only the previous version needed: every engine has the new one."""
 
-    def _give_up(self) -> None:  # noqa: B027
-        """Drop what this transport has begun. Called before the engines are released."""
-
-    def _pause(self, update: EngineUpdate) -> None:
-        self._touched = True
-        update.pause(self.pause_mode)
-
-    def _require_open(self) -> EngineUpdate:
-        if self._update is None:
-            raise WeightSyncError("no update is open; call begin(update) first")
-        return self._update
-
     @contextlib.contextmanager
     def _giving_up_on_error(self) -> Iterator[None]:
-        update = self._update
+        version = self._version
         try:
             yield
         except BaseException as error:
             self._update = self._digests = None
             try:
-                self._give_up()
+                self.close()
             finally:
-                if self._touched and update is not None:
-                    update.give_up()
+                if self._paused:
+                    self._on_all(self._release)
             if isinstance(error, OSError):  # a full disk, a missing directory
-                version = "" if update is None else f"weight version {update.version}: "
-                raise WeightSyncError(f"{version}{error}") from error
+                raise WeightSyncError(f"weight version {version}: {error}") from error
             raise
 
+    @property
+    def _version(self) -> int:
+        if self._update is None:
+            raise WeightSyncError("no update is open; call begin(update) first")
+        return self._update.version
 
-def copy_into(buffer: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
-    """Copy a tensor into a flat buffer of uint8, from any device and layout, at a multiple of its element size."""
-    buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    def _error(self, text: str, url: str | None = None, silent: Collection[str] = ()) -> WeightSyncError:
+        return WeightSyncError(f"weight version {self._version}: {text}", url=url, silent=silent)
+
+    def _on_all(self, action: Callable[[str], Result], urls: Sequence[str] | None = None) -> list[Result]:
+        """Run an action on all engines (or other addresses) in parallel, and wait for all.
+
+        The first error is raised, the others are logged. A `WeightSyncError` names all engines that did not respond:
+        they can then be replaced together.
+        """
+        urls = self.engine_urls if urls is None else urls
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(urls))) as pool:
+            futures = [pool.submit(action, url) for url in urls]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors[1:]:
+            logger.error("%s", error)
+        if errors and isinstance(errors[0], WeightSyncError):
+            errors[0].silent = tuple(
+                url for error in errors if isinstance(error, WeightSyncError) for url in error.silent
+            )
+        return [future.result() for future in futures]
+
+    def _post(self, url: str, path: str, payload: dict[str, Any], *, is_long: bool = False) -> Any:
+        """Send one request to one engine; ``is_long`` if it may take as long as reading all weights."""
+        try:
+            timeout = max(self.timeout, self.load_timeout) if is_long else self.timeout
+            answer = call("POST", url + path, payload, timeout=timeout)
+        except HttpError as error:
+            raise self._error(str(error), url, (url,) if error.timed_out else ()) from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise self._error(f"{url}{path}: {answer.get('message')}", url)
+        return answer
+
+    def _pause(self) -> None:
+        """Stop generating; requests in flight stay. If this process is killed, no engine reports a version."""
+        self._paused = True
+        self._on_all(lambda url: self._post(url, "/pause_generation", {"mode": self.pause_mode}))
+        self._on_all(lambda url: self._set_version(url, INCOMPLETE))
+
+    def _set_version(self, url: str, version: str) -> None:
+        self._post(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def _open_update(self, url: str) -> None:
+        """Let tensors be loaded. An update that a killed trainer left open is closed first."""
+        try:
+            self._post(url, "/begin_weight_update", {})
+        except WeightSyncError as error:
+            if "already open" not in str(error):
+                raise
+            logger.warning("%s still has an earlier update open; closing it", url)
+            self._post(url, "/end_weight_update", {})
+            self._post(url, "/begin_weight_update", {})
+
+    def _flush_cache(self, url: str) -> None:
+        """Drop the cache of prefixes. With ``in_place`` an engine may refuse, because requests are running."""
+        try:
+            self._post(url, "/flush_cache", {})
+        except WeightSyncError as error:
+            refused = isinstance(error.__cause__, HttpError) and error.__cause__.status == 400
+            if self.pause_mode == "retract" or not refused:
+                raise
+            logger.info("%s has requests running and keeps its cache", url)
+
+    def _checksums(self, url: str) -> list[dict[str, str]]:
+        """Checksums of what an engine holds, by its own names, for each of its ranks."""
+        answer = self._post(url, "/weights_checker", {"action": "checksum"}, is_long=True)
+        try:
+            return [dict(rank["checksums"]) for rank in answer["ranks"]]
+        except (KeyError, TypeError) as error:
+            raise self._error(f"{url}/weights_checker gives no checksums: {str(answer)[:200]}", url) from error
+
+    def _confirm_version(self, url: str) -> None:
+        """Set the version and read it back."""
+        version = str(self._version)
+        self._set_version(url, version)
+        if (confirmed := engine_weight_version(url)) != version:
+            raise self._error(f"{url} says it has weight version {confirmed!r} after version {version!r} was sent", url)
+
+    def _release(self, url: str) -> None:
+        """After an error, leave the engine neither paused nor with an open update or a valid version."""
+        limit = min(GIVE_UP_SECONDS, self.timeout)
+        incomplete = {"new_version": INCOMPLETE, "abort_all_requests": False}
+        for path, payload in (("/end_weight_update", {}), ("/update_weight_version", incomplete)):
+            try:
+                call("POST", url + path, payload, timeout=limit)
+            except HttpError as error:
+                if error.timed_out:  # the next request would time out as well, and everybody waits
+                    limit = min(LAST_WORD_SECONDS, self.timeout)
+                    break
+        with contextlib.suppress(HttpError):
+            call("POST", f"{url}/continue_generation", {}, timeout=limit)
+
+
+def engine_weight_version(url: str) -> str:
+    """The weight version that an engine stamps on its samples."""
+    try:
+        return str(call("GET", f"{url}/model_info", attempts=3)["weight_version"])
+    except HttpError as error:
+        silent = (url,) if error.timed_out else ()
+        raise WeightSyncError(f"cannot ask for the weight version: {error}", url=url, silent=silent) from error
+    except (KeyError, TypeError) as error:
+        text = f"{url}/model_info names no weight version; give the address of an engine"
+        raise WeightSyncError(text, url=url) from error

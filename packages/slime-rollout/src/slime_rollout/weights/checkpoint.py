@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,8 @@ _NAME = "weight_v"
 # Weights in any form; all other files of a checkpoint belong to every version.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _SHOWN = 5
+
+Record = TypeVar("Record")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,11 +59,7 @@ def combined_checksum(checksums: Mapping[str, str]) -> str:
 
 
 def verify_checksums(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Check that a receiver has the tensors that a sender sent, by name and checksum.
-
-    Raises:
-        IntegrityError: Naming the tensors that differ, are missing, or were not sent.
-    """
+    """Check that a receiver has what was sent; an `IntegrityError` names the tensors where it has not."""
     faults = {
         "differ": [name for name in expected if name in found and found[name] != expected[name]],
         "are missing": expected.keys() - found.keys(),
@@ -83,108 +81,98 @@ def version_name(version: int) -> str:
 
 
 class NewDirectory:
-    """A directory that appears under its name with everything in it, or not at all. An earlier one is replaced."""
+    """A directory that appears under its name with everything in it, or not at all. An earlier one is replaced.
+
+    Attributes:
+        path: Where it is, before and after it is published.
+    """
 
     def __init__(self, final: Path) -> None:
-        self.final = final
+        self._final = final
         final.parent.mkdir(parents=True, exist_ok=True)
         for left in final.parent.glob(f".{_NAME}*.*"):  # by a process that was killed: one writes at a time
             shutil.rmtree(left, ignore_errors=True)
-        self.path = self._other_name()
+        self.path = final.with_name(f".{final.name}.new")
         self.path.mkdir()
-
-    def _other_name(self) -> Path:
-        return self.final.parent / f".{self.final.name}.{uuid.uuid4().hex[:8]}"
 
     def publish(self) -> Path:
         """Give it its name, once its bytes are on disk."""
         for path in (*self.path.iterdir(), self.path):
             sync(path)
-        if self.final.exists():
-            old = self._other_name()
-            self.final.rename(old)
-            self.path.rename(self.final)
-            shutil.rmtree(old)
-        else:
-            self.path.rename(self.final)
-        sync(self.final.parent)
-        return self.final
+        old = self._final.with_name(f".{self._final.name}.old")
+        with contextlib.suppress(FileNotFoundError):
+            self._final.rename(old)
+        self.path = self.path.rename(self._final)
+        shutil.rmtree(old, ignore_errors=True)
+        sync(self.path.parent)
+        return self.path
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class CheckpointWriter:
-    """Writes one version, with one file for each bucket.
+class VersionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version says about itself.
 
-    Args:
-        final: Directory of the version.
-        template: Hugging Face directory that config, tokenizer and the like are copied from.
-        version: The weight version.
+    Attributes:
+        first: The checkpoint that the first delta was applied to, in a receiver's copy.
+        sent: Tensors that were ever sent to the receiver.
     """
 
+    version: int
+    checksums: dict[str, str]
+    first: str = ""
+    sent: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+
+class CheckpointWriter(NewDirectory):
+    """Writes a version, with a file for each bucket; config, tokenizer and the like are copied from ``template``."""
+
     def __init__(self, final: Path, template: Path, version: int) -> None:
+        super().__init__(final)
         self._template, self._version = template, version
-        self._directory = NewDirectory(final)
         self._files: dict[str, str] = {}
         self._bytes = self._count = 0
         self.checksums: dict[str, str] = {}
 
     def add(self, bucket: NamedTensors) -> None:
-        """Write some tensors.
-
-        Raises:
-            DataError: A tensor was written before.
-            OSError: The file cannot be written, for instance because the disk is full.
-        """
+        """Write some tensors; a `DataError` if one was written before."""
         check_new(bucket, self._files)
         self._count += 1
         file = f"model-{self._count:05d}.safetensors"
         # Clones: safetensors takes no views of one storage, which parts of a fused weight are.
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}
         try:
-            save_file(tensors, self._directory.path / file, metadata={"format": "pt"})
+            save_file(tensors, self.path / file, metadata={"format": "pt"})
         except SafetensorError as error:
-            raise OSError(f"{self._directory.path / file} cannot be written: {error}") from error
+            raise OSError(f"{self.path / file} cannot be written: {error}") from error
         for name, tensor in tensors.items():
             self._files[name] = file
             self.checksums[name] = tensor_checksum(tensor)
             self._bytes += tensor.nbytes
 
-    def finish(self, about: Mapping[str, Any] | None = None) -> Path:
-        """Write index, config and tokenizer, and give the directory its name; ``about`` is for :func:`read_about`."""
-        path = self._directory.path
+    def finish(self, *, first: str = "", sent: Iterable[str] = ()) -> Path:
+        """Write index, config and tokenizer, and publish it; see :class:`VersionInfo`."""
         for source in self._template.iterdir():
             if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES) and source.name != VERSION_FILE:
-                shutil.copyfile(source, path / source.name)
+                shutil.copyfile(source, self.path / source.name)
         index = {"metadata": {"total_size": self._bytes}, "weight_map": self._files}
-        head = {"format_version": FORMAT_VERSION, "version": self._version, "checksums": self.checksums}
-        for name, content in ((INDEX_FILE, index), (VERSION_FILE, {**(about or {}), **head})):
-            (path / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        return self._directory.publish()
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        self._directory.discard()
+        info = VersionInfo(version=self._version, checksums=self.checksums, first=first, sent=tuple(sorted(sent)))
+        for name, content in ((INDEX_FILE, index), (VERSION_FILE, info)):
+            (self.path / name).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+        return self.publish()
 
 
 class CheckpointReader:
-    """Reads tensors of a Hugging Face directory in safetensors, one at a time.
-
-    Raises:
-        DataError: It holds no safetensors.
-    """
+    """Reads tensors of a Hugging Face directory one at a time; a `DataError` if it holds no safetensors."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files = _weight_map(directory)
         self._handles: dict[str, Any] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of all tensors."""
-        return frozenset(self._files)
+        self.names = frozenset(self._files)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor on the CPU."""
@@ -193,18 +181,14 @@ class CheckpointReader:
         return tensor
 
     def _file(self, name: str) -> Any:
-        """The file that a tensor is in, mapped into memory; opened once."""
+        """The file that a tensor is in, opened once."""
         file = self._files[name]
         if file not in self._handles:
             self._handles[file] = safe_open(self.directory / file, framework="pt", device="cpu")
         return self._handles[file]
 
     def check_shapes(self, bucket: NamedTensors) -> None:
-        """Check tensors against those of the same name.
-
-        Raises:
-            DataError: One has another shape; the engines would not survive it.
-        """
+        """Refuse a tensor that has another shape here."""
         for name, tensor in bucket:
             if name not in self._files:
                 continue
@@ -230,13 +214,26 @@ def written_versions(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob(f"{_NAME}*") if (path / VERSION_FILE).exists())
 
 
-def read_about(directory: Path) -> dict[str, Any]:
-    """What :class:`CheckpointWriter` noted about a version: ``version``, ``checksums`` and ``about``."""
+def remove_others(versions: Iterable[Path], *kept: Path) -> None:
+    """Remove versions but for some, by whatever path these are given."""
+    paths = {path.resolve() for path in kept}
+    for version in versions:
+        if version.resolve() not in paths:
+            shutil.rmtree(version, ignore_errors=True)
+
+
+def read_info(directory: Path) -> VersionInfo:
+    """What a version says about itself; an `IntegrityError` if that cannot be read."""
     path = directory / VERSION_FILE
     with reading(path):
-        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        check_format(path, about["format_version"], FORMAT_VERSION)
-    return about
+        return read_record(path, path.read_bytes(), VersionInfo, FORMAT_VERSION)
+
+
+def read_record(path: Path, text: bytes, kind: type[Record], format_version: int) -> Record:
+    """A record from a file's JSON. Call it in :func:`reading`; another format version is a `FormatVersionError`."""
+    content = msgspec.json.decode(text)
+    check_format(path, content["format_version"], format_version)
+    return msgspec.convert(content, kind)
 
 
 def check_format(path: Path, found: int, expected: int) -> None:
@@ -253,9 +250,7 @@ def verify_checkpoint(directory: Path) -> dict[str, str]:
     Raises:
         IntegrityError: Tensors differ, are missing or were not written with it, or a file cannot be read.
     """
-    with reading(directory / VERSION_FILE):
-        expected = dict(read_about(directory)["checksums"])
-    reader = CheckpointReader(directory)
+    expected, reader = read_info(directory).checksums, CheckpointReader(directory)
     found = {name: tensor_checksum(reader.read(name)) for name in sorted(reader.names)}
     verify_checksums(found, expected)
     return found
@@ -274,8 +269,7 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
     index = directory / INDEX_FILE
     if index.exists():
         with reading(index):
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return files
+            return dict(msgspec.json.decode(index.read_bytes())["weight_map"])
     single = directory / SINGLE_FILE
     if not single.exists():
         raise DataError(f"{directory} holds neither {INDEX_FILE} nor {SINGLE_FILE}; give a checkpoint in safetensors")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import functools
 import http.server
 import logging
-import shutil
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,23 +16,24 @@ from typing import Any
 import orjson
 import torch
 
-from slime_core.errors import DamagedError, IntegrityError, SlimeError, WrongBaseError
+from slime_core.errors import ConfigError, DamagedError, IntegrityError, SlimeError, WrongBaseError
 from slime_rollout.weights.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     combined_checksum,
-    read_about,
-    reading,
+    read_info,
+    remove_others,
     tensor_checksum,
     verify_checkpoint,
     verify_checksums,
     version_name,
     written_versions,
 )
-from slime_rollout.weights.disk import DeltaIndex, apply_delta, first_tensor, read_index
+from slime_rollout.weights.deltas import DeltaIndex, apply_delta, first_tensor, read_index
 
-READ_SECONDS, MOST_BYTES = 30.0, 4096
+READ_SECONDS = 30.0
 FILE_BYTES = 2**29
+HIGHEST_PORT = 65535
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +43,13 @@ class LocalVersion:
     """A whole checkpoint on this machine.
 
     Attributes:
-        path: What an engine loads.
-        version: Its number; ``None`` for the checkpoint that everything began with.
+        version: ``None`` for the checkpoint that everything began with.
         checksums: Of all tensors that were ever sent.
-        kept: Of all others, as they were written here.
     """
 
     path: Path
     version: int | None
     checksums: Mapping[str, str]
-    kept: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def is_version(self, version: int, checksum: str) -> bool:
         """Whether it is this version of the sender's, by number and contents."""
@@ -57,19 +57,16 @@ class LocalVersion:
 
 
 class LocalCheckpoint:
-    """Applies deltas in order, to a copy that appears whole or not at all.
+    """Applies deltas in order, to a copy in ``directory`` that appears whole or not at all.
 
-    A copy that another process made here is continued, if it was made from the same first checkpoint.
-
-    Args:
-        directory: On this machine, for copies of the model; two at a time while a delta is applied.
-        hf_checkpoint: What everything began with: the same as at the sender.
-        source: Where versions are published.
+    A copy that another process made here is continued, if it was made from the same first checkpoint. There are two
+    while a delta is applied.
     """
 
     def __init__(self, directory: Path, hf_checkpoint: Path, source: Path) -> None:
         self._directory, self._source = directory, source
         self._first = LocalVersion(hf_checkpoint.absolute(), None, {})
+        self._lock = threading.Lock()
         self.current = self._found()
         self._remove_others()
 
@@ -80,40 +77,33 @@ class LocalCheckpoint:
         copy here was altered.
 
         Raises:
-            WrongBaseError: A delta was made from another version than there is.
-            DamagedError: A version is missing or was altered.
-            FormatVersionError: A version was published in another format version.
-            IntegrityError: A tensor is not what the sender had.
+            IntegrityError: A version is missing, altered, of another format, or not made from what is here.
         """
-        start, steps = self._steps(version, self.current)
-        try:
-            self.current = self._apply(start, steps)
-        except IntegrityError as error:
-            if start.version is None:
-                raise
-            logger.warning("%s cannot be continued: %s; starting over from %s", start.path, error, self._first.path)
-            self.current = self._apply(*self._steps(version, self._first))
-        self._remove_others()
-        logger.info("weight version %s is in %s", version, self.current.path)
-        return self.current
+        with self._lock:
+            start, steps = self._steps(version, self.current)
+            try:
+                self.current = self._apply(start, steps)
+            except IntegrityError as error:
+                if start.version is None:
+                    raise
+                logger.warning("%s cannot be continued: %s; starting over from %s", start.path, error, self._first.path)
+                self.current = self._apply(*self._steps(version, self._first))
+            self._remove_others()
+            logger.info("weight version %s is in %s", version, self.current.path)
+            return self.current
 
     def _found(self) -> LocalVersion:
         """The newest copy that is here, or the first checkpoint."""
-        newest = self._first
+        found = [self._first]
         for path in written_versions(self._directory):
             try:
-                about = read_about(path)
-                with reading(path):
-                    is_ours = about.get("first") == str(self._first.path)
-                    sent = {name: about["checksums"][name] for name in about.get("sent", ())}
-                    kept = {name: checksum for name, checksum in about["checksums"].items() if name not in sent}
-                    version = int(about["version"])
+                info = read_info(path)
             except IntegrityError as error:
                 logger.warning("%s; it is removed", error)
                 continue
-            if is_ours and (newest.version is None or version > newest.version):
-                newest = LocalVersion(path, version, sent, kept)
-        return newest
+            if info.first == str(self._first.path):
+                found.append(LocalVersion(path, info.version, {name: info.checksums[name] for name in info.sent}))
+        return max(found, key=lambda local: -1 if local.version is None else local.version)
 
     def _steps(self, version: int, local: LocalVersion) -> tuple[LocalVersion, list[DeltaIndex]]:
         """What to start from, and the deltas to apply to it, oldest first."""
@@ -151,21 +141,18 @@ class LocalCheckpoint:
         version, sent = steps[-1].version, dict(start.checksums)
         for step in steps:
             sent |= {name: delta.result for name, delta in step.tensors.items()}
-        if combined_checksum(sent) != steps[-1].result:
-            raise IntegrityError(f"version {version} is not what the sender had; send the weights again")
-        expected = {**start.kept, **sent}
+        expected = sent if start.version is None else read_info(start.path).checksums | sent
         writer = CheckpointWriter(self._directory / version_name(version), self._first.path, version)
         try:
             for bucket in self._buckets(start, steps):
                 writer.add(bucket)
             found = {name: checksum for name, checksum in writer.checksums.items() if name in expected}
             verify_checksums(found, expected)
-            path = writer.finish({"first": str(self._first.path), "sent": sorted(sent)})
+            path = writer.finish(first=str(self._first.path), sent=sent)
         except BaseException:
             writer.discard()
             raise
-        kept = {name: checksum for name, checksum in writer.checksums.items() if name not in sent}
-        return LocalVersion(path, version, sent, kept)
+        return LocalVersion(path, version, sent)
 
     def _buckets(self, start: LocalVersion, steps: Sequence[DeltaIndex]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """All tensors after the steps; each goes through all steps before the next is read."""
@@ -179,7 +166,12 @@ class LocalCheckpoint:
                 delta = changes[0].tensors[name]
                 tensor = first_tensor(first, name, getattr(torch, delta.dtype), delta.shape)
             for step in changes:
-                tensor = self._changed(name, tensor, step)
+                if (found := tensor_checksum(tensor)) != (delta := step.tensors[name]).base:
+                    raise WrongBaseError(
+                        f"{name}: the tensor has the checksum {found}, but version {step.version} leads from "
+                        f"{delta.base} to {delta.result}; send the weights again"
+                    )
+                tensor = apply_delta(tensor, step.read(self._source, name))  # verified once it is written
             bucket.append((name, tensor))
             if sum(tensor.nbytes for _, tensor in bucket) > FILE_BYTES:
                 yield bucket
@@ -187,28 +179,8 @@ class LocalCheckpoint:
         if bucket:
             yield bucket
 
-    def _changed(self, name: str, tensor: torch.Tensor, step: DeltaIndex) -> torch.Tensor:
-        """A tensor after one step, verified before and after."""
-        delta, found = step.tensors[name], tensor_checksum(tensor)
-        if found == delta.result:
-            return tensor
-        if found != delta.base:
-            raise WrongBaseError(
-                f"{name}: the tensor has the checksum {found}, but version {step.version} leads from {delta.base} to "
-                f"{delta.result}; send the weights again"
-            )
-        tensor = apply_delta(tensor, step.read(self._source, name))
-        if (found := tensor_checksum(tensor)) != delta.result:
-            raise IntegrityError(
-                f"{name}: version {step.version} led to {found} instead of {delta.result}; send the weights again"
-            )
-        return tensor
-
     def _remove_others(self) -> None:
-        kept = {path.resolve() for path in (self.current.path, self._first.path)}
-        for path in written_versions(self._directory):
-            if path.resolve() not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+        remove_others(written_versions(self._directory), self.current.path, self._first.path)
 
 
 class DeltaReceiver:
@@ -219,7 +191,7 @@ class DeltaReceiver:
 
     Args:
         directory: On this machine, for copies of the model. A copy that is there is continued.
-        hf_checkpoint: What everything began with.
+        hf_checkpoint: What everything began with: the same as at the sender.
         source: Where the sender publishes versions.
         host: Address to listen on.
         port: 0 for a free one.
@@ -229,10 +201,9 @@ class DeltaReceiver:
         self, *, directory: str, hf_checkpoint: str, source: str, host: str = "127.0.0.1", port: int = 0
     ) -> None:
         checkpoint = LocalCheckpoint(Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute())
-        self._server = _Server((host, port), _Handler)
-        self._server.checkpoint, self._server.lock = checkpoint, threading.Lock()
+        self._server = http.server.ThreadingHTTPServer((host, port), functools.partial(_Handler, checkpoint))
         self.url = f"http://{host}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -248,44 +219,77 @@ class DeltaReceiver:
         self.stop()
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    checkpoint: LocalCheckpoint
-    lock: threading.Lock
-
-
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Server
     timeout = READ_SECONDS
+
+    def __init__(self, checkpoint: LocalCheckpoint, *args: Any) -> None:
+        self._checkpoint = checkpoint
+        super().__init__(*args)
 
     def do_POST(self) -> None:
         """Respond to ``/pull``."""
         try:
-            size = int(self.headers.get("Content-Length", 0))
-            body = orjson.loads(self.rfile.read(size if 0 <= size <= MOST_BYTES else 0))
-            version = int(body["version"])
+            size = int(self.headers["Content-Length"])
+            version = int(orjson.loads(self.rfile.read(size))["version"] if self.path == "/pull" else "")
         except (ValueError, KeyError, TypeError):
             self._answer(400, {"error": "BadRequest", "message": 'POST /pull {"version": 7}'})
             return
-        if self.path != "/pull":
-            self._answer(404, {"error": "NotFound", "message": "only POST /pull is known"})
-            return
         try:
-            with self.server.lock:
-                local = self.server.checkpoint.pull(version)
+            local = self._checkpoint.pull(version)
         except (SlimeError, OSError) as error:
             logger.error("cannot pull weight version %d: %s", version, error)
             self._answer(409, {"error": type(error).__name__, "message": str(error)})
-            return
-        self._answer(200, {"path": str(local.path), "checksums": local.checksums})
+        else:
+            self._answer(200, {"path": str(local.path), "checksums": local.checksums})
 
     def _answer(self, status: int, content: dict[str, Any]) -> None:
         body = orjson.dumps(content)
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
         """Do not log requests that succeeded."""
+
+
+def serve(source: str, directory: str, hf_checkpoint: str, listen: str) -> None:
+    """Apply deltas until the process is ended, see :class:`DeltaReceiver`.
+
+    Raises:
+        ConfigError: A directory or the address cannot be used.
+    """
+    published, local = Path(source).absolute(), Path(directory).absolute()
+    if published.resolve() == local.resolve():
+        raise ConfigError(f"--to must be another directory than --from {published}: versions there have the same names")
+    if not published.is_dir():
+        raise ConfigError(f"--from {published} is not a directory that this machine sees")
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > HIGHEST_PORT:
+        raise ConfigError(f"--listen {listen} is not an address; give HOST:PORT, such as 0.0.0.0:9000")
+    CheckpointReader(Path(hf_checkpoint))  # fails now where it holds no weights, and not at the first update
+    _lock(local)
+    try:
+        receiver = DeltaReceiver(
+            directory=directory, hf_checkpoint=hf_checkpoint, source=source, host=host, port=int(port)
+        )
+    except OSError as error:
+        raise ConfigError(f"--listen {listen} cannot be used: {error}") from error
+    with receiver:
+        print(f"listening on {receiver.url}", flush=True)
+        threading.Event().wait()
+
+
+def _lock(directory: Path) -> None:
+    """Lock the directory against other receivers until this process ends, however that ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"--to {directory} cannot be used: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"another receiver writes to {directory}; end it, or give another --to") from error
+    except OSError as error:
+        raise ConfigError(f"--to {directory} cannot be locked ({error}); give a directory of this machine") from error

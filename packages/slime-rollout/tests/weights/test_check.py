@@ -6,7 +6,7 @@ import torch
 from slime_core.types import WeightUpdate
 from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import TensorWeightChannel
-from slime_rollout.weights.engines import SentDigests
+from slime_rollout.weights.check import SentDigests
 
 Q, K, V = (torch.full((rows, 3), float(rows)) for rows in (4, 2, 2))
 LAYER = "model.layers.0.self_attn."
