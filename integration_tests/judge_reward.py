@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
-from slime_rollout.engine.addresses import get_model_url
+from slime_rollout import get_model_url
 from slime_rollout.http import call
 
 ASK = {"max_new_tokens": 1, "temperature": 0.0}

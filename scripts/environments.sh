@@ -64,7 +64,7 @@ install_packages() {
 # The five packages, to train with, and what reads every format of prompt files.
 sync_trainer() {
     echo "environment .venv: the five packages, Megatron-core and Ray"
-    install_packages .venv slime-core "slime-convert[gguf]" "slime-rollout[parquet,datasets,zstd]" slime-megatron slime-launch
+    install_packages .venv slime-core "slime-convert[gguf]" "slime-rollout[parquet,datasets]" slime-megatron slime-launch
 }
 
 # The engine's own interpreter, as in real deployments: SGLang's needs do not touch the trainer's.

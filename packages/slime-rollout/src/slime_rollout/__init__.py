@@ -11,25 +11,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slime_rollout.engine.addresses import get_model_url
     from slime_rollout.generate.custom import current
-    from slime_rollout.generate.trajectory import GenerateState, Trajectory, generate_single, get_model_url, post
+    from slime_rollout.generate.trajectory import GenerateState, Trajectory, generate_single, post
 
 __all__ = ["GenerateState", "Trajectory", "current", "generate_single", "get_model_url", "post"]
 
 _MODULES = {
-    "GenerateState": "trajectory",
-    "Trajectory": "trajectory",
-    "current": "custom",
-    "generate_single": "trajectory",
-    "get_model_url": "trajectory",
-    "post": "trajectory",
+    "GenerateState": "generate.trajectory",
+    "Trajectory": "generate.trajectory",
+    "current": "generate.custom",
+    "generate_single": "generate.trajectory",
+    "get_model_url": "engine.addresses",
+    "post": "generate.trajectory",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"slime_rollout.generate.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"slime_rollout.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

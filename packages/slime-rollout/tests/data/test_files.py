@@ -19,11 +19,6 @@ from slime_rollout.data import RowFields, files, read_prompts
 from slime_rollout.data.files import Mark, PromptFile
 from slime_rollout.data.rows import row_values
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 datasets.disable_progress_bars()
 
 FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".jsonl.zst", ".parquet", "")
@@ -153,7 +148,6 @@ def test_a_directory_of_several_data_sets_names_them(tmp_path):
     [
         (".parquet", "pyarrow.parquet", "parquet"),
         ("", "pyarrow.parquet", "parquet"),
-        (".jsonl.zst", zstd.__name__, "zstd"),
     ],
 )
 def test_a_format_whose_extra_is_missing_names_it(tmp_path, monkeypatch, suffix, module, extra, write):

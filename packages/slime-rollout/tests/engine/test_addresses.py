@@ -23,8 +23,9 @@ def test_hooks_find_every_router():
     args = HookArgs({"lr": 1.0} | router_args(ROUTERS["actor"], ROUTERS))
     assert (args.sglang_router_ip, args.sglang_router_port) == ("127.0.0.1", 3000)
     assert args.sglang_model_routers == {"actor": ["127.0.0.1", 3000], "judge": ["::1", 4000]}
-    assert {name: get_model_url(args, name) for name in ROUTERS} == ROUTERS
-    assert get_model_url(args, "judge", "/generate") == "http://[::1]:4000/generate"
+    assert {name: get_model_url(args, name, "") for name in ROUTERS} == ROUTERS
+    assert get_model_url(args, "judge") == get_model_url(args, "judge", "/generate") == "http://[::1]:4000/generate"
+    assert get_model_url(args) == get_model_url(args, "actor")
 
 
 def test_a_model_that_is_not_there():

@@ -1,5 +1,6 @@
 """Deltas from the sender's end to a whole checkpoint at the receiver's, without engines that could load it."""
 
+import dataclasses
 import os
 import pickle
 import shutil
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
 from slime_core.types import WeightUpdate
@@ -355,12 +356,14 @@ def test_a_chain_longer_than_the_model_begins_anew_and_the_old_files_go(channel,
     assert CheckpointReader(late.pull(3).path).read("big").equal(weights["big"])
 
 
-def test_a_receivers_error_reaches_the_sender_and_engines_stay_as_they_are(channel, engines, receiver, first, step):
+def test_a_receivers_error_reaches_the_sender_and_engines_stay_as_they_are(
+    channel, engines, receiver, tmp_path, first, step
+):
     push(channel, first, 1)
-    hf = channel.hf_checkpoint + "/model.safetensors"
-    weights = load_file(hf)
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, hf)
-    channel._last.clear()  # as if version 2 were made from the checkpoint that is no longer there
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({name: tensor + 1 for name, tensor in first.items()}, other / "model.safetensors")
+    channel = dataclasses.replace(channel, hf_checkpoint=str(other))
     with pytest.raises(WeightSyncError, match=r"/pull: HTTP 409: .*WrongBaseError") as caught:
         push(channel, step(first, 2), 2)
     assert caught.value.url == receiver.url

@@ -256,7 +256,7 @@ def _json_lines(file: Path, mark: Mark) -> Iterator[tuple[int, int, bytes]]:
 
 def _open(file: Path) -> IO[bytes]:
     module = _COMPRESSED.get(file.suffix.lower())
-    return file.open("rb") if module is None else _needed(module, "zstd", file).open(file, "rb")
+    return file.open("rb") if module is None else importlib.import_module(module).open(file, "rb")
 
 
 def _check_utf8(file: Path, line: bytes) -> None:

@@ -27,21 +27,23 @@ def router_args(router_url: str, model_urls: Mapping[str, str]) -> dict[str, Any
     return {"sglang_router_ip": host, "sglang_router_port": port, "sglang_model_routers": routers}
 
 
-def get_model_url(args: Any, name: str, path: str = "") -> str:
-    """The address of a model's router.
+def get_model_url(args: Any, name: str | None = None, endpoint: str = "/generate") -> str:
+    """The address of a model's router, with an endpoint.
 
     Args:
         args: The hook's arguments.
-        name: The model's name in ``--sglang-config``; without that file the only model is ``default``.
-        path: Appended to the address, such as ``/generate``.
+        name: The model's name in ``--sglang-config``, or ``default`` without that file; the trained one unless given.
+        endpoint: Appended to the address.
 
     Raises:
         ConfigError: The model does not exist.
     """
+    if name is None:
+        return address(args.sglang_router_ip, args.sglang_router_port) + endpoint
     routers: Mapping[str, list[Any]] = getattr(args, "sglang_model_routers", {})
     if name not in routers:
         raise ConfigError(f"no model is called {name}; there are: {', '.join(sorted(routers)) or 'none'}")
-    return address(*routers[name]) + path
+    return address(*routers[name]) + endpoint
 
 
 def _host_and_port(url: str) -> list[Any]:

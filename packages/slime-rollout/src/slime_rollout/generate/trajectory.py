@@ -2,7 +2,7 @@
 is never tokenized again.
 
 A function drives a `Trajectory`, or asks `generate_single` for the next message of a conversation. Functions written
-for other systems find a `post`, the router's address and the tokenizer here.
+for other systems find a `post` and the tokenizer here.
 """
 
 from __future__ import annotations
@@ -373,11 +373,6 @@ async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
         raise GenerationError(f"POST {url} {how}: {error.problem}") from error
     except orjson.JSONDecodeError as error:
         raise GenerationError(f"POST {url} answered with no JSON: {excerpt(content)}") from error
-
-
-def get_model_url(args: HookArgs, endpoint: str = "/generate") -> str:
-    """Address of an endpoint of the router, from a function's ``args``."""
-    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
 class GenerateState:
