@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_core.errors import ConfigError
+from slime_core.interfaces import WeightChannel
 from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.weights.buckets import DistributedWeightChannel, TensorWeightChannel
-from slime_rollout.weights.channel import EngineChannel, engine_weight_version
+from slime_rollout.weights.channel import engine_weight_version
 from slime_rollout.weights.checkpoint import verify_checkpoint
 from slime_rollout.weights.disk import DeltaWeightChannel, DiskWeightChannel
 from slime_rollout.weights.receiver import DeltaReceiver, LocalCheckpoint
@@ -23,7 +24,6 @@ __all__ = [
     "DeltaWeightChannel",
     "DiskWeightChannel",
     "DistributedWeightChannel",
-    "EngineChannel",
     "LocalCheckpoint",
     "TensorWeightChannel",
     "engine_weight_version",
@@ -41,8 +41,8 @@ def open_channel(
     hf_checkpoint: str,
     receivers: Sequence[str] = (),
     colocate: bool = False,
-) -> EngineChannel:
-    """Make the sending end that the flags choose, see :class:`EngineChannel`. It connects in ``begin``.
+) -> WeightChannel:
+    """Make the sending end that the flags choose. It connects in ``begin``.
 
     Raises:
         ConfigError: NCCL without CUDA.

@@ -176,8 +176,14 @@ class DistributedWeightChannel(EngineChannel):
         self._buffer = None  # a broadcast that has not ended yet may still read it
         if group is None:
             return
+
+        def destroy(url: str) -> None:
+            with contextlib.suppress(HttpError):
+                payload = {"group_name": group.name}
+                call("POST", f"{url}/destroy_weights_update_group", payload, timeout=GIVE_UP_SECONDS)
+
         group.leave()
-        self._on_all(lambda url: _destroy(url, group.name))
+        self._on_all(destroy)
         group.settle(GIVE_UP_SECONDS)
 
     def _begin(self) -> None:
@@ -254,11 +260,6 @@ class DistributedWeightChannel(EngineChannel):
         if pending:
             late = next((url for url, future in asked.items() if future in pending), None)
             raise self._error(f"{late or 'the broadcast'} took over {timeout:g} s", late)
-
-
-def _destroy(url: str, name: str) -> None:
-    with contextlib.suppress(HttpError):
-        call("POST", f"{url}/destroy_weights_update_group", {"group_name": name}, timeout=GIVE_UP_SECONDS)
 
 
 def largest_elements_first(bucket: NamedTensors) -> list[tuple[str, torch.Tensor]]:

@@ -44,10 +44,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
-    """XXH3 of a tensor's dtype, shape and bytes, as 32 hexadecimal digits.
-
-    It sees bits and no values: NaN equals itself if its bits do, and 0.0 differs from -0.0.
-    """
+    """XXH3 of a tensor's dtype, shape and bytes, as 32 hexadecimal digits. NaN and -0.0 are bits like any other."""
     checksum = xxhash.xxh3_128(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
     checksum.update(tensor_bytes(tensor))
     return str(checksum.hexdigest())
@@ -248,7 +245,7 @@ def verify_checkpoint(directory: Path) -> dict[str, str]:
     """Read a version that :class:`CheckpointWriter` wrote, and compare it with its checksums, which are returned.
 
     Raises:
-        IntegrityError: Tensors differ, are missing or were not written with it, or a file cannot be read.
+        IntegrityError: Tensors differ, are missing or too many, or a file cannot be read.
     """
     expected, reader = read_info(directory).checksums, CheckpointReader(directory)
     found = {name: tensor_checksum(reader.read(name)) for name in sorted(reader.names)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -107,16 +108,12 @@ class LocalCheckpoint:
 
     def _steps(self, version: int, local: LocalVersion) -> tuple[LocalVersion, list[DeltaIndex]]:
         """What to start from, and the deltas to apply to it, oldest first."""
-        index = read_index(self._source, version)
-        steps: list[DeltaIndex] = []
-        while not local.is_version(index.version, index.result):
-            steps.insert(0, index)
-            if index.base_version is None:
-                return self._first, steps
-            if local.is_version(index.base_version, index.base):
-                break
-            index = self._before(index, index.base_version)
-        return local, steps
+        steps = [read_index(self._source, version)]
+        if local.is_version(version, steps[0].result):
+            return local, []
+        while (base := steps[0].base_version) is not None and not local.is_version(base, steps[0].base):
+            steps.insert(0, self._before(steps[0], base))
+        return self._first if base is None else local, steps
 
     def _before(self, index: DeltaIndex, base_version: int) -> DeltaIndex:
         """The version that this one was made from."""
@@ -183,7 +180,7 @@ class LocalCheckpoint:
         remove_others(written_versions(self._directory), self.current.path, self._first.path)
 
 
-class DeltaReceiver:
+class DeltaReceiver(contextlib.AbstractContextManager["DeltaReceiver"]):
     """A small HTTP service that brings the checkpoint of this machine up to date when the sender asks for it.
 
     ``POST /pull {"version": 7}`` returns ``path``, what engines load, and ``checksums``, name → checksum as found after
@@ -211,9 +208,6 @@ class DeltaReceiver:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> DeltaReceiver:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()
@@ -254,11 +248,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def serve(source: str, directory: str, hf_checkpoint: str, listen: str) -> None:
-    """Apply deltas until the process is ended, see :class:`DeltaReceiver`.
-
-    Raises:
-        ConfigError: A directory or the address cannot be used.
-    """
+    """Apply deltas until the process is ended; a `ConfigError` if a directory or the address cannot be used."""
     published, local = Path(source).absolute(), Path(directory).absolute()
     if published.resolve() == local.resolve():
         raise ConfigError(f"--to must be another directory than --from {published}: versions there have the same names")
