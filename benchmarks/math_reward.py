@@ -1,6 +1,6 @@
 """Scoring 10,000 mathematical answers of which 2% never end or take all memory, against scoring the others alone.
 
-All go through `make_reward` with `--rm-type math`, as the samples of a rollout do: 4 worker processes, 1 s and 1 GiB
+All go through `make_scorer` with `--rm-type math`, as the samples of a rollout do: 4 worker processes, 1 s and 1 GiB
 for each answer. No two answers are alike, so nothing comes from the cache; every reward is checked. `over ideal` is the
 time of all answers over that of the others alone plus what the pathological ones may take: their number times the time
 limit, over the number of workers. `loop` is the longest time in which the event loop, and so generation, stood still.
@@ -19,7 +19,7 @@ from _records import Record
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.rewards import make_reward
+from slime_rollout.rewards import make_scorer
 
 GOAL = 1.2
 ANSWERS, WORKERS, LIMIT, GIB = 10_000, 4, 1.0, 1.0
@@ -84,7 +84,7 @@ def score(pairs: Sequence[tuple[Sample, float]]) -> tuple[float, float]:
         rm_timeout=LIMIT,
         rm_memory_limit=GIB,
     )
-    reward = make_reward(config, HookArgs.from_configs(config))
+    reward = make_scorer(config, HookArgs.from_configs(config)).reward
 
     async def work() -> tuple[list[object], float, float]:
         await reward(sample("\\boxed{1}", "1"))  # starts the processes

@@ -83,58 +83,27 @@ KEYS: Mapping[str, Any] = {
 }
 """Every key of a set in the file, and its type."""
 
-# Keys that are fields of `RolloutConfig`: how rows are read, how responses are made and scored.
-_OF_CONFIG = (
-    *("input_key", "label_key", "metadata_key", "tool_key", "apply_chat_template", "apply_chat_template_kwargs"),
-    *("rm_type", "custom_rm_path", "custom_rm_kwargs", "group_rm", "rm_url", "reward_key"),
-    "custom_generate_function_path",
-)
-# Keys whose default is the field with `rollout_` before the name.
-_OF_ROLLOUTS = (
-    *("temperature", "top_p", "top_k", "max_response_len", "max_context_len", "max_prompt_len"),
-    *("stop", "stop_token_ids"),
-)
-# Keys whose default is, where it is set, the field with `eval_` before the name.
-_OF_EVALUATION = (
-    *("temperature", "top_p", "top_k", "max_response_len", "max_context_len", "max_prompt_len", "min_new_tokens"),
-    *("input_key", "label_key", "tool_key", "reward_key"),
-)
+_FIELDS = {"max_prompt_len": "rollout_max_prompt_len"}  # keys that are called otherwise in `RolloutConfig`
 _NO_REWARD = {"rm_type": None, "custom_rm_path": None, "custom_rm_kwargs": None, "group_rm": False, "rm_url": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """A held-out set, and how it is read, sampled and scored.
+    """A held-out set, and how it is read, sampled and scored. Lengths are in tokens."""
 
-    Attributes:
-        name: Prefix of its metrics.
-        path: Its prompt file, perhaps with a slice.
-        n_samples_per_eval_prompt: Samples of each prompt.
-        temperature: 0 is greedy.
-        top_p: Nucleus of probability kept.
-        top_k: Likeliest tokens kept, -1 for all.
-        max_response_len: Longest response, in tokens.
-        max_context_len: Longest prompt and response together, in tokens; ``None`` leaves it to the engine.
-        min_new_tokens: Shortest response, in tokens.
-        stop: Strings that end a response.
-        stop_token_ids: Token ids that end a response, besides the model's own.
-        metadata_overrides: Entries that replace those of every prompt's metadata.
-        config: The run's settings with this set's settings of rows and reward in their place, and no held-out sets.
-    """
-
-    name: str
-    path: str
+    name: str  # prefix of its metrics
+    path: str  # its prompt file, perhaps with a slice
     n_samples_per_eval_prompt: int
-    temperature: float
+    temperature: float  # 0 is greedy
     top_p: float
-    top_k: int
+    top_k: int  # -1 for all
     max_response_len: int
-    max_context_len: int | None
+    max_context_len: int | None  # `None` leaves it to the engine
     min_new_tokens: int
     stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    metadata_overrides: Mapping[str, Any]
-    config: RolloutConfig
+    stop_token_ids: tuple[int, ...]  # besides the model's own
+    metadata_overrides: Mapping[str, Any]  # they replace entries of every prompt's metadata
+    config: RolloutConfig  # the run's, with this set's settings of rows and reward, and without held-out sets
 
     def __post_init__(self) -> None:
         if self.min_new_tokens > self.max_response_len:
@@ -159,23 +128,18 @@ def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
     Raises:
         ConfigError: A name has no path, two sets have the same name, or the file or a setting is invalid.
     """
-    base = _settings_of_flags(config)
+    base, file = _settings_of_flags(config), config.evaluation.eval_config
     sets = [
         _make_set(f"{FLAG}: set {name}", {**base, "name": name, "path": path}, config) for name, path in _pairs(config)
     ]
-    if config.evaluation.eval_config is not None:
-        given = read_eval_config(config.evaluation.eval_config)
+    if file is not None:
+        given = read_eval_config(file)
         defaults = _merge(base, given.defaults)
-        sets += [
-            _make_set(f"{config.evaluation.eval_config}: set {entry['name']}", _merge(defaults, entry), config)
-            for entry in given.sets
-        ]
+        sets += [_make_set(f"{file}: set {entry['name']}", _merge(defaults, entry), config) for entry in given.sets]
     if repeated := [name for name, count in Counter(one.name for one in sets).items() if count > 1]:
-        flags = FLAG if config.evaluation.eval_config is None else f"{FILE_FLAG} {config.evaluation.eval_config}"
-        flags += (
-            f" and {FLAG}" if config.evaluation.eval_config is not None and config.evaluation.eval_prompt_data else ""
-        )
-        raise ConfigError(f"{flags}: the name {repeated[0]} is given twice; give every set its own name")
+        flags = [FLAG] if config.evaluation.eval_prompt_data else []
+        flags = flags if file is None else [f"{FILE_FLAG} {file}", *flags]
+        raise ConfigError(f"{' and '.join(flags)}: the name {repeated[0]} is given twice; give every set its own name")
     return tuple(sets)
 
 
@@ -192,16 +156,14 @@ def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _settings_of_flags(config: RolloutConfig) -> dict[str, Any]:
-    """The settings of a set that has none itself."""
-    settings: dict[str, Any] = {"min_new_tokens": 0, "metadata_overrides": {}}
-    flags = flag_values(config)
-    settings |= {key: flags[key] for key in _OF_CONFIG}
+    """The settings of a set that has none itself: of the flag of evaluation, of rows and rewards, or of rollouts."""
+    flags, settings = flag_values(config), {}
     if config.rewards.opd_type is not None:
-        settings["rm_url"] = None  # the teacher's
-    settings |= {key: flags[f"rollout_{key}"] for key in _OF_ROLLOUTS}
-    settings["n_samples_per_eval_prompt"] = config.evaluation.n_samples_per_eval_prompt
-    evaluation = {key: flags[f"eval_{key}"] for key in _OF_EVALUATION}
-    return settings | {key: value for key, value in evaluation.items() if value is not None}
+        flags["rm_url"] = None  # the teacher's
+    for key in KEYS:
+        if values := [flags[name] for name in (f"eval_{key}", key, f"rollout_{key}") if name in flags]:
+            settings[key] = next((value for value in values if value is not None), None)
+    return settings | {"min_new_tokens": settings["min_new_tokens"] or 0, "metadata_overrides": {}}
 
 
 def _merge(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,8 +180,8 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
     name = settings["name"]
     if problem := set_name_problem(name):
         raise ConfigError(f"{where}: the name {name!r} {problem}; choose another")
-    changes = {key: settings.pop(key) for key in _OF_CONFIG}
-    changes["rollout_max_prompt_len"] = settings.pop("max_prompt_len")
+    of_config = settings.keys() - {field.name for field in dataclasses.fields(EvalSet)}
+    changes = {_FIELDS.get(key, key): settings.pop(key) for key in of_config}
     try:
         config = config.changed(eval_prompt_data=(), eval_config=None, opd_type=None, **changes)
         return EvalSet(config=config, **settings)

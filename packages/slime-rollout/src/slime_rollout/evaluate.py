@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -48,10 +49,9 @@ class HeldOutPrompts:
         overrides = self.held_out.metadata_overrides
         if ROW_KEY not in overrides:
             return
-        for place in range(len(self.prompts)):
-            (sample,) = self.prompts.group(place, group_index=place, first_index=place, size=1)
+        for place, (sample, *_) in enumerate(self.groups(), 1):
             if problem := check_scoring(self.held_out.config, overrides, sample.label):
-                raise DataError(f"metadata_overrides, prompt {place + 1} of {self.held_out.path}: {problem}")
+                raise DataError(f"metadata_overrides, prompt {place} of {self.held_out.path}: {problem}")
 
     def groups(self) -> list[Group]:
         """Fresh samples of every prompt, with the same numbers every time."""
@@ -87,11 +87,10 @@ class Evaluator:
         hook_args: HookArgs,
         on_progress: Progress | None = None,
     ) -> None:
-        self._sets = list(sets)
-        self._pipelines = [_pipeline(one.held_out, scorers) for one in self._sets]
-        self._run_seed = run_seed
-        self._tokenizer = tokenizer
-        self._hook_args = hook_args
+        self._sets = [(one, _pipeline(one.held_out, scorers)) for one in sets]
+        self._make_context = functools.partial(
+            GenerationContext, run_seed=run_seed, tokenizer=tokenizer, args=hook_args
+        )
         self._on_progress = on_progress
 
     async def evaluate(self, rollout_id: int, client: EngineClient) -> EvalReport:
@@ -102,11 +101,18 @@ class Evaluator:
             client: Where requests go.
         """
         start = time.perf_counter()
-        samples = await self._score_all(client)
+        groups = [one.groups() for one, _ in self._sets]
+        watch = Stopwatch(sum(len(group) for part in groups for group in part), self._on_progress)
+        work = [
+            self._score(client, one.held_out, pipeline, part, watch)
+            for (one, pipeline), part in zip(self._sets, groups, strict=True)
+        ]
+        samples: dict[str, list[Sample]] = {}
         metrics: dict[str, float] = {}
-        for one in self._sets:
-            name, config = one.held_out.name, one.held_out.config
-            metrics |= eval_metrics(name, samples[name], config.rewards.reward_key)
+        for (one, _), scored in zip(self._sets, await all_of(work), strict=True):
+            name = one.held_out.name
+            samples[name] = scored
+            metrics |= eval_metrics(name, scored, one.held_out.config.rewards.reward_key)
         return EvalReport(
             rollout_id=rollout_id,
             scores=eval_scores(metrics),
@@ -115,31 +121,12 @@ class Evaluator:
             seconds=time.perf_counter() - start,
         )
 
-    async def _score_all(self, client: EngineClient) -> dict[str, list[Sample]]:
-        """The scored samples of each set, by its name."""
-        groups = [one.groups() for one in self._sets]
-        watch = Stopwatch(sum(len(group) for part in groups for group in part), self._on_progress)
-        parts = zip(self._sets, self._pipelines, groups, strict=True)
-        scored = await all_of([self._score(client, *part, watch) for part in parts])
-        return {one.held_out.name: part for one, part in zip(self._sets, scored, strict=True)}
-
     async def _score(
-        self,
-        client: EngineClient,
-        one: HeldOutPrompts,
-        pipeline: GroupPipeline,
-        groups: Sequence[Group],
-        watch: Stopwatch,
+        self, client: EngineClient, held_out: EvalSet, pipeline: GroupPipeline, groups: list[Group], watch: Stopwatch
     ) -> list[Sample]:
-        context = GenerationContext(
-            client=client,
-            params=SamplingParams.for_evaluation(one.held_out),
-            run_seed=self._run_seed,
-            stream=f"eval/{one.held_out.name}",
-            tokenizer=self._tokenizer,
-            args=self._hook_args,
-        )
-        with one.held_out.named():
+        params, stream = SamplingParams.for_evaluation(held_out), f"eval/{held_out.name}"
+        context = self._make_context(client=client, params=params, stream=stream)
+        with held_out.named():
             done = await all_of([pipeline.run(group, context, watch) for group in groups])
         number_parts(done, itertools.count(sum(map(len, groups))).__next__)
         return [sample for group in done for sample in group]

@@ -28,15 +28,11 @@ _LARGEST = 1e300  # of finite numbers; NaN is not below it either
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TeacherVocabulary:
-    """Token ids that the teacher can be asked about.
+    """Token ids that the teacher can be asked about."""
 
-    Attributes:
-        largest: Largest token id that it knows and the student may write.
-        shown_as_zero: The last id of its vocabulary, if the student may write it: SGLang takes it for the placeholder
-            of an image and answers with 0 in its place, with the right log-prob.
-    """
-
-    largest: int
+    largest: int  # of those that it knows and the student may write
+    # The last id of its vocabulary, if the student may write it: SGLang takes it for the placeholder of an image and
+    # answers with 0 in its place, with the right log-prob.
     shown_as_zero: int | None = None
 
     def may_be_shown_as(self, token: int, shown: Any) -> bool:
@@ -54,8 +50,7 @@ class TeacherLogProbs:
         url: Address of a SGLang server, or of a router before several.
         timeout: Time limit of one attempt, in seconds; there are four.
         vocabulary: What it can be asked about.
-        drop: Leave a sample that gets no log-probs out of training instead of ending the run; after 64 in a row the
-            run ends all the same.
+        drop: Leave a sample without log-probs out of training instead of ending the run; 64 in a row end it anyway.
     """
 
     def __init__(self, url: str, *, timeout: float, vocabulary: TeacherVocabulary, drop: bool = False) -> None:
@@ -140,14 +135,12 @@ def read_log_probs(reply: Any, tokens: list[int], vocabulary: TeacherVocabulary)
         ) from error
     if len(entries) != len(tokens):
         raise TeacherError(f"answered about {len(entries)} tokens instead of {len(tokens)}")
-    for place, ((_, shown), token) in enumerate(zip(entries, tokens, strict=True)):
+    for place, ((value, shown), token) in enumerate(zip(entries, tokens, strict=True)):
         if not vocabulary.may_be_shown_as(token, shown):
             raise TeacherError(f"answered about token {shown!r} in the place of token {token} ({place} from the start)")
-    values = [value for value, _ in entries[1:]]
-    for place, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
-            raise TeacherError(f"gave {value!r} as the log-prob of token {tokens[place + 1]} ({place} of the response)")
-    return [float(value) for value in values]
+        if place > 0 and (type(value) not in (int, float) or not abs(value) <= _LARGEST):
+            raise TeacherError(f"gave {value!r} as the log-prob of token {token} ({place - 1} of the response)")
+    return [float(value) for value, _ in entries[1:]]
 
 
 def _said(error: HttpError) -> str:
@@ -174,28 +167,24 @@ def make_teacher(config: RolloutConfig) -> TeacherLogProbs | None:
     """
     if config.rewards.opd_type is None or config.rewards.rm_url is None:
         return None
-    url = generate_url(config.rewards.rm_url)
-    name = _name(url, config.rewards.teacher_timeout)
-    tokenizer = load_tokenizer(config.data.hf_checkpoint)
-    vocabulary = _check_vocabulary(url, name, tokenizer, config)
+    url, timeout = generate_url(config.rewards.rm_url), config.rewards.teacher_timeout
+    name = _name(url, timeout)
+    vocabulary = _check_vocabulary(url, name, config)
     _check_length(url, config)
     logger.info("the teacher at %s is %s", url, name)
-    return TeacherLogProbs(
-        url, timeout=config.rewards.teacher_timeout, vocabulary=vocabulary, drop=config.rewards.rm_on_failure == "drop"
-    )
+    return TeacherLogProbs(url, timeout=timeout, vocabulary=vocabulary, drop=config.rewards.rm_on_failure == "drop")
 
 
-def _check_vocabulary(url: str, name: str, tokenizer: Any, config: RolloutConfig) -> TeacherVocabulary:
+def _check_vocabulary(url: str, name: str, config: RolloutConfig) -> TeacherVocabulary:
     """Ask about tokens of the whole vocabulary, and compare their texts with those of the student's tokenizer."""
-    tokens = _tokens_to_compare(tokenizer)
-    vocabulary, reply = _ask(
-        url, tokens, _largest_tokens(tokenizer, config.data.hf_checkpoint), config.rewards.teacher_timeout
-    )
-    texts = [entry[2] if len(entry) > 2 else None for entry in reply["meta_info"]["input_token_logprobs"][:-1]]
+    checkpoint = config.data.hf_checkpoint
+    tokenizer = load_tokenizer(checkpoint)
+    known, added = sorted(set(tokenizer.get_vocab().values())), sorted(getattr(tokenizer, "added_tokens_decoder", {}))
+    tokens = sorted({*known[:: max(1, len(known) // _COMPARED)], *added[:_ADDED]})
+    vocabulary, texts = _ask(url, tokens, _largest_tokens(known[-1], checkpoint), config.rewards.teacher_timeout)
     if None in texts:
         logger.warning("the teacher at %s does not say how its tokens read, so only their numbers are compared", url)
         return vocabulary
-    added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     others = [
         (token, ours, theirs)
         for token, theirs in zip(tokens, texts, strict=True)
@@ -204,16 +193,16 @@ def _check_vocabulary(url: str, name: str, tokenizer: Any, config: RolloutConfig
     shown = ", ".join(f"{token} is {ours!r} here and {theirs!r} there" for token, ours, theirs in others[:3])
     if any(token not in added for token, _, _ in others):
         raise TeacherError(
-            f"the teacher at {url} ({name}) has another vocabulary than --hf-checkpoint {config.data.hf_checkpoint}: "
-            f"of {len(tokens)} tokens {len(others)} differ ({shown}); distillation needs one with the same tokenizer"
+            f"the teacher at {url} ({name}) has another vocabulary than --hf-checkpoint {checkpoint}: of {len(tokens)} "
+            f"tokens {len(others)} differ ({shown}); distillation needs one with the same tokenizer"
         )
     if others:
         logger.warning("the teacher at %s reads %d added tokens otherwise: %s", url, len(others), shown)
     return vocabulary
 
 
-def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tuple[TeacherVocabulary, dict[str, Any]]:
-    """The answer about ``tokens`` and one more: the largest of ``largest`` that the teacher knows."""
+def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tuple[TeacherVocabulary, list[Any]]:
+    """What it can be asked about, and its texts of ``tokens``: asks with the largest of ``largest`` that it knows."""
     for last in largest:
         asked = [*tokens, last]
         # In `token_ids_logprob` SGLang refuses ids beyond its vocabulary; as input alone they would stop the server.
@@ -224,30 +213,21 @@ def _ask(url: str, tokens: list[int], largest: list[int], timeout: float) -> tup
             if error.status == 400 and "vocabulary" in error.body:
                 continue
             raise TeacherError(f"the teacher at {url} gives no log-probs ({_said(error)})") from error
-        vocabulary = TeacherVocabulary(largest=last, shown_as_zero=last)
         try:
-            read_log_probs(reply, asked, vocabulary)
+            read_log_probs(reply, asked, TeacherVocabulary(largest=last, shown_as_zero=last))
         except TeacherError as error:
             raise TeacherError(f"the teacher at {url} {error}") from None
-        if reply["meta_info"]["input_token_logprobs"][-1][1] == last:
-            vocabulary = TeacherVocabulary(largest=last)
-        return vocabulary, reply
+        *entries, (_, shown, *_) = reply["meta_info"]["input_token_logprobs"]
+        vocabulary = TeacherVocabulary(largest=last, shown_as_zero=None if shown == last else last)
+        return vocabulary, [entry[2] if len(entry) > 2 else None for entry in entries]
     raise TeacherError(
         f"the teacher at {url} does not know token {largest[-1]} of the student: its vocabulary is smaller; "
         "distillation needs a teacher with the same tokenizer"
     )
 
 
-def _tokens_to_compare(tokenizer: Any) -> list[int]:
-    known = sorted(set(tokenizer.get_vocab().values()))
-    added = sorted(getattr(tokenizer, "added_tokens_decoder", {}))
-    spread = known[:: max(1, len(known) // _COMPARED)]
-    return sorted({*spread, *added[:_ADDED]})
-
-
-def _largest_tokens(tokenizer: Any, hf_checkpoint: str) -> list[int]:
+def _largest_tokens(named: int, hf_checkpoint: str) -> list[int]:
     """The largest id that the student's output layer has, and the largest with a text: many vocabularies are padded."""
-    named = max(tokenizer.get_vocab().values())
     try:
         values = json.loads((Path(hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
         padded = int(values.get("vocab_size") or values["text_config"]["vocab_size"]) - 1
@@ -287,10 +267,5 @@ def _check_length(url: str, config: RolloutConfig) -> None:
     if config.sampling.rollout_max_context_len is not None:
         longest = min(longest, config.sampling.rollout_max_context_len)
     if isinstance(limit, int) and longest >= limit:
-        logger.warning(
-            "samples may get %d tokens long, and the teacher at %s takes %d; raise its --context-length by %d",
-            longest,
-            url,
-            limit - 1,
-            longest - limit + 1,
-        )
+        words = "samples may get %d tokens long, and the teacher at %s takes %d; raise its --context-length by %d"
+        logger.warning(words, longest, url, limit - 1, longest - limit + 1)

@@ -10,7 +10,7 @@ from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
-from slime_rollout.rewards import VerifierError, make_reward
+from slime_rollout.rewards import VerifierError, make_scorer
 from slime_rollout.rewards.custom import CustomReward
 
 LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
@@ -154,9 +154,9 @@ def test_waiting_for_a_turn_is_not_counted(file):
 
 def test_the_settings_choose(file):
     config = {"hf_checkpoint": "m", "prompt_data": "p", "rollout_batch_size": 1}
-    rule = make_reward(RolloutConfig.of(**config, rm_type="first_integer"), ARGS)
+    rule = make_scorer(RolloutConfig.of(**config, rm_type="first_integer"), ARGS).reward
     assert LOOP.run(rule(SAMPLE)) == 1.0
-    own = make_reward(RolloutConfig.of(**config, custom_rm_path=f"{file}:plain"), ARGS)
+    own = make_scorer(RolloutConfig.of(**config, custom_rm_path=f"{file}:plain"), ARGS).reward
     assert LOOP.run(own(SAMPLE)) == 3.0
 
 
@@ -164,7 +164,7 @@ def test_the_settings_choose(file):
 def test_a_failure_costs_the_sample(file, name, caplog):
     config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, custom_rm_path=f"{file}:{name}")
     sample = dataclasses.replace(SAMPLE, metadata={})
-    assert LOOP.run(make_reward(config, ARGS)(sample)) == 0.0
+    assert LOOP.run(make_scorer(config, ARGS).reward(sample)) == 0.0
     assert "--custom-rm-path" in sample.metadata["reward_failure"]
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "sample 3 could not be scored and counts as wrong"

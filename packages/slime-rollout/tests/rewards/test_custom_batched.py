@@ -7,7 +7,7 @@ from slime_core.hooks import HookArgs
 from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import RewardError
-from slime_rollout.rewards import VerifierError, make_group_reward, make_reward
+from slime_rollout.rewards import VerifierError, make_scorer
 from slime_rollout.rewards.custom import BatchedReward
 
 LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
@@ -81,7 +81,7 @@ def config(path, **changes):
 
 def make(path, strict=False, **changes):
     given = config(path, **changes)
-    return make_reward(given, HookArgs.from_configs(given), strict=strict)
+    return make_scorer(given, HookArgs.from_configs(given), strict=strict).reward
 
 
 def samples(count):
@@ -220,8 +220,8 @@ def test_an_object_that_cannot_be_made_ends_the_run_at_once(file, name, words):
 @pytest.mark.parametrize("group", [False, True])
 def test_a_function_that_never_scores_ends_the_run(file, group):
     given = config(f"{file}:broken", group_rm=group)
-    args = HookArgs.from_configs(given)
-    reward = make_group_reward(given, args) or make_reward(given, args)
+    scorer = make_scorer(given, HookArgs.from_configs(given))
+    reward = scorer.group_reward or scorer.reward
 
     async def rounds():
         for number in range(200):
@@ -292,11 +292,11 @@ def test_one_that_is_cancelled_while_it_waits_is_not_scored():
 
 def test_a_group_is_scored_in_one_call(file):
     given = config(f"{file}:single", group_rm=True)  # whatever the second argument is called
-    assert LOOP.run(make_group_reward(given, HookArgs.from_configs(given))(samples(3))) == [0.0] * 3
-    reward = make_group_reward(given, HookArgs.from_configs(given), strict=True)
+    assert LOOP.run(make_scorer(given, HookArgs.from_configs(given)).group_reward(samples(3))) == [0.0] * 3
+    reward = make_scorer(given, HookArgs.from_configs(given), strict=True).group_reward
     with pytest.raises(VerifierError, match=r"returned 1\.0 for 3 samples"):
         LOOP.run(reward(samples(3)))
     given = config(f"{file}:waits", group_rm=True)
-    reward = make_group_reward(given, HookArgs.from_configs(given))
+    reward = make_scorer(given, HookArgs.from_configs(given)).group_reward
     assert [value["score"] for value in LOOP.run(reward(samples(3)))] == [0.0, 1.0, 2.0]
-    assert make_group_reward(config(f"{file}:waits"), HookArgs({})) is None
+    assert make_scorer(config(f"{file}:waits"), HookArgs({})).group_reward is None

@@ -9,14 +9,14 @@ from slime_core.types import Sample
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import RewardError, Tolerance
 from slime_rollout.eval_sets import read_eval_sets
-from slime_rollout.rewards import Scorers, VerifierError, make_reward
+from slime_rollout.rewards import Scorers, VerifierError, make_scorer
 
 LOOP = asyncio.Runner()  # one event loop for all calls, as in a run
 
 
 def build(**changes):
     config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, **changes)
-    return make_reward(config, HookArgs.from_configs(config))
+    return make_scorer(config, HookArgs.from_configs(config)).reward
 
 
 def sample(response, label="1", index=3, **more):

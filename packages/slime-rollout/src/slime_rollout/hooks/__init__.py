@@ -90,9 +90,9 @@ def _generate(config: RolloutConfig, hook_args: HookArgs) -> Any:
 
 
 def _reward(config: RolloutConfig, hook_args: HookArgs) -> Any:
-    from slime_rollout.rewards import make_group_reward, make_reward
+    from slime_rollout.rewards import make_scorer
 
-    return make_group_reward(config, hook_args) or make_reward(config, hook_args)
+    return make_scorer(config, hook_args)
 
 
 def _source(config: RolloutConfig, hook_args: HookArgs) -> Any:

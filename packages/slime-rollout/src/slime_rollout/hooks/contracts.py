@@ -42,7 +42,7 @@ from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
 from slime_rollout.pipeline import all_of
-from slime_rollout.rewards import make_group_reward, make_reward
+from slime_rollout.rewards import make_scorer
 from slime_rollout.threads import call_within
 
 TIME_LIMIT = 60.0
@@ -156,13 +156,12 @@ def _try_generate(trial: Trial) -> str:
 def _try_reward(trial: Trial) -> str:
     # As in a run, the custom generate function makes what is scored, if there is one.
     samples = asyncio.run(_generate(trial, make_generate(trial.config), ROLLOUT_STREAM)).samples
-    group_reward = make_group_reward(trial.config, trial.args, strict=True)
+    scorer = make_scorer(trial.config, trial.args, strict=True)
 
     async def score() -> list[Any]:
-        if group_reward is not None:
-            return await group_reward(samples[: trial.size])
-        reward = make_reward(trial.config, trial.args, strict=True)
-        return await all_of([reward(sample) for sample in samples])
+        if scorer.group_reward is not None:
+            return await scorer.group_reward(samples[: trial.size])
+        return await all_of([scorer.reward(sample) for sample in samples])
 
     values = asyncio.run(score())
     for sample, value in zip(samples, values, strict=False):

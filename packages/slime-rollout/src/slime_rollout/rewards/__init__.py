@@ -3,6 +3,6 @@
 from slime_rollout.errors import VerifierError
 from slime_rollout.rewards.pool import VerifierPool
 from slime_rollout.rewards.rules import check_label, find_rule
-from slime_rollout.rewards.scorers import Scorers, make_group_reward, make_reward
+from slime_rollout.rewards.scorers import Scorers, make_scorer
 
-__all__ = ["Scorers", "VerifierError", "VerifierPool", "check_label", "find_rule", "make_group_reward", "make_reward"]
+__all__ = ["Scorers", "VerifierError", "VerifierPool", "check_label", "find_rule", "make_scorer"]

@@ -28,12 +28,17 @@ RuleRewards = dict[tuple[str, str | None], Reward]
 """The rewards by rule and service, made when they are needed. Shared: they hold processes and connections."""
 
 
+async def zero_reward(sample: Sample) -> float:
+    """0 for every response, where a teacher alone trains."""
+    return 0.0
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Scores samples one by one, or all samples of a prompt together where there is a ``group_reward``."""
 
-    reward: Reward
-    group_reward: GroupReward | None
+    reward: Reward = zero_reward
+    group_reward: GroupReward | None = None
 
 
 class Scorers:
@@ -41,41 +46,29 @@ class Scorers:
 
     Custom functions are loaded and checked here, before anything is generated.
 
-    Args:
-        config: The run's settings.
-        hook_args: Every flag by its name, for custom functions.
-        eval_sets: The run's held-out sets.
-
     Raises:
         ConfigError: A custom function cannot be loaded, or does not take the arguments it will get.
     """
 
     def __init__(self, config: RolloutConfig, hook_args: HookArgs, eval_sets: Sequence[EvalSet] = ()) -> None:
-        self._hook_args = hook_args
         self._made: dict[tuple[object, ...], Scorer] = {}
-        self._rules: RuleRewards = {}
-        self._keys: dict[tuple[object, ...], set[str | None]] = {}
+        rules: RuleRewards = {}
+        keys: dict[tuple[object, ...], set[str | None]] = {}
         for one in (config, *(held_out.config for held_out in eval_sets)):
-            self._keys.setdefault(_choice(one), set()).add(one.rewards.reward_key)
-        self._make(config)
+            keys.setdefault(_choice(one), set()).add(one.rewards.reward_key)
+
+        def make(config: RolloutConfig) -> None:
+            if (choice := _choice(config)) not in self._made:
+                self._made[choice] = make_scorer(config, hook_args, rules=rules, reward_keys=keys[choice])
+
+        make(config)
         for held_out in eval_sets:
             with held_out.named():
-                self._make(held_out.config)
+                make(held_out.config)
 
     def of(self, config: RolloutConfig) -> Scorer:
         """The scorer of the run's ``config``, or of that of one of its held-out sets."""
         return self._made[_choice(config)]
-
-    def _make(self, config: RolloutConfig) -> None:
-        choice = _choice(config)
-        if choice in self._made:
-            return
-        # The names that rewards have for all who share them; none where one of them has none: then it is a number.
-        names = set() if None in self._keys[choice] else self._keys[choice]
-        self._made[choice] = Scorer(
-            make_reward(config, self._hook_args, rules=self._rules, names=names),
-            make_group_reward(config, self._hook_args, names=names),
-        )
 
 
 def _choice(config: RolloutConfig) -> tuple[object, ...]:
@@ -84,73 +77,49 @@ def _choice(config: RolloutConfig) -> tuple[object, ...]:
     return config.rewards.rule, config.rewards.custom_rm_path, kwargs, config.rewards.group_rm, config.rewards.rm_url
 
 
-def make_reward(
+def make_scorer(
     config: RolloutConfig,
     hook_args: HookArgs,
     *,
     rules: RuleRewards | None = None,
-    names: Collection[str | None] | None = None,
+    reward_keys: Collection[str | None] = (),
     strict: bool = False,
-) -> Reward:
-    """The reward that ``config`` chooses. A custom function is loaded and checked here.
+) -> Scorer:
+    """What scores by ``config``. A custom function is loaded and checked here.
 
     Args:
         config: The settings.
         hook_args: Every flag by its name, for custom functions.
         rules: Rewards by rule, to be shared.
-        names: Names that rewards have, as for `Tolerance`; by default that of ``--reward-key``, if there is one.
+        reward_keys: The ``--reward-key`` of everybody who shares the scorer; by default that of ``config`` alone.
         strict: Raise failures of a custom function as `VerifierError`, instead of a reward of 0.
 
     Raises:
         ConfigError: The custom function cannot be loaded, or does not take its arguments.
     """
-    if config.rewards.custom_rm_path is not None:
-        custom = _custom(config, hook_args)
-        if custom.is_batched:
-            return BatchedReward(_tolerance(config, names, strict, WITH_BATCHES).group(custom.score))
-        return _tolerance(config, names, strict, WITH_A_FUNCTION).each(custom)
-    if config.rewards.rule is None:
-        return zero_reward
-    return RowRuleReward(config, {} if rules is None else rules, _names(config, names))
-
-
-def make_group_reward(
-    config: RolloutConfig, hook_args: HookArgs, *, names: Collection[str | None] | None = None, strict: bool = False
-) -> GroupReward | None:
-    """The custom function that scores the samples of a prompt together; ``None`` without ``--group-rm``.
-
-    Arguments and errors are those of :func:`make_reward`.
-    """
-    if not config.rewards.group_rm:
-        return None
-    return _tolerance(config, names, strict, WITH_A_FUNCTION).group(_custom(config, hook_args).score)
-
-
-def _custom(config: RolloutConfig, hook_args: HookArgs) -> CustomReward:
-    return CustomReward(
-        config.rewards.custom_rm_path or "",
+    settings = config.rewards
+    keys = set(reward_keys) or {settings.reward_key}
+    names = {key for key in keys if key is not None and None not in keys}  # else some expect a number
+    if settings.custom_rm_path is None:
+        rules = {} if rules is None else rules
+        return Scorer() if settings.rule is None else Scorer(RowRuleReward(config, rules, names))
+    custom = CustomReward(
+        settings.custom_rm_path,
         hook_args,
-        timeout=config.rewards.reward_timeout,
-        kwargs=config.rewards.custom_rm_arguments,
-        group=config.rewards.group_rm,
+        timeout=settings.reward_timeout,
+        kwargs=settings.custom_rm_arguments,
+        group=settings.group_rm,
     )
-
-
-def _tolerance(
-    config: RolloutConfig, names: Collection[str | None] | None, strict: bool, limit: FailureLimit
-) -> Tolerance:
-    return Tolerance(
-        drop=config.rewards.rm_on_failure == "drop",
-        names=_names(config, names),
-        name=f"{FLAG} {config.rewards.custom_rm_path}",
-        limit=limit,
+    tolerance = Tolerance(
+        drop=settings.rm_on_failure == "drop",
+        names=names,
+        name=f"{FLAG} {settings.custom_rm_path}",
+        limit=WITH_BATCHES if custom.is_batched and not settings.group_rm else WITH_A_FUNCTION,
         strict=strict,
     )
-
-
-def _names(config: RolloutConfig, names: Collection[str | None] | None) -> set[str]:
-    given = {config.rewards.reward_key} if names is None else names
-    return {name for name in given if name is not None}
+    if settings.group_rm:
+        return Scorer(group_reward=tolerance.group(custom.score))
+    return Scorer(BatchedReward(tolerance.group(custom.score)) if custom.is_batched else tolerance.each(custom))
 
 
 class RowRuleReward:
@@ -180,48 +149,40 @@ class RowRuleReward:
         return await self._rewards[key](sample)
 
     def _make(self, name: str) -> Reward:
-        config = self._config
+        settings = self._config.rewards
         if name == "random":
             return random_reward
-        drop, timeout = config.rewards.rm_on_failure == "drop", config.rewards.timeout_of_rule(name)
+        drop, timeout = settings.rm_on_failure == "drop", settings.timeout_of_rule(name)
         if name in REMOTE_RULES:
-            remote = RemoteReward(config.rewards.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED))
-            service = f"the service of --rm-url {config.rewards.rm_url}"
+            remote = RemoteReward(settings.rm_url or "", timeout=timeout, boxed=name.startswith(BOXED))
+            service = f"the service of --rm-url {settings.rm_url}"
             return Tolerance(names=self._names, drop=drop, name=service, limit=WITH_A_SERVICE).each(remote)
         rule = find_rule(name)
         if rule.instant:
-            return RuleReward(rule)
-        memory = int(config.rewards.rm_memory_limit * 2**30)
-        pool = VerifierPool(name, workers=config.rewards.rm_workers, time_limit=timeout, memory_limit=memory)
-        return Tolerance(rule.wrong, drop=drop).each(RuleReward(rule, pool))
+            return _rule_reward(rule)
+        memory = int(settings.rm_memory_limit * 2**30)
+        pool = VerifierPool(name, workers=settings.rm_workers, time_limit=timeout, memory_limit=memory)
+        return Tolerance(rule.wrong, drop=drop).each(_rule_reward(rule, pool))
 
 
-class RuleReward:
-    """A rule that compares the response with the label, in a pool of processes or, without one, on the event loop."""
+def _rule_reward(rule: Rule, pool: VerifierPool | None = None) -> Reward:
+    """Scores in a pool of processes, or without one on the event loop."""
 
-    def __init__(self, rule: Rule, pool: VerifierPool | None = None) -> None:
-        self._rule = rule
-        self._pool = pool
-
-    async def __call__(self, sample: Sample) -> RewardValue:
-        """The rule's value."""
+    async def scored(sample: Sample) -> RewardValue:
         if sample.label is None:
             raise DataError(f"sample {sample.index} has no label to compare its response with")
-        metadata = {key: sample.metadata[key] for key in self._rule.metadata_keys if key in sample.metadata}
-        if self._pool is None:
-            return self._rule.score(sample.response, sample.label, metadata)
-        return await self._pool.score(sample.response, sample.label, metadata)
+        metadata = {key: sample.metadata[key] for key in rule.metadata_keys if key in sample.metadata}
+        if pool is None:
+            return rule.score(sample.response, sample.label, metadata)
+        return await pool.score(sample.response, sample.label, metadata)
+
+    return scored
 
 
 async def random_reward(sample: Sample) -> float:
     """0 or 1 with equal chance, the same for the same sample and response: a baseline that must teach nothing."""
     text = f"{sample.index}:{sample.response}".encode(errors="replace")
     return float(hashlib.blake2b(text, digest_size=1).digest()[0] & 1)
-
-
-async def zero_reward(sample: Sample) -> float:
-    """0 for every response, where a teacher alone trains."""
-    return 0.0
 
 
 class RemoteReward:
