@@ -35,8 +35,8 @@ FILE_FLAG = "--eval-config"
 _DATA_FILE = re.compile(r"\.(?:jsonl|json|gz|bz2|xz|zst|parquet)(?:@\[.*\])?\Z", re.IGNORECASE)
 
 # The words of each type stand in messages after "must be".
-_QUOTES = "put it in quotes where YAML reads something else"
-_Text = Annotated[str, Meta(min_length=1, description=f"a text that is not empty; {_QUOTES}")]
+_QUOTED = "a text that is not empty; put it in quotes where YAML reads something else"
+_Text = Annotated[str, Meta(min_length=1, description=_QUOTED)]
 _Switch = Annotated[bool, Meta(description="true or false")]
 _Count = Annotated[int, Meta(ge=1, description="a whole number, 1 or more")]
 _TopK = Annotated[int, Meta(ge=-1, description="a whole number, 1 or more, or -1 to leave no token out")]
@@ -44,14 +44,10 @@ _MinTokens = Annotated[int, Meta(ge=0, description="a whole number, 0 or more")]
 _Temperature = Annotated[float, Meta(ge=0, le=1e9, description="a number, 0 (greedy) or more")]
 _TopP = Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1")]
 _Texts = Annotated[tuple[_Text, ...], Meta(description="a list of texts that are not empty, or one of them")]
-_TokenIds = Annotated[
-    tuple[Annotated[int, Meta(ge=0)], ...],
-    Meta(description="a list of token ids, which count from 0, or one of them"),
-]
-_JsonObject = Annotated[
-    dict[str, Any],
-    Meta(description="a mapping of what JSON can hold: texts, numbers, true, false, null, lists and mappings"),
-]
+_TokenId = Annotated[int, Meta(ge=0)]
+_TokenIds = Annotated[tuple[_TokenId, ...], Meta(description="a list of token ids, which count from 0, or one of them")]
+_JSON = "a mapping of what JSON can hold: texts, numbers, true, false, null, lists and mappings"
+_JsonObject = Annotated[dict[str, Any], Meta(description=_JSON)]
 
 KEYS: Mapping[str, Any] = {
     "name": _Text,
@@ -192,12 +188,8 @@ def _make_set(where: str, settings: dict[str, Any], config: RolloutConfig) -> Ev
 
 def _in_keys(message: str) -> str:
     """A message with keys of the file in place of flags."""
-
-    def key_of(match: re.Match[str]) -> str:
-        key = match[1].replace("-", "_")
-        return key if key in KEYS else match[0]
-
-    return re.sub(r"--([a-z][a-z-]*)", key_of, message)
+    flags = {"--" + key.replace("_", "-"): key for key in KEYS}
+    return re.sub(r"--[a-z-]+", lambda match: flags.get(match[0], match[0]), message)
 
 
 class EvalFile(NamedTuple):
@@ -226,17 +218,15 @@ def _entries(path: str, datasets: Any) -> list[tuple[str, dict[Any, Any]]]:
         raise ConfigError(
             f"{FILE_FLAG} {path}: eval needs datasets: a list of {{name: …, path: …}}, or a mapping by name"
         )
-    entries = []
+    entries, by_name = [], isinstance(datasets, dict)
     for key, value in datasets.items() if isinstance(datasets, dict) else enumerate(datasets, 1):
-        place = f"{path}: set {key}" if isinstance(datasets, dict) else f"{path}: entry {key} of datasets"
+        place = f"{path}: set {key}" if by_name else f"{path}: entry {key} of datasets"
         entry = _mapping(place, value)
-        if isinstance(datasets, dict):
-            if "name" in entry:
-                raise ConfigError(f"{place}: name is given twice; leave it out, the key before it is the name")
-            entry = {"name": key, **entry}
-        for needed in ("name", "path"):
-            if needed not in entry:
-                raise ConfigError(f"{place} has no {needed}; give one")
+        if by_name and "name" in entry:
+            raise ConfigError(f"{place}: name is given twice; leave it out, the key before it is the name")
+        entry = {"name": key, **entry} if by_name else entry
+        if missing := [needed for needed in ("name", "path") if needed not in entry]:
+            raise ConfigError(f"{place} has no {missing[0]}; give one")
         entries.append((f"{path}: set {entry['name']}", entry))
     return entries
 

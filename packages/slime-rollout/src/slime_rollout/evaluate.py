@@ -31,12 +31,7 @@ class HeldOutPrompts:
 
     @classmethod
     def load(cls, held_out: EvalSet, tokenizer: Any) -> HeldOutPrompts:
-        """Read and tokenize a set.
-
-        Raises:
-            ConfigError: The tokenizer has no chat template and the set asks for one.
-            DataError: The file breaks its format, or a rule of ``metadata_overrides`` does not fit it.
-        """
+        """Read and tokenize a set. `DataError`: it breaks its format, or ``metadata_overrides`` names an unfit rule."""
         config = held_out.config
         with held_out.named():
             encoder = PromptEncoder.of(config, tokenizer)
@@ -68,13 +63,8 @@ class HeldOutPrompts:
 class Evaluator:
     """Answers and scores held-out sets, all at once, without the data that is trained on.
 
-    Args:
-        sets: The sets.
-        scorers: The scorers of the sets.
-        run_seed: Seed of the run; every set has its own stream, ``eval/<name>``.
-        tokenizer: The model's.
-        hook_args: Every flag by its name.
-        on_progress: Called with the number of scored samples and of all samples, after each one.
+    Every set has its own stream of seeds, ``eval/<name>``. ``on_progress`` is called after each sample, with the number
+    of scored samples and of all samples.
     """
 
     def __init__(
@@ -87,19 +77,19 @@ class Evaluator:
         hook_args: HookArgs,
         on_progress: Progress | None = None,
     ) -> None:
-        self._sets = [(one, _pipeline(one.held_out, scorers)) for one in sets]
+        self._sets: list[tuple[HeldOutPrompts, GroupPipeline]] = []
+        for one in sets:
+            scorer, key = scorers.of(one.held_out.config), one.held_out.config.rewards.reward_key
+            with one.held_out.named():
+                generate = make_generate(one.held_out.config)
+            self._sets.append((one, GroupPipeline(generate, scorer.reward, scorer.group_reward, reward_key=key)))
         self._make_context = functools.partial(
             GenerationContext, run_seed=run_seed, tokenizer=tokenizer, args=hook_args
         )
         self._on_progress = on_progress
 
     async def evaluate(self, rollout_id: int, client: EngineClient) -> EvalReport:
-        """Score all sets. Errors name the set.
-
-        Args:
-            rollout_id: Rollouts trained on before.
-            client: Where requests go.
-        """
+        """Score all sets, after ``rollout_id`` rollouts were trained on. Errors name the set."""
         start = time.perf_counter()
         groups = [one.groups() for one, _ in self._sets]
         watch = Stopwatch(sum(len(group) for part in groups for group in part), self._on_progress)
@@ -130,11 +120,3 @@ class Evaluator:
             done = await all_of([pipeline.run(group, context, watch) for group in groups])
         number_parts(done, itertools.count(sum(map(len, groups))).__next__)
         return [sample for group in done for sample in group]
-
-
-def _pipeline(held_out: EvalSet, scorers: Scorers) -> GroupPipeline:
-    config = held_out.config
-    scorer = scorers.of(config)
-    with held_out.named():
-        generate = make_generate(config)
-    return GroupPipeline(generate, scorer.reward, scorer.group_reward, reward_key=config.rewards.reward_key)

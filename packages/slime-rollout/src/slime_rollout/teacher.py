@@ -35,10 +35,6 @@ class TeacherVocabulary:
     # answers with 0 in its place, with the right log-prob.
     shown_as_zero: int | None = None
 
-    def may_be_shown_as(self, token: int, shown: Any) -> bool:
-        """Whether an answer that names ``shown`` is about ``token``."""
-        return type(shown) is int and (shown == token or (shown == 0 and token == self.shown_as_zero))
-
 
 class TeacherLogProbs:
     """Asks the teacher about finished samples and sets their ``teacher_log_probs``.
@@ -46,11 +42,8 @@ class TeacherLogProbs:
     Each is one request: prompt and response as token ids, nothing to generate. The values are those of the teacher's
     own distribution, at temperature 1. Untrained tokens of a response, such as a tool's answer, get theirs too.
 
-    Args:
-        url: Address of a SGLang server, or of a router before several.
-        timeout: Time limit of one attempt, in seconds; there are four.
-        vocabulary: What it can be asked about.
-        drop: Leave a sample without log-probs out of training instead of ending the run; 64 in a row end it anyway.
+    With ``drop`` a sample without log-probs is left out of training, and only 64 in a row end the run. ``timeout``
+    limits one attempt, in seconds; there are four.
     """
 
     def __init__(self, url: str, *, timeout: float, vocabulary: TeacherVocabulary, drop: bool = False) -> None:
@@ -60,11 +53,7 @@ class TeacherLogProbs:
         self._failed_in_a_row = 0
 
     async def __call__(self, sample: Sample) -> None:
-        """Set ``sample.teacher_log_probs``, unless they are set or the sample failed.
-
-        Raises:
-            TeacherError: The teacher gave none.
-        """
+        """Set ``sample.teacher_log_probs``, unless they are set or the sample failed; `TeacherError` without them."""
         if sample.teacher_log_probs is not None or sample.status is Status.FAILED:
             return
         try:
@@ -121,10 +110,8 @@ def request(tokens: list[int], start: int, **more: Any) -> dict[str, Any]:
 def read_log_probs(reply: Any, tokens: list[int], vocabulary: TeacherVocabulary) -> list[float]:
     """The log-probs in SGLang's answer to :func:`request`, in nats, of all ``tokens`` but the first.
 
-    The first is the token at ``start``: SGLang's list begins with it, without a value.
-
-    Raises:
-        TeacherError: It has another form, is about other tokens, or lacks a value.
+    The first is the token at ``start``: SGLang's list begins with it, without a value. Raises `TeacherError` if the
+    answer has another form, is about other tokens, or lacks a value.
     """
     try:
         entries = [(entry[0], entry[1]) for entry in reply["meta_info"]["input_token_logprobs"]]
@@ -136,7 +123,7 @@ def read_log_probs(reply: Any, tokens: list[int], vocabulary: TeacherVocabulary)
     if len(entries) != len(tokens):
         raise TeacherError(f"answered about {len(entries)} tokens instead of {len(tokens)}")
     for place, ((value, shown), token) in enumerate(zip(entries, tokens, strict=True)):
-        if not vocabulary.may_be_shown_as(token, shown):
+        if type(shown) is not int or shown not in (token, 0 if token == vocabulary.shown_as_zero else token):
             raise TeacherError(f"answered about token {shown!r} in the place of token {token} ({place} from the start)")
         if place > 0 and (type(value) not in (int, float) or not abs(value) <= _LARGEST):
             raise TeacherError(f"gave {value!r} as the log-prob of token {token} ({place - 1} of the response)")

@@ -163,7 +163,7 @@ def table(scores):
 
 def text_scores(name):
     compare = find_rule(name).compare
-    scores = [compare(pair.answer, pair.label, {}) for pair in PAIRS]
+    scores = [compare(pair.answer, pair.label) for pair in PAIRS]
     return [score["acc"] if isinstance(score, dict) else score for score in scores]
 
 

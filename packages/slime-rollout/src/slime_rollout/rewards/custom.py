@@ -38,9 +38,9 @@ class CustomReward:
 
     Args:
         path: As the flag has it; ``file.py`` alone means its ``custom_rm``, or else its ``CustomRewardModel``.
-        hook_args: Every flag by its name, a function's first argument.
-        timeout: Time limit of one call, in seconds.
-        kwargs: Constructor arguments of a class; ``None`` if none were given.
+        hook_args: A function's first argument.
+        timeout: Seconds that one call may take.
+        kwargs: Constructor arguments of a class.
         group: A function takes several samples, whatever its second argument is called.
 
     Raises:
@@ -75,12 +75,7 @@ class CustomReward:
         self._calls = FunctionCalls(self._name, function, timeout=timeout)
 
     async def __call__(self, sample: Sample) -> RewardValue:
-        """The value of a function that takes one sample.
-
-        Raises:
-            VerifierError: It raised, took too long, or returned something that is not a number.
-            RewardError: Too many calls of it do not end.
-        """
+        """The value of a function that takes one sample. Raises as :meth:`score`."""
         outcome = self._outcome(await self._calls(name_samples([sample]), sample), sample)
         if isinstance(outcome, VerifierError):
             raise outcome
@@ -89,9 +84,7 @@ class CustomReward:
     async def score(self, group: Group) -> list[Outcome]:
         """Of a function that takes several samples, or a class: each sample's reward, or why it has none.
 
-        Raises:
-            VerifierError: The call raised, took too long, or did not return one value for each sample.
-            RewardError: The object cannot be made, or too many calls do not end.
+        Raises `VerifierError` if the call failed, `RewardError` if the object cannot be made or too many calls hang.
         """
         try:
             values = await self._calls(name_samples(group), list(group))
@@ -131,8 +124,11 @@ class _Model:
 
     def __init__(self, made_from: Any, name: str, kwargs: Mapping[str, Any], hook_args: HookArgs) -> None:
         try:
-            arguments = {**_default_arguments(made_from, hook_args), **kwargs}
-            inspect.signature(made_from).bind(**arguments)
+            signature, arguments = inspect.signature(made_from), dict(kwargs)
+            wanted = signature.parameters.get("model_path")
+            if wanted is not None and wanted.default is wanted.empty and "hf_checkpoint" in hook_args:
+                arguments = {"model_path": hook_args.hf_checkpoint, **kwargs}
+            signature.bind(**arguments)
             inspect.signature(made_from.compute_reward).bind(None, "prompts", "responses")
         except AttributeError:
             raise ConfigError(f"{name} is a class without compute_reward(self, prompts, responses)") from None
@@ -141,8 +137,7 @@ class _Model:
                 f"{name}: {error}; it is made with --custom-rm-kwargs ({', '.join(kwargs) or 'none given'}), "
                 "and called as compute_reward(prompts, responses)"
             ) from None
-        self._make = functools.partial(made_from, **arguments)
-        self._name = name
+        self._make, self._name = functools.partial(made_from, **arguments), name
         self._made: Any = None
         self._lock = threading.Lock()
         self.is_being_made = False
@@ -161,14 +156,6 @@ class _Model:
             raise RewardError(f"{self._name} cannot be made: {type(error).__name__}: {error}") from error
         finally:
             self.is_being_made = False
-
-
-def _default_arguments(made_from: Any, hook_args: HookArgs) -> dict[str, Any]:
-    """The run's model, for a constructor that needs a ``model_path``."""
-    wanted = inspect.signature(made_from).parameters.get("model_path")
-    if wanted is None or wanted.default is not wanted.empty or "hf_checkpoint" not in hook_args:
-        return {}
-    return {"model_path": hook_args.hf_checkpoint}
 
 
 class BatchedReward:

@@ -50,10 +50,9 @@ _ERROR_CHARACTERS = 300
 class VerifierPool:
     """Runs one verifier in at most ``workers`` processes.
 
-    The processes start with the first request, and end with :meth:`close`, with the last reference to the pool, with
-    the event loop of the requests, or with this process, however it ends. A request waits for a free worker without
-    limit. Equal requests are scored once, while the first is pending and as long as its score is among the last
-    100,000; failures are not kept.
+    The processes start with the first request, and end with :meth:`close`, the last reference to the pool, the event
+    loop of the requests, or this process. A request waits for a free worker without limit. Equal requests are scored
+    once, while the first is pending and as long as its score is among the last 100,000; failures are not kept.
 
     Args:
         target: A rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``.
@@ -177,14 +176,18 @@ class _KeeperProcess:
         if self._ready:
             return VerifierError(f"the verifiers of {self._target} ended with exit code {code}")
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return RewardError(f"the verifier {self._target} does not start: {lines[-1] if lines else f'exit code {code}'}")
+        *_, last = ["", *self._errors.read().decode(errors="replace").strip().splitlines()]
+        return RewardError(f"the verifier {self._target} does not start: {last or f'exit code {code}'}")
 
 
 def keep(descriptor: str, target: str, workers: str, time_limit: str, memory_limit: str) -> None:
     """The keeper's life: load the verifier, start workers, and serve until the pool's end closes."""
     connection: Connection[Any, Any] = Connection(int(descriptor))
-    verifier = _load_verifier(target)
+    if ":" in target:
+        verifier = load_function(target, "verifier", arguments=("response", "label", "metadata"))
+    else:
+        verifier = find_rule(target).score
+        verifier("</think>\\boxed{\\frac{1}{2}+x}", "x+0.5", {})  # imports what it needs, before the first fork
     keeper = _Keeper(connection, verifier, int(workers), float(time_limit), int(memory_limit))
     try:
         connection.send_bytes(b"")  # ready
@@ -193,14 +196,6 @@ def keep(descriptor: str, target: str, workers: str, time_limit: str, memory_lim
         pass
     finally:
         keeper.close()
-
-
-def _load_verifier(target: str) -> Verifier:
-    if ":" in target:
-        return load_function(target, "verifier", arguments=("response", "label", "metadata"))
-    verifier = find_rule(target).score
-    verifier("</think>\\boxed{\\frac{1}{2}+x}", "x+0.5", {})  # imports what it needs, before the first fork
-    return verifier
 
 
 class _Keeper:

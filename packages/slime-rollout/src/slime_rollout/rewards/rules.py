@@ -68,20 +68,17 @@ def exact(response: str, label: str) -> float:
 
 
 def first_integer(response: str, label: str) -> float:
-    """1 if the first number of the response is the integer that the label names.
+    """1 if the first number of the response is the integer of the label, such as ``42``, ``042`` or ``1,234``.
 
-    ``42``, ``+42``, ``042``, ``= 42.`` and ``1,234`` (for 1234) are integers; so is ``-5`` where the sign touches its
-    digits and follows no letter, digit or bracket. A number with decimals (``41.5``, ``42.0``) is none and scores 0.
+    A sign counts where it touches the digits and follows no letter, digit or bracket. ``42.0`` is not an integer.
     """
     wanted = parse_integer(label)
     return float(wanted is not None and parse_integer(response) == wanted)
 
 
 def parse_integer(text: str) -> str | None:
-    """The first number of a text in its shortest form, such as ``-42``; ``None`` if there is none or it has decimals.
-
-    Text, not ``int``: a model may write more digits than Python converts.
-    """
+    """The first number of a text in its shortest form, such as ``-42``; ``None`` without one, or with decimals."""
+    # Text, not `int`: a model may write more digits than Python converts.
     match = _FIRST_NUMBER.search(text)
     if match is None or match["fraction"] or match["point"]:
         return None
@@ -226,10 +223,8 @@ def math_equal(answer: str, label: str) -> bool:
 
     Equal texts are equal. Words (three letters and more) and times of day are compared as text, case aside, for
     Math-Verify would read ``yes`` as the product e·s·y, and 10:30 as a third. All else is for Math-Verify: numbers to
-    six decimals, expressions symbolically, tuples and intervals in order, sets and lists of solutions in any.
-
-    Raises:
-        Exception: Whatever Math-Verify or SymPy raises on texts that it cannot take.
+    six decimals, expressions symbolically, tuples and intervals in order, sets and lists of solutions in any. Raises
+    whatever Math-Verify or SymPy does on texts that it cannot take.
     """
     given, wanted = _tidy(answer), _tidy(label)
     if not given or not wanted:
@@ -273,20 +268,18 @@ def _verify(given: str, wanted: str) -> bool:
 class Rule:
     """How a response is scored: ``find`` its answer, then ``compare`` that with the label."""
 
-    compare: Callable[[str, str, Metadata], RewardValue]
+    compare: Callable[..., RewardValue]  # of the answer and the label; of the metadata too, where it needs some
     find: Callable[[str], str | None] = str
     wrong: RewardValue = 0.0  # also of a response that could not be scored
-    metadata_keys: tuple[str, ...] = ()  # entries of a sample's metadata that `compare` needs
+    metadata_keys: tuple[str, ...] = ()  # entries of the metadata that `compare` needs
     instant: bool = False  # fast whatever the response: scored in place, not in another process
 
     def score(self, response: str, label: str, metadata: Metadata) -> RewardValue:
         """The reward of a response."""
         answer = self.find(response)
-        return self.wrong if answer is None else self.compare(answer, label, metadata)
-
-
-def _by_label(compare: Callable[[str, str], float]) -> Callable[[str, str, Metadata], float]:
-    return lambda answer, label, metadata: float(compare(answer, label))
+        if answer is None:
+            return self.wrong
+        return self.compare(answer, label, metadata) if self.metadata_keys else self.compare(answer, label)
 
 
 def _boxed_after_thought(response: str) -> str | None:
@@ -297,17 +290,17 @@ def _boxed_after_thought(response: str) -> str | None:
 _DAPO_WRONG: RewardValue = {"score": -1.0, "acc": 0.0}
 
 
-def _dapo(answer: str, label: str, metadata: Metadata) -> RewardValue:
+def _dapo(answer: str, label: str) -> RewardValue:
     return {"score": 1.0, "acc": 1.0} if same_number(answer, label) else _DAPO_WRONG
 
 
 _RULES = {
-    "exact": Rule(_by_label(exact), instant=True),
-    "first_integer": Rule(_by_label(first_integer), instant=True),
-    "math": Rule(_by_label(math_equal), last_boxed),
-    "deepscaler": Rule(_by_label(math_equal), _boxed_after_thought),
+    "exact": Rule(exact, instant=True),
+    "first_integer": Rule(first_integer, instant=True),
+    "math": Rule(math_equal, last_boxed),
+    "deepscaler": Rule(math_equal, _boxed_after_thought),
     "dapo": Rule(_dapo, answer_line, wrong=_DAPO_WRONG),
-    "f1": Rule(_by_label(token_f1)),
+    "f1": Rule(token_f1),
     "gpqa": Rule(multiple_choice, metadata_keys=("choices", "correct_letter")),
 }
 

@@ -125,10 +125,7 @@ def make_scorer(
 class RowRuleReward:
     """Scores each sample by the rule that its row's metadata names as ``rm_type``, or else by the run's.
 
-    Args:
-        config: The run's rule, limits, and the address of the service.
-        rewards: The rewards that exist; further ones are added when they are needed.
-        names: Names of a service's rewards, as for `Tolerance`.
+    Rewards that are not among ``rewards`` are added when they are needed. ``names``: of a service's rewards.
     """
 
     def __init__(self, config: RolloutConfig, rewards: RuleRewards, names: Collection[str] = ()) -> None:
@@ -189,11 +186,7 @@ class RemoteReward:
     r"""Sends ``{"prompt", "response", "label"}`` as JSON; the answer is a number, or an object of numbers.
 
     Refused connections, 408, 429 and 5xx are tried four times; any other 4xx ends the run: every sample would get it.
-
-    Args:
-        url: Address of the service.
-        timeout: Time limit of one attempt, in seconds.
-        boxed: Send as response what the last ``\boxed{…}`` holds: nothing where there is none.
+    ``boxed`` sends as response what the last ``\boxed{…}`` holds, nothing where there is none.
     """
 
     def __init__(self, url: str, *, timeout: float, boxed: bool = False) -> None:
@@ -201,12 +194,7 @@ class RemoteReward:
         self._boxed = boxed
 
     async def __call__(self, sample: Sample) -> RewardValue:
-        """The service's value.
-
-        Raises:
-            VerifierError: The service failed, or its answer is not a reward.
-            RewardError: It refused the request.
-        """
+        """The service's value. Raises `VerifierError` if it failed, `RewardError` if it refused the request."""
         response = last_boxed(sample.response) or "" if self._boxed else sample.response
         payload = {"prompt": sample.prompt, "response": response, "label": sample.label}
         try:
