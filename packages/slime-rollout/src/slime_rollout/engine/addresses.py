@@ -57,11 +57,7 @@ def address(host: str, port: int) -> str:
 
 
 def full_address(flag: str, given: str) -> str:
-    """``HOST:PORT`` or ``http://HOST:PORT`` as the latter.
-
-    Raises:
-        ConfigError: It is neither; names ``flag``.
-    """
+    """``HOST:PORT`` or ``http://HOST:PORT`` as the latter; `ConfigError` that names ``flag`` if it is neither."""
     url = given if "://" in given else f"http://{given}"
     parts = urllib.parse.urlsplit(url)
     try:

@@ -29,11 +29,7 @@ setting = functools.partial(flag, may_change=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig(Config):
-    """How the trainer's weights reach the engines; base of :class:`EngineConfig`.
-
-    Raises:
-        ConfigError: A combination that cannot work.
-    """
+    """How the trainer's weights reach the engines; base of :class:`EngineConfig`."""
 
     update_weight_mode: str = setting(
         "full", choices=MODES, help="send whole tensors, or only the bytes that changed (needs the transport disk)"
@@ -117,9 +113,6 @@ class EngineConfig(WeightSyncConfig):
     Attributes:
         sglang_args: SGLang's own flags by name, without ``--sglang-``: ``{"chunked-prefill-size": "512",
             "enable-metrics": True}``. They win over slime's choices.
-
-    Raises:
-        ConfigError: A value is outside its range, with the value, the range and what to do.
     """
 
     sglang_python: str | None = setting(
@@ -186,9 +179,14 @@ class EngineConfig(WeightSyncConfig):
         yield from super().contradictions()
         yield from self._invalid_values()
         if self.sglang_router_url is not None:
-            yield from _check_external_router(self)
+            names = ("sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy")
+            if idle := self._given(*names):
+                yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
         if self.rollout_external_engine_addrs:
-            yield from _check_external_engines(self)
+            idle = self._given("sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")
+            if idle := [*idle, *(f"--sglang-{name}" for name in self.sglang_args)]:
+                engines = "the external engines of --rollout-external-engine-addrs"
+                yield f"{', '.join(idle)}: no effect on {engines}; leave out"
 
     def _invalid_values(self) -> Iterator[str]:
         try:
@@ -197,9 +195,16 @@ class EngineConfig(WeightSyncConfig):
                 _check_pass_through(name, value)
             if self.sglang_router_url is not None:
                 full_address("--sglang-router-url", self.sglang_router_url)
-            _ = self.external_urls
+            urls = self.external_urls
+            if repeated := sorted({url for url in urls if urls.count(url) > 1}):
+                yield f"--rollout-external-engine-addrs names {', '.join(repeated)} twice; name every engine once"
         except ConfigError as error:
             yield str(error)
+
+    def _given(self, *names: str) -> list[str]:
+        """The flags among ``names`` that do not have their default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return ["--" + name.replace("_", "-") for name in names if getattr(self, name) != defaults[name]]
 
     @property
     def external_urls(self) -> tuple[str, ...]:
@@ -237,29 +242,6 @@ def find_python(given: str | None) -> str:
         problem = "is not an executable file" if os.sep in str(given) else "is not a command in PATH"
         raise ConfigError(f"--sglang-python {given} {problem}; give the Python interpreter that SGLang is installed in")
     return found
-
-
-def _check_external_router(config: EngineConfig) -> Iterator[str]:
-    idle = _changed(
-        config, "sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy"
-    )
-    if idle:
-        yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
-
-
-def _check_external_engines(config: EngineConfig) -> Iterator[str]:
-    urls = config.external_urls
-    if repeated := sorted({url for url in urls if urls.count(url) > 1}):
-        yield f"--rollout-external-engine-addrs names {', '.join(repeated)} twice; name every engine once"
-    idle = _changed(config, "sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")
-    if idle := [*idle, *(f"--sglang-{name}" for name in config.sglang_args)]:
-        yield f"{', '.join(idle)}: no effect on the external engines of --rollout-external-engine-addrs; leave out"
-
-
-def _changed(config: EngineConfig, *names: str) -> list[str]:
-    """The flags among ``names`` that do not have their default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    return ["--" + name.replace("_", "-") for name in names if getattr(config, name) != defaults[name]]
 
 
 def _check_pass_through(name: str, value: SglangValue) -> None:

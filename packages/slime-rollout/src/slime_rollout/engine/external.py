@@ -38,37 +38,21 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExternalEngine:
-    """What an engine reports about itself.
-
-    Attributes:
-        url: Its address.
-        model_path: The model that it was started with, as its machine names it.
-        dtype: ``float32``, ``bfloat16`` …, or ``auto``.
-        context_length: Longest prompt plus response in tokens, if it was set.
-        tp_size: Tensor parallel size.
-        other_sizes: Pipeline and data parallel sizes and nodes: those that are not 1, by SGLang's flag.
-        weight_version: The version that it stamps on samples.
-        deterministic: Whether samples follow their seeds.
-        generates: Whether it is a whole engine for text: no embedding, prefill, decode or encoder engine.
-    """
+    """What an engine reports about itself."""
 
     url: str
-    model_path: str
-    dtype: str
+    model_path: str  # as its machine names it
+    dtype: str  # `float32`, `bfloat16` …, or `auto`
     context_length: int | None
     tp_size: int
-    other_sizes: dict[str, int]
+    other_sizes: dict[str, int]  # pipeline and data parallel sizes and nodes that are not 1, by SGLang's flag
     weight_version: str
-    deterministic: bool
-    generates: bool
+    deterministic: bool  # whether samples follow their seeds
+    generates: bool  # whether it is a whole engine for text: no embedding, prefill, decode or encoder engine
 
     @classmethod
     def probe(cls, url: str) -> ExternalEngine:
-        """Ask a running engine.
-
-        Raises:
-            ExternalEngineError: It does not answer, or not like an SGLang engine.
-        """
+        """Ask a running engine; `ExternalEngineError` if it does not answer, or not like an SGLang engine."""
         try:
             server = call("GET", f"{url}/server_info", timeout=PROBE_TIMEOUT_SECONDS)
             model = call("GET", f"{url}/model_info", timeout=PROBE_TIMEOUT_SECONDS)
@@ -181,11 +165,7 @@ def _plain_dtype(engine: ExternalEngine) -> str:
 
 
 class ExternalFleet(Fleet):
-    """External engines behind a router. Made by :meth:`attach`; nothing of it is ever replaced.
-
-    Attributes:
-        engines: What each of them is.
-    """
+    """External engines behind a router. Made by :meth:`attach`; nothing of it is ever replaced."""
 
     def __init__(self, engines: Sequence[ExternalEngine], router: RouterSlot) -> None:
         self.engines = tuple(engines)
@@ -264,10 +244,9 @@ class ExternalFleet(Fleet):
         return [engine.url for engine in self.engines]
 
     def check(self) -> None:
-        """Raise if the router or an engine is gone. Engines are asked every five seconds at most.
+        """Raise `EngineDiedError` if the router has ended, or does not use an engine that does not answer either.
 
-        Raises:
-            EngineDiedError: The router has ended, or has stopped using an engine that does not answer either.
+        Engines are asked every five seconds at most.
         """
         self._router.process.check()
         now = time.monotonic()
@@ -313,10 +292,9 @@ class ExternalFleet(Fleet):
 
 
 def wait_for_answers(urls: Sequence[str], timeout: float, on_progress: Progress | None = None) -> None:
-    """Return when all engines answer. Those that a killed run left paused for new weights generate again.
+    """Return when all engines answer; `EngineStartError` if one does not within ``timeout`` seconds.
 
-    Raises:
-        EngineStartError: One does not within ``timeout`` seconds.
+    Those that a killed run left paused for new weights generate again.
     """
     started = time.monotonic()
     waiting, warned = list(urls), False

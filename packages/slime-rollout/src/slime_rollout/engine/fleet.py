@@ -68,13 +68,10 @@ class Fleet(abc.ABC):
         return []
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """Where to send weights now. With fault tolerance, waits until an engine is up.
+        """Where to send weights now. With fault tolerance, waits until an engine is up. Raises as :meth:`check`.
 
         Args:
             only_behind: Only to the engines that are behind; the weights are those of the last confirmed update.
-
-        Raises:
-            EngineDiedError: As :meth:`check`.
         """
         self.check()
         return [] if only_behind else self.engine_urls
@@ -84,7 +81,7 @@ class Fleet(abc.ABC):
         """Every engine of :meth:`begin_update` has confirmed ``version``, which is the current one now."""
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """The update failed; its engines get no more requests before another one.
+        """The update failed; its engines get no more requests before another one. Raises as :meth:`check`.
 
         Args:
             silent: Addresses of the engines that did not answer a request of the update; they are replaced.
@@ -92,9 +89,6 @@ class Fleet(abc.ABC):
         Returns:
             Whether an engine died or hangs, which is now being replaced: then a retry may succeed. Finding out takes as
             long as a health check may take. ``False`` without fault tolerance.
-
-        Raises:
-            EngineDiedError: As :meth:`check`.
         """
         self.check()
         return False

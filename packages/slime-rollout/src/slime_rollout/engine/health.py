@@ -90,7 +90,7 @@ class Registry:
         """Remove all other engines from the router, offer it those that it does not know, and note who gets requests.
 
         Raises:
-            EngineError: The router has refused that for :data:`REFUSED_SECONDS`, with an answer that will not change.
+            EngineError: The router has refused that for :data:`REFUSED_SECONDS`.
         """
         router = self._router.process
         try:
@@ -182,22 +182,17 @@ class FleetMonitor:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check(self) -> None:
-        """Raise if something has failed for good.
-
-        Raises:
-            EngineDiedError: A process failed after the last restart that it may have; with the end of its log.
-            SlimeError: A repair itself failed.
-        """
+        """As :meth:`Fleet.check`."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # it is raised many times
 
     def behind(self) -> list[str]:
-        """Addresses of the engines that answer, but do not have the weights of the last confirmed update."""
+        """As :meth:`Fleet.engines_behind`."""
         with self._lock:
             return [] if self._updating is not None else [slot.url for slot in self._behind()]
 
     def not_serving(self) -> list[str]:
-        """Names of all that do not serve now."""
+        """As :meth:`Fleet.not_serving`."""
         lost = [slot.name for slot in self._engines if not slot.now.in_router]
         return lost if self._router.now.up else [*lost, self._router.name]
 
@@ -391,7 +386,7 @@ def no_answer(url: str, timeout: float, stopping: threading.Event) -> str | None
 
 
 def not_ready(process: ServingProcess) -> str | None:
-    """``None`` once a process that was restarted answers, and an engine is set up as at the fleet's start."""
+    """``None`` once a process that was restarted answers, and is set up as at the fleet's start."""
     try:
         if not process.is_ready(START_TIMEOUT_SECONDS):
             return "did not answer"

@@ -123,10 +123,10 @@ class RouterApi(abc.ABC):
         roles: Mapping[str, Mapping[str, Any]] | None = None,
         timeout: float = WORKER_TIMEOUT_SECONDS,
     ) -> None:
-        """Register engines; return when it sends them requests.
+        """Register engines that are ready, and perhaps known already; return when it sends them requests.
 
         Args:
-            urls: Addresses of engines that are ready. It may know them already.
+            urls: Their addresses.
             roles: What else the router must know of an engine, by its address.
             timeout: Longest wait in seconds.
 
@@ -158,31 +158,20 @@ class RouterApi(abc.ABC):
         return {url for url, (_, healthy) in self._workers(START_ATTEMPTS).items() if healthy}
 
     def workers(self) -> Workers:
-        """The engines that it knows.
-
-        Raises:
-            HttpError: It does not answer in time, or not like a router.
-        """
+        """The engines that it knows; `HttpError` if it does not answer in time, or not like a router."""
         return self._workers(self.attempts)
 
     def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
         """Register an engine, without waiting; the router tries the engine first, for :data:`OFFER_SECONDS`.
 
         It tries ten at once, duplicates included: ten offers of one engine that hangs keep every other engine out.
-
-        Raises:
-            HttpError: It does not answer in time.
         """
         body = {"url": url, **(role or {})}
         attempts = attempts or self.attempts
         call("POST", f"{self.url}/workers", body, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
 
     def remove_worker(self, url: str) -> None:
-        """Stop it from sending requests to an engine; does nothing if it does not know that one.
-
-        Raises:
-            HttpError: It does not answer in time.
-        """
+        """Stop it from sending requests to an engine; does nothing if it does not know that one."""
         if url not in (workers := self.workers()):
             return
         try:
@@ -209,14 +198,7 @@ class Router(ServingProcess, RouterApi):
     def start(
         cls, config: EngineConfig, *, port: int, prometheus_port: int, log_path: Path, disaggregated: bool = False
     ) -> Router:
-        """Start the process; it ends when this one does.
-
-        Args:
-            config: Its address, policy and time limit.
-            port: Port that it listens on.
-            prometheus_port: Port of its metrics, always on the loopback address.
-            log_path: Where its output goes.
-            disaggregated: Whether its engines are prefill and decode engines.
+        """Start the process; it ends when this one does. ``disaggregated``: its engines are for prefill and decode.
 
         Raises:
             PortInUseError: The port is taken. Nothing was started.
@@ -268,7 +250,7 @@ class ExternalRouter(RouterApi):
         return router
 
     def is_ready(self, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
-        """Whether it answers within ``timeout`` seconds."""
+        """As :meth:`ServingProcess.is_ready`."""
         return answers(self.url + LIVENESS_PATH, timeout)
 
     def offer_worker(self, url: str, role: Mapping[str, Any] | None = None, *, attempts: int | None = None) -> None:
@@ -304,9 +286,7 @@ class ExternalRouter(RouterApi):
             logger.warning("engines of this run may be left in the router %s: %s", self.url, error)
         self._added.clear()
 
-    def stop(self) -> None:
-        """The same; the router itself goes on."""
-        self.request_stop()
+    stop = request_stop
 
     def _workers(self, attempts: int) -> Workers:
         ours = self._known | self._added

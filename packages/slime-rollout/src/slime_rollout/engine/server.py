@@ -64,7 +64,6 @@ class EngineSpec:
 
     model_path: str
     port: int = 0
-    host: str = LOOPBACK
     dtype: str = "bfloat16"
     context_length: int | None = None
     seed: int = 0
@@ -79,7 +78,7 @@ class EngineSpec:
     @property
     def url(self) -> str:
         """Address of the engine."""
-        return address(self.host, self.port)
+        return address(LOOPBACK, self.port)
 
     @property
     def router_role(self) -> dict[str, str | int]:
@@ -98,7 +97,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     """The command line of one server. The user's ``sglang_args`` win over what is chosen here."""
     flags: dict[str, SglangValue] = {
         "model-path": spec.model_path,
-        "host": spec.host,
+        "host": LOOPBACK,
         "port": str(spec.port),
         "dtype": spec.dtype,
         "tp-size": str(spec.ranks(config)),
@@ -193,7 +192,7 @@ def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callabl
     """Return when ``is_ready`` is true, which gets the seconds that it may take to find out.
 
     Raises:
-        EngineStartError: It is still not after ``timeout`` seconds; ``problem`` makes the message.
+        EngineStartError: It is not true after ``timeout`` seconds; with the message of ``problem``.
     """
     deadline = time.monotonic() + timeout
     while not is_ready(min(HEALTH_TIMEOUT_SECONDS, max(deadline - time.monotonic(), POLL_SECONDS))):
@@ -203,16 +202,10 @@ def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callabl
 
 
 class ServingProcess:
-    """A supervised process that serves HTTP. As a context manager it ends the process on exit.
+    """A supervised process that serves HTTP. As a context manager it ends the process on exit."""
 
-    Attributes:
-        url: Its address.
-        title: What messages call it.
-        ready_path: What it answers once it serves.
-    """
-
-    title = "server"
-    ready_path = "/health"
+    title = "server"  # what messages call it
+    ready_path = "/health"  # what it answers once it serves
 
     def __init__(self, process: Supervised, url: str) -> None:
         self._process = process
@@ -237,11 +230,8 @@ class ServingProcess:
         Raises:
             EngineStartError: It ended, or does not answer within ``timeout`` seconds; with the end of its log.
         """
-        wait_for(self.is_ready, timeout, lambda: self.silence(timeout))
-
-    def silence(self, timeout: float) -> str:
-        """The message where it does not answer in time."""
-        return f"{self.url} does not answer after {timeout:g} s; see {self.log_excerpt()}"
+        hint = f"does not answer after {timeout:g} s; see"
+        wait_for(self.is_ready, timeout, lambda: f"{self.url} {hint} {self.log_excerpt()}")
 
     def check(self) -> None:
         """Raise if it has ended; errors as of :meth:`is_ready`."""
@@ -295,11 +285,7 @@ class ServingProcess:
 
 
 class SGLangEngine(ServingProcess):
-    """A running ``sglang.launch_server``, made by :meth:`start`, which returns at once.
-
-    Attributes:
-        spec: What it serves.
-    """
+    """A running ``sglang.launch_server``, made by :meth:`start`, which returns at once."""
 
     title = "SGLang engine"
 
@@ -326,8 +312,8 @@ class SGLangEngine(ServingProcess):
         """
         check_flags(config, [spec])
         if spec.port == 0:
-            spec = dataclasses.replace(spec, port=(ports or Ports()).take(spec.host))
-        check_port_free(spec.port, spec.host)
+            spec = dataclasses.replace(spec, port=(ports or Ports()).take())
+        check_port_free(spec.port)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         process = Supervised.start(
             server_command(config, spec),
@@ -353,12 +339,7 @@ class SGLangEngine(ServingProcess):
 
 
 class EngineLauncher:
-    """Starts engines on this host; a subclass may start them elsewhere. An engine's ``stop`` ends it.
-
-    Args:
-        config: How engines are started.
-        ports: Where their ports come from.
-    """
+    """Starts engines on this host; a subclass may start them elsewhere. An engine's ``stop`` ends it."""
 
     def __init__(self, config: EngineConfig, ports: Ports) -> None:
         self._config, self._ports = config, ports
@@ -384,11 +365,7 @@ class EngineLauncher:
 
 
 def check_flags(config: EngineConfig, specs: Iterable[EngineSpec]) -> None:
-    """Check the user's flags for engines against the SGLang that is installed.
-
-    Raises:
-        ConfigError: It does not know a flag or a value.
-    """
+    """Check the user's flags for engines; `ConfigError` if the installed SGLang does not know a flag or a value."""
     given = [args for args in (config.sglang_args, *(spec.sglang_args for spec in specs)) if args]
     if given:
         flags = installed_flags(config.python)

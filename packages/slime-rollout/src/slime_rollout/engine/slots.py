@@ -97,12 +97,7 @@ class Slot(abc.ABC, Generic[P]):
         return self.process.url
 
     def start(self) -> None:
-        """Start a process in it.
-
-        Raises:
-            PortInUseError: The port that was asked for is taken, or so were all that were tried. Nothing was started.
-            SupervisionError: The log file cannot be written.
-        """
+        """Start a process in it; `PortInUseError` if the port that was asked for is taken, or all that were tried."""
         for attempt in range(PORT_ATTEMPTS + 1):
             try:
                 self._now = Occupant(self._start())
@@ -122,12 +117,7 @@ class Slot(abc.ABC, Generic[P]):
             self.process.stop()
 
     def is_ready(self, timeout: float) -> bool:
-        """Whether its process answers within ``timeout`` seconds. Starts it on another port if it has lost its own.
-
-        Raises:
-            EngineStartError: It ended before it ever answered.
-            EngineDiedError: It ended later.
-        """
+        """As :meth:`ServingProcess.is_ready`; starts the process on another port if it has lost its own."""
         try:
             return self.process.is_ready(timeout)
         except EngineError:
@@ -136,11 +126,7 @@ class Slot(abc.ABC, Generic[P]):
             raise
 
     def move(self) -> bool:
-        """If another program has taken the port of a process, which has ended therefore, start it on another one.
-
-        Returns:
-            Whether it did; not more than :data:`PORT_ATTEMPTS` times.
-        """
+        """Whether it started a process again, on another port, which had ended because its own was taken."""
         if self.now.up or not self._may_move or self._moves == PORT_ATTEMPTS:
             return False
         if self.process.exit_code is None or not self.process.found_port_taken():
@@ -182,7 +168,7 @@ class RouterSlot(Slot[Any]):
         ports: Where its port comes from.
         log_path: Where a router that is started writes its log.
         engine_urls: External engines of this run, which an external router may know already.
-        disaggregated: Whether its engines are prefill and decode engines.
+        disaggregated: As of :meth:`Router.start`.
     """
 
     name = "router"
@@ -238,7 +224,7 @@ class Event(enum.StrEnum):
 
 
 class EventLog:
-    """Appends events to a file in ``directory``, one JSON object a line, and writes them to this process's log."""
+    """Appends events to :data:`EVENTS_FILE` in a directory, one JSON object a line, and to this process's log."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / EVENTS_FILE

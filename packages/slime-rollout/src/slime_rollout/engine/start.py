@@ -116,19 +116,12 @@ class ModelFleets(Fleet):
     ) -> ModelFleets:
         """Start everything; return when every router sends requests to its engines.
 
+        If no model is trained, the first one counts as that. Each model's logs go into a directory of its name.
         Prefill, decode and encoder groups are written from SGLang's documentation; they were not run on CUDA.
-
-        Args:
-            plan: What to start. If no model is trained, the first one counts as that.
-            log_dir: Each model's logs go into a directory of its name there.
-            on_progress: Called with the progress of all models together.
-            launcher: Starts the engines; on this host if ``None``.
 
         Raises:
             ConfigError: A group needs GPUs, and there are none.
-            PortInUseError: A port that was asked for is taken.
-            EngineStartError: A process did not come up, with the end of its log. Everything was stopped again, without
-                waiting for what was still starting.
+            EngineError: As of `EngineFleet.start`. What is still starting is not waited for.
         """
         check_runs_here(plan)
         started, failed = time.monotonic(), False

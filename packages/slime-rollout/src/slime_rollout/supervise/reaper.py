@@ -134,12 +134,9 @@ def ended_children() -> Iterator[tuple[int, int]]:
 
 
 def end_descendants(grace: float, *, reap: Callable[[], object], hurry: Callable[[], bool]) -> None:
-    """End every process below this one, which must be a subreaper.
+    """End every process below this one, which must be a subreaper: SIGKILL follows SIGTERM after ``grace`` seconds.
 
-    Args:
-        grace: Seconds between SIGTERM and SIGKILL.
-        reap: Called often; collects exited children.
-        hurry: Whether to stop waiting and send SIGKILL now.
+    ``reap`` is called often, and collects exited children; ``hurry`` says whether to send SIGKILL now.
     """
     deadline = time.monotonic() + grace
     asked: set[Process] = set()
