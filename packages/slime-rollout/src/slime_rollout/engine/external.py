@@ -92,7 +92,7 @@ def mismatches(
     Args:
         engines: What they report.
         model_path: Hugging Face directory of the run's model.
-        dtype: ``float32``, ``bfloat16`` …
+        dtype: The run's.
         context_length: Longest prompt plus response in tokens that must fit; not checked if ``None``.
         tp_size: Tensor parallel size; if ``None``, any that all engines share.
         weights_follow: Whether new weights are sent before the first request. Otherwise all must have the same.

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from slime_rollout.engine.addresses import Ports
@@ -100,9 +99,7 @@ class Fleet(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
