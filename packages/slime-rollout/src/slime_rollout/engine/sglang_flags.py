@@ -93,25 +93,15 @@ CONTROLLED: Mapping[str, str] = {
 
 
 class SglangFlag(msgspec.Struct, frozen=True, kw_only=True):
-    """One flag of SGLang.
+    """One flag of SGLang."""
 
-    Attributes:
-        name: Without the leading dashes, such as ``mem-fraction-static``.
-        takes_value: Whether a value follows it.
-        several: Whether several values may follow it.
-        type: ``int`` or ``float`` where each value must be one, else ``str``.
-        choices: All allowed values; any if there are none.
-        help: SGLang's own description.
-        default: SGLang's default as text, or ``None``.
-    """
-
-    name: str
-    takes_value: bool
-    several: bool = False
-    type: str = "str"
-    choices: tuple[str, ...] = ()
-    help: str = ""
-    default: str | None = None
+    name: str  # without the leading dashes, such as `mem-fraction-static`
+    takes_value: bool  # whether a value follows it
+    several: bool = False  # whether several values may follow it
+    type: str = "str"  # `int` or `float` where each value must be one
+    choices: tuple[str, ...] = ()  # all allowed values; any if there are none
+    help: str = ""  # SGLang's own description
+    default: str | None = None  # SGLang's default as text
 
 
 class _Report(msgspec.Struct, kw_only=True):

@@ -260,19 +260,19 @@ class EnginePlan:
 
     def lines(self) -> list[str]:
         """One line for each engine: model, type and GPUs."""
-        return [
-            f"{model.name}{' (trained)' if model.trained else ''}: {spec.worker_type} engine on {self._gpus(spec)}"
-            for model in self.models
-            for spec in model.specs
-        ]
+        lines = []
+        for model in self.models:
+            for spec in model.specs:
+                first, last = spec.base_gpu_id, spec.base_gpu_id + spec.ranks(self.config) - 1
+                gpus = f"GPU {first}" if first == last else f"GPUs {first} to {last}"
+                lines.append(
+                    f"{model.name}{' (trained)' if model.trained else ''}: {spec.worker_type} engine on {gpus}"
+                )
+        return lines
 
     def commands(self) -> list[str]:
         """The command line of each engine, in the order of :meth:`lines`. A fleet chooses other ports."""
         return [shlex.join(server_command(self.config, spec)) for model in self.models for spec in model.specs]
-
-    def _gpus(self, spec: EngineSpec) -> str:
-        first, count = spec.base_gpu_id, spec.ranks(self.config)
-        return f"GPU {first}" if count == 1 else f"GPUs {first} to {first + count - 1}"
 
 
 def plan_engines(
