@@ -19,7 +19,7 @@ class Ports:
     def __init__(self, ports):
         self._ports = iter(ports)
 
-    def take(self, host):
+    def take(self, host=LOOPBACK):
         return next(self._ports)
 
 
