@@ -13,4 +13,4 @@ def test_a_prompt_takes_a_short_way():
     assert done.returncode == 0, done.stderr
     files, calls = map(int, re.search(r"^(\d+) files; (\d+) calls: generation_service\.", done.stdout, re.M).groups())
     print(f"{files} files, {calls} calls")
-    assert files <= 40 and 5 < calls <= 12
+    assert files <= 40 and 5 < calls <= 10

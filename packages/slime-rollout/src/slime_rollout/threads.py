@@ -21,15 +21,9 @@ _STOP_SECONDS = 10.0
 
 
 def start_call(thread: str, function: Callable[..., Any], *args: Any) -> Future[CallOutcome]:
-    """Call a function in a daemon thread, which does not keep the process alive.
+    """Call a function, which may never return, in a daemon thread, which does not keep the process alive.
 
-    Args:
-        thread: The thread's name.
-        function: May raise anything, and may never return.
-        *args: Its arguments.
-
-    Returns:
-        Its outcome. The future itself does not fail; cancelling it ends the wait, not the call.
+    The future does not fail, whatever the function raises; cancelling it ends the wait, not the call.
     """
     answer: Future[CallOutcome] = Future()
 
@@ -106,7 +100,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run something there. Cancelling the future cancels it there, and does not wait for that."""
+        """Run something there. Cancelling the future cancels it, without waiting for its end."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -134,10 +128,7 @@ class LoopThread:
         return bool(done)
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End the thread once all that runs there has ended, and ``last`` after it. Nothing may be submitted any more.
-
-        Does not wait.
-        """
+        """Without waiting: end the thread once all that runs there has ended, and ``last`` after it."""
 
         async def stop() -> None:
             try:
@@ -151,7 +142,7 @@ class LoopThread:
         self.submit(stop())
 
     def cancel_all(self, first: Callable[[], Awaitable[None]]) -> None:
-        """Run ``first``, cancel everything else that runs there, and end the thread. Waits for that, some seconds."""
+        """Run ``first``, cancel everything else that runs there, and end the thread; waits for that a few seconds."""
 
         async def stop() -> None:
             try:

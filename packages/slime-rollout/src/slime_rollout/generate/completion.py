@@ -59,7 +59,7 @@ _decoder = msgspec.json.Decoder(_Reply)
 
 
 class FailedUpdateError(GenerationError):
-    """A reply has tokens from weights of an update that failed midway; another attempt may have better ones."""
+    """A reply has tokens from weights of an update that failed midway; another attempt may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ class Completion:
         """Read the body of a reply: JSON to checked fields in one pass.
 
         Raises:
-            GenerationError: It is not JSON, a field is missing, or has another form than SGLang documents; or as a
-                `FailedUpdateError`, the weights are those of an update that failed.
+            GenerationError: It is not JSON, or a field is missing or invalid.
+            FailedUpdateError: The weights are those of an update that failed.
         """
         try:
             reply = _decoder.decode(content)
@@ -100,19 +100,24 @@ class Completion:
                 f"an engine's reply to /generate has an unknown form ({why}): {excerpt(content)}; "
                 "this slime speaks to SGLang 0.5"
             ) from error
-        return cls._from(reply)
+        meta, tokens = reply.meta_info, reply.output_ids
+        versions = _versions(meta, len(tokens))  # first: nothing else counts in a reply with weights of a failed update
+        return cls(
+            text=reply.text,
+            tokens=tokens,
+            log_probs=_log_probs(tokens, meta),
+            weight_versions=versions,
+            status=_STATUS[meta.finish_reason.type],
+            reason=meta.finish_reason.message or meta.finish_reason.type,
+        )
 
     def certain(self, sampling_params: Mapping[str, Any]) -> Completion:
         """The beginning of an aborted response that another request can continue.
 
         An engine that aborts does not check whether the last token ends the response, so that token is left out. The
         next request does not see earlier text, so no stop string may have begun: as many tokens are left out as the
-        longest one has bytes. That number does not depend on what was drawn, so drawing them again favours nothing.
-        Nothing is left of a response that a grammar, a penalty or the like shaped as a whole: the rest would count as
-        a response by itself.
-
-        Args:
-            sampling_params: Those of the request.
+        longest one has bytes. That number does not depend on what was sampled, so sampling them again adds no bias.
+        Nothing is kept under a grammar, a penalty or the like, which looks at a response as a whole.
         """
         stops = sampling_params.get("stop") or ()
         stops = (stops,) if isinstance(stops, str) else stops
@@ -134,25 +139,12 @@ class Completion:
             text="", tokens=[], log_probs=[], weight_versions=[], status=Status.ABORTED, reason="aborted unanswered"
         )
 
-    @classmethod
-    def _from(cls, reply: _Reply) -> Completion:
-        meta, tokens = reply.meta_info, reply.output_ids
-        versions = _versions(meta, len(tokens))  # first: nothing else counts in a reply with weights of a failed update
-        return cls(
-            text=reply.text,
-            tokens=tokens,
-            log_probs=_log_probs(tokens, meta),
-            weight_versions=versions,
-            status=_STATUS[meta.finish_reason.type],
-            reason=meta.finish_reason.message or meta.finish_reason.type,
-        )
-
 
 def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
-    """The log-prob of each token, which must be its own.
+    """The log-prob of each token.
 
-    SGLang puts an end-of-text token in the place of one that a NaN gave, and calls that a stop; its log-probs still
-    name the token that was drawn.
+    Where a NaN gave a token, SGLang replaces it with an end-of-text token and reports a stop; its log-probs still name
+    the original.
     """
     entries = meta.output_token_logprobs or []
     if len(entries) != len(tokens):

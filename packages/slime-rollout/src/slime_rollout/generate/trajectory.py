@@ -27,7 +27,7 @@ TURNS_KEY = "turns"
 
 
 class Trajectory:
-    """The model's turns and what it is shown between them, on one sample.
+    """The model's turns and what it is shown between them, as one sample.
 
     >>> async def custom_generate(args, sample, sampling_params):
     ...     trajectory = Trajectory.start(sample)
@@ -50,6 +50,7 @@ class Trajectory:
     Attributes:
         sample: The sample; up to date after each call.
         last: What the engine sampled in the last turn; ``None`` before the first.
+        messages: The chat messages that the model's turn answers, for `observe_messages`.
     """
 
     def __init__(self, sample: Sample, context: GenerationContext, *, max_turns: int | None = None) -> None:
@@ -59,7 +60,7 @@ class Trajectory:
         self._max_turns = getattr(context.args, "max_turns", None) if max_turns is None else max_turns
         self._no_more = False
         self._goes_on = sample.status is Status.ABORTED
-        self._before = copy.deepcopy(as_messages(sample.prompt))
+        self.messages = copy.deepcopy(as_messages(sample.prompt))
         if sample.status is not Status.ABORTED:
             if sample.response_length:
                 raise GenerationError(f"sample {sample.index} has a response; a trajectory begins with a prompt")
@@ -74,18 +75,17 @@ class Trajectory:
 
     @classmethod
     def start(cls, sample: Sample | None = None, *, max_turns: int | None = None) -> Trajectory:
-        """The trajectory of a sample, by default the one that the running custom generate function was called with.
+        """The trajectory of a sample, by default the only one that the custom generate function was called with.
 
         Raises:
-            GenerationError: No custom generate function runs here, it got several samples, or the sample has a
-                response already.
+            GenerationError: No custom generate function runs, it got several samples, or the sample has a response.
         """
         call = current()
         return cls(call.sample if sample is None else sample, call.context, max_turns=max_turns)
 
     @property
     def turns(self) -> int:
-        """How many turns the model has had, including one that was cut off."""
+        """Turns of the model so far, including one that was cut off."""
         return int(self.sample.metadata.get(TURNS_KEY, 0))
 
     @property
@@ -95,7 +95,7 @@ class Trajectory:
 
     @property
     def done(self) -> bool:
-        """Whether there can be no further turn: no turn or no room is left, or the rollout is to stop."""
+        """Whether no further turn can follow: no turn or no room is left, or the rollout is to stop."""
         if self.sample.status is Status.ABORTED:
             return not self._goes_on
         return self._no_more or self.room == 0 or (self._max_turns is not None and self.turns >= self._max_turns)
@@ -108,15 +108,14 @@ class Trajectory:
 
         Args:
             **changes: Sampling settings of this turn, by SGLang's names, such as ``stop=["</call>"]`` and
-                ``max_new_tokens``, which is bounded by :attr:`room`. Those that change the distribution, such as
-                ``temperature``, only in evaluation: the trainer computes one distribution for all tokens.
+                ``max_new_tokens``. Those that change the distribution, such as ``temperature``, only in evaluation:
+                the trainer computes one distribution for all tokens.
 
         Returns:
             The whole turn as text, without special tokens; with the stop string that ended it.
 
         Raises:
-            GenerationError: See :meth:`EngineClient.generate`; or the tokens would be trained on, and ``changes`` have
-                them drawn from another distribution than the rollout's.
+            GenerationError: See :meth:`EngineClient.generate`; or ``changes`` need evaluation.
         """
         sample = self.sample
         self._check_distribution(changes)
@@ -149,13 +148,10 @@ class Trajectory:
         return text
 
     def observe(self, content: str | Sequence[int]) -> None:
-        """Show the model something: it is added to the response, and not trained on.
+        """Show the model text, tokenized by itself without special tokens, or token ids.
 
-        If no turn can follow, because no turn or not enough room is left, it is not added: the sample is then
-        ``TRUNCATED`` and the trajectory :attr:`done`.
-
-        Args:
-            content: Text, tokenized by itself without special tokens; or token ids.
+        They are added to the response, and not trained on. If no turn can follow, because no turn or not enough room is
+        left, they are not added: the sample is then ``TRUNCATED`` and the trajectory :attr:`done`.
         """
         if isinstance(content, str):
             self._observe(self._tokenizer()(content, add_special_tokens=False)["input_ids"], content)
@@ -163,17 +159,17 @@ class Trajectory:
             self._observe(list(content), self._decode(list(content)))
 
     def observe_messages(self, messages: Sequence[Message]) -> None:
-        """:meth:`observe` chat messages, such as ``{"role": "tool", "content": "42"}``, as the template writes them:
+        """:meth:`observe` chat messages, such as ``{"role": "tool", "content": "42"}``, as the template writes them.
 
-        the end of the model's turn, if it did not write it itself, the messages, and the beginning of its next turn.
+        It writes the end of the model's turn, if the model did not, the messages, and the beginning of the next turn.
 
         Raises:
-            GenerationError: The template refuses the messages, or does not show where a turn ends.
+            DataError: The template is missing, refuses the messages, or leaves out what the model writes.
         """
         sample = self.sample
         chat = ChatTurns(self._tokenizer(), self._context.args)
         last_token = sample.tokens[-1] if sample.response_length else None
-        tokens = chat.continuation(self._before, messages, last_token=last_token, tools=sample.metadata.get("tools"))
+        tokens = chat.continuation(self.messages, messages, last_token=last_token, tools=sample.metadata.get("tools"))
         self._observe(tokens, self._decode(tokens))
 
     def _observe(self, tokens: list[int], text: str) -> None:
@@ -216,10 +212,9 @@ async def generate_single(conversation: Prompt, *, sample: Sample | None = None,
     appended to the conversation since is rendered and added with loss mask 0.
 
     Args:
-        conversation: Chat messages, or a text prompt. At first the sample's prompt, or another, which then replaces
-            its tokens. From then on, the same with the model's reply as an ``assistant`` message, and at least one
-            further message.
-        sample: The sample it belongs to. Needed only by a function for several samples that makes its own list, if
+        conversation: Chat messages, or a text prompt. At first the sample's prompt, or another, which replaces its
+            tokens. Later the same, with the model's reply as an ``assistant`` message and at least one more message.
+        sample: The sample it belongs to. Needed only by a function for several samples that makes lists of its own, if
             several conversations are equal so far.
         **changes: As for :meth:`Trajectory.generate`.
 
@@ -228,8 +223,9 @@ async def generate_single(conversation: Prompt, *, sample: Sample | None = None,
         ``TRUNCATED``.
 
     Raises:
-        GenerationError: It is not clear which sample this belongs to, it does not continue the last turn, or the chat
-            template cannot; or as :meth:`EngineClient.generate`.
+        GenerationError: It is not clear which sample this belongs to, or it does not continue the last turn; or as
+            :meth:`EngineClient.generate`.
+        DataError: As :meth:`Trajectory.observe_messages`.
     """
     call = current()
     owner = sample if sample is not None else _owner(call, conversation)
@@ -241,7 +237,8 @@ async def generate_single(conversation: Prompt, *, sample: Sample | None = None,
     messages = as_messages(conversation)
     if talk.seen:
         talk.observe(messages)
-    talk.given, talk.seen = conversation, copy.deepcopy(messages)
+    talk.given = conversation
+    talk.seen = talk.trajectory.messages = copy.deepcopy(messages)
     talk.reply = await talk.trajectory.generate(**changes)
     return talk.reply
 
@@ -262,8 +259,6 @@ class Conversation:
                 f"sample {sample.index} has a response already; generate_single begins with the prompt alone"
             )
         self._sample = sample
-        self._chat = ChatTurns(call.context.tokenizer, call.context.args)
-        self._tools = sample.metadata.get("tools")
         self._replace_prompt(call, conversation)
         self.trajectory = Trajectory(sample, call.context)
         self.given: Prompt = conversation
@@ -276,16 +271,12 @@ class Conversation:
         return len(messages) > place and messages[:place] == self.seen and self._is_reply(messages)
 
     def close(self) -> None:
-        """The function has returned. If it had appended more for the model, the interaction was cut off."""
+        """Mark the sample as truncated if the function appended more for the model before it returned."""
         if len(as_messages(self.given)) > len(self.seen) + 1 and self._sample.status is Status.COMPLETED:
             self._sample.status = Status.TRUNCATED
 
     def observe(self, messages: list[Message]) -> None:
-        """Add what was appended since the last call.
-
-        Raises:
-            GenerationError: It does not continue the last turn.
-        """
+        """Add what was appended since the last call. Raises GenerationError if it does not continue the last turn."""
         where, place = f"the conversation of sample {self._sample.index}", len(self.seen)
         if messages[:place] != self.seen:
             raise GenerationError(
@@ -299,9 +290,7 @@ class Conversation:
             )
         if len(messages) == place + 1:
             raise GenerationError(f"{where} has nothing new for the model; append a message after the assistant's")
-        last_token = self._sample.tokens[-1]
-        tokens = self._chat.continuation(self.seen, messages[place + 1 :], last_token=last_token, tools=self._tools)
-        self.trajectory.observe(tokens)
+        self.trajectory.observe_messages(messages[place + 1 :])
 
     def _is_reply(self, messages: list[Message]) -> bool:
         message = messages[len(self.seen)]
@@ -316,7 +305,8 @@ class Conversation:
             raise GenerationError(
                 f"generate_single got a text that is not the prompt of sample {sample.index}; give chat messages"
             )
-        sample.tokens = self._chat.prompt(as_messages(conversation), self._tools)
+        chat = ChatTurns(call.context.tokenizer, call.context.args)
+        sample.tokens = chat.prompt(as_messages(conversation), sample.metadata.get("tools"))
 
 
 def _sampled_at_end(sample: Sample) -> int:
@@ -326,7 +316,7 @@ def _sampled_at_end(sample: Sample) -> int:
 
 
 def _owner(call: HookCall, conversation: Prompt) -> Sample:
-    """The sample that a conversation belongs to: by the list itself, or else by what it says."""
+    """The sample that a conversation belongs to: by the list's identity, or else by its content."""
     if len(call.samples) == 1:
         return call.samples[0]
     if isinstance(conversation, list):
