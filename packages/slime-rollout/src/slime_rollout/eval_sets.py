@@ -121,8 +121,7 @@ class EvalSet:
 def read_eval_sets(config: RolloutConfig) -> tuple[EvalSet, ...]:
     """The held-out sets: those of ``--eval-prompt-data``, then those of the file, which is read now.
 
-    Raises:
-        ConfigError: A name has no path, two sets have the same name, or the file or a setting is invalid.
+    Raises `ConfigError` if a name has no path or is given twice, or the file or a setting is invalid.
     """
     base, file = _settings_of_flags(config), config.evaluation.eval_config
     sets = [

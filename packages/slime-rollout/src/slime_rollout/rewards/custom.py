@@ -38,9 +38,7 @@ class CustomReward:
 
     Args:
         path: As the flag has it; ``file.py`` alone means its ``custom_rm``, or else its ``CustomRewardModel``.
-        hook_args: A function's first argument.
         timeout: Seconds that one call may take.
-        kwargs: Constructor arguments of a class.
         group: A function takes several samples, whatever its second argument is called.
 
     Raises:

@@ -44,10 +44,7 @@ class Scorer:
 class Scorers:
     """Scores a run's rollouts and its held-out sets. Equal settings share processes, models and batches.
 
-    Custom functions are loaded and checked here, before anything is generated.
-
-    Raises:
-        ConfigError: A custom function cannot be loaded, or does not take the arguments it will get.
+    Custom functions are loaded and checked here, before anything is generated, as by :func:`make_scorer`.
     """
 
     def __init__(self, config: RolloutConfig, hook_args: HookArgs, eval_sets: Sequence[EvalSet] = ()) -> None:
@@ -89,7 +86,7 @@ def make_scorer(
 
     Args:
         config: The settings.
-        hook_args: Every flag by its name, for custom functions.
+        hook_args: For custom functions.
         rules: Rewards by rule, to be shared.
         reward_keys: The ``--reward-key`` of everybody who shares the scorer; by default that of ``config`` alone.
         strict: Raise failures of a custom function as `VerifierError`, instead of a reward of 0.
