@@ -13,8 +13,8 @@ from slime_core.types import SyncReport
 from slime_launch import loop
 from slime_launch.console import RunConsole
 from slime_launch.loop import Parts, push_weights, wait_for, watch_trainers
+from slime_rollout.engine import EngineDiedError, WeightSyncError
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
 from slime_rollout.generation_service import ChannelSpec, Progress, retry_delays
 from slime_rollout.http import RETRY_DELAYS
 

@@ -19,7 +19,7 @@ from slime_launch.shards import ReadyRollout, Recipe
 from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_line, train_rows
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.generation_service import ChannelSpec
 
 Result = TypeVar("Result")

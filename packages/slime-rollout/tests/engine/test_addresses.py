@@ -4,7 +4,7 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_core.hooks import HookArgs
-from slime_rollout.engine import addresses
+from slime_rollout.engine import PortInUseError, WeightSyncError, addresses
 from slime_rollout.engine.addresses import (
     bound,
     check_port_free,
@@ -14,7 +14,6 @@ from slime_rollout.engine.addresses import (
     require_this_machine,
     router_args,
 )
-from slime_rollout.engine.errors import PortInUseError, WeightSyncError
 
 ROUTERS = {"actor": "http://127.0.0.1:3000", "judge": "http://[::1]:4000"}
 

@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from slime_rollout.engine import external
+from slime_rollout.engine import EngineDiedError, EngineStartError, ExternalEngineError, external
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError, ExternalEngineError
 from slime_rollout.engine.external import (
     ExternalEngine,
     ExternalFleet,

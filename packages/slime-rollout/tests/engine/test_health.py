@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from slime_core.types import WeightUpdate
-from slime_rollout.engine import health
+from slime_rollout.engine import EngineDiedError, EngineError, PortInUseError, WeightSyncError, health
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import EVENTS_FILE, read_events
 from slime_rollout.http import INCOMPLETE, HttpError, call

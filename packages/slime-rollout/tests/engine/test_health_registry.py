@@ -5,8 +5,7 @@ import types
 
 import pytest
 
-from slime_rollout.engine import health
-from slime_rollout.engine.errors import EngineDiedError, EngineError
+from slime_rollout.engine import EngineDiedError, EngineError, health
 from slime_rollout.engine.health import Registry, not_ready
 from slime_rollout.engine.server import SGLangEngine
 from slime_rollout.http import HttpError

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from slime_core.errors import DataError
 from slime_core.types import WeightUpdate
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.config import WeightSyncConfig
-from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.generate import EngineClient
 from slime_rollout.generation_service import CacheNamespace

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_core.types import WeightUpdate
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.errors import EngineDiedError, WeightSyncError
+from slime_rollout.engine import EngineDiedError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
 from slime_rollout.errors import REWARD_FAILURE, GenerationError

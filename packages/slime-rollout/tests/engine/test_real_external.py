@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_core.types import WeightUpdate
+from slime_rollout.engine import ExternalEngineError
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import ExternalEngineError
 from slime_rollout.engine.external import ExternalFleet
 from slime_rollout.engine.start import start_engines
 from slime_rollout.http import call

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_core.types import WeightUpdate
+from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError, WeightSyncError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError, WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import HEALTH_TIMEOUT_SECONDS
 from slime_rollout.http import call

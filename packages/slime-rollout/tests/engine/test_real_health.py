@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_core.types import WeightUpdate
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.slots import read_events
 from slime_rollout.generate import EngineClient

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import ROUTER_POLICIES, SESSION_POLICIES, EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.router import ExternalRouter, RouterApi, check_router_port, router_command
 from slime_rollout.http import HttpError
 

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from slime_core.errors import ConfigError
+from slime_rollout.engine import EngineStartError
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineSpec, SGLangEngine, server_command
 from slime_rollout.http import HttpError, call

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from slime_rollout.engine import PortInUseError
 from slime_rollout.engine.addresses import LOOPBACK, free_port
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import PortInUseError
 from slime_rollout.engine.server import EngineLauncher, EngineSpec
 from slime_rollout.engine.slots import PORT_ATTEMPTS, EngineSlot
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from slime_rollout.engine import EngineDiedError, EngineStartError
 from slime_rollout.engine import router as router_module
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.engine.server import EngineLauncher
 from slime_rollout.engine.start import ModelFleets, start_engines

@@ -19,8 +19,8 @@ import torch.multiprocessing
 from slime_core.errors import ConfigError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import WeightUpdate
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
-from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.weights import DistributedWeightChannel, TensorWeightChannel, engine_weight_version
 from slime_rollout.weights.buckets import ALIGNMENT_BYTES, BroadcastGroup, largest_elements_first, local_address
 

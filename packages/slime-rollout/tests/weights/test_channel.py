@@ -11,9 +11,9 @@ import torch
 from slime_core.errors import DataError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import WeightUpdate
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS, EngineConfig, WeightSyncConfig
-from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import call
 from slime_rollout.weights import (
     DeltaWeightChannel,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slime_core.types import WeightUpdate
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.weights import TensorWeightChannel
 from slime_rollout.weights.check import SentDigests
 

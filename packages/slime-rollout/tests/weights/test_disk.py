@@ -7,7 +7,7 @@ import torch
 
 from slime_core.errors import DataError
 from slime_core.types import WeightUpdate
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.weights import DiskWeightChannel
 
 

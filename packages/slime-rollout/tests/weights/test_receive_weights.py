@@ -8,7 +8,7 @@ import pytest
 
 from slime_core.types import WeightUpdate
 from slime_rollout.cli import main
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import call
 from slime_rollout.weights import DeltaWeightChannel
 from slime_rollout.weights.checkpoint import CheckpointReader, tensor_checksum

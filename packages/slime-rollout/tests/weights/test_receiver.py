@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from slime_core.errors import DamagedError, DataError, IntegrityError, WrongBaseError
 from slime_core.types import WeightUpdate
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights import DeltaReceiver, DeltaWeightChannel, LocalCheckpoint, verify_checkpoint
 from slime_rollout.weights.checkpoint import CheckpointReader, CheckpointWriter, tensor_checksum

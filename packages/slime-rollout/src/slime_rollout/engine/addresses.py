@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.errors import ConfigError
-from slime_rollout.engine.errors import PortInUseError, WeightSyncError
+from slime_rollout.engine import PortInUseError, WeightSyncError
 
 LOOPBACK = "127.0.0.1"
 _LOWEST_PORT, _USUAL_EPHEMERAL = 15000, 32768

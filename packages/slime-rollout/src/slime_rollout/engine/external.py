@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slime_rollout.engine import EngineDiedError, ExternalEngineError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, ExternalEngineError
 from slime_rollout.engine.fleet import Fleet, Progress
 from slime_rollout.engine.server import answers, wait_for
 from slime_rollout.engine.slots import RouterSlot

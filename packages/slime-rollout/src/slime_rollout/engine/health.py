@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from slime_core.errors import SlimeError
+from slime_rollout.engine import EngineDiedError, EngineError, PortInUseError
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineError, PortInUseError
 from slime_rollout.engine.router import OFFER_SECONDS
 from slime_rollout.engine.server import ServingProcess, SGLangEngine
 from slime_rollout.engine.slots import AS_STARTED, EngineSlot, Event, EventLog, Occupant, Probe, RouterSlot, Slot

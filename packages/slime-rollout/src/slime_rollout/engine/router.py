@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.addresses import address, check_port_free
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.server import ServingProcess, answers
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
+from slime_rollout.engine import EngineDiedError, EngineStartError
 from slime_rollout.engine.addresses import LOOPBACK, Ports, address, check_port_free
 from slime_rollout.engine.config import EngineConfig, SglangValue
-from slime_rollout.engine.errors import EngineDiedError, EngineStartError
 from slime_rollout.engine.sglang_flags import (
     check_sglang_args,
     engine_device,

@@ -18,9 +18,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from slime_rollout.engine import EngineError, PortInUseError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineError, PortInUseError
 from slime_rollout.engine.router import LIVENESS_PATH, ExternalRouter, Router
 from slime_rollout.engine.server import EngineLauncher, EngineSpec, ServingProcess, SGLangEngine
 

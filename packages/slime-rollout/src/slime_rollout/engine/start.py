@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from slime_rollout.engine import EngineStartError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.errors import EngineStartError
 from slime_rollout.engine.external import ExternalFleet
 from slime_rollout.engine.fleet import EngineFleet, Fleet, Progress
 from slime_rollout.engine.server import EngineLauncher, SGLangEngine

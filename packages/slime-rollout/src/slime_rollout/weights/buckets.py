@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from slime_core.errors import ConfigError
 from slime_core.interfaces import NamedTensors
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights.channel import GIVE_UP_SECONDS, EngineChannel
 from slime_rollout.weights.checkpoint import dtype_name

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from slime_core.interfaces import NamedTensors
 from slime_core.types import WeightUpdate
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.config import REQUEST_TIMEOUT_SECONDS
-from slime_rollout.engine.errors import WeightSyncError
 from slime_rollout.http import INCOMPLETE, HttpError, call
 from slime_rollout.weights.check import SentDigests, check_engines
 from slime_rollout.weights.checkpoint import CheckpointReader, is_safetensors

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_core.interfaces import NamedTensors
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.weights.checkpoint import dtype_name, some, tensor_bytes
 

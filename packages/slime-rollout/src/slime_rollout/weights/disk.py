@@ -12,7 +12,7 @@ import torch
 
 from slime_core.errors import IntegrityError
 from slime_core.interfaces import NamedTensors
-from slime_rollout.engine.errors import WeightSyncError
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.weights.channel import EngineChannel, engine_weight_version
 from slime_rollout.weights.checkpoint import (
     CheckpointReader,
