@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import get_context
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 
@@ -177,32 +177,6 @@ def _encode(rows: list[RawRow]) -> list[Outcome]:
     return [_encoder.outcome(raw) for raw in rows]
 
 
-class Feed(Protocol):
-    """Endless fresh groups in a fixed order, and a position that can be saved."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a saved position belongs to, as plain values: data, order and seed."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last prompt; where an epoch begins, of the next one. From 0."""
-
-    @property
-    def position(self) -> Any:
-        """The place in that epoch, as plain values that share nothing with this object."""
-
-    def seek(self, epoch: int, position: Any) -> None:
-        """Go to a place that :attr:`epoch` and :attr:`position` named before."""
-
-    def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
-        """Fresh samples of the next prompt, numbered from ``first_index``.
-
-        Raises:
-            DataError: The next row cannot be used. The position stays before it.
-        """
-
-
 class Dataset(ABC, Generic[T]):
     """Data in memory, in the file's order: prompts, conversations or preference pairs, at least one."""
 
@@ -287,28 +261,26 @@ class PromptDataset(Dataset[TokenizedPrompt]):
 
 
 class DatasetFeed:
-    """Epoch after epoch of data in memory. An epoch's order depends on its number, the seed and the data alone."""
+    """Epoch after epoch of data in memory. An epoch's order depends on its number, the seed and the data alone.
+
+    ``identity`` says what a saved place belongs to; ``epoch`` and ``position`` are the place of the next prompt.
+    """
 
     def __init__(self, dataset: Dataset[Any], *, shuffle: bool, seed: int) -> None:
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
-        self._identity = {"prompts": len(dataset), "digest": dataset.digest, "shuffle": shuffle, "seed": seed}
+        self.identity = {"prompts": len(dataset), "digest": dataset.digest, "shuffle": shuffle, "seed": seed}
         self.epoch = self.position = 0
         self._order = self._epoch_order()
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """As for `Feed`."""
-        return dict(self._identity)
-
-    def seek(self, epoch: int, position: int) -> None:
-        """As for `Feed`."""
+    def seek(self, epoch: int, position: Any) -> None:
+        """Go to a place that was saved."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._order = self._epoch_order()
         self.position = position
 
     def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
-        """As for `Feed`; never fails."""
+        """Fresh samples of the next prompt, numbered from ``first_index``."""
         if self.position == len(self._order):
             self.seek(self.epoch + 1, 0)
         place = self._order[self.position]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Iterable
 from itertools import groupby
@@ -29,11 +30,10 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._generated = 0
+        self._generated = self._faults = 0
         self._ended = dict.fromkeys(Fate, 0)
         self._out: dict[int, Group] = {}
         self._buffered: set[int] = set()
-        self._faults = 0
         self._faulty: list[int] = []
 
     @property
@@ -132,11 +132,9 @@ class Ledger:
         return sorted(self._buffered | self._out.keys())
 
     def copy(self) -> Ledger:
-        """A ledger of its own with the same counts; it refers to the same samples."""
+        """Another ledger with the same counts, which refers to the same samples."""
         other = Ledger()
-        other._generated, other._ended = self._generated, dict(self._ended)
-        other._out, other._buffered = dict(self._out), set(self._buffered)
-        other._faults, other._faulty = self._faults, list(self._faulty)
+        vars(other).update({name: copy.copy(value) for name, value in vars(self).items()})
         return other
 
     def state_dict(self) -> dict[str, Any]:

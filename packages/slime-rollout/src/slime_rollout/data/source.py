@@ -14,7 +14,7 @@ from typing import Any
 from slime_core.errors import DataError
 from slime_core.hooks import HookArgs
 from slime_core.types import Group
-from slime_rollout.data.dataset import Dataset, Feed
+from slime_rollout.data.dataset import Dataset
 from slime_rollout.data.group_state import groups_from_plain, plain_groups
 from slime_rollout.data.ledger import Fate, Ledger
 from slime_rollout.data.stream import StreamingPrompts
@@ -122,7 +122,7 @@ class RolloutDataSource(AccountedSource):
         self.args = args or HookArgs({})
         self._size = samples_per_prompt
         self._seed = seed
-        self._feed: Feed = dataset.feed(shuffle=shuffle, seed=seed)
+        self._feed = dataset.feed(shuffle=shuffle, seed=seed)
         self._next_group = self._next_sample = 0
 
     @property
@@ -160,7 +160,7 @@ class RolloutDataSource(AccountedSource):
             DataError: A sample that is out or in the buffer has an invalid field.
         """
         return {
-            "data": self._feed.identity,
+            "data": dict(self._feed.identity),
             "epoch": self._feed.epoch,
             "position": self._feed.position,
             "next_group": self._next_group,

@@ -160,24 +160,18 @@ class _Lane:
 
 
 class StreamFeed:
-    """Endless groups of a stream. Implements `Feed`.
+    """Endless groups of a stream, with the attributes and methods of a `DatasetFeed`.
 
     Without weights the data sets come one behind the other. With weights the next one is the one furthest behind its
-    share of what was handed out, which spreads them evenly; each has epochs of its own, and the feed's is that of the
-    slowest.
+    share of what was handed out, which spreads them evenly; each has epochs of its own.
     """
 
     def __init__(self, lanes: Sequence[_Lane], weights: Sequence[float], identity: dict[str, Any]) -> None:
-        self._lanes, self._weights, self._identity = lanes, weights, identity
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """As for `Feed`."""
-        return dict(self._identity)
+        self._lanes, self._weights, self.identity = lanes, weights, identity
 
     @property
     def epoch(self) -> int:
-        """As for `Feed`."""
+        """The epoch of the slowest data set."""
         return min(lane.lap for lane in self._lanes)
 
     @property
@@ -185,13 +179,13 @@ class StreamFeed:
         """For each data set drawn from: file, row, place in the file and in the shuffled block, and counts."""
         return [lane.state() for lane in self._lanes]
 
-    def seek(self, epoch: int, position: list[dict[str, Any]]) -> None:
-        """As for `Feed`. What was read or tokenized ahead is dropped, unless that is the current place."""
+    def seek(self, epoch: int, position: Any) -> None:
+        """Go to a saved place. What was read or tokenized ahead is dropped, unless that is the current place."""
         for lane, state in zip(self._lanes, position, strict=True):
             lane.load(state)
 
     def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
-        """As for `Feed`."""
+        """Fresh samples of the next prompt; a `DataError` if its row cannot be used, and the place stays before it."""
         _, place = min(
             ((lane.drawn + 0.5) / weight, place)
             for place, (lane, weight) in enumerate(zip(self._lanes, self._weights, strict=True))
