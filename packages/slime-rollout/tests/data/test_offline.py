@@ -234,7 +234,7 @@ def test_named_fields(write_rows):
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are the same"),
         (
             {"prompt": "a", "chosen": "", "rejected": "b"},
-            "'chosen' must be a string or chat messages, got an empty string",
+            "'chosen' must be a string or a list of chat messages, got an empty string",
         ),
         ({"prompt": "a", "chosen": 4, "rejected": "b"}, "got a number"),
         ({"chosen": "b", "rejected": "c"}, "for the prompt; the row has ['chosen', 'rejected']"),

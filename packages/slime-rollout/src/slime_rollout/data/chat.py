@@ -81,22 +81,19 @@ def unused_character(*values: Any) -> str:
     return next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
 
 
-def as_messages(prompt: Prompt) -> list[Message]:
-    """A prompt as chat messages; text is one message of the user."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def as_messages(prompt: Prompt, role: str = "user") -> list[Message]:
+    """A prompt as chat messages; text is one message of ``role``."""
+    return [{"role": role, "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 class PromptEncoder:
-    """Turns prompts into token ids.
+    """Turns prompts into token ids; a `ConfigError` if a template is asked for and the tokenizer has none.
 
     Args:
         tokenizer: A transformers tokenizer.
         apply_chat_template: Render prompts with its chat template; text then is one user message.
         template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
         keep_messages: Chat messages without the template give no token ids: a custom generate function renders them.
-
-    Raises:
-        ConfigError: A template is asked for and the tokenizer has none.
     """
 
     def __init__(

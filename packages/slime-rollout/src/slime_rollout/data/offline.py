@@ -21,11 +21,21 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Message, Prompt, Sample
-from slime_rollout.data.chat import text_tokens
+from slime_rollout.data.chat import as_messages, text_tokens
 from slime_rollout.data.chat_mask import ChatEncoder, EncodedChat
 from slime_rollout.data.dataset import Dataset
 from slime_rollout.data.files import RawRow
-from slime_rollout.data.rows import Fields, Row, common_values, field_name, kind, read_messages, read_rows, row_values
+from slime_rollout.data.rows import (
+    Fields,
+    Row,
+    common_values,
+    field_name,
+    kind,
+    read_messages,
+    read_rows,
+    row_values,
+    text_or_messages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -305,17 +315,18 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
 def _preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:
     where, values = raw.where, row_values(raw)
 
-    def text_or_messages(given: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Prompt]:
+    def found(given: str | None, usual: tuple[str, ...], what: str) -> tuple[str, Prompt]:
         key = field_name(where, values, given, usual, what, "name the field")
-        return key, _text_or_messages(f"{where}: {key!r}", values[key])
+        value = values[key]  # some data sets write a response as one message
+        return key, text_or_messages(f"{where}: {key!r}", [value] if isinstance(value, dict) else value)
 
-    chosen_key, chosen = text_or_messages(fields.chosen_key, _CHOSEN_KEYS, "the chosen response")
-    rejected_key, rejected = text_or_messages(fields.rejected_key, _REJECTED_KEYS, "the rejected response")
+    chosen_key, chosen = found(fields.chosen_key, _CHOSEN_KEYS, "the chosen response")
+    rejected_key, rejected = found(fields.rejected_key, _REJECTED_KEYS, "the rejected response")
     if chosen == rejected:
         raise DataError(f"{where}: {chosen_key!r} and {rejected_key!r} are the same, so nothing is preferred")
     prompt_key, prompt = None, None
     if fields.prompt_key or isinstance(chosen, str) or any(values.get(key) is not None for key in _PROMPT_KEYS):
-        prompt_key, prompt = text_or_messages(fields.prompt_key, _PROMPT_KEYS, "the prompt")
+        prompt_key, prompt = found(fields.prompt_key, _PROMPT_KEYS, "the prompt")
     prompt, chosen, rejected = _split(where, prompt, chosen, rejected)
     return PreferenceRow(
         prompt=prompt,
@@ -332,14 +343,14 @@ def _split(where: str, prompt: Prompt | None, chosen: Prompt, rejected: Prompt) 
         raise DataError(f"{where}: one response is text and the other chat messages; write both the same way")
     if isinstance(prompt, str) and isinstance(chosen, str):
         return prompt, chosen, rejected
-    answers = [_as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")]
+    answers = [as_messages(chosen, "assistant"), as_messages(rejected, "assistant")]
     if prompt is None:
         shared = 0
         while shared < min(map(len, answers)) - 1 and answers[0][shared] == answers[1][shared]:
             shared += 1
         given = answers[0][:shared]
     else:
-        given = _as_messages(prompt, "user")
+        given = as_messages(prompt)
     if prompt is None or all(answer[: len(given)] == given for answer in answers):
         answers = [answer[len(given) :] for answer in answers]
     if not given or given[0]["role"] == "assistant":
@@ -352,20 +363,6 @@ def _split(where: str, prompt: Prompt | None, chosen: Prompt, rejected: Prompt) 
                 f"got the roles {roles}"
             )
     return given, answers[0], answers[1]
-
-
-def _as_messages(value: Prompt, role: str) -> list[Message]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def _text_or_messages(where: str, value: Any) -> Prompt:
-    if isinstance(value, list) and value:
-        return read_messages(where, value)
-    if isinstance(value, dict):  # one message, as some data sets write a response
-        return read_messages(where, [value])
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where} must be a string or chat messages, got {kind(value)}")
-    return value
 
 
 def _margin(where: str, value: Any) -> float | None:

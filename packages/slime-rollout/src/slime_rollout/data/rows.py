@@ -103,7 +103,7 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
     if common["tools"] is not None:
         common["metadata"]["tools"] = common["tools"]
     return PromptRow(
-        prompt=_prompt(f"{where}: {input_key!r}", values[input_key]),
+        prompt=text_or_messages(f"{where}: {input_key!r}", values[input_key]),
         label=_label(f"{where}: {label_key!r}", values.get(label_key)),
         **common,
     )
@@ -259,7 +259,8 @@ def kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _prompt(where: str, value: Any) -> Prompt:
+def text_or_messages(where: str, value: Any) -> Prompt:
+    """Check a prompt or a response."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value:
