@@ -361,7 +361,7 @@ def test_what_goes_back_shares_nothing_with_a_hook_that_was_left_behind(manager,
     own = vars(next(loaded))
     try:
         given_.generate(0)
-        (group,) = given_.source._buffered()
+        (group,) = given_.source._buffer
         assert (group[1].index, group[1].response_length) == (1, 2) and group[1] is not own["seen"][0]
         assert group[1].metadata is not own["seen"][0].metadata
     finally:

@@ -126,7 +126,7 @@ def test_parts_that_wait_beside_an_unfinished_sample_stay_the_same(manager, engi
     given = manager(SLOW, over_sampling_batch_size=3)
     for number in range(3):
         assert 0 not in {group[0].group_index for group in given.generate(number).groups}
-        (group,) = [group for group in given.source._buffered() if group[0].group_index == 0]
+        (group,) = [group for group in given.source._buffer if group[0].group_index == 0]
         assert [sample.trajectory for sample in group] == [0, 0, 1]
         assert len({sample.index for sample in group}) == 3
     held.clear()

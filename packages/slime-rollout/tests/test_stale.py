@@ -52,7 +52,7 @@ def test_what_is_generated_anew_begins_with_the_rows_prompt_not_with_a_functions
     }
     given_ = manager(**changes)
     batch = given_.generate(0)
-    (surplus,) = given_.source._buffered()
+    (surplus,) = given_.source._buffer
     assert [sample.status for sample in surplus] == [Status.COMPLETED] * 6
     if restart:
         state = given_.state_dict()

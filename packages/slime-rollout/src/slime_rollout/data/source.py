@@ -37,6 +37,7 @@ class AccountedSource(abc.ABC):
     def __init__(self) -> None:
         self._ledger = Ledger()
         self._unfinished: deque[Group] = deque()
+        self._buffer: deque[Group] = deque()  # what was given back and waits
 
     @property
     def ledger(self) -> Ledger:
@@ -87,15 +88,11 @@ class AccountedSource(abc.ABC):
 
     def check_ledger(self, in_flight: Iterable[Group] = ()) -> str | None:
         """Between rollouts: which samples are lost or doubled, if any; ``in_flight`` is rightly out."""
-        return self._ledger.problem(chain(self._unfinished, self._buffered()), in_flight)
+        return self._ledger.problem(chain(self._unfinished, self._buffer), in_flight)
 
     @abc.abstractmethod
     def _next_groups(self, num_groups: int) -> list[Group]:
         """So many groups, or an error and none."""
-
-    def _buffered(self) -> Iterable[Group]:
-        """What was given back and waits."""
-        return ()
 
 
 class RolloutDataSource(AccountedSource):
@@ -123,7 +120,7 @@ class RolloutDataSource(AccountedSource):
         self._size = samples_per_prompt
         self._seed = seed
         self._feed = dataset.feed(shuffle=shuffle, seed=seed)
-        self._next_group = self._next_sample = 0
+        self._next_group = self._next_sample = self._choices = 0
 
     @property
     def epoch(self) -> int:
@@ -143,13 +140,13 @@ class RolloutDataSource(AccountedSource):
 
     def begin(self) -> Callable[[], None]:
         """As for `AccountedSource`."""
-        place, numbers = (self._feed.epoch, self._feed.position), (self._next_group, self._next_sample)
-        ledger, unfinished = self._ledger.copy(), list(self._unfinished)
+        place, numbers = (self._feed.epoch, self._feed.position), (self._next_group, self._next_sample, self._choices)
+        ledger, unfinished, buffer = self._ledger.copy(), self._unfinished.copy(), self._buffer.copy()
 
         def undo() -> None:
             self._feed.seek(*place)
-            self._next_group, self._next_sample = numbers
-            self._ledger, self._unfinished = ledger, deque(unfinished)
+            self._next_group, self._next_sample, self._choices = numbers
+            self._ledger, self._unfinished, self._buffer = ledger, unfinished, buffer
 
         return undo
 
@@ -167,7 +164,8 @@ class RolloutDataSource(AccountedSource):
             "next_sample": self._next_sample,
             "ledger": self._ledger.state_dict(),
             "unfinished": plain_groups(chain(self._ledger.out_groups(), self._unfinished)),
-            "buffer": plain_groups(self._buffered()),
+            "buffer": plain_groups(self._buffer),
+            "choices": self._choices,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,8 +180,8 @@ class RolloutDataSource(AccountedSource):
         self._ledger.load_state_dict(state["ledger"], chain(unfinished, buffer))
         self._feed.seek(state["epoch"], state["position"])
         self._next_group, self._next_sample = state["next_group"], state["next_sample"]
-        self._unfinished = deque(unfinished)
-        self._fill_buffer(buffer)
+        self._choices = state.get("choices", 0)
+        self._unfinished, self._buffer = deque(unfinished), deque(buffer)
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if missing := [name for name in _ENTRIES if name not in state]:
@@ -201,9 +199,6 @@ class RolloutDataSource(AccountedSource):
                 f"the saved state has {len(state['buffer'])} groups in a buffer, and {type(self).__name__} has none; "
                 "continue with the same --data-source-path"
             )
-
-    def _fill_buffer(self, groups: list[Group]) -> None:
-        """Continue with this buffer."""
 
     def _next_groups(self, num_groups: int) -> list[Group]:
         place = self._feed.epoch, self._feed.position
@@ -249,9 +244,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         filter: BufferFilter | None = None,
     ) -> None:
         super().__init__(dataset, samples_per_prompt=samples_per_prompt, shuffle=shuffle, seed=seed, args=args)
-        self._buffer: deque[Group] = deque()
         self._filter = filter
-        self._choices = 0
         self._is_fifo = filter is None and type(self).buffer_filter is RolloutDataSourceWithBuffer.buffer_filter
 
     @property
@@ -285,31 +278,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         groups = [group for group in groups if group]
         self._ledger.put_back(groups)
         self._buffer.extend(groups)
-
-    def begin(self) -> Callable[[], None]:
-        """As for `AccountedSource`."""
-        undo_rest, buffer, choices = super().begin(), list(self._buffer), self._choices
-
-        def undo() -> None:
-            undo_rest()
-            self._buffer, self._choices = deque(buffer), choices
-
-        return undo
-
-    def state_dict(self) -> dict[str, Any]:
-        """As for `RolloutDataSource`."""
-        return super().state_dict() | {"choices": self._choices}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As for `RolloutDataSource`; the state of a source without a buffer will do."""
-        super().load_state_dict(state)
-        self._choices = state.get("choices", 0)
-
-    def _buffered(self) -> list[Group]:
-        return list(self._buffer)
-
-    def _fill_buffer(self, groups: list[Group]) -> None:
-        self._buffer = deque(groups)
 
     def _next_groups(self, num_groups: int) -> list[Group]:
         buffered = self._take_buffered(num_groups)
