@@ -288,13 +288,19 @@ def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, 
     assert ranks.first("threads") == 1
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(ranks, tiny_model, tiny_config, make_samples, make_shards, rank_error):
+@pytest.mark.parametrize(("reward", "broken"), [(3e38, "loss"), (1e30, "grad_norm")])
+def test_what_is_not_finite_stops_the_run_before_the_weights_change(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, rank_error, reward, broken
+):
     model = tiny_model("qwen3")
-    samples = [dataclasses.replace(sample, reward=3e38) for sample in make_samples(groups=1)]
-    ranks.start(1, tiny_config(load=model.checkpoint), model.shape)
-    with pytest.raises(rank_error, match="not finite") as caught:
+    samples = [dataclasses.replace(sample, reward=reward) for sample in make_samples(groups=1)]
+    ranks.start(1, tiny_config(load=model.checkpoint, lr=0.1), model.shape)
+    before = ranks.first("weights")
+    with pytest.raises(rank_error, match=f"{broken}.* must be finite; the step was not taken") as caught:
         ranks.first("train", make_shards(samples))
     assert caught.value.kind == "TrainingError"
+    after = ranks.first("weights")
+    assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
 def test_forward_by_role(ranks, tiny_model, tiny_config, make_samples, make_shards, rank_error):

@@ -30,12 +30,7 @@ class LayoutParams(PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Megatron's ``core_attention`` for :class:`AttentionLayout`, without dropout.
-
-    Args:
-        config: Megatron's transformer configuration.
-        softmax_scale: Factor on the scores; 1/√E unless given.
-    """
+    """Megatron's ``core_attention`` for :class:`AttentionLayout`, without dropout."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
@@ -51,11 +46,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: LayoutParams,
         **unused: Any,
     ) -> torch.Tensor:
-        """Attend as the layout says.
-
-        Returns:
-            The output of every token, T × 1 × (H·E).
-        """
+        """The output of every token, T × 1 × (H·E)."""
         layout = packed_seq_params.layout
         if layout is None:
             raise ValueError("PackedAttention needs LayoutParams with a layout")

@@ -31,13 +31,7 @@ class DeviceError(SlimeError):
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device that a trainer rank runs on.
-
-    Attributes:
-        torch_device: Where tensors live.
-        backend: Process group backend: ``nccl`` or ``gloo``.
-        synchronize: Waits until all queued work is done, so that wall times mean something.
-    """
+    """A kind of device that a trainer rank runs on; ``synchronize`` waits until its queued work is done."""
 
     torch_device: torch.device
     backend: str

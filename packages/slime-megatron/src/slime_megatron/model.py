@@ -29,10 +29,7 @@ from slime_megatron.packing import PackedBatch
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """A decoder-only model that takes a :class:`PackedBatch` and returns the log-probs of its targets.
 
-    Args:
-        inverse_frequencies_E: Rotary frequencies of half the rotated channels, radians per position.
-        true_vocab_size: Token ids from here on are padding.
-        kwargs: What :class:`GPTModel` takes. The model has no position embedding of Megatron's own.
+    Token ids from ``true_vocab_size`` on are padding. ``kwargs`` are what :class:`GPTModel` takes.
     """
 
     def __init__(self, *, inverse_frequencies_E: torch.Tensor, true_vocab_size: int, **kwargs: Any) -> None:
@@ -92,11 +89,6 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Megatron-core's own wrapper refuses sequence parallelism; all that is missing there is the tag by which the
     weight's gradient is summed over the tensor-parallel ranks.
-
-    Args:
-        config: Megatron's transformer configuration.
-        hidden_size: Channels that are normalised.
-        eps: Term added under the root.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -106,15 +98,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer whose attention and MLP outputs are normalised before they join the residual stream.
-
-    Args:
-        config: Megatron's transformer configuration.
-        args: What :class:`TransformerLayer` takes.
-        after_attention: Normalise the output of attention.
-        after_mlp: Normalise the output of the MLP.
-        kwargs: What :class:`TransformerLayer` takes.
-    """
+    """A layer whose attention and MLP outputs are normalised before they join the residual stream."""
 
     def __init__(
         self, config: Any, *args: Any, after_attention: bool = True, after_mlp: bool = True, **kwargs: Any
@@ -153,8 +137,7 @@ def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, ra
         shape: The model.
         config: The parallel layout and the precision.
         device: Where it lives.
-        random_weights: Draw random weights. Without, matrices are zero: weights are to be loaded (and the vocabulary's
-            padding, which a checkpoint need not have, stays zero).
+        random_weights: Without, matrices are zero until weights are loaded, and the vocabulary's padding stays so.
 
     Raises:
         ConfigError: The heads or the MLP do not divide over the tensor-parallel ranks.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_megatron.config import MegatronConfig
+from slime_megatron.errors import TrainingError
 from slime_megatron.model import PackedGPT
 
 
@@ -49,7 +52,29 @@ def build_optimizer(wrapped: Any, config: MegatronConfig) -> Any:
         _prepare_adam(part.optimizer)
         if isinstance(part, DistributedOptimizer):
             _keep_step_on_load(part)
+    _check_norm_before_step(optimizer)
     return optimizer
+
+
+def check_finite(metrics: Mapping[str, float]) -> None:
+    """Raise TrainingError, naming them, if metrics of an optimizer step that has not been taken are not finite."""
+    if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        raise TrainingError(
+            f"{', '.join(broken)} of an optimizer step must be finite; the step was not taken, and the weights are as "
+            "before; continue from the last checkpoint with a smaller --lr or --clip-grad"
+        )
+
+
+def _check_norm_before_step(optimizer: Any) -> None:
+    """Megatron's ``step`` takes the gradient's norm before it clips and changes weights, and looks at no value."""
+    norm = optimizer.get_grad_norm
+
+    def finite_norm() -> float:
+        found = float(norm())
+        check_finite({"grad_norm": found})
+        return found
+
+    optimizer.get_grad_norm = finite_norm
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -82,12 +82,8 @@ class MicroBatch:
     """Samples that one forward pass computes. It is packed when it is due: a packed batch may hold large masks.
 
     Without samples it is a filler: one token is computed and nothing trained. It keeps a rank in step with others that
-    have more micro-batches.
-
-    Args:
-        samples: The samples.
-        share_prompts: Compute equal prompts of a group once.
-        multiple_of: T is padded to a multiple of this (the tensor-parallel size under sequence parallelism).
+    have more micro-batches. T is padded to a multiple of ``multiple_of``, the tensor-parallel size under sequence
+    parallelism.
 
     Attributes:
         samples: The samples in packed order.
@@ -102,11 +98,6 @@ class MicroBatch:
         self._multiple_of = multiple_of
         self.samples = tuple(sample for shared in self._shared for sample in shared)
         self.target_lengths = tuple(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
-
-    @property
-    def trajectory_tokens(self) -> list[int]:
-        """Trained tokens of each sample's whole trajectory."""
-        return [sample.trajectory_tokens for sample in self.samples]
 
     def values(self, name: str) -> torch.Tensor | None:
         """The samples' ``rollout_log_probs`` or ``teacher_log_probs`` at the targets [N]; ``None`` if one has none."""

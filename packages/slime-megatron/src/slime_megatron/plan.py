@@ -42,16 +42,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Plans a rank's steps of a rollout.
-
-    Attributes:
-        algorithm: Settings of the loss.
-        loss: The loss, which says what it needs.
-        estimator: User-defined advantage estimator.
-        micro_batch: Makes a micro-batch of samples.
-        evaluate: Log-probs of micro-batches under the model of a role.
-        device: Where advantages are computed.
-    """
+    """Plans a rank's steps of a rollout, with log-probs that ``evaluate`` gives under the model of a role."""
 
     algorithm: AlgorithmConfig
     loss: Loss

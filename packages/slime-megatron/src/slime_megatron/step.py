@@ -52,18 +52,7 @@ def forward_backward(
 
     The loss is a sum over tokens under weights whose denominators are the whole step's, so neither the division
     into micro-batches nor that into ranks changes it. Megatron divides by both numbers; the loss is multiplied by
-    them to take that back.
-
-    Args:
-        model: In Megatron's wrapper with the gradient buffers.
-        plan: The step.
-        packed: The plan's micro-batches.
-        loss: What is minimised.
-        algorithm: Its settings.
-        temperature: The logits are divided by it.
-
-    Returns:
-        The step's metrics, equal on all ranks.
+    them to take that back. Returns the step's metrics, equal on all ranks.
     """
     mis_sums = None
     if loss.uses_advantages and algorithm.needs_step_sums:
@@ -137,7 +126,7 @@ def token_weights(batch: MicroBatch, step: TrainStep, algorithm: AlgorithmConfig
     return loss_weights(
         algorithm,
         [[1] * count for count in batch.target_lengths],
-        trajectory_tokens=batch.trajectory_tokens,
+        trajectory_tokens=[sample.trajectory_tokens for sample in batch.samples],
         global_trajectories=step.global_trajectories,
         global_tokens=step.global_tokens,
         device=device,

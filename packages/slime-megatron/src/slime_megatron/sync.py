@@ -29,18 +29,8 @@ def push_weights(
     replicas, which have the same weights, do nothing. Where sending fails, rank 0 still gathers to the end: the others
     do not wait for it for ever, and the weights can be sent again.
 
-    Args:
-        model: The model whose weights are sent.
-        shape: Its shape.
-        channel: The sending end.
-        update: What is sent; the engines confirm its version.
-        buffer_size: Most bytes of a bucket; a larger tensor makes a bucket of its own.
-
-    Returns:
-        What was sent; nothing, on the other replicas.
-
-    Raises:
-        SlimeError: As the channel raised it.
+    A tensor of more than ``buffer_size`` bytes makes a bucket of its own. The other replicas report that nothing was
+    sent.
     """
     if parallel_state.get_data_parallel_rank() != 0:
         return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)

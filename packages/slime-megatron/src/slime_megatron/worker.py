@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
 from slime_megatron.losses import loss_named
 from slime_megatron.model import PackedGPT, build_model
-from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
+from slime_megatron.optimizer import build_optimizer, build_scheduler, check_finite, wrap_model
 from slime_megatron.packing import MicroBatch, PackedBatch, trained_samples
 from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
 from slime_megatron.plan import Planner, StepPlan
@@ -38,11 +37,7 @@ from slime_megatron.sync import push_weights
 
 
 class PhaseTimer:
-    """Adds up wall time and computed tokens by phase.
-
-    Args:
-        synchronize: Waits until the device's queued work is done.
-    """
+    """Adds up wall time and computed tokens by phase. ``synchronize`` waits for the device's queued work."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
@@ -161,14 +156,7 @@ class MegatronWorker:
         return str(directory)
 
     def load(self, directory: str | Path) -> int:
-        """Continue a checkpoint (or the newest in a directory of them) with its optimizer and random state.
-
-        Returns:
-            Its iteration.
-
-        Raises:
-            CheckpointError: There is none, or it does not fit.
-        """
+        """Continue a checkpoint (or the newest in a directory of them) with its optimizer and random state."""
         self._check_awake("load")
         checkpoint = find_checkpoint(directory)
         self.iteration = load_checkpoint(
@@ -259,13 +247,7 @@ class MegatronWorker:
             metrics = forward_backward(self._wrapped, plan, packed, self._loss, self.algorithm, temperature=temperature)
         with timer.phase("optimizer"):
             learning_rate = float(self._optimizer.param_groups[0]["lr"])
+            check_finite(metrics)
             _, grad_norm, _ = self._optimizer.step()
             self._scheduler.step(increment=1)
-        metrics |= {"grad_norm": float(grad_norm), "lr": learning_rate}
-        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if broken:
-            raise TrainingError(
-                f"{', '.join(broken)} of an optimizer step are not finite, and the weights are lost; "
-                "continue from the last checkpoint with a smaller --lr or --clip-grad"
-            )
-        return metrics
+        return metrics | {"grad_norm": float(grad_norm), "lr": learning_rate}

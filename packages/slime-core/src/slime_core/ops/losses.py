@@ -365,8 +365,10 @@ class _Rows:
                 f"log_probs have shape {list(log_probs.shape)}; give [sequences, tokens], a list of tensors, or one "
                 "row of all tokens with lengths"
             )
-        rows = cls(batch, log_probs_T, sizes, size, shape, torch.ones_like(widen(log_probs_T), requires_grad=False))
-        return rows if mask is None else replace(rows, mask_T=rows.flat("mask", mask).to(rows.mask_T.dtype))
+        rows = cls(batch, log_probs_T, sizes, size, shape, log_probs_T)
+        wide = torch.promote_types(log_probs_T.dtype, torch.float32)
+        mask_T = torch.ones_like(log_probs_T, dtype=wide) if mask is None else rows.flat("mask", mask).to(wide)
+        return replace(rows, mask_T=mask_T)
 
     @property
     def old(self) -> Tensor:

@@ -32,10 +32,10 @@ from slime_core.ops.tokens import (
     needed,
     needed_lengths,
     sequence_lengths,
-    sequence_mean,
     sequence_sum,
     total,
     weighable,
+    weighted_sequences,
     widen,
 )
 
@@ -136,19 +136,21 @@ def _policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy's loss under ``counted_T``, and its metrics under ``weights_T``."""
     check_shapes(log_probs_T=new_T, old_log_probs_T=old_T, weights_T=weights_T)
-    (log_ratio_X,) = weighable(weights_T, log_ratio_T=widen(new_T) - widen(old_T))
+    log_ratio_X = widen(new_T) - widen(old_T)
     counted_X, weights_X = counted_T, weights_T
-    metrics = {"ppo_kl": -total(log_ratio_X, weights_T)}
     # Advantages that differ within a response (a KL penalty, distillation) need GSPO's form for tokens.
     token_form = config.advantages_need_log_probs or config.custom_advantage_function_path is not None
     gspo = config.advantage_estimator == "gspo"
     if gspo and not token_form and advantages_X.shape != weights_T.shape:
+        # Weights are equal within a response, so that the mean under them is the plain one.
         lengths_N = sequence_lengths(needed_lengths(lengths, "--advantage-estimator gspo"), new_T)
-        log_ratio_X = sequence_mean(log_ratio_X, weights_T, lengths_N, group)
-        weights_X = sequence_sum(weights_T, lengths_N)
+        log_ratio_X, weights_X = weighted_sequences(log_ratio_X, weights_T, lengths_N, group)
         counted_X = weights_X if counted_T is weights_T else sequence_sum(counted_T, lengths_N)
         advantages_X = widen(advantages_X)
+        metrics = {"ppo_kl": -total(log_ratio_X, weights_X)}
     else:
+        (log_ratio_X,) = weighable(weights_T, log_ratio_T=log_ratio_X)
+        metrics = {"ppo_kl": -total(log_ratio_X, weights_T)}
         (advantages_X,) = weighable(weights_T, advantages_T=per_token(advantages_X, weights_T, lengths))
         if gspo:
             log_ratio_X = gspo_log_ratio(

@@ -57,11 +57,16 @@ def weighable(weights_T: Tensor, **values_T: Tensor) -> list[Tensor]:
         DataError: The shapes differ.
     """
     check_shapes(**values_T, weights_T=weights_T)
-    if weights_T.device.type == "cpu" and not torch.compiler.is_compiling() and weights_T.numel():
+    if may_look(weights_T) and weights_T.numel():
         extremes = [extreme for tensor in values_T.values() for extreme in torch.aminmax(tensor.detach())]
         if all(abs(float(extreme)) < _TAME for extreme in extremes):
             return [widen(tensor) for tensor in values_T.values()]
     return masked(weights_T, **values_T)
+
+
+def may_look(tensor: Tensor) -> bool:
+    """Whether its values can be looked at for free: on a device that would stall it, and a compiler has none."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_shapes(**values_T: Tensor) -> None:
@@ -145,15 +150,30 @@ def sequence_sum(values_T: Tensor, lengths_N: Tensor | int, group: dist.ProcessG
 
 
 def sequence_mean(
-    values_T: Tensor, mask_T: Tensor, lengths_N: Tensor | int, group: dist.ProcessGroup | None = None
+    values_T: Tensor, weights_T: Tensor, lengths_N: Tensor | int, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Mean over each sequence's tokens with mask other than 0 [N]; 0 where there is none. Differentiable.
+    """Mean of each sequence under its tokens' weights, such as a mask [N]; 0 where all are 0. Differentiable."""
+    return weighted_sequences(values_T, weights_T, lengths_N, group)[0]
 
-    The arguments are those of :func:`sequence_sum`. The values must be finite; those that are masked get no gradient.
+
+def weighted_sequences(
+    values_T: Tensor, weights_T: Tensor, lengths_N: Tensor | int, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`sequence_mean`, and the sum of the weights that are here [N]. Where a weight is 0, values may be anything.
+
+    The other arguments are those of :func:`sequence_sum`.
     """
-    kept_T = torch.ne(mask_T, 0, out=torch.empty_like(values_T, requires_grad=False))
-    count_N = sequence_sum(kept_T, lengths_N, group).clamp(min=1)
-    return sequence_sum(values_T * kept_T, lengths_N, group) / count_N
+    weights_T = weights_T.to(values_T.dtype)
+    look = may_look(values_T)
+    if not look:
+        (values_T,) = masked(weights_T, values_T=values_T)
+    sums_N = sequence_sum(values_T * weights_T, lengths_N, group)
+    if look and not math.isfinite(float(sums_N.detach().sum())):
+        (values_T,) = masked(weights_T, values_T=values_T)
+        sums_N = sequence_sum(values_T * weights_T, lengths_N, group)
+    weights_N = sequence_sum(weights_T, lengths_N)
+    total_N = weights_N if group is None else _SumOverRanks.apply(weights_N, group)  # type: ignore[no-untyped-call]
+    return sums_N / total_N.where(total_N != 0, 1), weights_N
 
 
 def expand(values_N: Tensor, lengths_N: Tensor | int) -> Tensor:
