@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops import token_weights, token_weights_by_constant, token_weights_per_trajectory, trajectory_tokens
+from slime_core.ops import token_weights, trajectory_tokens
 
 MASKS = st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=6)
 
@@ -54,8 +54,8 @@ def test_narrow_types_still_count_every_token():
     ours = [
         token_weights([mask], global_samples=1, global_tokens=0, dtype=torch.bfloat16),
         token_weights([mask], global_samples=1, global_tokens=257, per_token=True, dtype=torch.bfloat16),
-        token_weights_per_trajectory([mask], [257], global_trajectories=1, dtype=torch.bfloat16),
-        token_weights_by_constant([mask], divisor=257, global_samples=1, dtype=torch.bfloat16),
+        token_weights([mask], trajectory_tokens=[257], global_samples=1, global_tokens=0, dtype=torch.bfloat16),
+        token_weights([mask], divisor=257, global_samples=1, global_tokens=0, dtype=torch.bfloat16),
     ]
     assert all(weights.equal(exact.expand(257)) for weights in ours)
 
@@ -64,8 +64,8 @@ def test_a_part_without_samples_has_no_weights():
     for weights in (
         token_weights([], global_samples=2, global_tokens=3),
         token_weights([], global_samples=2, global_tokens=3, per_token=True),
-        token_weights_per_trajectory([], [], global_trajectories=2),
-        token_weights_by_constant([], divisor=4, global_samples=2, dtype=torch.float64),
+        token_weights([], trajectory_tokens=[], global_samples=2, global_tokens=0),
+        token_weights([], divisor=4, global_samples=2, global_tokens=0, dtype=torch.float64),
     ):
         assert weights.shape == (0,)
     assert weights.dtype == torch.float64
@@ -94,9 +94,9 @@ def test_per_trajectory_is_the_mean_over_trajectories_however_its_samples_are_sp
     cut = data.draw(st.integers(0, len(step)))
     total = 0.0
     for part in (order[:cut], order[cut:]):
-        weights = token_weights_per_trajectory(
-            [masks[n] for n in part], [counts[n] for n in part],
-            global_trajectories=len(set(ids)), dtype=torch.float64,
+        weights = token_weights(
+            [masks[n] for n in part], trajectory_tokens=[counts[n] for n in part],
+            global_samples=len(set(ids)), global_tokens=0, dtype=torch.float64,
         )  # fmt: skip
         flat = torch.tensor([x for n in part for x in values[n]], dtype=torch.float64)
         total += (weights * flat).sum().item()
@@ -111,7 +111,8 @@ def test_trajectory_ids_may_be_a_tensor():
 def test_with_one_sample_per_trajectory_it_is_the_per_sample_mean(masks):
     counts = trajectory_tokens(masks, list(range(len(masks))))
     per_sample = token_weights(masks, global_samples=len(masks), global_tokens=0)
-    assert token_weights_per_trajectory(masks, counts, global_trajectories=len(masks)).equal(per_sample)
+    sizes = {"global_samples": len(masks), "global_tokens": 0}
+    assert token_weights(masks, trajectory_tokens=counts, **sizes).equal(per_sample)
 
 
 @given(MASKS.filter(bool), st.integers(0, 1000), st.integers(1, 64), st.integers(0, 6))
@@ -123,23 +124,27 @@ def test_by_a_constant(masks, seed, divisor, cut):
         for mask, row in zip(masks, values, strict=True)
     )
     parts = [
-        token_weights_by_constant(part, divisor=divisor, global_samples=len(masks), dtype=torch.float64)
+        token_weights(part, divisor=divisor, global_samples=len(masks), global_tokens=0, dtype=torch.float64)
         for part in (masks[:cut], masks[cut:])
     ]
     flat = torch.tensor([x for row in values for x in row], dtype=torch.float64)
     assert (torch.cat(parts) * flat).sum().item() == pytest.approx(expected, abs=1e-12)
 
 
+def weights_of_one(samples, **how):
+    return token_weights([[1]], global_samples=samples, global_tokens=0, **how)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: trajectory_tokens([[1]], [0, 1]), "1 loss masks and 2 trajectory ids"),
-        (lambda: token_weights_per_trajectory([[1]], [], global_trajectories=1), "1 loss masks and 0 token counts"),
-        (lambda: token_weights_per_trajectory([[1]], [1], global_trajectories=0), "global_trajectories 0 must be"),
-        (lambda: token_weights_by_constant([[1]], divisor=0, global_samples=1), "divisor 0 must be"),
-        (lambda: token_weights_by_constant([[1]], divisor=math.nan, global_samples=1), "divisor nan must be"),
-        (lambda: token_weights_by_constant([[1]], divisor=math.inf, global_samples=1), "divisor inf must be"),
-        (lambda: token_weights_by_constant([[1]], divisor=1, global_samples=0), "global_samples 0 must be"),
+        (lambda: weights_of_one(1, trajectory_tokens=[]), "1 loss masks and 0 token counts"),
+        (lambda: weights_of_one(0, trajectory_tokens=[1]), "global_samples 0 must be"),
+        (lambda: weights_of_one(1, divisor=0), "divisor 0 must be"),
+        (lambda: weights_of_one(1, divisor=math.nan), "divisor nan must be"),
+        (lambda: weights_of_one(1, divisor=math.inf), "divisor inf must be"),
+        (lambda: weights_of_one(0, divisor=1), "global_samples 0 must be"),
     ],
 )
 def test_what_cannot_be_a_denominator(call, message):

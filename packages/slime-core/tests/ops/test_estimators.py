@@ -3,16 +3,15 @@ import math
 import pytest
 import torch
 
-from slime_core.config import ESTIMATORS
+from slime_core.config import ESTIMATORS, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import (
     AdvantageEstimator,
     AdvantageInputs,
     Advantages,
-    Distillation,
-    compute_advantages,
     estimator_named,
     gae_advantages,
+    policy_advantages,
     token_rewards,
     whiten,
 )
@@ -27,6 +26,16 @@ VALUES = torch.tensor([0.3, math.nan, -0.1, math.nan, math.nan, 1.0], dtype=torc
 def inputs(kl_coef=0.5, **change):
     given = {"rewards_N": REWARDS, "mask_T": MASK, "lengths_N": LENGTHS, "kl_T": KL, "values_T": VALUES}
     return AdvantageInputs(**{**given, "kl_coef": kl_coef, **change})
+
+
+def found(estimator, kl_coef=0.5, whitened=False, **change):
+    """What an estimator makes of the inputs, by way of the settings; the reference is such that k1 is the KL."""
+    given = {"rewards_N": REWARDS, "mask_T": MASK, "lengths": LENGTHS, "old_log_probs_T": KL, "values_T": VALUES}
+    given = {**given, "ref_log_probs_T": torch.zeros_like(KL), **change}
+    config = AlgorithmConfig(
+        kl_coef=kl_coef, normalize_advantages=whitened, use_opd="teacher_log_probs_T" in change, opd_kl_coef=0.1
+    )
+    return policy_advantages(config, **given, estimator=estimator)
 
 
 def expected(name, kl_coef):
@@ -54,7 +63,7 @@ def expected(name, kl_coef):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_honours_the_reward_side_kl(name, kl_coef):
-    advantages, returns = compute_advantages(inputs(kl_coef), estimator_named(name, gamma=0.9, lambd=0.8))
+    advantages, returns = found(estimator_named(name, gamma=0.9, lambd=0.8), kl_coef)
     assert advantages.tolist() == pytest.approx(expected(name, kl_coef))
     critic = torch.tensor([0.3, 0, -0.1, 0, 0, 1.0]) if name == "ppo" else torch.zeros(6)
     assert returns.tolist() == pytest.approx((advantages + critic).tolist())
@@ -63,42 +72,34 @@ def test_every_estimator_honours_the_reward_side_kl(name, kl_coef):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_takes_a_rank_with_nothing(name):
     nothing = torch.zeros(0)
-    empty = AdvantageInputs(
-        rewards_N=nothing, mask_T=nothing, lengths_N=nothing.long(), kl_T=nothing, kl_coef=1.0, values_T=nothing
-    )
-    advantages, returns = compute_advantages(empty, estimator_named(name), whitened=True)
+    empty = dict.fromkeys(("rewards_N", "mask_T", "old_log_probs_T", "ref_log_probs_T", "values_T"), nothing)
+    advantages, returns = found(estimator_named(name), 1.0, whitened=True, lengths=nothing.long(), **empty)
     assert advantages.shape == returns.shape == (0,)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_micro_batches_change_nothing(name):
     estimator = estimator_named(name, gamma=0.9, lambd=0.8)
-    whole = compute_advantages(inputs(), estimator)
+    whole = found(estimator)
     parts, start = [], 0
     for number, length in enumerate(LENGTHS.tolist()):
         span = slice(start, start + length)
-        alone = inputs(
-            rewards_N=REWARDS[number : number + 1],
-            mask_T=MASK[span],
-            lengths_N=LENGTHS[number : number + 1],
-            kl_T=KL[span],
-            values_T=VALUES[span],
-        )
-        parts.append(compute_advantages(alone, estimator))
+        alone = {"rewards_N": REWARDS[number : number + 1], "lengths": LENGTHS[number : number + 1]}
+        tokens = {"mask_T": MASK[span], "old_log_probs_T": KL[span], "values_T": VALUES[span]}
+        parts.append(found(estimator, **alone, **tokens, ref_log_probs_T=torch.zeros(length, dtype=torch.float64)))
         start += length
     for field in range(2):
         torch.testing.assert_close(torch.cat([part[field] for part in parts]), whole[field], rtol=1e-12, atol=1e-12)
 
 
 def test_distillation_comes_before_whitening_and_leaves_the_returns():
-    term = Distillation(
-        student_log_probs_T=torch.tensor([-1.0, math.nan, -2.0, math.nan, math.nan, -3.0]),
-        teacher_log_probs_T=torch.tensor([-1.5, math.nan, -1.0, math.nan, math.nan, -3.0]),
-        coef=0.1,
+    student = torch.tensor([-1.0, math.nan, -2.0, math.nan, math.nan, -3.0], dtype=torch.float64)
+    teacher = torch.tensor([-1.5, math.nan, -1.0, math.nan, math.nan, -3.0], dtype=torch.float64)
+    estimator, given = estimator_named("ppo", gamma=0.9, lambd=0.8), {"old_log_probs_T": student}
+    bare = found(estimator, **given, ref_log_probs_T=student - KL)
+    advantages, returns = found(
+        estimator, whitened=True, **given, ref_log_probs_T=student - KL, teacher_log_probs_T=teacher
     )
-    estimator = estimator_named("ppo", gamma=0.9, lambd=0.8)
-    bare = compute_advantages(inputs(), estimator)
-    advantages, returns = compute_advantages(inputs(), estimator, distillation=term, whitened=True)
     added = bare.advantages_T - 0.1 * torch.tensor([0.5, 0, -1.0, 0, 0, 0], dtype=torch.float64)
     torch.testing.assert_close(advantages, whiten(added, MASK))
     torch.testing.assert_close(returns, bare.returns_T)
@@ -112,7 +113,7 @@ def mean_reward_estimator(given: AdvantageInputs, /) -> Advantages:
 
 def test_ones_own_function_takes_the_place_of_a_built_in_one():
     own: AdvantageEstimator = mean_reward_estimator
-    advantages, returns = compute_advantages(inputs(), own)
+    advantages, returns = found(own)
     assert advantages.tolist() == [0, 0, 0.25, 0, 0, 1]
     assert returns.tolist() == [0, 0, 0.5, 0, 0, 2]
 
@@ -128,7 +129,7 @@ def test_ones_own_function_takes_the_place_of_a_built_in_one():
 )
 def test_an_estimator_that_breaks_its_contract(result, message):
     with pytest.raises(DataError, match=message):
-        compute_advantages(inputs(), lambda given: result)
+        found(lambda given: result)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_inputs_that_do_not_fit(change, message):
 
 def test_bad_settings():
     with pytest.raises(DataError, match="ppo needs the critic's values"):
-        compute_advantages(inputs(values_T=None), estimator_named("ppo"))
+        found(estimator_named("ppo"), values_T=None)
     with pytest.raises(ConfigError, match="a2c is unknown; allowed: grpo, gspo"):
         estimator_named("a2c")
     with pytest.raises(ConfigError, match="gamma 2 must be between 0 and 1"):
@@ -160,7 +161,7 @@ def test_bad_settings():
 
 def test_ppo_is_gae_of_the_token_rewards():
     rewards = token_rewards(rewards_N=REWARDS, mask_T=MASK, lengths=LENGTHS, kl_T=KL, kl_coef=0.5)
-    ours = compute_advantages(inputs(), estimator_named("ppo", gamma=0.9, lambd=0.8))
+    ours = found(estimator_named("ppo", gamma=0.9, lambd=0.8))
     for mine, direct in zip(
         ours,
         gae_advantages(rewards_T=rewards, values_T=VALUES, mask_T=MASK, lengths=LENGTHS, gamma=0.9, lambd=0.8),
@@ -172,15 +173,13 @@ def test_ppo_is_gae_of_the_token_rewards():
 @pytest.mark.parametrize("mask", [MASK, torch.ones(6)])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_callers_tensors_stay_as_they_were(name, mask):
-    given = {"rewards_N": REWARDS, "mask_T": mask, "lengths_N": LENGTHS, "kl_T": KL.nan_to_num(), "values_T": VALUES}
-    given["values_T"] = VALUES.nan_to_num()
     log_probs = torch.arange(6, dtype=torch.float64)
+    given = {"rewards_N": REWARDS, "mask_T": mask, "lengths": LENGTHS, "values_T": VALUES.nan_to_num()}
+    given |= {"old_log_probs_T": log_probs, "ref_log_probs_T": log_probs - KL.nan_to_num()}
     before = {key: tensor.clone() for key, tensor in given.items()}
-    term = Distillation(student_log_probs_T=log_probs, teacher_log_probs_T=log_probs / 2, coef=1.0)
-    first = compute_advantages(AdvantageInputs(**given, kl_coef=1.0), estimator_named(name))
+    first = found(estimator_named(name), 1.0, **given)
     kept = first.advantages_T.clone()
-    compute_advantages(AdvantageInputs(**given, kl_coef=1.0), lambda _: first, distillation=term, whitened=True)
+    found(lambda _: first, 1.0, whitened=True, **given, teacher_log_probs_T=log_probs / 2)
     whiten(first.advantages_T, MASK)
     assert first.advantages_T.equal(kept)
     assert all(given[key].equal(before[key]) for key in given)
-    assert log_probs.equal(torch.arange(6, dtype=torch.float64))

@@ -26,8 +26,6 @@ from slime_core.ops import (
     sft_objective,
     tis_weights,
     token_weights,
-    token_weights_by_constant,
-    token_weights_per_trajectory,
     trajectory_tokens,
     value_objective,
 )
@@ -82,17 +80,14 @@ class Part:
     def weights(self, aggregation):
         step, dtype = self.step, self.dtype
         match aggregation:
-            case "sample" | "token":
-                return token_weights(
-                    self.masks, global_samples=step.count, global_tokens=step.tokens,
-                    per_token=aggregation == "token", dtype=dtype,
-                )  # fmt: skip
             case "trajectory":
                 counts = [step.trajectory_tokens[n] for n in self.chosen]
-                total = len(set(step.trajectories))
-                return token_weights_per_trajectory(self.masks, counts, global_trajectories=total, dtype=dtype)
+                how = {"global_samples": len(set(step.trajectories)), "trajectory_tokens": counts}
             case "constant":
-                return token_weights_by_constant(self.masks, divisor=5, global_samples=step.count, dtype=dtype)
+                how = {"global_samples": step.count, "divisor": 5}
+            case _:
+                how = {"global_samples": step.count, "per_token": aggregation == "token"}
+        return token_weights(self.masks, global_tokens=step.tokens, dtype=dtype, **how)
 
     def two_policies(self, weights):
         return {

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import AdvantageInputs, compute_advantages, estimator_named, whiten
+from slime_core.ops import estimator_named, policy_advantages, whiten
 
 
 def by_a_loop(values, mask, eps=1e-8):
@@ -81,6 +82,13 @@ def run_case(rank, name):
     return whiten(values.split(counts)[rank], mask.split(counts)[rank], group=dist.group.WORLD)
 
 
+def whitened_returns(rewards, mask, lengths, group=None):
+    return policy_advantages(
+        AlgorithmConfig(normalize_advantages=True), rewards_N=rewards, mask_T=mask, lengths=lengths,
+        estimator=estimator_named("reinforce_plus_plus", gamma=0.9), group=group,
+    ).advantages_T  # fmt: skip
+
+
 def run_estimator(rank):
     """Three responses: two on the first rank, one on the second, or all on the second."""
     rewards, mask, lengths = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1, 1, 0, 1, 1, 0.0]), [2, 1, 3]
@@ -88,15 +96,8 @@ def run_estimator(rank):
     for cut in (2, 0):
         mine = slice(0, cut) if rank == 0 else slice(cut, 3)
         start = sum(lengths[: mine.start])
-        inputs = AdvantageInputs(
-            rewards_N=rewards[mine],
-            mask_T=mask[start : start + sum(lengths[mine])],
-            lengths_N=torch.tensor(lengths[mine], dtype=torch.int64),
-        )
-        result = compute_advantages(
-            inputs, estimator_named("reinforce_plus_plus", gamma=0.9), whitened=True, group=dist.group.WORLD
-        )
-        results.append(result.advantages_T)
+        mask_T = mask[start : start + sum(lengths[mine])]
+        results.append(whitened_returns(rewards[mine], mask_T, torch.tensor(lengths[mine]).long(), dist.group.WORLD))
     return results
 
 
@@ -120,18 +121,10 @@ def test_split_over_ranks_equals_whole(two_ranks, name):
 
 
 def test_advantages_are_whitened_alike_wherever_the_responses_lie(two_ranks):
-    whole = compute_advantages(
-        AdvantageInputs(
-            rewards_N=torch.tensor([1.0, -2.0, 0.5]),
-            mask_T=torch.tensor([1, 1, 0, 1, 1, 0.0]),
-            lengths_N=torch.tensor([2, 1, 3]),
-        ),
-        estimator_named("reinforce_plus_plus", gamma=0.9),
-        whitened=True,
-    )
+    whole = whitened_returns(torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1, 1, 0, 1, 1, 0.0]), [2, 1, 3])
     for parts in zip(*two_ranks(__file__, "run_estimator"), strict=True):
         joined = torch.cat(parts)
-        torch.testing.assert_close(joined, whole.advantages_T, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(joined, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_a_nan_on_one_rank_is_an_error_on_every_rank(two_ranks):

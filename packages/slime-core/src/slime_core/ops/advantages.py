@@ -1,7 +1,7 @@
 """From rewards to one advantage per response token: the built-in estimators, custom ones, distillation and whitening.
 
 T tokens of N responses, whole and one after the other; W ranks. Estimators need no registry: an estimator is a
-value that is passed to :func:`policy_advantages` or :func:`compute_advantages`.
+value that is passed to :func:`policy_advantages`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AdvantageEstimator(Protocol):
     """A function, or an object with a ``__call__``, from inputs to advantages. The contract:
 
     - Both results are floating-point [T], on the inputs' device, and finite where the mask is 1. Elsewhere they may be
-      anything: :func:`compute_advantages` puts 0 there.
+      anything: :func:`policy_advantages` puts 0 there.
     - A response's result depends on that response alone, and on its reward, which its group has already entered. So it
       makes no difference which responses a rank holds; a rank may hold none (N = 0), or masked ones only.
     - ``kl_coef`` is honoured, or refused where it is not 0. :func:`slime_core.ops.token_rewards` does it.
@@ -87,14 +87,6 @@ class AdvantageEstimator(Protocol):
     def __call__(self, inputs: AdvantageInputs, /) -> Advantages:
         """Advantages and returns of these responses."""
         ...
-
-
-class Distillation(NamedTuple):
-    """What on-policy distillation adds to the advantages: see :func:`distilled_advantages`."""
-
-    student_log_probs_T: Tensor
-    teacher_log_probs_T: Tensor
-    coef: float
 
 
 def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> AdvantageEstimator:
@@ -114,29 +106,25 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
     if name not in ESTIMATORS:
         raise ConfigError(f"the advantage estimator {name} is unknown; allowed: {', '.join(ESTIMATORS)}")
 
-    def generalized(inputs: AdvantageInputs, /) -> Advantages:
+    def estimate(inputs: AdvantageInputs, /) -> Advantages:
+        span: _Span = {"mask_T": inputs.mask_T, "lengths": inputs.lengths_N}
+        earned: _Earned = {"rewards_N": inputs.rewards_N, "kl_T": inputs.kl_T, "kl_coef": inputs.kl_coef}
+        if name not in ("ppo", "reinforce_plus_plus"):
+            advantages_T = outcome_advantages(**earned, **span)
+            return Advantages(advantages_T, advantages_T)
+        rewards_T = token_rewards(**earned, **span)
+        if name == "reinforce_plus_plus":
+            returns_T = discounted_returns(rewards_T=rewards_T, gamma=gamma, **span)
+            return Advantages(returns_T, returns_T)
         if inputs.values_T is None:
             raise DataError("ppo needs the critic's values, values_T, and none were given")
-        found = gae_advantages(
-            rewards_T=_token_rewards(inputs), values_T=inputs.values_T, gamma=gamma, lambd=lambd, **_span(inputs)
-        )
+        found = gae_advantages(rewards_T=rewards_T, values_T=inputs.values_T, gamma=gamma, lambd=lambd, **span)
         return Advantages(*found)
 
-    def discounted(inputs: AdvantageInputs, /) -> Advantages:
-        returns_T = discounted_returns(rewards_T=_token_rewards(inputs), gamma=gamma, **_span(inputs))
-        return Advantages(returns_T, returns_T)
-
-    return {"ppo": generalized, "reinforce_plus_plus": discounted}.get(name, outcome)
+    return estimate
 
 
-def outcome(inputs: AdvantageInputs, /) -> Advantages:
-    """The estimator of grpo, gspo, cispo, rloo and reinforce_plus_plus_baseline: :func:`outcome_advantages`."""
-    advantages_T = outcome_advantages(
-        rewards_N=inputs.rewards_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef, **_span(inputs)
-    )
-    return Advantages(advantages_T, advantages_T)
-
-
+@torch.no_grad()
 def policy_advantages(
     config: AlgorithmConfig,
     *,
@@ -150,7 +138,7 @@ def policy_advantages(
     estimator: AdvantageEstimator | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Advantages:
-    """Advantages and returns of a rank's responses: :func:`compute_advantages` by configuration.
+    """Advantages and returns of a rank's responses: the estimator's, then distillation is added, then whitened.
 
     Args:
         config: The estimator and its factors, the KL penalty, distillation, whitening.
@@ -161,7 +149,7 @@ def policy_advantages(
         ref_log_probs_T: Log-probs under the reference [T]; needed with ``kl_coef``.
         teacher_log_probs_T: Log-probs under the teacher [T]; needed with ``use_opd``.
         values_T: The critic's values [T]; needed by ppo.
-        estimator: A custom one, instead of the one that the configuration names.
+        estimator: In place of the one that the configuration names: a custom one, or of :func:`estimator_named`.
         group: Ranks to whiten over; every one must call this, also one without responses; see :func:`whiten`.
 
     Returns:
@@ -169,17 +157,14 @@ def policy_advantages(
 
     Raises:
         ConfigError: The configuration needs an input that is missing.
-        DataError: The shapes do not fit, or a number that counts is not finite.
+        DataError: The shapes do not fit, a number that counts is not finite, the estimator needs what is missing, or it
+            broke its contract.
     """
-    kl_T = distillation = None
+    kl_T = None
     if config.kl_coef:
         old_T = needed(old_log_probs_T, "--kl-coef", "the log-probs from before the update")
         ref_T = needed(ref_log_probs_T, "--kl-coef", "the reference's log-probs")
         kl_T = kl_penalty(old_T.detach(), ref_T.detach(), config.kl_loss_type or "k1")
-    if config.use_opd:
-        student_T = needed(old_log_probs_T, "--use-opd", "the log-probs from before the update")
-        teacher_T = needed(teacher_log_probs_T, "--use-opd", "the teacher's log-probs")
-        distillation = Distillation(student_T, teacher_T, config.opd_kl_coef)
     inputs = AdvantageInputs(
         rewards_N=rewards_N,
         mask_T=mask_T,
@@ -189,43 +174,19 @@ def policy_advantages(
         values_T=values_T,
     )
     estimator = estimator or estimator_named(config.advantage_estimator, gamma=config.gamma, lambd=config.lambd)
-    whitened = config.normalize_advantages
-    return compute_advantages(inputs, estimator, distillation=distillation, whitened=whitened, group=group)
-
-
-@torch.no_grad()
-def compute_advantages(
-    inputs: AdvantageInputs,
-    estimator: AdvantageEstimator,
-    *,
-    distillation: Distillation | None = None,
-    whitened: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> Advantages:
-    """Estimate, then add distillation, then whiten.
-
-    Args:
-        inputs: This rank's responses of the rollout.
-        estimator: A built-in one (:func:`estimator_named`) or a custom one.
-        distillation: Added to the advantages; not to the returns.
-        whitened: Whiten the advantages over all trained tokens, which defines REINFORCE++ and its baseline variant.
-        group: The ranks to whiten over; every one must call this; see :func:`whiten`.
-
-    Returns:
-        Advantages and returns, each [T], 0 where masked.
-
-    Raises:
-        ConfigError: A coefficient is not finite, or ``inputs.kl_coef`` is not 0 and there is no ``kl_T``.
-        DataError: The estimator needs what the inputs lack, or broke its contract, in shape or by a number that is not
-            finite; or a number of the distillation is not finite.
-    """
     advantages_T, returns_T = estimator(inputs)
-    advantages_T = _checked("advantages_T", advantages_T, inputs.mask_T)
-    returns_T = _checked("returns_T", returns_T, inputs.mask_T)
-    if distillation is not None:
-        advantages_T = distilled_advantages(advantages_T=advantages_T, mask_T=inputs.mask_T, **distillation._asdict())
-    if whitened:
-        advantages_T = whiten(advantages_T, inputs.mask_T, group=group)
+    advantages_T = _checked("advantages_T", advantages_T, mask_T)
+    returns_T = _checked("returns_T", returns_T, mask_T)
+    if config.use_opd:
+        advantages_T = distilled_advantages(
+            advantages_T=advantages_T,
+            student_log_probs_T=needed(old_log_probs_T, "--use-opd", "the log-probs from before the update"),
+            teacher_log_probs_T=needed(teacher_log_probs_T, "--use-opd", "the teacher's log-probs"),
+            mask_T=mask_T,
+            coef=config.opd_kl_coef,
+        )
+    if config.normalize_advantages:
+        advantages_T = whiten(advantages_T, mask_T, group=group)
     return Advantages(advantages_T, returns_T)
 
 
@@ -354,12 +315,10 @@ class _Span(TypedDict):
     lengths: Tensor
 
 
-def _span(inputs: AdvantageInputs) -> _Span:
-    return {"mask_T": inputs.mask_T, "lengths": inputs.lengths_N}
-
-
-def _token_rewards(inputs: AdvantageInputs) -> Tensor:
-    return token_rewards(rewards_N=inputs.rewards_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef, **_span(inputs))
+class _Earned(TypedDict):
+    rewards_N: Tensor
+    kl_T: Tensor | None
+    kl_coef: float
 
 
 def _checked(name: str, values_T: Tensor, mask_T: Tensor) -> Tensor:

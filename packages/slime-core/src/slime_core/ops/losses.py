@@ -32,6 +32,7 @@ Tokens: TypeAlias = Tensor | Sequence[Tensor]
 """A number per token: [B, L], B tensors, or [T] with ``lengths``."""
 
 _Arguments = ParamSpec("_Arguments")
+_SETTINGS = ("eps_clip", "eps_clip_high", "kl_loss_coef")
 
 
 class Loss(NamedTuple):
@@ -73,6 +74,20 @@ class Batch(TypedDict, total=False):
     lengths: Sequence[int] | Tensor | None
     num_sequences: int | None
     num_tokens: int | None
+
+
+class PolicyBatch(Batch, total=False):
+    """The settings that all of these losses have, besides a :class:`Batch`. Unset means the paper's.
+
+    Attributes:
+        eps_clip: How far below 1 the ratio may count.
+        eps_clip_high: How far above 1; ``None`` for as far as below.
+        kl_loss_coef: Coefficient of the KL divergence, where ``ref_log_probs`` are given.
+    """
+
+    eps_clip: float
+    eps_clip_high: float | None
+    kl_loss_coef: float
 
 
 def _without_flags(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Loss]:
@@ -140,91 +155,52 @@ def algorithm_loss(
 
 
 @_without_flags
-def grpo_loss(
-    log_probs: Tokens,
-    mask: Tokens | None = None,
-    *,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = None,
-    kl_loss_coef: float = 0.04,
-    **batch: Unpack[Batch],
-) -> Loss:
+def grpo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
     """GRPO (Shao et al. 2024, equations 3 and 4): normalised group rewards, PPO's clip, the mean of responses' means.
 
-    With ``ref_log_probs`` the paper's KL estimate, k3, is added with its coefficient, 0.04.
+    The clip range is 0.2. With ``ref_log_probs`` the paper's KL estimate, k3, is added with its coefficient, 0.04.
     """
-    return _policy("grpo", log_probs, mask, batch, eps_clip, eps_clip_high, kl_loss_coef=kl_loss_coef)
+    return _policy_loss("grpo", log_probs, mask, batch, kl_loss_coef=0.04)
 
 
 @_without_flags
 def dr_grpo_loss(
-    log_probs: Tokens,
-    mask: Tokens | None = None,
-    *,
-    loss_divisor: float,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = None,
-    kl_loss_coef: float = 0.0,
-    **batch: Unpack[Batch],
+    log_probs: Tokens, mask: Tokens | None = None, *, loss_divisor: float, **batch: Unpack[PolicyBatch]
 ) -> Loss:
     """Dr.GRPO (Liu et al. 2025, listing 1): no standard deviation, and each response's sum over one constant.
 
-    ``loss_divisor`` is that constant, in the paper the largest number of tokens that a response may have.
+    ``loss_divisor`` is that constant, in the paper the largest number of tokens that a response may have. The clip
+    range is 0.2.
     """
     settings: dict[str, Any] = {"disable_grpo_std_normalization": True, "loss_divisor": loss_divisor}
-    return _policy("grpo", log_probs, mask, batch, eps_clip, eps_clip_high, kl_loss_coef=kl_loss_coef, **settings)
+    return _policy_loss("grpo", log_probs, mask, batch, **settings)
 
 
 @_without_flags
-def dapo_loss(
-    log_probs: Tokens,
-    mask: Tokens | None = None,
-    *,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = 0.28,
-    kl_loss_coef: float = 0.0,
-    **batch: Unpack[Batch],
-) -> Loss:
-    """DAPO (Yu et al. 2025, equation 8): GRPO with a higher upper bound and the mean over all tokens.
+def dapo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
+    """DAPO (Yu et al. 2025, equation 8): GRPO clipped at 0.2 and 0.28, with the mean over all tokens.
 
     The paper's mean is over the tokens of each prompt's group, here it is over those of the step. Filtering groups of
     equal rewards, and the reward for overlong responses, are the sampler's part.
     """
-    settings = {"calculate_per_token_loss": True, "kl_loss_coef": kl_loss_coef}
-    return _policy("grpo", log_probs, mask, batch, eps_clip, eps_clip_high, **settings)
+    return _policy_loss("grpo", log_probs, mask, batch, eps_clip_high=0.28, calculate_per_token_loss=True)
 
 
 @_without_flags
-def gspo_loss(
-    log_probs: Tokens,
-    mask: Tokens | None = None,
-    *,
-    eps_clip: float = 3e-4,
-    eps_clip_high: float | None = 4e-4,
-    kl_loss_coef: float = 0.0,
-    **batch: Unpack[Batch],
-) -> Loss:
-    """GSPO (Zheng et al. 2025, equation 5): one ratio per sequence, and therefore narrow bounds."""
-    return _policy("gspo", log_probs, mask, batch, eps_clip, eps_clip_high, kl_loss_coef=kl_loss_coef)
+def gspo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
+    """GSPO (Zheng et al. 2025, equation 5): one ratio per sequence, and therefore narrow bounds, 3e-4 and 4e-4."""
+    return _policy_loss("gspo", log_probs, mask, batch, eps_clip=3e-4, eps_clip_high=4e-4)
 
 
 @_without_flags
-def cispo_loss(
-    log_probs: Tokens,
-    mask: Tokens | None = None,
-    *,
-    eps_clip: float = 1.0,
-    eps_clip_high: float | None = 4.0,
-    kl_loss_coef: float = 0.0,
-    **batch: Unpack[Batch],
-) -> Loss:
+def cispo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
     """CISPO (MiniMax 2025, equations 4 and 5): clipped importance weights, and every token keeps its gradient.
 
-    ``eps_clip`` 1 means without a lower bound, as in the paper, which does not give its upper one; 1 + 4 is usual. The
-    paper's mean is over the tokens of each prompt's group, here it is over those of the step.
+    ``eps_clip`` is 1, which means without a lower bound, as in the paper, which does not give its upper one; 1 + 4,
+    the default, is usual. The paper's mean is over the tokens of each prompt's group, here over those of the step.
     """
-    settings = {"calculate_per_token_loss": True, "kl_loss_coef": kl_loss_coef}
-    return _policy("cispo", log_probs, mask, batch, eps_clip, eps_clip_high, **settings)
+    settings = {"eps_clip": 1.0, "eps_clip_high": 4.0, "calculate_per_token_loss": True}
+    return _policy_loss("cispo", log_probs, mask, batch, **settings)
 
 
 @_without_flags
@@ -235,29 +211,25 @@ def ppo_loss(
     new_values: Tokens | None = None,
     gamma: float = 1.0,
     lambd: float = 0.95,
-    eps_clip: float = 0.2,
-    eps_clip_high: float | None = None,
     value_clip: float = 0.2,
     value_coef: float = 1.0,
-    kl_loss_coef: float = 0.0,
-    **batch: Unpack[Batch],
+    **batch: Unpack[PolicyBatch],
 ) -> Loss:
-    """PPO (Schulman et al. 2017, equations 7 and 9): the clipped surrogate, a mean over tokens, and the critic's loss.
+    """PPO (Schulman et al. 2017, equations 7 and 9): the surrogate clipped at 0.2, a mean over tokens; a critic's loss.
 
     ``rewards`` and ``values``, those from before the update, give the advantages (GAE; γ and λ are those of Ziegler et
     al. 2019); group ids are not needed. With ``new_values``, under the critic being trained, ``value_coef`` times its
     clipped squared error is added, and the metrics have ``value_loss`` and ``value_clipfrac``.
     """
-    settings = {"gamma": gamma, "lambd": lambd, "kl_loss_coef": kl_loss_coef, "calculate_per_token_loss": True}
-    bounds = {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
-    config = _config("ppo", batch.get("ref_log_probs") is not None, **settings, **bounds)
-    loss, metrics = algorithm_loss(config, log_probs, mask, **batch)
+    settings = {"gamma": gamma, "lambd": lambd, "calculate_per_token_loss": True}
+    config, given = _configured("ppo", batch, **settings)
+    loss, metrics = algorithm_loss(config, log_probs, mask, **given)
     if new_values is None:
         return Loss(loss, metrics)
     values = batch.get("values")
     if values is None or batch.get("rewards") is None:
         raise ConfigError("the critic's loss needs rewards, and values from before the update")
-    rows = _Rows.of(log_probs, mask, batch)
+    rows = _Rows.of(log_probs, mask, given)
     critic_loss, found = value_objective(
         values_T=rows.flat("new_values", new_values),
         old_values_T=rows.flat("values", values),
@@ -316,19 +288,16 @@ def dpo_loss(
     return Loss(*preference_objective(*found, global_pairs=len(chosen_P) if num_pairs is None else num_pairs))
 
 
-def _policy(
-    estimator: str,
-    log_probs: Tokens,
-    mask: Tokens | None,
-    batch: Batch,
-    eps_clip: float,
-    eps_clip_high: float | None,
-    **settings: Any,
-) -> Loss:
-    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high}
-    return algorithm_loss(
-        _config(estimator, batch.get("ref_log_probs") is not None, **settings), log_probs, mask, **batch
-    )
+def _policy_loss(estimator: str, log_probs: Tokens, mask: Tokens | None, batch: PolicyBatch, **settings: Any) -> Loss:
+    config, given = _configured(estimator, batch, **settings)
+    return algorithm_loss(config, log_probs, mask, **given)
+
+
+def _configured(estimator: str, batch: PolicyBatch, **settings: Any) -> tuple[AlgorithmConfig, Any]:
+    """The config of an estimator under settings and what of them the batch has; and the rest of the batch."""
+    changed = {name: value for name, value in batch.items() if name in _SETTINGS}
+    config = _config(estimator, batch.get("ref_log_probs") is not None, **settings | changed)
+    return config, {name: value for name, value in batch.items() if name not in _SETTINGS}
 
 
 @functools.lru_cache(maxsize=64)

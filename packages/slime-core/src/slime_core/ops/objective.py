@@ -215,31 +215,16 @@ def loss_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The tokens' weights in the loss of a step [T], by configuration.
-
-    :func:`token_weights_per_trajectory`; with ``calculate_per_token_loss`` :func:`token_weights` per token; with a
-    ``loss_divisor`` :func:`token_weights_by_constant`.
-
-    Args:
-        config: Which of the three.
-        loss_masks: Per sample, R numbers that are 1 where the token is trained on.
-        trajectory_tokens: Per sample, the trained tokens of its whole trajectory.
-        global_trajectories: Trajectories in the step over all ranks.
-        global_tokens: Trained tokens in the step over all ranks.
-        dtype: Type of the result.
-        device: Device of the result.
-
-    Raises:
-        DataError: ``global_trajectories`` is below 1, or there are not as many ``trajectory_tokens`` as masks.
-    """
-    _check_count("global_trajectories", global_trajectories, "trajectories")
-    masks = _wide(loss_masks, dtype, device)
-    if config.calculate_per_token_loss:
-        return _divided(masks, repeat(max(global_tokens, 1)), dtype, device)
-    if config.loss_divisor is not None:
-        return _divided(masks, repeat(config.loss_divisor * global_trajectories), dtype, device)
-    return token_weights_per_trajectory(
-        masks, trajectory_tokens, global_trajectories=global_trajectories, dtype=dtype, device=device
+    """:func:`token_weights` by configuration: per trajectory, per token, or by the ``loss_divisor`` [T]."""
+    return token_weights(
+        loss_masks,
+        global_samples=global_trajectories,
+        global_tokens=global_tokens,
+        per_token=config.calculate_per_token_loss,
+        trajectory_tokens=trajectory_tokens,
+        divisor=config.loss_divisor,
+        dtype=dtype,
+        device=device,
     )
 
 
@@ -249,80 +234,59 @@ def token_weights(
     global_samples: int,
     global_tokens: int,
     per_token: bool = False,
+    trajectory_tokens: Sequence[int] | None = None,
+    divisor: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Weights [T] under which a step's loss is a mean over samples, or over tokens.
+    """Weights [T] under which a step's loss is a mean, computed from the loss masks m.
 
     - Per sample: ``m / max(Σ m, 1) / global_samples``, the sum running over the token's own sample: the mean over
       samples of each sample's mean over its trained tokens (GRPO; Shao et al. 2024, equation 3).
+    - Per trajectory, with ``trajectory_tokens`` D: ``m / max(D, 1) / global_samples``. An interaction that was cut into
+      several samples (by sub-agents or a rewritten context) weighs as much as one that was not, and its samples may lie
+      in different micro-batches and on different ranks.
+    - By a constant, the ``divisor``: ``m / divisor / global_samples``. Dr.GRPO (Liu et al. 2025, section 3.2 and
+      listing 1): a mean over the sample's tokens favours short right answers and long wrong ones. The paper takes the
+      largest response length. With 1 a sample counts with the sum over its tokens, as in RLOO (Ahmadian et al. 2024).
     - Per token: ``m / max(global_tokens, 1)``: the mean over all trained tokens of the step. DAPO (Yu et al. 2025,
       equation 8) and CISPO (MiniMax 2025, equation 4) write it over the tokens of one prompt's group, and the mean over
       prompts; here, as in public trainers, it is over the step, so that long groups weigh more.
 
     Args:
         loss_masks: Per sample, R numbers that are 1 where the token is trained on.
-        global_samples: Samples in the step over all ranks.
+        global_samples: Samples in the step over all ranks; trajectories, where these are counted.
         global_tokens: Trained tokens in the step over all ranks. Used only with ``per_token``.
-        per_token: Which of the two means.
+        per_token: Take the mean per token, whatever else is given.
+        trajectory_tokens: Per sample, the trained tokens of its trajectory, from :func:`trajectory_tokens`.
+        divisor: A number of tokens above 0, which goes before ``trajectory_tokens``.
         dtype: Type of the result.
         device: Device of the result.
 
     Raises:
-        DataError: ``global_samples`` is below 1.
+        DataError: ``global_samples`` is below 1, the divisor is not a finite number above 0, or there are not as many
+            ``trajectory_tokens`` as masks.
     """
-    _check_count("global_samples", global_samples, "samples")
-    masks = _wide(loss_masks, dtype, device)
+    if global_samples < 1:
+        raise DataError(f"global_samples {global_samples} must be 1 or more: those of the step over all ranks")
+    # In fp32 or better: bf16 counts tokens to 256 and no further.
+    wide = torch.promote_types(dtype, torch.float32)
+    masks = [torch.as_tensor(mask, dtype=wide, device=device) for mask in loss_masks]
+    denominators: Iterable[float | Tensor]
     if per_token:
-        return _divided(masks, repeat(max(global_tokens, 1)), dtype, device)
-    return _divided(masks, (mask.sum().clamp(min=1) * global_samples for mask in masks), dtype, device)
-
-
-def token_weights_per_trajectory(
-    loss_masks: Masks,
-    tokens: Sequence[int],
-    *,
-    global_trajectories: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """The per-sample mean of :func:`token_weights`, with a trajectory's samples counted as one [T].
-
-    ``m / max(D, 1) / global_trajectories``, D the trained tokens of the sample's whole trajectory, from
-    :func:`trajectory_tokens`. An interaction that was cut into several samples (by sub-agents or a rewritten context)
-    weighs as much as one that was not, and its samples may lie in different micro-batches and on different ranks.
-
-    Raises:
-        DataError: ``global_trajectories`` is below 1, or there are not as many ``tokens`` as masks.
-    """
-    _check_count("global_trajectories", global_trajectories, "trajectories")
-    if len(loss_masks) != len(tokens):
-        raise DataError(f"{len(loss_masks)} loss masks and {len(tokens)} token counts; give one per sample")
-    masks = _wide(loss_masks, dtype, device)
-    return _divided(masks, (max(count, 1) * global_trajectories for count in tokens), dtype, device)
-
-
-def token_weights_by_constant(
-    loss_masks: Masks,
-    *,
-    divisor: float,
-    global_samples: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Weights ``m / divisor / global_samples`` [T]: each token counts the same, however long its response.
-
-    Dr.GRPO (Liu et al. 2025, section 3.2 and listing 1): the mean over a sample's tokens favours short right answers
-    and long wrong ones; a constant does neither. The paper takes the largest response length. With 1 a sample counts
-    with the sum over its tokens, as in RLOO (Ahmadian et al. 2024).
-
-    Raises:
-        DataError: ``divisor`` is not a finite number above 0, or ``global_samples`` is below 1.
-    """
-    if not 0 < divisor < math.inf:
-        raise DataError(f"divisor {divisor} must be a finite number of tokens above 0")
-    _check_count("global_samples", global_samples, "samples")
-    return _divided(_wide(loss_masks, dtype, device), repeat(divisor * global_samples), dtype, device)
+        denominators = repeat(max(global_tokens, 1), len(masks))
+    elif divisor is not None:
+        if not 0 < divisor < math.inf:
+            raise DataError(f"divisor {divisor} must be a finite number of tokens above 0")
+        denominators = repeat(divisor * global_samples, len(masks))
+    elif trajectory_tokens is not None:
+        if len(masks) != len(trajectory_tokens):
+            raise DataError(f"{len(masks)} loss masks and {len(trajectory_tokens)} token counts; give one per sample")
+        denominators = [max(count, 1) * global_samples for count in trajectory_tokens]
+    else:
+        denominators = [mask.sum().clamp(min=1) * global_samples for mask in masks]
+    parts = [mask / denominator for mask, denominator in zip(masks, denominators, strict=True)]
+    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype, device=device)
 
 
 def trajectory_tokens(loss_masks: Masks, trajectory_ids: Sequence[int] | Tensor) -> list[int]:
@@ -343,25 +307,3 @@ def trajectory_tokens(loss_masks: Masks, trajectory_ids: Sequence[int] | Tensor)
     for mask, trajectory in zip(loss_masks, ids, strict=True):
         totals[trajectory] = totals.get(trajectory, 0) + int(torch.as_tensor(mask).sum())
     return [totals[trajectory] for trajectory in ids]
-
-
-def _check_count(name: str, count: int, what: str) -> None:
-    if count < 1:
-        raise DataError(f"{name} {count} must be 1 or more: the {what} of the step over all ranks")
-
-
-def _wide(loss_masks: Masks, dtype: torch.dtype, device: torch.device | str | None) -> list[Tensor]:
-    """The masks in fp32 or better: bf16 counts tokens to 256 and no further."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return [torch.as_tensor(mask, dtype=wide, device=device) for mask in loss_masks]
-
-
-def _divided(
-    masks: list[Tensor],
-    denominators: Iterable[float | Tensor],
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> Tensor:
-    """Each mask by its denominator, one after the other [T]."""
-    parts = [mask / denominator for mask, denominator in zip(masks, denominators, strict=False)]
-    return torch.cat(parts).to(dtype) if parts else torch.zeros(0, dtype=dtype, device=device)
