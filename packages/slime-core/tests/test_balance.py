@@ -53,7 +53,7 @@ def test_never_worse_than_largest_first(weights, bins):
 def test_swaps_pay_where_bins_hold_few_items():
     weights = log_normal(512)
     bound, each = lower_bound(weights, 64), {"min_items": 8, "max_items": 8}
-    assert heaviest(weights, largest_first(weights, 64)) < bound * 1.011
+    assert bound * 1.009 < heaviest(weights, largest_first(weights, 64)) < bound * 1.011
     assert heaviest(weights, balance(weights, 64)) <= bound * 1.01
     # With as many items in each bin, largest first alone is 1.6 % above the bound.
     assert heaviest(weights, balance(weights, 64, **each)) <= bound * 1.01

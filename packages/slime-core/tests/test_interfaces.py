@@ -18,8 +18,18 @@ from slime_core.interfaces import (
     TrainerWorker,
     WeightChannel,
 )
-from slime_core.types import Drop, EvalReport, Keep, RolloutBatch, Sample, Status, SyncReport, TrainReport, WeightUpdate
-from slime_core.types.verdict import Verdict
+from slime_core.types import (
+    Drop,
+    EvalReport,
+    Keep,
+    RolloutBatch,
+    Sample,
+    Status,
+    SyncReport,
+    TrainReport,
+    Verdict,
+    WeightUpdate,
+)
 
 PROTOCOLS = [
     value

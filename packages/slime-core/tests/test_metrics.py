@@ -11,7 +11,6 @@ from slime_core.metrics import (
     length_metrics,
     pass_at_k,
     pass_rates,
-    percentile,
     rollout_metrics,
     zero_variance_groups,
 )
@@ -116,14 +115,15 @@ def test_lengths_in_numbers():
 def test_percentiles_are_those_of_the_standard_library(values, share):
     """`statistics.quantiles` calls Hyndman and Fan's definition 7 `inclusive`."""
     expected = statistics.quantiles(values, n=100, method="inclusive")[share - 1]
-    assert percentile(values, share) == pytest.approx(expected)
-    assert percentile(values, 50) == pytest.approx(statistics.median(values))
+    found = length_metrics(values, percentiles=(share, 50))
+    assert found[f"response_len/p{share}"] == pytest.approx(expected)
+    assert found["response_len/p50"] == pytest.approx(statistics.median(values))
 
 
-@pytest.mark.parametrize(("values", "share"), [([], 50), ([1.0], -1), ([1.0], 101)])
-def test_percentiles_that_cannot_be(values, share):
-    with pytest.raises(DataError, match=f"percentile {share} of {len(values)} values"):
-        percentile(values, share)
+@pytest.mark.parametrize("share", [-1, 101])
+def test_percentiles_that_cannot_be(share):
+    with pytest.raises(DataError, match=rf"percentiles \[{share}\] must be between 0 and 100"):
+        length_metrics([1], percentiles=(50, share))
 
 
 def test_zero_variance_groups_by_reward():

@@ -9,93 +9,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime_core.config import AlgorithmConfig
-    from slime_core.errors import ConfigError, DataError, IntegrityError, SlimeError
-    from slime_core.flags import FlagSpec, flag_specs
-    from slime_core.hooks import HookArgs
-    from slime_core.interfaces import (
-        DataSource,
-        GroupFilter,
-        GroupReward,
-        Reward,
-        Rollout,
-        TrainerWorker,
-        WeightChannel,
-    )
-    from slime_core.types import (
-        Drop,
-        EvalReport,
-        Group,
-        Keep,
-        Message,
-        Prompt,
-        Rendezvous,
-        RolloutBatch,
-        RolloutColumns,
-        Sample,
-        Status,
-        SyncReport,
-        TrainReport,
-        TrainSample,
-        TrainShard,
-        TrainStep,
-        Verdict,
-        WeightUpdate,
-    )
+    from slime_core.config import AlgorithmConfig as AlgorithmConfig
+    from slime_core.errors import ConfigError as ConfigError
+    from slime_core.errors import DataError as DataError
+    from slime_core.errors import IntegrityError as IntegrityError
+    from slime_core.errors import SlimeError as SlimeError
+    from slime_core.flags import FlagSpec as FlagSpec
+    from slime_core.flags import flag_specs as flag_specs
+    from slime_core.hooks import HookArgs as HookArgs
+    from slime_core.interfaces import DataSource as DataSource
+    from slime_core.interfaces import GroupFilter as GroupFilter
+    from slime_core.interfaces import GroupReward as GroupReward
+    from slime_core.interfaces import Reward as Reward
+    from slime_core.interfaces import Rollout as Rollout
+    from slime_core.interfaces import TrainerWorker as TrainerWorker
+    from slime_core.interfaces import WeightChannel as WeightChannel
+    from slime_core.types import *  # noqa: F403
 
-__all__ = [
-    "AlgorithmConfig",
-    "ConfigError",
-    "DataError",
-    "DataSource",
-    "Drop",
-    "EvalReport",
-    "FlagSpec",
-    "Group",
-    "GroupFilter",
-    "GroupReward",
-    "HookArgs",
-    "IntegrityError",
-    "Keep",
-    "Message",
-    "Prompt",
-    "Rendezvous",
-    "Reward",
-    "Rollout",
-    "RolloutBatch",
-    "RolloutColumns",
-    "Sample",
-    "SlimeError",
-    "Status",
-    "SyncReport",
-    "TrainReport",
-    "TrainSample",
-    "TrainShard",
-    "TrainStep",
-    "TrainerWorker",
-    "Verdict",
-    "WeightChannel",
-    "WeightUpdate",
-    "flag_specs",
-]
-
-_ELSEWHERE = {
-    "AlgorithmConfig": "config",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "DataSource": "interfaces",
-    "FlagSpec": "flags",
-    "GroupFilter": "interfaces",
-    "GroupReward": "interfaces",
-    "HookArgs": "hooks",
-    "IntegrityError": "errors",
-    "Reward": "interfaces",
-    "Rollout": "interfaces",
-    "SlimeError": "errors",
-    "TrainerWorker": "interfaces",
-    "WeightChannel": "interfaces",
-    "flag_specs": "flags",
+_NAMES = {
+    "config": "AlgorithmConfig",
+    "errors": "ConfigError DataError IntegrityError SlimeError",
+    "flags": "FlagSpec flag_specs",
+    "hooks": "HookArgs",
+    "interfaces": "DataSource GroupFilter GroupReward Reward Rollout TrainerWorker WeightChannel",
+    "types": "Drop EvalReport Group Keep Message Prompt Rendezvous RolloutBatch RolloutColumns Sample Status "
+    "SyncReport TrainReport TrainSample TrainShard TrainStep Verdict WeightUpdate",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -103,8 +44,8 @@ def __getattr__(name: str) -> Any:
     import importlib
     import importlib.util
 
-    if name in __all__:
-        value = getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE.get(name, 'types')}"), name)
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
         globals()[name] = value  # so that it is found at once from now on
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
@@ -115,4 +56,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     import pkgutil
 
-    return sorted({*globals(), *__all__, *(module.name for module in pkgutil.iter_modules(__path__))})
+    return sorted({*globals(), *__all__, *(module.name for module in pkgutil.iter_modules(__path__))})  # noqa: F405

@@ -32,7 +32,7 @@ def balance(
     sizes: Sequence[float] | None = None,
     max_size: float = math.inf,
 ) -> list[list[int]]:
-    """Spread items over bins so that the bins weigh about the same. Deterministic.
+    """Spread items over bins so that the bins weigh about the same; positions in ``weights`` per bin. Deterministic.
 
     Args:
         weights: What each item weighs, 0 or more.
@@ -42,13 +42,9 @@ def balance(
         sizes: A second number per item, whose sum per bin is limited by ``max_size``. ``None`` means the weights.
         max_size: That limit.
 
-    Returns:
-        Positions in ``weights`` per bin.
-
     Raises:
         ConfigError: ``bins`` is below 1.
-        DataError: A weight is negative, NaN or infinite, the sizes are not one per weight, or no placement within the
-            limits was found.
+        DataError: A weight or the sizes are invalid, or no placement within the limits was found.
     """
     placed = try_balance(weights, bins, min_items=min_items, max_items=max_items, sizes=sizes, max_size=max_size)
     if placed is None:

@@ -9,12 +9,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader finds either the old one or this one.
-
-    Args:
-        path: The file; its directory must exist. One process writes to it at a time.
-        text: All that it holds.
-    """
+    """Write a file so that a reader finds either the old one or this one. One process writes to it at a time."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

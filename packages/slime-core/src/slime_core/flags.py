@@ -19,15 +19,7 @@ from slime_core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """Which numbers a flag takes; every number must be finite.
-
-    Attributes:
-        least: Smallest number allowed.
-        above: Every number must be above this one.
-        most: Largest number allowed.
-        below: Every number must be below this one.
-        advice: What to give instead, or why, for the error message.
-    """
+    """Which numbers a flag takes; every number must be finite. ``advice`` is for the error message."""
 
     least: float | None = None
     above: float | None = None
@@ -125,14 +117,10 @@ class Config:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """One made from the values of flags, also of those in records inside it.
-
-        Args:
-            values: By name in Python; what is left out has its default.
+        """One made from the values of flags, by name in Python, also of those in records inside it.
 
         Raises:
             ConfigError: Naming everything that is wrong in all of them, a line each.
-            TypeError: A value belongs to no field.
         """
         problems: list[str] = []
         inner: dict[str, Config] = {}
@@ -180,15 +168,12 @@ def flag(
         choices: Allowed values.
         name: The flag as typed, when it is not ``--`` + the field's name with dashes.
         metavar: Placeholder in ``--help``.
-        least: Smallest number allowed.
-        above: Numbers must be above this.
-        most: Largest number allowed.
-        below: Numbers must be below this.
+        least: Smallest number allowed; or ``above``, which every number must be above.
+        above: See ``least``.
+        most: Largest number allowed; or ``below``, which every number must be below.
+        below: See ``most``.
         advice: What to give instead of a number out of range, or why.
         may_change: Whether a run may be continued with another value: what the run is does not depend on it.
-
-    Returns:
-        What :func:`dataclasses.field` returns.
     """
     allowed = Range(least=least, above=above, most=most, below=below, advice=advice)
     metadata = {
@@ -209,11 +194,10 @@ _SPECS: dict[type[Any], tuple[FlagSpec, ...]] = {}
 
 def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
     """The flags of a config dataclass and of the configs in it, in field order. Other fields are not flags."""
-    hints = typing.get_type_hints(config)
-    specs: list[FlagSpec] = []
     if config in _SPECS:
         return _SPECS[config]
-    parts = _parts(config)
+    hints, parts = typing.get_type_hints(config), _parts(config)
+    specs: list[FlagSpec] = []
     for field in dataclasses.fields(config):
         meta = field.metadata.get("flag")
         if field.name in parts:
@@ -230,8 +214,7 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
             **{key: meta[key] for key in ("help", "unit", "choices", "metavar", "range", "may_change")},
         )
         specs.append(spec)
-    _SPECS[config] = tuple(specs)
-    return _SPECS[config]
+    return _SPECS.setdefault(config, tuple(specs))
 
 
 def flag_values(config: Config) -> dict[str, Any]:

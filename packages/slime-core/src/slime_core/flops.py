@@ -67,11 +67,7 @@ class FlopsModel:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def forward(self, tokens: int) -> int:
-        """Operations of the forward pass over one sequence.
-
-        Args:
-            tokens: Its length n, which has n(n + 1)/2 causal pairs.
-        """
+        """Operations of the forward pass over one sequence, whose n tokens make n(n + 1)/2 causal pairs."""
         return tokens * self.per_token + tokens * (tokens + 1) // 2 * self.per_pair
 
     def training(self, tokens: int) -> int:

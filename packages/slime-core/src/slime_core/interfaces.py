@@ -33,19 +33,15 @@ class DataSource(Protocol):
 
     def get_samples(self, num_groups: int) -> list[Group]:
         """The next ``num_groups`` groups, ready for generation."""
-        ...
 
     def add_samples(self, groups: list[Group]) -> None:
         """Give groups back, to be handed out again."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """All that :meth:`load_state_dict` needs to continue with exactly the next group."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken."""
-        ...
 
 
 class Reward(Protocol):
@@ -53,7 +49,6 @@ class Reward(Protocol):
 
     async def __call__(self, sample: Sample) -> RewardValue:
         """The reward of a finished sample."""
-        ...
 
 
 class GroupReward(Protocol):
@@ -61,7 +56,6 @@ class GroupReward(Protocol):
 
     async def __call__(self, group: Group) -> list[RewardValue]:
         """The rewards of the group's finished samples, in their order."""
-        ...
 
 
 class GroupFilter(Protocol):
@@ -69,7 +63,6 @@ class GroupFilter(Protocol):
 
     def __call__(self, group: Group) -> Verdict:
         """``Keep()``, or ``Drop(reason)``."""
-        ...
 
 
 @runtime_checkable
@@ -78,27 +71,21 @@ class Rollout(Protocol):
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Generate and score one rollout."""
-        ...
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score the held-out prompts."""
-        ...
 
     def sleep(self) -> None:
         """Stop generating, and give back device memory as far as possible."""
-        ...
 
     def wake(self) -> None:
         """Take the memory again. Weights are undefined until the next update."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """State of the data source, as plain values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken."""
-        ...
 
 
 @runtime_checkable
@@ -107,11 +94,9 @@ class WeightChannel(Protocol):
 
     def begin(self, update: WeightUpdate) -> None:
         """Open an update on every engine."""
-        ...
 
     def send(self, bucket: NamedTensors) -> None:
         """Send some Hugging Face-named tensors."""
-        ...
 
     def end(self) -> dict[str, str]:
         """Close the update; return only when every engine has confirmed the version.
@@ -119,11 +104,9 @@ class WeightChannel(Protocol):
         Returns:
             The tensors' checksums at the receiving end, by name; empty if the transport has none.
         """
-        ...
 
     def close(self) -> None:
         """Give back what is kept between updates, such as shared memory."""
-        ...
 
 
 Role = Literal["actor", "reference", "critic", "teacher"]
@@ -141,39 +124,30 @@ class TrainerWorker(Protocol):
     @property
     def data_parallel_rank(self) -> int:
         """Which shard of a rollout this rank trains on."""
-        ...
 
     def forward(self, shard: TrainShard, role: Role) -> list[NDArray[np.float32]]:
         """A number for each response token of each sample, without gradient; 0 where the loss mask is 0.
 
         Log-probs (nats) for an actor, a reference or a teacher, values for a critic.
         """
-        ...
 
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout."""
-        ...
 
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send what ``update`` names through ``channel``. All ranks gather; rank 0 sends."""
-        ...
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""
-        ...
 
     def load(self, directory: str) -> int:
         """Continue the newest checkpoint of ``directory`` with its optimizer; returns its iteration."""
-        ...
 
     def sleep(self) -> None:
         """Give device memory back. Only :meth:`wake` and :meth:`close` may follow."""
-        ...
 
     def wake(self) -> None:
         """Take the device memory again and go on as before."""
-        ...
 
     def close(self) -> None:
         """Leave the other ranks in order. Nothing is called after it."""
-        ...

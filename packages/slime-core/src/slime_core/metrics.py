@@ -8,6 +8,8 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
 
@@ -32,7 +34,7 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
         reward_key: Which entry of a reward given by name.
 
     Raises:
-        DataError: A reward is given by name and ``reward_key`` is none of its entries.
+        DataError: A reward is given by name and has no such entry.
     """
     if not samples:
         return {}
@@ -57,13 +59,7 @@ def eval_metrics(name: str, samples: Sequence[Sample], reward_key: str | None = 
     - ``eval/<name>-truncated_ratio``: share of responses that met a limit of length.
     - ``eval/<name>/response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens.
 
-    Args:
-        name: Of the set; one that :func:`set_name_problem` has nothing against.
-        samples: Its scored samples. No samples give no numbers.
-        reward_key: Which entry of a reward given by name.
-
-    Raises:
-        DataError: A reward is given by name and ``reward_key`` is none of its entries.
+    The arguments and errors are those of :func:`rollout_metrics`. :func:`set_name_problem` checks the name.
     """
     rollout = rollout_metrics(samples, reward_key)
     tag = _PREFIX + name
@@ -95,15 +91,8 @@ def set_name_problem(name: str) -> str | None:
 def pass_rates(samples: Iterable[Sample], reward_key: str | None = None, correct: float = 1.0) -> dict[str, float]:
     """``pass@k`` for k = 1, 2, 4 … up to the smallest group: the mean over groups of :func:`pass_at_k`.
 
-    A trajectory that became several samples is one attempt, with the mean of their rewards.
-
-    Args:
-        samples: Scored samples; unscored ones are left out.
-        reward_key: Which entry of a reward given by name.
-        correct: Rewards of at least this count as correct.
-
-    Returns:
-        Rates by name; none without scored samples.
+    A trajectory that became several samples is one attempt, with the mean of their rewards. Unscored samples are left
+    out; rewards of at least ``correct`` count as correct.
     """
     groups = _rewards_by_group(samples, reward_key)
     rates = {}
@@ -118,12 +107,7 @@ def pass_rates(samples: Iterable[Sample], reward_key: str | None = None, correct
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of the chance that k samples hold a correct one: ``1 − C(n − c, k) / C(n, k)``.
 
-    Chen et al. 2021, equation 1.
-
-    Args:
-        num_samples: n, the samples drawn.
-        num_correct: c, how many of them are correct.
-        k: 1 to n.
+    Chen et al. 2021, equation 1, with n samples drawn, of which c are correct.
 
     Raises:
         DataError: ``0 ≤ c ≤ n`` or ``1 ≤ k ≤ n`` does not hold.
@@ -153,35 +137,16 @@ def length_metrics(
     """
     if not lengths:
         return {}
+    if wrong := [share for share in percentiles if not 0 <= share <= 100]:
+        raise DataError(f"percentiles {wrong} must be between 0 and 100")
     values = {
         "mean": statistics.fmean(lengths),
         "median": float(statistics.median(lengths)),
         "max": float(max(lengths)),
         "min": float(min(lengths)),
     }
-    values |= {f"p{share:g}": percentile(lengths, share) for share in percentiles}
+    values |= {f"p{share:g}": float(np.percentile(lengths, share)) for share in percentiles}
     return {f"{name}/{kind}": value for kind, value in values.items()}
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The number that ``share`` per cent of the values lie below, interpolated between the two nearest ranks.
-
-    Hyndman and Fan 1996, definition 7: position ``(n − 1) · share / 100`` among the sorted values, counted from 0.
-
-    Args:
-        values: One or more numbers, in any order.
-        share: 0 to 100.
-
-    Raises:
-        DataError: ``values`` is empty, or ``share`` is outside 0 to 100.
-    """
-    if not values or not 0 <= share <= 100:
-        raise DataError(f"percentile {share} of {len(values)} values: need 0 to 100, and at least one value")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * share / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def zero_variance_groups(
@@ -190,18 +155,8 @@ def zero_variance_groups(
     """``zero_std/count_<reward>``: groups whose rewards are all equal, by that reward.
 
     Such groups teach GRPO nothing; all wrong and all right ask for different remedies. Together they are the
-    ``zero_std/count`` of :func:`rollout_metrics`. The counts of several rollouts add up.
-
-    Args:
-        samples: Samples of whole groups; unscored ones are left out.
-        reward_key: Which entry of a reward given by name.
-        decimals: The reward's digits in the name: rewards that round to the same are counted together.
-
-    Returns:
-        Counts by name; only of rewards that occur.
-
-    Raises:
-        DataError: A reward is given by name and ``reward_key`` is none of its entries.
+    ``zero_std/count`` of :func:`rollout_metrics`. The counts of several rollouts add up. Rewards that round to the same
+    ``decimals`` are counted together; unscored samples are left out.
     """
     constant = [group[0] for group in _rewards_by_group(samples, reward_key) if min(group) == max(group)]
     # Adding 0.0 makes -0.0 a plain 0.

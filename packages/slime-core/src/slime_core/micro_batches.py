@@ -62,7 +62,7 @@ def plan_micro_batches(
 
     Raises:
         ConfigError: ``ranks`` is below 1.
-        DataError: A cost is negative or not finite, or the costs are not one per sample.
+        DataError: The costs are invalid, or not one per sample.
     """
     costs = tokens if costs is None else costs
     if len(costs) != len(tokens):

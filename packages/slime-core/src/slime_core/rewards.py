@@ -107,10 +107,8 @@ def estimator_rewards(
     - ``rloo``: :func:`leave_one_out_rewards`.
     - ``ppo``, ``reinforce_plus_plus``, and all of them without ``normalize``: as they are.
 
-    The other arguments, the result and the errors are those of :func:`normalize_group_rewards`.
-
-    Raises:
-        ConfigError: The estimator's name is unknown.
+    The other arguments, the result and the errors are those of :func:`normalize_group_rewards`; an unknown estimator is
+    a ConfigError.
     """
     if estimator not in ESTIMATORS:
         raise ConfigError(f"the advantage estimator {estimator} is unknown; allowed: {', '.join(ESTIMATORS)}")

@@ -77,8 +77,7 @@ def build_shards(
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
-        DataError: The rollout is empty, or a sample has no reward, a reward that is not finite, or a response without a
-            prompt.
+        DataError: The rollout is empty, or a sample lacks a finite reward or a prompt.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
     samples = _train_samples(columns, algorithm, reward_key)
@@ -180,15 +179,8 @@ def check_batch_sizes(
 ) -> None:
     """Check that a rollout splits into whole steps, ranks and micro-batches. Can be asked before a run starts.
 
-    Args:
-        num_samples: Samples in a rollout; trajectories, where one may yield several samples.
-        global_batch_size: As in :func:`build_shards`, like the others.
-        data_parallel_size: Number of ranks.
-        micro_batch_size: Most samples in a micro-batch.
-        use_dynamic_batch_size: Whether tokens limit a micro-batch instead.
-        max_tokens_per_gpu: That limit.
-        context_parallel_size: Number of ranks that share each sequence.
-        virtual_pipeline_group: What the number of micro-batches must be a multiple of.
+    ``num_samples`` counts trajectories, where one may yield several samples; the others are those of
+    :func:`build_shards`.
 
     Raises:
         ConfigError: It does not, with the sizes and what to set.

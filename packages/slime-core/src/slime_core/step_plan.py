@@ -60,14 +60,9 @@ class StepPlanner:
             raise ConfigError("samples of a prompt are kept together under a limit of samples or of tokens; got both")
 
     def plan(self, members: Sequence[int]) -> list[RankMicroBatches]:
-        """Place one step's samples.
+        """Place one step's samples: per rank equally many micro-batches, of positions in ``samples``.
 
-        Args:
-            members: Their positions in ``samples``.
-
-        Returns:
-            Per rank its micro-batches of positions, equally many on each. A micro-batch is empty only if there are
-            fewer samples than micro-batches.
+        A micro-batch is empty only if there are fewer samples than micro-batches.
         """
         plan = self._together(self._groups(members)) if self.by_group else None
         return plan or self._apart(members)

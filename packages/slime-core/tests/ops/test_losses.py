@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_the_papers(name, seed):
     assert metrics["loss"] == loss
     (grad,) = torch.autograd.grad(loss, rows.new)
     assert not grad[rows.mask == 0].any()
-    if name == "cispo_loss":  # its weight is no function of π for the gradient
+    if name == "cispo_loss":  # no gradient flows through its weight
         return
     for row, t in ((0, 2), (3, 0), (4, 1)):
         moved, shift = Rows(seed, spread=1.0 if name != "gspo_loss" else 1e-3), 1e-7

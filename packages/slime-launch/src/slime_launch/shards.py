@@ -121,7 +121,7 @@ def summary(columns: RolloutColumns) -> ReadyRollout:
 
 
 def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[TrainShard], Any]) -> ReadyRollout:
-    """The rollout with references to its shards, each of which is freed here once ``put`` has it."""
+    """The rollout with references to its shards. Each shard's memory here is freed once ``put`` has stored it."""
     while shards:
         ready.shards.append(put(shards.pop(0)))
     return ready

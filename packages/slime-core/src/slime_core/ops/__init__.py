@@ -53,7 +53,6 @@ from slime_core.ops.token_losses import (
     gspo_token_loss,
     kl_penalty,
     policy_token_loss,
-    sequence_log_ratio,
     value_loss,
 )
 
@@ -96,7 +95,6 @@ __all__ = [
     "ppo_loss",
     "preference_objective",
     "reward_model_loss",
-    "sequence_log_ratio",
     "sft_objective",
     "tis_weights",
     "token_rewards",

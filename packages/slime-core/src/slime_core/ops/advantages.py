@@ -86,7 +86,6 @@ class AdvantageEstimator(Protocol):
 
     def __call__(self, inputs: AdvantageInputs, /) -> Advantages:
         """Advantages and returns of these responses."""
-        ...
 
 
 def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> AdvantageEstimator:
@@ -231,7 +230,7 @@ def distilled_advantages(
         advantages_T: From any estimator [T].
         student_log_probs_T: Log-probs (nats) of the sampled tokens under the policy from before the update [T].
         teacher_log_probs_T: Those under the teacher [T].
-        mask_T: 1 where a token is trained on, else 0 [T]. What is masked may be anything, NaN too.
+        mask_T: 1 where a token is trained on, else 0, where the others may be anything, NaN too [T].
         coef: Weight of the term.
 
     Returns:

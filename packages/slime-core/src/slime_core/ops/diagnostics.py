@@ -52,13 +52,8 @@ class Statistics:
     def reduced(self, group: dist.ProcessGroup | None = None) -> Statistics:
         """The statistics of all ranks, the same on each. Two collectives, which every rank must take part in.
 
-        A rank without tokens takes part too: the functions below give the same names for empty tensors.
-
-        Args:
-            group: The ranks among which the tokens are split; ``None`` means all.
-
-        Returns:
-            Sums and moments added up, extremes taken over all ranks.
+        A rank without tokens takes part too: the functions below give the same names for empty tensors. ``group`` are
+        the ranks among which the tokens are split; ``None`` means all.
         """
         added = _all_reduced({**_keyed(self.sums, "s"), **_keyed(self.moments, "m")}, dist.ReduceOp.SUM, group)
         negated = {name: -value for name, value in self.minima.items()}
@@ -145,19 +140,9 @@ def policy_statistics(
 
 
 def weight_statistics(name: str, values_T: Tensor, mask_T: Tensor, weights_T: Tensor) -> Statistics:
-    """Moments and extremes of any number per token, such as the factors of a correction.
+    """Moments and extremes, called ``name``, of any numbers of 0 or more per token, such as a correction's factors [T].
 
-    Args:
-        name: What the metrics are called.
-        values_T: Numbers of 0 or more [T]; what is masked may be NaN.
-        mask_T: 1 where a token is trained on [T].
-        weights_T: From :func:`slime_core.ops.token_weights` [T].
-
-    Returns:
-        Moments and extremes of that name.
-
-    Raises:
-        DataError: The shapes differ.
+    ``weights_T`` is from :func:`slime_core.ops.token_weights`; what is masked may be NaN.
     """
     return _spread(name, values_T.detach(), mask_T, weights_T)
 

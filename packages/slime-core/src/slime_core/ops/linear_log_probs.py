@@ -115,7 +115,7 @@ def _check_inputs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a call says besides its tensors; ``columns`` are this rank's ids, padding left out."""
+    """The arguments besides tensors; ``columns`` are this rank's ids, padding left out."""
 
     columns: int
     temperature: float
@@ -128,11 +128,7 @@ Tile = tuple[slice, Tensor, SoftmaxRows]
 
 
 def _tiles(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, local_T: Tensor, call: _Call) -> Iterator[Tile]:
-    """Chunks of the vocabulary.
-
-    Yields:
-        The ids; their logits without bias [T, C], in one buffer for all chunks; the softmax of them.
-    """
+    """Chunks of the vocabulary: ids; their logits without bias [T, C], in one buffer for all chunks; their softmax."""
     width = min(call.plan.chunk_columns, call.columns)
     buffer = hidden_TD.new_empty(len(hidden_TD) * width)
     for start in range(0, call.columns, width or 1):
@@ -232,15 +228,8 @@ class ChunkPlan:
         What counts: a chunk of logits [tokens, chunk_columns] and a copy of the chunk's weight [chunk_columns, hidden]
         in ``dtype`` (libraries of matrix products pack such a copy for themselves); two buffers of the softmax in fp32
         (a quarter of what is left for both); and, where a gradient reaches 16-bit hidden states, its sum in fp32.
-
-        Args:
-            budget: Bytes. ``None`` means a tenth of the logits, which leaves libraries something of their own below an
-                eighth; at least 16 MiB and what 1,024 columns need.
-            tokens: Rows of the hidden states.
-            hidden: Hidden size.
-            columns: Vocabulary ids of this rank.
-            dtype: Type of hidden states and weight.
-            device: Where they are.
+        Unset, the budget is a tenth of the logits, which leaves libraries something of their own below an eighth; at
+        least 16 MiB and what 1,024 columns need.
 
         Raises:
             ConfigError: Not even 64 columns fit.

@@ -149,11 +149,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, columns: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> VocabShard:
-        """This rank's shard, of ``columns`` on each rank of the group; ids from ``vocab_size`` on are padding.
-
-        Raises:
-            ConfigError: ``vocab_size`` is below 1 or above the columns of all ranks.
-        """
+        """This rank's shard, of ``columns`` on each rank of the group; ids from ``vocab_size`` on are padding."""
         rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if vocab_size is None:
             vocab_size = columns * world
@@ -256,15 +252,13 @@ Block = tuple[slice, Tensor, Tensor, Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxRows:
-    """Rows of logits, computed on in fp32 (fp64 if they are), a block at a time.
+    """Rows of logits, computed on in fp32 (fp64 if they are), a block of ``block_rows`` at a time.
 
     Attributes:
         logits: Logits [T, V]; the first ``columns`` count.
         targets: The target's column [T]; outside 0 to ``columns`` if it is not here.
-        columns: Columns that count.
-        temperature: The logits (with their bias) are divided by it.
-        block_rows: Rows per block.
-        bias: Added to each row [columns], or ``None``.
+        temperature: The logits, with their bias, are divided by it.
+        bias: Added to each row [columns].
     """
 
     logits: Tensor
@@ -302,14 +296,9 @@ class SoftmaxRows:
     ) -> None:
         """The gradient with respect to the logits. With p = softmax(z): ∂ log p_target / ∂z = onehot − p.
 
-        And ∂H / ∂z = −p (log p + H), which costs nothing where no gradient reaches the entropy.
-
-        Args:
-            out_TV: Where to write [T, V]; may be the logits themselves. Columns that do not count get 0.
-            grad_T: Gradient of the log-probs [T], or ``None``.
-            grad_entropy_T: Gradient of the entropies [T], or ``None``.
-            lse_T: Logarithm of the sum of exponentials over the whole vocabulary [T].
-            entropy_T: Entropies over the whole vocabulary [T]; needed with ``grad_entropy_T``.
+        And ∂H / ∂z = −p (log p + H), which costs nothing where no gradient reaches the entropy. ``out_TV`` may be the
+        logits themselves; columns that do not count get 0. ``lse_T`` is the logarithm of the sum of exponentials, and
+        ``entropy_T`` (needed with ``grad_entropy_T``) the entropy, over the whole vocabulary.
         """
         if grad_T is None:
             grad_T = torch.zeros_like(lse_T)
@@ -329,10 +318,7 @@ class SoftmaxRows:
         out_TV[:, self.columns :] = 0
 
     def _blocks(self, *, spare: bool) -> Iterator[Block]:
-        """Blocks of rows, ready to compute on. All of them use the same two buffers, or one.
-
-        Args:
-            spare: Give a second buffer.
+        """Blocks of rows, ready to compute on. All of them use the same buffer, or two with ``spare``.
 
         Yields:
             The rows; their scaled logits, to be overwritten [C, columns]; a second buffer [C, columns], the same

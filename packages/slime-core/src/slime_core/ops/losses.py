@@ -258,10 +258,10 @@ def dpo_loss(
     digits for long responses. Without the reference's, it is left out.
 
     Args:
-        chosen_log_probs: Of the preferred responses under the policy.
-        rejected_log_probs: Of the other responses.
-        ref_chosen_log_probs: Those under the reference.
-        ref_rejected_log_probs: Likewise.
+        chosen_log_probs: Of the preferred responses under the policy; ``ref_chosen_log_probs`` under the reference.
+        rejected_log_probs: Of the other responses, likewise.
+        ref_chosen_log_probs: See ``chosen_log_probs``.
+        ref_rejected_log_probs: See ``rejected_log_probs``.
         beta: β, above 0: how much a departure from the reference costs.
         label_smoothing: The probability that a label is the wrong way round (conservative DPO; Mitchell 2023).
         num_pairs: Pairs of the whole optimizer step, where this is one of its micro-batches.

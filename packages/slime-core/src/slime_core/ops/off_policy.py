@@ -89,23 +89,8 @@ def correction_factors(
 ) -> tuple[Tensor | None, Metrics]:
     """What the policy loss of each token is multiplied by: TIS, IcePop or MIS, and OPSM, by configuration.
 
-    Args:
-        config: Which of them.
-        log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs under the policy that the update starts from [T].
-        advantages_T: Advantages [T], or one per response [N].
-        weights_T: From :func:`slime_core.ops.loss_weights` [T]; 0 where a token is not trained on.
-        lengths: Tokens of each response; needed by MIS and OPSM.
-        rollout_log_probs_T: The engine's log-probs [T]; needed by TIS, IcePop and MIS. OPSM compares with these where
-            they are given, else with ``old_log_probs_T``.
-        mis_sums: :func:`mis_weight_sums` over the step [2]; needed with ``mis_batch_normalize``.
-        context_group: Ranks that hold the other tokens of the same N sequences.
-
-    Returns:
-        The factors [T], ``None`` without a correction; and the corrections' metrics.
-
-    Raises:
-        ConfigError: The configuration needs an input that is missing.
+    The arguments and errors are those of :func:`slime_core.ops.policy_objective`. Returns the factors [T], ``None``
+    without a correction; and the corrections' metrics.
     """
     factor_T: Tensor | None = None
     metrics: Metrics = {}
@@ -175,10 +160,8 @@ def tis_weights(
     Raises:
         ConfigError: ``0 ≤ lower ≤ upper`` does not hold.
     """
-    _check_bounds(lower, upper)
-    ratio_T = bounded_ratio(log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T))
-    factor_T = ratio_T.clamp(lower, upper)
-    return _masked(factor_T, mask_T), _ratio_metrics("tis", ratio_T, factor_T, mask_T, weights_T)
+    ratio_T = _token_ratio(train_log_probs_T, rollout_log_probs_T, mask_T, lower, upper)
+    return _bounded("tis", ratio_T, ratio_T.clamp(lower, upper), mask_T, weights_T)
 
 
 def icepop_weights(
@@ -195,10 +178,9 @@ def icepop_weights(
     Ling Team 2025, the Ring-1T report "Every Step Evolves", equations 1 and 2; it trains with bounds of α = 0.5 and
     β = 5. The metrics are ``icepop`` (ρ), ``icepop_abs`` (|ρ − 1|), ``icepop_clipfrac`` (tokens left out).
     """
-    _check_bounds(lower, upper)
-    ratio_T = bounded_ratio(log_ratio(train_log_probs_T, rollout_log_probs_T, mask_T))
+    ratio_T = _token_ratio(train_log_probs_T, rollout_log_probs_T, mask_T, lower, upper)
     factor_T = ratio_T.masked_fill((ratio_T < lower) | (ratio_T > upper), 0)
-    return _masked(factor_T, mask_T), _ratio_metrics("icepop", ratio_T, factor_T, mask_T, weights_T)
+    return _bounded("icepop", ratio_T, factor_T, mask_T, weights_T)
 
 
 def mis_weights(
@@ -228,12 +210,8 @@ def mis_weights(
     3. Tokens whose ratio at the rejection level is outside the rejection bounds get 0.
     4. All tokens of a sequence get 0 if one trained token has exp(d_t) below ``mis_veto_threshold``.
 
-    Args:
+    Args, besides those of :func:`tis_weights`:
         config: Levels, mode and bounds.
-        train_log_probs_T: As in :func:`tis_weights`, like the next three [T].
-        rollout_log_probs_T: See there.
-        mask_T: See there.
-        weights_T: See there.
         lengths: N token counts, one per sequence.
         weight_sums: With ``mis_batch_normalize``: :func:`mis_weight_sums` added up over all micro-batches and ranks of
             the step [2].
@@ -381,14 +359,14 @@ def _masked(factor_T: Tensor, mask_T: Tensor) -> Tensor:
     return factor_T.masked_fill(mask_T == 0, 0)
 
 
-def _ratio_metrics(name: str, ratio_T: Tensor, factor_T: Tensor, mask_T: Tensor, weights_T: Tensor) -> Metrics:
-    return {
-        name: weighted_sum(ratio_T, mask_T, weights_T),
-        f"{name}_abs": weighted_sum((ratio_T - 1).abs(), mask_T, weights_T),
-        f"{name}_clipfrac": weighted_sum(factor_T != ratio_T, mask_T, weights_T),
-    }
-
-
-def _check_bounds(lower: float, upper: float) -> None:
+def _token_ratio(train_T: Tensor, rollout_T: Tensor, mask_T: Tensor, lower: float, upper: float) -> Tensor:
     if not 0 <= lower <= upper:
         raise ConfigError(f"importance weights between {lower} and {upper}: need 0 ≤ lower ≤ upper")
+    return bounded_ratio(log_ratio(train_T, rollout_T, mask_T))
+
+
+def _bounded(name: str, ratio_T: Tensor, factor_T: Tensor, mask_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Metrics]:
+    """The factors, and the metrics of bounding the ratios to them."""
+    values = {name: ratio_T, f"{name}_abs": (ratio_T - 1).abs(), f"{name}_clipfrac": factor_T != ratio_T}
+    metrics = {name: weighted_sum(value_T, mask_T, weights_T) for name, value_T in values.items()}
+    return _masked(factor_T, mask_T), metrics

@@ -84,12 +84,6 @@ def reward_model_loss(chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor
         chosen_P: The reward model's scores of the preferred responses [P].
         rejected_P: Its scores of the others [P].
         margins_P: By how much the chosen one should lead [P], taken as constants; ``None`` means 0.
-
-    Returns:
-        The loss [P], with gradient to both scores.
-
-    Raises:
-        DataError: The shapes differ.
     """
     if margins_P is None:
         margins_P = torch.zeros_like(chosen_P)

@@ -115,13 +115,8 @@ def gae_advantages(
 
     ``δ_t = r_t + γ V_{t+1} − V_t``, with V = 0 behind the end; ``A_t = δ_t + γλ A_{t+1}``; return ``A_t + V_t``.
 
-    Args:
-        rewards_T: From :func:`token_rewards` [T].
-        values_T: The critic's values from before its update [T]. What is masked may be anything, NaN too, here and in
-            the rewards.
-        mask_T: As for :func:`discounted_returns`.
-        lengths: As there.
-        gamma: γ, 0 to 1.
+    Args, besides those of :func:`discounted_returns`:
+        values_T: The critic's values from before its update [T]. What is masked may be anything, NaN too.
         lambd: λ, 0 to 1.
 
     Returns:
@@ -270,13 +265,8 @@ def reverse_scan(values_T: Tensor, lengths_N: Tensor, decay: float, *, most: int
 
     Instead of T steps in a row: every sequence is cut into chunks, and each of them is a row of one product with the
     powers of ``decay``. What a chunk takes over from the next one follows the same recurrence, with ``decay ** L``,
-    over the chunks; and so on, until each sequence is one chunk. In float64, which neither TF32 nor autocast touches.
-
-    Args:
-        values_T: x, float64. It may be overwritten, and what is not finite spreads within its chunk.
-        lengths_N: Tokens of each sequence, T in all.
-        decay: 0 to 1.
-        most: Most steps in a chunk.
+    over the chunks; and so on, until each sequence is one chunk, of ``most`` steps at most. In float64, which neither
+    TF32 nor autocast touches. ``values_T``, x, may be overwritten, and what is not finite spreads within its chunk.
     """
     if len(values_T) == 0:
         return values_T

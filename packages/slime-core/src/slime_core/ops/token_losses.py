@@ -26,7 +26,6 @@ from slime_core.ops.tokens import (
     masked,
     sequence_lengths,
     sequence_mean,
-    weighable,
     widen,
 )
 
@@ -158,38 +157,6 @@ class _Surrogate(torch.autograd.Function):
         return grad_X * derivative_X, None, None, None, None
 
 
-def sequence_log_ratio(
-    log_probs_T: Tensor,
-    old_log_probs_T: Tensor,
-    *,
-    mask_T: Tensor,
-    lengths: Lengths,
-    context_group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """log s of each sequence: the mean over its unmasked tokens of log π − log π_old.
-
-    s is the ratio of the sequences' likelihoods with its length-th root taken, GSPO's importance ratio (Zheng et al.
-    2025, equation 7).
-
-    Args:
-        log_probs_T: Log-probs (nats) under the policy being trained [T].
-        old_log_probs_T: Log-probs under the policy that s compares with [T].
-        mask_T: 0 where a token does not count [T].
-        lengths: Tokens of each sequence, N numbers that add up to T, or one that all have.
-        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
-            must call this. ``None`` if sequences are here whole.
-
-    Returns:
-        log s in nats per token [N], with gradient to ``log_probs_T``; 0 for a sequence without an unmasked token.
-
-    Raises:
-        DataError: The shapes or the lengths do not match.
-    """
-    check_shapes(log_probs_T=log_probs_T, old_log_probs_T=old_log_probs_T, mask_T=mask_T)
-    (log_ratio_T,) = weighable(mask_T, log_ratio_T=widen(log_probs_T) - widen(old_log_probs_T.detach()))
-    return sequence_mean(log_ratio_T, mask_T, sequence_lengths(lengths, log_ratio_T), context_group)
-
-
 def gspo_log_ratio(
     log_probs_T: Tensor,
     old_log_probs_T: Tensor,
@@ -201,21 +168,34 @@ def gspo_log_ratio(
 ) -> Tensor:
     """The log of GSPO's ratio at every token [T], masked ones too: one value per sequence, with one of two gradients.
 
-    - Sequence form: :func:`sequence_log_ratio`, whose gradient goes to all unmasked tokens of the sequence, 1/|y| to
-      each (Zheng et al. 2025, equations 5 and 7).
+    - Sequence form: log s, the mean over the sequence's unmasked tokens of log π − log π_old: s is the ratio of the
+      likelihoods with its length-th root taken. The gradient goes to all of these tokens, 1/|y| to each (Zheng et al.
+      2025, equations 5 and 7). 0 for a sequence without an unmasked token.
     - Token form: ``sg[log s] + log π − sg[log π]`` (sg: no gradient), whose gradient goes to the token itself
       (GSPO-token, equation 14).
 
     Under weights and advantages that are equal over a sequence's unmasked tokens the two give the same loss and the
     same gradient. Where advantages differ from token to token, the token form lets each token learn from its own.
+
+    Args:
+        log_probs_T: Log-probs (nats) under the policy being trained [T].
+        old_log_probs_T: Log-probs under the policy that s compares with [T].
+        mask_T: 1 where a token counts, else 0; or token weights that are equal within a sequence where not 0 [T].
+        lengths: Tokens of each sequence, N numbers that add up to T, or one that all have.
+        token_form: Which of the two.
+        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
+            must call this. ``None`` if sequences are here whole.
+
+    Raises:
+        DataError: The shapes or the lengths do not match.
     """
-    log_ratio_N = sequence_log_ratio(
-        log_probs_T, old_log_probs_T, mask_T=mask_T, lengths=lengths, context_group=context_group
-    )
-    log_ratio_T = expand(log_ratio_N, sequence_lengths(lengths, log_probs_T))
+    new_T, old_T = log_probs_T, old_log_probs_T.detach()
+    check_shapes(log_probs_T=new_T, old_log_probs_T=old_T, mask_T=mask_T)
+    lengths_N = sequence_lengths(lengths, new_T)
+    log_ratio_T = expand(sequence_mean(widen(new_T) - widen(old_T), mask_T, lengths_N, context_group), lengths_N)
     if not token_form:
         return log_ratio_T
-    (new_T,) = masked(mask_T, log_probs_T=log_probs_T)
+    (new_T,) = masked(mask_T, log_probs_T=new_T)
     return log_ratio_T.detach() + (new_T - new_T.detach())
 
 

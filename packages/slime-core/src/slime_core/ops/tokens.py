@@ -33,15 +33,8 @@ def widen(values: Tensor) -> Tensor:
 def masked(mask_T: Tensor | None, **values_T: Tensor) -> list[Tensor]:
     """The values, widened, and 0 where the mask is 0, whatever stood there, NaN too. No gradient goes to such places.
 
-    A weight of 0 on the loss is not enough for that: 0 × NaN is NaN, in the value and in the gradient.
-
-    Args:
-        mask_T: 0 where a token does not count, anything else where it does: a loss mask, or token weights. ``None``
-            keeps all.
-        values_T: Tensors by name, all of one shape, which is the mask's.
-
-    Raises:
-        DataError: The shapes differ.
+    A weight of 0 on the loss is not enough for that: 0 × NaN is NaN, in the value and in the gradient. The mask may be
+    token weights; ``None`` keeps all. Raises DataError if the shapes differ.
     """
     check_shapes(**values_T, **({} if mask_T is None else {"mask_T": mask_T}))
     wide_T = [widen(tensor) for tensor in values_T.values()]
@@ -52,9 +45,6 @@ def weighable(weights_T: Tensor, **values_T: Tensor) -> list[Tensor]:
     """The values, widened, such that value × weight is 0 wherever the weight is 0: :func:`masked`, if it is needed.
 
     Filling in is slow on a CPU, and one look at the extremes shows whether any value is so large that it matters.
-
-    Raises:
-        DataError: The shapes differ.
     """
     check_shapes(**values_T, weights_T=weights_T)
     if may_look(weights_T) and weights_T.numel():
@@ -121,11 +111,7 @@ def lengths_tensor(lengths: Sequence[int] | Tensor, total: int, device: torch.de
 
 
 def sequence_lengths(lengths: Lengths, values_T: Tensor) -> Tensor | int:
-    """The lengths checked against the tokens, on their device; a single number stays one.
-
-    Raises:
-        DataError: As for :func:`lengths_tensor`.
-    """
+    """The lengths checked against the tokens, on their device; a single number stays one."""
     if not isinstance(lengths, int):
         return lengths_tensor(lengths, len(values_T), values_T.device)
     if lengths < 1 or len(values_T) % lengths:

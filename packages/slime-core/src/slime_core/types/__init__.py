@@ -1,6 +1,6 @@
 """The vocabulary that slime's packages share. Importing it does not import torch."""
 
-from slime_core.types.rollout import EvalReport, RolloutBatch, RolloutColumns
+from slime_core.types.rollout import Drop, EvalReport, Keep, RolloutBatch, RolloutColumns, Verdict
 from slime_core.types.sample import Group, Message, Prompt, Sample, Status
 from slime_core.types.train import (
     Rendezvous,
@@ -11,7 +11,6 @@ from slime_core.types.train import (
     TrainStep,
     WeightUpdate,
 )
-from slime_core.types.verdict import Drop, Keep, Verdict
 
 __all__ = [
     "Drop",

@@ -99,11 +99,7 @@ Columns = dict[str, Ragged | NDArray[Any]]
 
 
 def columns_of(samples: Sequence[Sample]) -> Columns:
-    """The samples as arrays.
-
-    Raises:
-        DataError: A field is invalid, or holds a value that would not come back as it is.
-    """
+    """The samples as arrays. Raises DataError if a field is invalid, or a value would not come back as it is."""
     for sample in samples:
         sample.validate(lists=False)
         for name in ("prompt", "metadata", "train_metadata"):
@@ -120,11 +116,7 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
 
 
 def samples_of(columns: Columns) -> list[Sample]:
-    """The reverse of :func:`columns_of`, without extras.
-
-    Raises:
-        DataError: A field is invalid.
-    """
+    """The reverse of :func:`columns_of`, without extras."""
     fields: dict[str, list[Any]] = {name: _plain(columns[name]) for name in SAMPLE_COLUMNS - {*_TEXTS, *_JSON}}
     for name in _TEXTS:
         fields[name] = [None if row is None else _text(row) for row in ragged(columns, name).rows]
@@ -142,13 +134,7 @@ def numbers(columns: Columns, name: str) -> list[Any]:
 
 
 def json_rows(columns: Columns, name: str, *, containing: str = "") -> list[Any]:
-    """The values of a JSON column; ``None`` where a sample has none.
-
-    Args:
-        columns: The samples.
-        name: The column.
-        containing: Leave out rows that lack this text.
-    """
+    """The values of a JSON column, ``None`` where a sample has none; only of the rows ``containing`` a text."""
     texts = [None if row is None else _text(row) for row in ragged(columns, name).rows]
     return [
         None if text is None else json.loads(text)
@@ -158,11 +144,7 @@ def json_rows(columns: Columns, name: str, *, containing: str = "") -> list[Any]
 
 
 def ragged(columns: Columns, name: str) -> Ragged:
-    """A column of rows.
-
-    Raises:
-        DamagedError: It holds a value per sample.
-    """
+    """A column of rows. Raises DamagedError if it holds a value per sample."""
     column = columns[name]
     if not isinstance(column, Ragged):
         raise DamagedError(f"the column {name} has no lengths; get the samples again")
@@ -170,12 +152,7 @@ def ragged(columns: Columns, name: str) -> Ragged:
 
 
 def write_npz(path: Path, head: dict[str, Any], columns: Columns) -> None:
-    """Write columns to a file, which appears whole or not at all.
-
-    Args:
-        path: The file; its directory must exist.
-        head: Plain values, as :func:`slime_core.types.checks.check_plain` wants them.
-        columns: Their names hold no dot.
+    """Write columns, whose names hold no dot, to a file, which appears whole or not at all. Its directory must exist.
 
     Raises:
         DataError: The head is not plain, or a column is not an array of numbers.
@@ -194,11 +171,7 @@ def write_npz(path: Path, head: dict[str, Any], columns: Columns) -> None:
 
 
 def read_npz(path: Path, what: str) -> tuple[dict[str, Any], Columns]:
-    """The reverse of :func:`write_npz`.
-
-    Args:
-        path: The file.
-        what: Its name in errors, such as ``rollout 3``.
+    """The reverse of :func:`write_npz`. ``what`` is the file's name in errors, such as ``rollout 3``.
 
     Raises:
         FormatVersionError: The file is in another version of the format.

@@ -16,16 +16,10 @@ _MOST_LEVELS = 100
 
 
 def integer(where: str, name: str, value: Any, *, least: int | None = None) -> int:
-    """The value as a plain integer.
-
-    Args:
-        where: Whose field it is, such as ``sample 7``.
-        name: The field.
-        value: Its value.
-        least: The smallest allowed value, if there is one.
+    """The value as a plain integer. ``where`` says whose field it is, such as ``sample 7``, in all of these functions.
 
     Raises:
-        DataError: It is not an integer, is too small, or has more than 1,024 bits.
+        DataError: It is not an integer, is below ``least``, or has more than 1,024 bits.
     """
     try:
         plain = value if type(value) is int else int(operator.index(value))
@@ -39,17 +33,7 @@ def integer(where: str, name: str, value: Any, *, least: int | None = None) -> i
 
 
 def integers(where: str, name: str, values: Any, *, least: int) -> list[int]:
-    """The values as a list of plain integers.
-
-    Args:
-        where: Whose field it is, such as ``sample 7``.
-        name: The field.
-        values: A list, or any sequence or array of one dimension.
-        least: The smallest allowed value.
-
-    Raises:
-        DataError: Naming the first entry that is not an integer, too small or too large.
-    """
+    """The values, a sequence or array of one dimension, as a list of plain integers; an error names the first wrong."""
     plain: list[int] = _as_list(where, name, values, "integers")
     if _all_are(int, plain) and (not plain or (least <= min(plain) and max(plain) < 2**63)):
         return plain
@@ -57,16 +41,7 @@ def integers(where: str, name: str, values: Any, *, least: int) -> list[int]:
 
 
 def numbers(where: str, name: str, values: Any) -> list[float]:
-    """The values as a list of plain floats; NaN and infinities are allowed.
-
-    Args:
-        where: Whose field it is, such as ``sample 7``.
-        name: The field.
-        values: A list, or any sequence or array of one dimension.
-
-    Raises:
-        DataError: Naming the first entry that is not a number.
-    """
+    """The same with plain floats; NaN and infinities are allowed."""
     plain: list[float] = _as_list(where, name, values, "numbers")
     if _all_are(float, plain):
         return plain
@@ -74,11 +49,7 @@ def numbers(where: str, name: str, values: Any) -> list[float]:
 
 
 def mask(where: str, values: Any) -> list[int]:
-    """The loss mask as plain zeros and ones.
-
-    Raises:
-        DataError: It holds something else.
-    """
+    """The loss mask as plain zeros and ones."""
     entries = _as_list(where, "loss_mask", values, "zeros and ones")
     if _all_are(int, entries) and _ZEROS_AND_ONES.issuperset(entries):
         return entries
@@ -100,11 +71,7 @@ def _distinct(entries: list[Any], wrong: list[Any]) -> list[Any]:
 
 
 def messages(where: str, name: str, value: Any) -> None:
-    """Check that a value is text or chat messages.
-
-    Raises:
-        DataError: It is neither.
-    """
+    """Check that a value is text or chat messages."""
     if not isinstance(value, str | list):
         raise DataError(f"{where}: {name} must be a string or chat messages, got {type(value).__name__}")
     if isinstance(value, list):
@@ -114,22 +81,14 @@ def messages(where: str, name: str, value: Any) -> None:
 
 
 def reward(where: str, value: Any) -> float | dict[str, float] | None:
-    """The reward as plain values: a number, several by name, or ``None``.
-
-    Raises:
-        DataError: It is none of them.
-    """
+    """The reward as plain values: a number, several by name, or ``None``."""
     if isinstance(value, dict):
         return named_numbers(where, "reward", value)
     return None if value is None else _plain_number(where, "reward", value)
 
 
 def named_numbers(where: str, name: str, value: Any) -> dict[str, float]:
-    """A dictionary of plain numbers by name; the same object if it is one already.
-
-    Raises:
-        DataError: It is not a dictionary, or naming the key that is not a string or the entry that is not a number.
-    """
+    """A dictionary of plain numbers by name; the same object if it is one already."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: {name} must be a dictionary, got {type(value).__name__}")
     if wrong := [key for key in value if not isinstance(key, str)]:
@@ -141,13 +100,9 @@ def named_numbers(where: str, name: str, value: Any) -> dict[str, float]:
 def check_plain(value: Any, path: str) -> None:
     """Check that a value survives JSON: ``None``, booleans, numbers, strings, lists, and dictionaries with string keys.
 
-    Args:
-        value: What to check, through all levels.
-        path: Name of the value, for errors: ``metadata`` gives ``metadata.tools[2]``.
-
     Raises:
-        DataError: Naming the place and the type, for a tuple too, which JSON would turn into a list; or the value has
-            more than 100 levels, as one that holds itself has.
+        DataError: Naming the place, such as ``metadata.tools[2]``, and the type, for a tuple too, which JSON would turn
+            into a list; or the value has more than 100 levels, as one that holds itself has.
     """
     _check_plain(value, path, _MOST_LEVELS)
 

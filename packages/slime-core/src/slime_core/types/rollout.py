@@ -38,11 +38,7 @@ class RolloutBatch:
         self.validate()
 
     def validate(self) -> None:
-        """Check the batch's own fields; its samples check themselves.
-
-        Raises:
-            DataError: Naming the field and the values.
-        """
+        """Check the batch's own fields; its samples check themselves. Raises DataError, naming the field."""
         self.rollout_id = checks.integer("a rollout", "rollout_id", self.rollout_id, least=0)
         where = f"rollout {self.rollout_id}"
         if not isinstance(self.groups, list) or not all(isinstance(group, list) for group in self.groups):
@@ -55,11 +51,7 @@ class RolloutBatch:
         self.seconds = checks.named_numbers(where, "seconds", self.seconds)
 
     def columns(self) -> RolloutColumns:
-        """The same as arrays.
-
-        Raises:
-            DataError: A field is invalid, or holds a value that would not come back as it is.
-        """
+        """The same as arrays. Raises DataError if a field is invalid, or a value would not come back as it is."""
         self.validate()
         return RolloutColumns(
             rollout_id=self.rollout_id,
@@ -92,21 +84,13 @@ class RolloutColumns:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def batch(self) -> RolloutBatch:
-        """The same as samples, without extras.
-
-        Raises:
-            DataError: A field is invalid.
-        """
+        """The same as samples, without extras."""
         samples = iter(samples_of(self.samples))
         fields = {name: getattr(self, name) for name in _HEAD if name != "group_sizes"}
         return RolloutBatch(groups=[[next(samples) for _ in range(size)] for size in self.group_sizes], **fields)
 
     def write(self, path: Path) -> None:
-        """Write an ``.npz`` file, which appears whole or not at all. Its directory must exist.
-
-        Raises:
-            DataError: The metrics hold something else than numbers.
-        """
+        """Write an ``.npz`` file, which appears whole or not at all. Its directory must exist."""
         write_npz(path, {name: getattr(self, name) for name in _HEAD}, self.samples)
 
     @classmethod
@@ -140,7 +124,7 @@ class EvalReport:
         rollout_id: Rollouts trained on before this evaluation.
         scores: Mean reward of each held-out set.
         metrics: Every number of the sets, scores too, by the name it is tracked under, such as ``eval/<set>-pass@4``.
-            See :mod:`slime_core.eval_metrics`.
+            See :mod:`slime_core.metrics`.
         samples: The samples of each set.
         seconds: Wall time of the whole evaluation.
     """
@@ -150,3 +134,26 @@ class EvalReport:
     metrics: dict[str, float]
     samples: dict[str, list[Sample]]
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Train on the group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """Do not train on the group.
+
+    Attributes:
+        reason: A short name; dropped groups are counted by it (``dynamic_filter/drop_<reason>``).
+    """
+
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str) or not self.reason:
+            raise DataError(f"the reason to drop a group must be a name to count it by, got {self.reason!r}")
+
+
+Verdict = Keep | Drop

@@ -105,14 +105,7 @@ class Sample:
         return self.index if self.trajectory_id is None else self.trajectory_id
 
     def scalar_reward(self, key: str | None = None) -> float:
-        """The reward as one number.
-
-        Args:
-            key: Which entry of a reward given by name.
-
-        Raises:
-            DataError: The reward is missing, or is a dictionary and ``key`` is not in it.
-        """
+        """The reward as one number, of several by name that of ``key``. Raises DataError if there is none."""
         return scalar_reward(self.index, self.reward, key)
 
     def append_response(
@@ -232,10 +225,7 @@ class Sample:
                 raise DataError(f"{where}: {name} has {len(values)} entries, response_length is {length}")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, the status as text. Lists and dictionaries are the sample's own, not copies.
-
-        Nothing is checked.
-        """
+        """All fields by name, the status as text, unchecked. Lists and dictionaries are not copied."""
         known = vars(self)
         values = {name: known[name] for name in _FIELDS}
         values["status"] = self.status.value

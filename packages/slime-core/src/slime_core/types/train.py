@@ -15,14 +15,7 @@ from slime_core.types.arrays import Columns, Ragged
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where a trainer rank meets the others.
-
-    Attributes:
-        rank: This process's number, from 0.
-        world_size: Number of processes.
-        address: Host of rank 0.
-        port: TCP port on that host.
-    """
+    """Where a trainer rank meets the others: at a TCP port of rank 0's host."""
 
     rank: int
     world_size: int
@@ -169,12 +162,7 @@ class TrainReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """What a push of weights sends.
-
-    Attributes:
-        version: The weight version that the engines shall confirm.
-        kind: ``full``: every weight of the model.
-    """
+    """What a push of weights sends: as weight version ``version``, every weight of the model (``full``)."""
 
     version: int
     kind: Literal["full"] = "full"
@@ -182,14 +170,7 @@ class WeightUpdate:
 
 @dataclasses.dataclass(kw_only=True)
 class SyncReport:
-    """What one push of the weights did.
-
-    Attributes:
-        version: The weight version that the engines confirmed.
-        tensors: Number of tensors sent.
-        bytes: Bytes sent.
-        seconds: Wall time.
-    """
+    """What one push of the weights did: the version that the engines confirmed, what was sent, and the wall time."""
 
     version: int
     tensors: int
