@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from slime_core.config import AlgorithmConfig
+from slime_core.config import AlgorithmConfig, MisConfig, OffPolicyConfig
 from slime_core.errors import ConfigError, SlimeError
+from slime_core.flags import flag_specs
 
 
 @pytest.mark.parametrize(
@@ -87,3 +88,67 @@ def test_derived_values_and_immutability():
     assert not AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1).advantages_need_log_probs
     with pytest.raises(dataclasses.FrozenInstanceError):
         AlgorithmConfig().eps_clip = 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mis_level": "word"}, "--mis-level word is unknown; allowed: token, sequence, geometric"),
+        ({"mis_mode": "drop"}, "--mis-mode drop is unknown; allowed: truncate, clip, mask, none"),
+        ({"mis_rs_level": "word"}, "--mis-rs-level word is unknown"),
+        ({"mis_upper_bound": 0.0}, "--mis-upper-bound 0.0 must be above 0"),
+        ({"mis_rs_upper_bound": float("inf")}, "--mis-rs-upper-bound inf must be a finite number"),
+        ({"mis_lower_bound": 3.0}, "--mis-lower-bound 3 must be at most --mis-upper-bound 2; set both"),
+        ({"mis_upper_bound": 0.5}, "--mis-lower-bound 2 must be at most --mis-upper-bound 0.5; set both"),
+        ({"mis_rs_lower_bound": -1.0}, "--mis-rs-lower-bound -1.0 must be 0 or more"),
+        ({"mis_veto_threshold": 0.0}, "--mis-veto-threshold 0.0 must be above 0 and at most 1"),
+        ({"mis_veto_threshold": 2.0}, "--mis-veto-threshold 2.0 must be above 0 and at most 1"),
+    ],
+)
+def test_mis_settings_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        MisConfig(**settings)
+
+
+def test_a_lower_bound_left_out_is_the_inverse_of_the_upper():
+    config = MisConfig(mis_upper_bound=4.0, mis_rs_upper_bound=1.25, mis_rs_lower_bound=0.0)
+    assert config.bounds == (0.25, 4.0)
+    assert config.rejection_bounds == (0.0, 1.25)
+
+
+def test_every_setting_is_a_flag():
+    names = [spec.name for spec in flag_specs(MisConfig)]
+    assert names[:3] == ["--mis-level", "--mis-mode", "--mis-upper-bound"]
+    assert len(names) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tis_mode": "drop"}, "--tis-mode drop is unknown; allowed: truncate, icepop"),
+        ({"tis_clip": 0.5, "tis_clip_low": 1.0}, "--tis-clip-low 1.0 must be at most --tis-clip 0.5"),
+        ({"tis_clip_low": -0.5}, "--tis-clip-low -0.5 must be 0 or more"),
+        ({"tis_clip": math.inf}, "--tis-clip inf must be a finite number, 0 or more"),
+        ({"opsm_delta": -1.0}, "--opsm-delta -1.0 must be 0 or more"),
+        ({"opsm_delta": math.nan}, "--opsm-delta nan must be"),
+        ({"use_tis": True, "use_mis": True}, "--use-tis and --use-mis would weigh each token twice"),
+        (
+            {"use_rollout_logprobs": True, "use_mis": True},
+            "--use-rollout-logprobs and --use-mis would both correct for the engine's log-probs; give one of them",
+        ),
+        ({"use_rollout_logprobs": True, "use_tis": True}, "--use-rollout-logprobs and --use-tis would both"),
+        ({"mis_level": "word"}, "--mis-level word is unknown"),
+    ],
+)
+def test_off_policy_settings_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        OffPolicyConfig(**settings)
+
+
+@pytest.mark.parametrize("switch", ["use_rollout_logprobs", "use_tis", "use_mis", "get_mismatch_metrics"])
+def test_what_needs_the_engines_log_probs(switch):
+    assert OffPolicyConfig(**{switch: True}).needs_rollout_log_probs
+
+
+def test_opsm_takes_what_there_is():
+    assert not OffPolicyConfig(use_opsm=True).needs_rollout_log_probs

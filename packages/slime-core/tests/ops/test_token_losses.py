@@ -6,8 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_core.config import KL_LOSS_TYPES
 from slime_core.errors import ConfigError, DataError
-from slime_core.ops import cispo_token_loss, gspo_token_loss, policy_token_loss
+from slime_core.ops import (
+    cispo_token_loss,
+    gspo_log_ratio,
+    gspo_token_loss,
+    kl_penalty,
+    policy_token_loss,
+    token_weights,
+    value_loss,
+    value_objective,
+)
 
 ROW = st.tuples(st.floats(-10, 0), st.floats(-10, 0), st.floats(-5, 5))
 
@@ -203,3 +213,424 @@ def test_narrow_bounds_survive_bf16():
     new = torch.tensor([-1.0], dtype=torch.bfloat16, requires_grad=True)
     _, clipped = policy_token_loss(new, torch.tensor([-1.0001]), torch.ones(1), 2e-4, 2e-4)
     assert not clipped.item()
+
+
+LOG_PROBS = st.floats(-15, 0)
+
+
+def by_the_definition(policy, reference, kind):
+    d = policy - reference
+    k3 = math.exp(-d) - 1 + d
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var_kl": min(max(k3, -10), 10)}[kind]
+
+
+@given(st.lists(st.tuples(LOG_PROBS, LOG_PROBS), max_size=8), st.sampled_from(KL_LOSS_TYPES))
+def test_equals_the_definition(pairs, kind):
+    rows = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    expected = [by_the_definition(policy, reference, kind) for policy, reference in pairs]
+    assert kl_penalty(rows[:, 0], rows[:, 1], kind).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+def test_gradcheck_of_the_penalty(kind):
+    policy = torch.tensor([-0.1, -2.0, -6.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.4, -1.0, -1.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda lp: kl_penalty(lp, reference, kind), (policy,))
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("difference", [0.0, 1e-7, 30.0, 1e4, 1e15, -30.0, -1e4, -1e15])
+def test_huge_differences_stay_finite(kind, difference):
+    """Finite, so that a weight of 0 takes a masked token out of the loss and of the gradient."""
+    policy = torch.tensor([-0.5], requires_grad=True)
+    value = kl_penalty(policy, torch.tensor([-0.5 - difference]), kind)
+    (grad,) = torch.autograd.grad(value.sum(), policy)
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
+
+
+def test_k3_still_pulls_the_right_way_beyond_the_limit():
+    policy = torch.tensor([-500.0], requires_grad=True)
+    kl_penalty(policy, torch.tensor([-1.0]), "k3").sum().backward()
+    assert -1e10 < policy.grad.item() < -1e8  # descending it makes the token more likely
+
+
+def test_the_mean_of_k1_and_k3_is_the_divergence():
+    generator = torch.Generator().manual_seed(3)
+    policy, reference = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * kl_penalty(policy, reference, kind)).sum(), exact)
+
+
+def test_shapes_of_the_penalty_must_agree_with_and_without_a_mask():
+    for mask in (None, torch.ones(3)):
+        with pytest.raises(DataError, match=r"one shape.*ref_log_probs_T \[3, 1\]"):
+            kl_penalty(torch.zeros(3), torch.zeros(3, 1), "k1", mask_T=mask)
+        with pytest.raises(DataError, match=r"one shape.*old_log_probs_T \[1\]"):
+            kl_penalty(torch.zeros(3), torch.zeros(3), "k1", old_log_probs_T=torch.zeros(1), mask_T=mask)
+
+
+def test_an_unknown_kind_lists_the_known():
+    with pytest.raises(ConfigError, match="k4 is unknown; allowed: k1, k2, k3, low_var_kl"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@given(st.lists(st.tuples(LOG_PROBS, LOG_PROBS, LOG_PROBS), max_size=8), st.sampled_from(KL_LOSS_TYPES))
+def test_the_unbiased_form_equals_the_definition(rows, kind):
+    policy, reference, old = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
+    expected = []
+    for p, r, o in rows:
+        value = math.exp(p - o) * by_the_definition(p, r, "k3" if kind == "low_var_kl" else kind)
+        expected.append(min(max(value, -10), 10) if kind == "low_var_kl" else value)
+    estimate = kl_penalty(policy, reference, kind, old_log_probs_T=old)
+    assert estimate.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+def test_unbiased_gradcheck(kind):
+    policy = torch.tensor([-0.1, -2.0, -6.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.4, -1.0, -1.0], dtype=torch.float64)
+    old = torch.tensor([-0.3, -3.0, -5.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda lp: kl_penalty(lp, reference, kind, old_log_probs_T=old), (policy,))
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+def test_the_reference_gets_no_gradient(kind):
+    policy, reference = torch.tensor([[-0.1, -2.0], [-0.4, -1.0]], requires_grad=True).unbind()
+    leaf = reference.detach().requires_grad_()
+    kl_penalty(policy, leaf, kind).sum().backward()
+    assert leaf.grad is None
+
+
+def test_only_the_unbiased_form_has_the_divergences_gradient():
+    """Means are taken exactly, over the tokens of a small vocabulary that another policy sampled."""
+    generator = torch.Generator().manual_seed(4)
+    logits, reference, old = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference, old = logits.log_softmax(-1), reference.log_softmax(-1), old.log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        mean = (old.exp() * kl_penalty(policy, reference, kind, old_log_probs_T=old)).sum()
+        torch.testing.assert_close(mean, exact)
+        torch.testing.assert_close(torch.autograd.grad(mean, logits, retain_graph=True)[0], slope)
+    on_policy = policy.detach().exp()
+    plain = {kind: (on_policy * kl_penalty(policy, reference, kind)).sum() for kind in ("k1", "k2", "k3")}
+    grads = {kind: torch.autograd.grad(mean, logits, retain_graph=True)[0] for kind, mean in plain.items()}
+    assert grads["k1"].abs().max() < 1e-12
+    torch.testing.assert_close(grads["k2"], slope)
+    assert (grads["k3"] - slope).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("difference", [0.0, 30.0, 1e4, 1e15, -30.0, -1e4, -1e15])
+def test_the_unbiased_form_stays_finite(kind, difference):
+    policy = torch.full((5,), -0.5, requires_grad=True)
+    old = -0.5 - torch.tensor([0.0, 30.0, 1e15, -30.0, -1e15])
+    value = kl_penalty(policy, torch.full((5,), -0.5 - difference), kind, old_log_probs_T=old)
+    (grad,) = torch.autograd.grad(value.sum(), policy)
+    assert value.isfinite().all()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("difference", [2.0, -2.0])
+def test_where_the_ratio_is_held_the_gradient_still_points_to_the_reference(kind, difference):
+    policy = torch.tensor([-1.0], requires_grad=True)
+    kl_penalty(policy, policy.detach() - difference, kind, old_log_probs_T=torch.tensor([-41.0])).sum().backward()
+    assert policy.grad.item() * difference > 0
+
+
+@pytest.mark.parametrize("kind", KL_LOSS_TYPES)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_masked_tokens_may_be_nan(kind, unbiased):
+    policy = torch.tensor([-0.1, torch.nan, -2.0], requires_grad=True)
+    reference = torch.tensor([-0.5, -1.0, torch.inf])
+    old = torch.tensor([-0.2, torch.nan, -torch.inf]).requires_grad_() if unbiased else None
+    mask = torch.tensor([1, 0, 0])
+    value = kl_penalty(policy, reference, kind, old_log_probs_T=old, mask_T=mask)
+    value.sum().backward()
+    first = kl_penalty(policy[:1], reference[:1], kind, old_log_probs_T=None if old is None else old[:1])
+    assert value.tolist() == [first.item(), 0.0, 0.0]
+    assert policy.grad[0].item() != 0
+    assert policy.grad[1:].tolist() == [0.0, 0.0]
+    assert old is None or old.grad is None
+
+
+def test_bf16_is_computed_in_fp32():
+    policy, reference = torch.tensor([-1.0, -1.0078125], dtype=torch.bfloat16)
+    assert kl_penalty(policy, reference, "k3").item() == pytest.approx(math.expm1(-1 / 128) + 1 / 128, rel=1e-3)
+
+
+NUMBER = st.integers(-24, 24).map(lambda eighths: eighths / 8)  # exact in binary, so ties are exact too
+VALUE_ROW = st.tuples(NUMBER, NUMBER, NUMBER)
+
+
+def value_by_the_paper(value, old, target, clip):
+    """Engstrom et al. 2020, section 3: value, gradient, and whether the clipped side is the larger one."""
+    near = value if clip is None else min(max(value, old - clip), old + clip)
+    plain, clipped = (value - target) ** 2, (near - target) ** 2
+    slope = 0.0 if clipped > plain else 2 * (value - target)
+    if near != value and clipped == plain:
+        slope = None  # two sides of different slope meet, and any slope between theirs is a subgradient
+    return max(plain, clipped), slope, clipped > plain
+
+
+@given(st.lists(VALUE_ROW, max_size=8), st.sampled_from([None, 0.0, 0.25, 1.5]))
+def test_equals_the_paper(rows, clip):
+    values, old, returns = (
+        column.clone().requires_grad_() for column in torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
+    )
+    loss, clipped = value_loss(values, old, returns, clip)
+    expected = [value_by_the_paper(*row, clip) for row in rows]
+    assert loss.tolist() == [value for value, _, _ in expected]
+    assert clipped.tolist() == [was for _, _, was in expected]
+    grad, *others = torch.autograd.grad(loss.sum(), (values, old, returns), allow_unused=True)
+    assert others == [None, None]
+    for slope, (_, expected_slope, _) in zip(grad.tolist(), expected, strict=True):
+        assert expected_slope is None or slope == expected_slope
+
+
+def test_gradcheck_of_the_value_loss():
+    values = torch.tensor([0.3, 1.0, -2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.zeros(4, dtype=torch.float64), torch.tensor([1.0, 0.1, 1.0, 0.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, 0.2)[0], values)
+
+
+def test_a_step_too_far_towards_the_return_gains_nothing():
+    values = torch.tensor([0.5, -0.5], requires_grad=True)
+    loss, clipped = value_loss(values, torch.zeros(2), torch.ones(2), 0.2)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([0.64, 2.25])
+    assert clipped.tolist() == [True, False]
+    assert values.grad.tolist() == [0.0, -3.0]
+
+
+@given(st.lists(st.tuples(VALUE_ROW, st.floats(0, 1)), max_size=8), st.integers(0, 8))
+def test_the_objective_is_the_weighted_sum_however_it_is_split(rows, cut):
+    """NaN wherever the weight is 0."""
+    weights = torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+    columns = torch.tensor([row for row, _ in rows], dtype=torch.float64).reshape(-1, 3)
+    columns = columns.masked_fill((weights == 0).unsqueeze(1), torch.nan).requires_grad_()
+
+    def objective(part):
+        values, old, returns = columns[part].unbind(1)
+        return value_objective(
+            values_T=values, old_values_T=old, returns_T=returns, weights_T=weights[part], value_clip=0.5
+        )
+
+    loss, metrics = objective(slice(None))
+    expected = [(weight, value_by_the_paper(*row, 0.5)) for row, weight in rows]
+    assert loss.item() == pytest.approx(sum(w * value for w, (value, _, _) in expected), rel=1e-9, abs=1e-12)
+    assert metrics["value_loss"].item() == loss.item()
+    clipped = sum(weight * was for weight, (_, _, was) in expected)
+    assert metrics["value_clipfrac"].item() == pytest.approx(clipped, abs=1e-12)
+    parts = [objective(slice(cut)), objective(slice(cut, None))]
+    for name in metrics:
+        torch.testing.assert_close(sum(part[name] for _, part in parts), metrics[name], rtol=1e-9, atol=1e-12)
+    (whole,) = torch.autograd.grad(loss, columns)
+    assert whole.isfinite().all()
+    torch.testing.assert_close(
+        sum(torch.autograd.grad(part, columns)[0] for part, _ in parts), whole, rtol=1e-9, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e15, -1e15])
+def test_wild_values_stay_finite(value, dtype):
+    values = torch.tensor([value, torch.nan], dtype=dtype, requires_grad=True)
+    loss, _ = value_loss(values, torch.zeros(2), torch.full((2,), -value), 0.2, mask_T=torch.tensor([1, 0]))
+    (grad,) = torch.autograd.grad(loss.sum(), values)
+    assert loss.dtype == torch.float32
+    assert loss.isfinite().all()
+    assert grad.isfinite().all()
+    assert (loss[1].item(), grad[1].item()) == (0, 0)
+
+
+def test_what_cannot_be():
+    three = torch.zeros(3)
+    for clip in (-0.1, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=r"value_clip \S+ must be a finite number, 0 or more"):
+            value_loss(three, three, three, clip)
+    with pytest.raises(DataError, match=r"values_T \[3, 1\], old_values_T \[3\]"):
+        value_loss(three.unsqueeze(1), three, three, 0.2)
+
+
+MASKS = st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=1, max_size=6)
+BOUNDS = st.sampled_from([(3e-4, 4e-4), (0.2, 0.28), (0.0, 0.0), (1.0, 4.0)])
+
+
+class Batch:
+    """Log-probs and advantages of ragged sequences, flat, in float64; NaN wherever the mask is 0."""
+
+    def __init__(self, masks, seed, spread=0.3):
+        generator = torch.Generator().manual_seed(seed)
+        self.masks, self.lengths = masks, [len(mask) for mask in masks]
+        self.mask = torch.tensor([m for mask in masks for m in mask])
+        hole = torch.where(self.mask == 0, torch.nan, 0.0).double()
+        noise = torch.randn(3, len(self.mask), generator=generator, dtype=torch.float64)
+        self.old = -1 - noise[0].abs() + hole
+        self.new = (self.old + spread * noise[1]).requires_grad_()
+        self.token_advantages = noise[2] + hole
+        self.rewards = torch.randn(len(masks), generator=generator, dtype=torch.float64)
+        self.advantages = self.rewards.repeat_interleave(torch.tensor(self.lengths)) + hole
+
+    def loss(self, bounds, members=None, per_token=False, **options):
+        """The loss summed over some of the sequences, with weights of the whole batch."""
+        members = range(len(self.masks)) if members is None else members
+        starts = [sum(self.lengths[:n]) for n in range(len(self.masks))]
+        rows = torch.tensor([t for n in members for t in range(starts[n], starts[n] + self.lengths[n])]).long()
+        masks = [self.masks[n] for n in members]
+        weights = token_weights(
+            masks,
+            global_samples=len(self.masks),
+            global_tokens=int(self.mask.sum()),
+            per_token=per_token,
+            dtype=torch.float64,
+        )
+        loss, clipped = gspo_token_loss(
+            self.new[rows], self.old[rows], self.advantages[rows], *bounds,
+            mask_T=self.mask[rows], lengths=[len(mask) for mask in masks], **options,
+        )  # fmt: skip
+        return (loss * weights).sum(), clipped
+
+
+def gspo_by_the_paper(batch, bounds, c=math.inf):
+    """Zheng et al. 2025: equations 5 and 7 for the value, equation 10 (with the clip) for the gradient.
+
+    And Ye et al. 2020 for the dual clip's c.
+    """
+    objective, slopes, start = 0.0, [], 0
+    size = len(batch.masks)
+    for mask, reward in zip(batch.masks, batch.rewards.tolist(), strict=True):
+        new, old = batch.new[start : start + len(mask)].tolist(), batch.old[start : start + len(mask)].tolist()
+        start += len(mask)
+        count = sum(mask)
+        total = sum(a - b for a, b, m in zip(new, old, mask, strict=True) if m)
+        s = math.exp(total / count) if count else 1.0
+        clipped = min(max(s, 1 - bounds[0]), 1 + bounds[1])
+        value, slope = min(s * reward, clipped * reward), s * reward
+        if clipped * reward < s * reward:
+            slope = 0.0
+        if reward < 0 and value < c * reward:
+            value, slope = c * reward, 0.0
+        if count:
+            objective += value / size
+        slope *= 1 / max(count, 1) / size
+        slopes += [slope * m for m in mask]
+    return -objective, [-slope for slope in slopes]
+
+
+@given(MASKS, st.integers(0, 2**16), BOUNDS, st.booleans())
+def test_both_forms_have_the_papers_value_and_gradient(masks, seed, bounds, token_form):
+    """NaN at every masked place, empty and wholly masked sequences included."""
+    batch = Batch(masks, seed)
+    loss, _ = batch.loss(bounds, token_form=token_form)
+    expected, slopes = gspo_by_the_paper(batch, bounds)
+    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    if bounds != (0.0, 0.0):  # there a one-token sequence can tie with both bounds
+        (grad,) = torch.autograd.grad(loss, batch.new)
+        assert grad.tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
+@given(MASKS, st.integers(0, 2**16), st.booleans())
+def test_the_dual_clip_bounds_the_sequence_ratio(masks, seed, token_form):
+    batch = Batch(masks, seed, spread=1.0)
+    loss, _ = batch.loss((0.2, 0.28), token_form=token_form, eps_clip_c=1.5)
+    expected, slopes = gspo_by_the_paper(batch, (0.2, 0.28), c=1.5)
+    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    (grad,) = torch.autograd.grad(loss, batch.new)
+    assert grad.tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
+@given(MASKS, st.integers(0, 2**16))
+def test_log_ratios_are_means_over_unmasked_tokens(masks, seed):
+    """Zheng et al. 2025, equation 7; the same at every token of the sequence, in both forms."""
+    batch = Batch(masks, seed)
+    expected, start = [], 0
+    for mask in masks:
+        found = [batch.new[start + t].item() - batch.old[start + t].item() for t, m in enumerate(mask) if m]
+        expected.append(sum(found) / len(found) if found else 0.0)
+        start += len(mask)
+    options = {"mask_T": batch.mask, "lengths": batch.lengths}
+    everywhere = [value for value, mask in zip(expected, masks, strict=True) for _ in mask]
+    for token_form in (False, True):
+        ours = gspo_log_ratio(batch.new, batch.old, **options, token_form=token_form)
+        assert ours.tolist() == pytest.approx(everywhere, abs=1e-12)
+
+
+@given(MASKS, st.integers(0, 2**16), st.booleans(), st.booleans(), st.integers(2, 3))
+def test_any_split_gives_the_same_loss_and_gradient(masks, seed, token_form, per_token, parts):
+    batch = Batch(masks, seed)
+    options = {"token_form": token_form, "per_token": per_token, "eps_clip_c": 1.5}
+    whole, _ = batch.loss((0.1, 0.2), **options)
+    (whole_grad,) = torch.autograd.grad(whole, batch.new)
+    losses = [batch.loss((0.1, 0.2), range(part, len(masks), parts), **options)[0] for part in range(parts)]
+    torch.testing.assert_close(sum(losses), whole, rtol=1e-9, atol=1e-12)
+    summed = sum(torch.autograd.grad(loss, batch.new)[0] for loss in losses)
+    torch.testing.assert_close(summed, whole_grad, rtol=1e-9, atol=1e-12)
+
+
+def test_with_advantages_per_token_the_token_form_learns_from_its_own():
+    """GSPO-token, equation 17: the gradient of token t is s · A_t / |y|; the sequence form spreads the mean of A_t."""
+    batch = Batch([[1, 0, 1, 1], [1]], seed=2, spread=0.05)
+    weights = torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 1.0], dtype=torch.float64)
+    grads = {}
+    for token_form in (False, True):
+        loss, clipped = gspo_token_loss(
+            batch.new, batch.old, batch.token_advantages, 0.5, 0.5,
+            mask_T=batch.mask, lengths=batch.lengths, token_form=token_form,
+        )  # fmt: skip
+        assert not clipped.any()
+        grads[token_form] = torch.autograd.grad((loss * weights).sum(), batch.new)[0].tolist()
+    new, old = batch.new.tolist(), batch.old.tolist()
+    s = math.exp(sum(new[t] - old[t] for t in (0, 2, 3)) / 3)
+    advantages = batch.token_advantages.tolist()
+    assert [grads[True][t] for t in (0, 2, 3)] == pytest.approx([-s * advantages[t] / 3 for t in (0, 2, 3)])
+    mean = sum(advantages[t] for t in (0, 2, 3)) / 3
+    assert [grads[False][t] for t in (0, 2, 3)] == pytest.approx([-s * mean / 3] * 3)
+    assert grads[True][1] == grads[False][1] == 0.0
+
+
+def test_gradcheck_of_the_sequence_ratio():
+    batch = Batch([[1, 0, 1], [], [1]], seed=5)
+    options = {"mask_T": batch.mask, "lengths": batch.lengths}
+    clean = batch.new.detach().nan_to_num().requires_grad_()
+    assert torch.autograd.gradcheck(lambda new: gspo_log_ratio(new, batch.old, **options), clean)
+
+
+@pytest.mark.parametrize("token_form", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [30.0, -30.0, 1e4, -1e4, 1e15, -1e15])
+def test_huge_and_tiny_sequence_ratios_stay_finite(size, dtype, token_form):
+    new = torch.tensor([size, size, torch.nan, size], dtype=dtype, requires_grad=True)
+    loss, clipped = gspo_token_loss(
+        new, torch.zeros(4, dtype=dtype), torch.tensor([1.0, -1.0, torch.nan, -1e3], dtype=dtype), 0.2, 0.2,
+        mask_T=torch.tensor([1, 1, 0, 1]), lengths=[3, 0, 1], token_form=token_form,
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(loss.sum(), new)
+    assert loss.dtype == torch.float32
+    assert loss.isfinite().all()
+    assert grad.isfinite().all()
+    assert loss[2].item() == 0
+    assert not clipped[2]
+    assert clipped[:2].tolist() == [size > 0, size < 0]
+
+
+def test_old_log_probs_are_constants_and_bf16_is_summed_in_fp32():
+    old = torch.full((4096,), -1.0, requires_grad=True)
+    new = torch.full((4096,), -1.0078125, dtype=torch.bfloat16, requires_grad=True)
+    ratios = gspo_log_ratio(new, old, mask_T=torch.ones(4096), lengths=[4096])
+    ratios.sum().backward()
+    assert old.grad is None
+    assert ratios.tolist() == pytest.approx([-0.0078125] * 4096, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "message"), [([2], [1, 1, 1], "add up to 2 but there are 3"), ([3], [1, 1], "one shape")]
+)
+def test_shapes_that_cannot_be(lengths, mask, message):
+    three = torch.zeros(3)
+    with pytest.raises(DataError, match=message):
+        gspo_token_loss(three, three, three, 0.2, 0.2, mask_T=torch.tensor(mask), lengths=lengths)

@@ -1,12 +1,79 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_core.ops.tokens import expand, lengths_tensor, sequence_lengths, sequence_mean, sequence_sum
+from slime_core.ops.tokens import (
+    LIMIT,
+    bounded_exp,
+    bounded_expm1_minus,
+    expand,
+    lengths_tensor,
+    masked,
+    sequence_lengths,
+    sequence_mean,
+    sequence_sum,
+    widen,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_at_least_fp32(given, wide):
+    assert widen(torch.ones(2, dtype=given)).dtype == wide
+
+
+def test_what_is_masked_is_zero_without_gradient():
+    values = torch.tensor([1.0, torch.nan, torch.inf], requires_grad=True)
+    for mask in (torch.tensor([1, 0, 0]), torch.tensor([0.25, 0.0, 0.0]), torch.tensor([True, False, False])):
+        (clean,) = masked(mask, values=values)
+        assert clean.tolist() == [1.0, 0.0, 0.0]
+        assert torch.autograd.grad(clean.exp().sum(), values)[0].tolist() == [pytest.approx(2.718281828), 0.0, 0.0]
+
+
+def test_shapes_must_agree():
+    with pytest.raises(DataError, match=r"one shape.*: a \[3\], b \[3, 1\]$"):
+        masked(None, a=torch.zeros(3), b=torch.zeros(3, 1))
+    with pytest.raises(DataError, match=r"a \[3\], mask_T \[2\]"):
+        masked(torch.ones(2), a=torch.zeros(3))
+
+
+FUNCTIONS = [(bounded_exp, math.exp), (bounded_expm1_minus, lambda x: math.expm1(x) - x)]
+
+
+@pytest.mark.parametrize(("function", "reference"), FUNCTIONS)
+def test_exact_up_to_the_limit(function, reference):
+    x = torch.tensor([-800.0, -20.0, -1.0, -1e-3, 0.0, 1e-5, 1.0, LIMIT], dtype=torch.float64)
+    assert function(x).tolist() == pytest.approx([reference(value) for value in x.tolist()], rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(("function", "reference"), FUNCTIONS)
+def test_goes_on_along_its_tangent(function, reference):
+    x = torch.tensor([LIMIT + 1, 1e4, torch.inf], requires_grad=True)
+    y = function(x)
+    slope = reference(LIMIT + 1e-6) - reference(LIMIT)
+    assert y.tolist() == pytest.approx([reference(LIMIT) + slope * 1e6 * (v - LIMIT) for v in x.tolist()], rel=1e-5)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.tolist() == pytest.approx([slope * 1e6] * 3, rel=1e-5)
+
+
+def test_small_differences_keep_their_digits_in_fp32():
+    """exp(x) - 1 - x is x²/2 there; the plain formula has no correct digit left."""
+    x = torch.tensor([1e-2, -1e-2, 1e-3])
+    assert bounded_expm1_minus(x).tolist() == pytest.approx([math.expm1(v) - v for v in x.tolist()], rel=1e-3)
+
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops import linear_log_probs_and_entropy, log_probs_and_entropy
+from slime_core.ops.log_probs import RowStatistics, SoftmaxRows, VocabShard, check_temperature
 
 
 def by_the_definition(logits, targets, temperature, vocab_size):
@@ -238,3 +240,89 @@ def test_compiles_as_one_graph(linear, backend):
     loss, expected = compiled(hidden), loss_of(hidden)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0])
+
+
+def rows_of(logits, targets, first=0, *, block_rows=2):
+    return SoftmaxRows(logits, targets - first, logits.shape[1], 1.0, block_rows)
+
+
+@given(
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    scale=st.sampled_from([0.1, 30.0, 1e4]),
+    seed=st.integers(0, 2**16),
+    with_entropy=st.booleans(),
+)
+def test_parts_merge_into_the_whole_in_any_order(cuts, scale, seed, with_entropy):
+    """RowStatistics of any pieces of the columns, some of them empty or all −inf, are those of one row."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 12, generator=generator, dtype=torch.float64) * scale
+    logits[0, :6] = -torch.inf
+    targets = torch.tensor([7, 0, 11, 5, 6])
+    edges = [0, *sorted(cuts), 12]
+    pieces = [
+        rows_of(logits[:, start:stop], targets, start).statistics(with_entropy=with_entropy)
+        for start, stop in itertools.pairwise(edges)
+    ]
+    order = torch.randperm(len(pieces), generator=generator).tolist()
+    merged = RowStatistics.of_nothing(torch.zeros(5, dtype=torch.bool), torch.float64, with_entropy=with_entropy)
+    for index in order:
+        merged = merged.merge(pieces[index])
+    log_p = torch.log_softmax(logits, -1)
+    log_probs, entropy, lse = merged.results()
+    assert merged.seen.all()
+    torch.testing.assert_close(log_probs, log_p[range(5), targets], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    if with_entropy:
+        expected = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
+        torch.testing.assert_close(entropy, expected, rtol=1e-9, atol=1e-9)
+    else:
+        assert entropy is None
+
+
+def test_gradient_may_be_written_over_the_logits():
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    _, entropy, lse = rows_of(logits, targets).statistics(with_entropy=True).results()
+    grad, grad_entropy = torch.linspace(-1, 1, 5), torch.linspace(2, 3, 5)
+    apart = torch.empty_like(logits)
+    rows_of(logits, targets).write_gradient(apart, grad, grad_entropy, lse, entropy)
+    rows_of(logits, targets).write_gradient(logits, grad, grad_entropy, lse, entropy)
+    assert apart.equal(logits)
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 100])
+def test_bias_and_temperature(block_rows):
+    logits = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+    rows = SoftmaxRows(logits, torch.tensor([0, 0, 1]), 2, 0.5, block_rows, bias=torch.tensor([1.0, 0.0]))
+    log_probs, _, _ = rows.statistics(with_entropy=False).results()
+    expected = [-math.log(2), -math.log1p(math.exp(-6)), -2 - math.log1p(math.exp(-2))]
+    assert log_probs.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("columns", "vocab_size", "expected"), [(8, None, (8, 8)), (8, 5, (5, 5)), (8, 8, (8, 8))])
+def test_without_a_group(columns, vocab_size, expected):
+    shard = VocabShard.of(columns, None, vocab_size)
+    assert (shard.first, shard.columns, shard.vocab_size) == (0, *expected)
+
+
+@pytest.mark.parametrize("vocab_size", [0, 9])
+def test_vocabulary_that_does_not_fit(vocab_size):
+    with pytest.raises(ConfigError, match=rf"vocab_size {vocab_size} must be between 1 and the 8 columns"):
+        VocabShard.of(8, None, vocab_size)
+
+
+def test_targets():
+    shard = VocabShard.of(8, None, 5)
+    shard.check(torch.tensor([0, 4, -100]))
+    for outside in (-1, 5, 7):
+        with pytest.raises(DataError, match=f"token id {outside} is outside the vocabulary of 5"):
+            shard.check(torch.tensor([0, outside]))
+    completed = shard.complete(torch.ones(4), torch.tensor([4, 5, -1, -100]))
+    torch.testing.assert_close(completed, torch.tensor([1, torch.nan, torch.nan, 0]), equal_nan=True)
+
+
+def test_temperature():
+    check_temperature(1e-3)
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            check_temperature(temperature)
