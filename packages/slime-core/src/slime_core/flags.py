@@ -137,11 +137,8 @@ class Config:
     def changed(self, **values: Any) -> Self:
         """The same with other values of some flags, also of those in records inside it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        flat = {name: value for name, value in fields.items() if not isinstance(value, Config)}
-        for part in fields.values():
-            if isinstance(part, Config):
-                flat |= flag_values(part)
-        return self.of(**flat | values)
+        own = {name: value for name, value in fields.items() if not isinstance(value, Config)}
+        return self.of(**flag_values(self) | own | values)
 
 
 def flag(

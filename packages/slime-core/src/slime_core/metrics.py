@@ -77,10 +77,7 @@ def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def set_name_problem(name: str) -> str | None:
-    """Why a held-out set cannot be called so, as the end of a message; ``None`` if it can.
-
-    Its numbers differ in what follows the name.
-    """
+    """Why a held-out set cannot be called so, as the end of a message; ``None`` if it can."""
     if not name or name != name.strip() or not name.isprintable():
         return "is empty, or has white space at an end or characters that cannot be printed"
     if found := _DETAIL.search(name):

@@ -94,22 +94,18 @@ def build_shards(
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
     )
-    max_tokens = max_tokens_per_gpu if use_dynamic_batch_size else None
+    limits = MicroBatchLimits(samples=micro_batch_size, multiple=virtual_pipeline_group)
+    if use_dynamic_batch_size and max_tokens_per_gpu is not None:
+        limits = MicroBatchLimits(tokens=max_tokens_per_gpu * context_parallel_size, multiple=virtual_pipeline_group)
     planner = StepPlanner(
         samples=samples,
         ranks=data_parallel_size,
-        limits=_limits(micro_batch_size, max_tokens, context_parallel_size, virtual_pipeline_group),
+        limits=limits,
         by_group=keep_groups_together,
         cost=cost,
         context_parallel_size=context_parallel_size,
     )
     return _place(planner, trajectories, global_batch_size, rollout_id=batch.rollout_id, temperature=temperature)
-
-
-def _limits(micro_batch_size: int, max_tokens: int | None, context_parallel_size: int, group: int) -> MicroBatchLimits:
-    if max_tokens is None:
-        return MicroBatchLimits(samples=micro_batch_size, multiple=group)
-    return MicroBatchLimits(tokens=max_tokens * context_parallel_size, multiple=group)
 
 
 def _trajectories(columns: Columns) -> list[list[int]]:

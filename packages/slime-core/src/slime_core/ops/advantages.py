@@ -92,8 +92,8 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
     """The built-in estimator of that name: one of :data:`slime_core.config.ESTIMATORS`.
 
     Args:
-        name: ``ppo`` is :func:`token_rewards`, then :func:`gae_advantages`; ``reinforce_plus_plus``
-            :func:`token_rewards`, then :func:`discounted_returns`; the others are :func:`outcome_advantages`.
+        name: ``ppo`` is :func:`gae_advantages` of :func:`token_rewards`, ``reinforce_plus_plus``
+            :func:`discounted_returns` of them; the others are :func:`outcome_advantages`.
         gamma: γ of ppo and reinforce_plus_plus; the others have none.
         lambd: λ of ppo.
 

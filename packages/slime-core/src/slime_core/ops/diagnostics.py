@@ -110,9 +110,7 @@ def policy_statistics(
         advantages_T: Advantages [T].
         mask_T: 1 where a token is trained on [T].
         weights_T: From :func:`slime_core.ops.token_weights` [T].
-        eps_clip: ε, as in :func:`slime_core.ops.policy_loss`.
-        eps_clip_high: ε_high, as there.
-        eps_clip_c: c of the dual clip, if that is on.
+        eps_clip: ε, as in :func:`slime_core.ops.policy_token_loss`; ``eps_clip_high`` ε_high, ``eps_clip_c`` c.
 
     Returns:
         Sums ``pg_clipfrac_low`` (A < 0 and ρ < 1 − ε) and ``pg_clipfrac_high`` (A > 0 and ρ > 1 + ε_high), together the
@@ -167,8 +165,7 @@ def drift_statistics(
         mask_T: 1 where a token is trained on [T].
         weights_T: From :func:`slime_core.ops.token_weights` [T].
         lengths: N token counts, one per sequence.
-        context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
-            must call this. ``None`` if sequences are here whole.
+        context_group: Ranks that hold the other tokens of the same N sequences; every one of them must call this.
 
     Returns:
         Sums ``train_rollout_logprob_abs_diff`` (|d|); ``mismatch_kl`` (−d) and ``mismatch_k3_kl`` (exp(d) − 1 − d),

@@ -179,10 +179,6 @@ def value_objective(
     Returns:
         The scalar loss, and the detached scalars ``value_loss`` and ``value_clipfrac`` (the weighted share of tokens
         without gradient because of the clip). Both add up over micro-batches and ranks.
-
-    Raises:
-        ConfigError: ``value_clip`` is negative or not finite.
-        DataError: The shapes differ.
     """
     loss_T, clipped_T = value_loss(values_T, old_values_T, returns_T, value_clip, mask_T=weights_T)
     loss = (loss_T * weights_T).sum()
@@ -193,12 +189,7 @@ def sft_objective(log_probs_T: Tensor, weights_T: Tensor) -> tuple[Tensor, dict[
     """Cross-entropy of the demonstrated tokens: ``−Σ w log π`` (Ouyang et al. 2022, section 3.5, the SFT model).
 
     Under :func:`token_weights` with ``per_token`` it is the mean negative log-likelihood of the step's trained tokens.
-
-    Returns:
-        The scalar loss in nats, and the detached scalar ``loss``. It adds up over micro-batches and ranks.
-
-    Raises:
-        DataError: The shapes differ.
+    Returns the scalar loss in nats, and the detached scalar ``loss``; it adds up over micro-batches and ranks.
     """
     (log_probs_T,) = masked(weights_T, log_probs_T=log_probs_T)
     loss = -(log_probs_T * weights_T).sum()
@@ -292,13 +283,7 @@ def token_weights(
 def trajectory_tokens(loss_masks: Masks, trajectory_ids: Sequence[int] | Tensor) -> list[int]:
     """Per sample, the trained tokens of its whole trajectory: Σ m over all samples with the same trajectory id.
 
-    Args:
-        loss_masks: Per sample, R numbers that are 1 where the token is trained on: all samples of all trajectories,
-            before they are split over micro-batches and ranks.
-        trajectory_ids: Per sample, the number of its trajectory.
-
-    Raises:
-        DataError: There are not as many ids as masks.
+    Give the masks of all samples of all trajectories, before they are split over micro-batches and ranks.
     """
     if len(loss_masks) != len(trajectory_ids):
         raise DataError(f"{len(loss_masks)} loss masks and {len(trajectory_ids)} trajectory ids; give one per sample")

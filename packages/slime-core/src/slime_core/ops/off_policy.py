@@ -298,11 +298,8 @@ def opsm_mask(
         log_probs_T: Log-probs (nats) under the policy being trained [T].
         old_log_probs_T: Log-probs under the policy that it is compared with [T]; the paper takes the engine's.
         advantages_T: Advantages [T].
-        mask_T: 1 where a token is trained on [T].
-        weights_T: From :func:`slime_core.ops.token_weights` [T]; for the metric alone.
-        lengths: N token counts, one per sequence.
+        mask_T: As in :func:`mis_weights`, like the others.
         delta: δ, the largest drift allowed (nats per token, ``--opsm-delta``).
-        context_group: Ranks that hold the other tokens of the same N sequences.
 
     Returns:
         The factors [T]; and ``opsm_clipfrac``, the masked tokens.

@@ -122,10 +122,6 @@ def gae_advantages(
     Returns:
         Advantages and returns, each [T], 0 where masked, without gradient; computed in float64, in the wider type of
         rewards and values or, below that, float32.
-
-    Raises:
-        ConfigError: ``gamma`` or ``lambd`` is not between 0 and 1.
-        DataError: The shapes do not fit, or a number that counts is not finite.
     """
     check_factor("gamma", gamma)
     check_factor("lambd", lambd)

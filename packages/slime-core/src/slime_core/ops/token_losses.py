@@ -259,7 +259,7 @@ def value_loss(
         old_values_T: Values from before the update [T].
         returns_T: Returns G [T].
         value_clip: c, 0 or more; ``None`` for no clipping.
-        mask_T: 0 where a token does not count [T]; ``None`` if all count.
+        mask_T: 0 where a token does not count [T].
 
     Returns:
         The loss [T], and a bool [T]: whether the clipped side is the larger one, so that the token has no gradient.

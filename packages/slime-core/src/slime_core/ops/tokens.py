@@ -74,7 +74,7 @@ def needed(value: Tensor | None, who: str, what: str) -> Tensor:
 
 
 def needed_lengths(lengths: Lengths | None, who: str) -> Lengths:
-    """The lengths, which ``who`` (a flag) needs. Raises ConfigError if they are ``None``."""
+    """The lengths, likewise."""
     if lengths is None:
         raise ConfigError(f"{who} needs the lengths of the responses, and none were given")
     return lengths

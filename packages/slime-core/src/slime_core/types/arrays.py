@@ -67,12 +67,7 @@ _DAMAGE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
-    """A row of values per sample.
-
-    Attributes:
-        values: The rows one after the other.
-        lengths: Their lengths [S]; -1 where a sample has no row.
-    """
+    """A row of values per sample: the rows one after the other, and their lengths [S]; -1 where a sample has no row."""
 
     values: NDArray[Any]
     lengths: NDArray[np.int64]

@@ -148,7 +148,6 @@ class TrainReport:
     """What training on one rollout gave.
 
     Attributes:
-        rollout_id: Number of the rollout.
         steps: Metrics of each optimizer step, equal on all ranks: ``loss``, ``grad_norm``, ``lr`` …
         seconds: Wall time per phase on this rank.
         tokens: Tokens computed per phase on this rank (padding and shared prompts counted as computed).
