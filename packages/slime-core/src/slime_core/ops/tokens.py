@@ -55,7 +55,7 @@ def weighable(weights_T: Tensor, **values_T: Tensor) -> list[Tensor]:
 
 
 def may_look(tensor: Tensor) -> bool:
-    """Whether its values can be looked at for free: on a device that would stall it, and a compiler has none."""
+    """Whether looking at its values costs nothing. It would stall a GPU, and a compiler has no values."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
