@@ -107,11 +107,7 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
 
     def estimate(inputs: AdvantageInputs, /) -> Advantages:
         span: _Span = {"mask_T": inputs.mask_T, "lengths": inputs.lengths_N}
-        earned: _Earned = {"rewards_N": inputs.rewards_N, "kl_T": inputs.kl_T, "kl_coef": inputs.kl_coef}
-        if name not in ("ppo", "reinforce_plus_plus"):
-            advantages_T = outcome_advantages(**earned, **span)
-            return Advantages(advantages_T, advantages_T)
-        rewards_T = token_rewards(**earned, **span)
+        rewards_T = token_rewards(rewards_N=inputs.rewards_N, kl_T=inputs.kl_T, kl_coef=inputs.kl_coef, **span)
         if name == "reinforce_plus_plus":
             returns_T = discounted_returns(rewards_T=rewards_T, gamma=gamma, **span)
             return Advantages(returns_T, returns_T)
@@ -120,7 +116,19 @@ def estimator_named(name: str, *, gamma: float = 1.0, lambd: float = 1.0) -> Adv
         found = gae_advantages(rewards_T=rewards_T, values_T=inputs.values_T, gamma=gamma, lambd=lambd, **span)
         return Advantages(*found)
 
-    return estimate
+    return estimate if name in ("ppo", "reinforce_plus_plus") else outcome
+
+
+def outcome(inputs: AdvantageInputs, /) -> Advantages:
+    """The estimator of all others: :func:`outcome_advantages`."""
+    advantages_T = outcome_advantages(
+        rewards_N=inputs.rewards_N,
+        mask_T=inputs.mask_T,
+        lengths=inputs.lengths_N,
+        kl_T=inputs.kl_T,
+        kl_coef=inputs.kl_coef,
+    )
+    return Advantages(advantages_T, advantages_T)
 
 
 @torch.no_grad()
@@ -312,12 +320,6 @@ def _gather(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class _Span(TypedDict):
     mask_T: Tensor
     lengths: Tensor
-
-
-class _Earned(TypedDict):
-    rewards_N: Tensor
-    kl_T: Tensor | None
-    kl_coef: float
 
 
 def _checked(name: str, values_T: Tensor, mask_T: Tensor) -> Tensor:
