@@ -73,6 +73,20 @@ class Rank:
         """Several shards, one per data-parallel rank: this rank takes its own."""
         return self.worker.train(shards[self.worker.data_parallel_rank])
 
+    def train_and_fail(self, shards):
+        """What the error says, and whether the weights are as before."""
+        import numpy as np
+
+        from slime_megatron.errors import TrainingError
+
+        before = self.weights()
+        try:
+            self.train(shards)
+        except TrainingError as error:
+            after = self.weights()
+            return str(error), all(np.array_equal(after[name], before[name]) for name in before)
+        return None
+
     def forward(self, shards, role="actor"):
         return self.worker.forward(shards[self.worker.data_parallel_rank], role)
 
