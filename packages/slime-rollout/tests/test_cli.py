@@ -90,7 +90,7 @@ def test_with_a_model_and_prompts_of_ones_own(run, tokenizer_dir, write_rows):
         (["--custom-rm-path"], "--custom-rm-path: expected one argument"),
         (["--custom-rm-path", "own_hooks.score", "--rm-type", "exact"], "are both given; give one of them"),
         (["--custom-rm-path", "own_hooks.score", "--reply", "x"], "--reply is for --run; give both"),
-        (["--run", "--custom-rm-path", "own_hooks.score", "--time-limit", "0"], "--time-limit 0.0 is no time limit"),
+        (["--run", "--custom-rm-path", "own_hooks.score", "--time-limit", "0"], "--time-limit 0.0 is invalid"),
         (["--run", "--custom-rm-path", "own_hooks.score", "--hf-checkpoint", "nowhere"], "nowhere is not a directory"),
     ],
 )

@@ -18,6 +18,7 @@ from slime_core.types import Drop, Keep, Sample, Status
 from slime_rollout.errors import GenerationError, HookTimeoutError, RewardError
 from slime_rollout.filters import CustomFilter, check_reward_nonzero_std
 from slime_rollout.generate import sampling_seed
+from slime_rollout.rewards.scorers import Scorer
 
 NONZERO = "slime_rollout.filters.check_reward_nonzero_std"
 INDEX = {sampling_seed(5, index): index for index in range(600)}
@@ -150,7 +151,7 @@ def test_generation_goes_on_while_a_filter_thinks(manager, tmp_path, engine, rep
         "    assert answered.wait(20)\n    running.pop()\n    return True\n"
     )
     given_ = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep")
-    own = given_._filter._keep._function.__globals__
+    own = given_._collector._keep._function.__globals__
 
     async def answer(number, body):
         if index_of(body) >= 3:
@@ -185,7 +186,7 @@ def test_a_filter_may_return_an_object_of_another_system(tmp_path):
         "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why')])\n"
         "def own(args, group): return next(outputs)\n"
     )
-    keep = CustomFilter(f"{path}:own", HookArgs({}))
+    keep = CustomFilter(f"{path}:own", HookArgs({}), time_limit=30.0)
     group = [Sample(index=0, group_index=0, prompt="p")]
     assert [keep(group) for _ in range(3)] == [Keep(), Drop("rejected"), Drop("why")]
 
@@ -206,7 +207,8 @@ def test_the_built_in_filter_counts_a_trajectory_once():
 def test_surplus_goes_back_and_is_trained_on_next(manager, held, engine):
     held["held"] = {0, 1, 2, 10}  # group 0 as a whole, and one sample of group 3
     given_ = manager(over_sampling_batch_size=4)
-    scored, reward, plain = set(), given_._pipeline._reward, engine.answer
+    pipeline = given_._collector._pipeline
+    scored, reward, plain = set(), pipeline._scorer.reward, engine.answer
 
     async def noting(sample):
         scored.add(sample.index)
@@ -219,7 +221,7 @@ def test_surplus_goes_back_and_is_trained_on_next(manager, held, engine):
             await asyncio.sleep(0.005)
         return await plain(number, body)
 
-    given_._pipeline._reward, engine.answer = noting, in_order
+    pipeline._scorer, engine.answer = Scorer(noting, None), in_order
     batch = given_.generate(0)
     assert indices(batch) == [3, 4, 5, 6, 7, 8]
     assert batch.metrics["groups_given_back"] == 2
@@ -375,7 +377,7 @@ def test_a_cancelled_error_that_nobody_asked_for_ends_the_rollout(manager, monke
     async def run(*args, **kwargs):
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(given_._pipeline, "run", run)
+    monkeypatch.setattr(given_._collector._pipeline, "run", run)
     with pytest.raises(GenerationError, match=r"a function that worked on group [01] raised CancelledError"):
         given_.generate(0)
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from slime_core.hooks import HookArgs
 from slime_core.types import Keep, Sample
-from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import HookTimeoutError
-from slime_rollout.filters import FilterCalls
+from slime_rollout.filters import CustomFilter
 
 GROUPS = [[Sample(index=number, group_index=number, prompt="a")] for number in range(4)]
 
@@ -32,15 +32,16 @@ class Filter:
 
 
 @pytest.fixture
-def keep():
+def keep(monkeypatch):
+    """The filter that `ask` is."""
     made = Filter()
+    monkeypatch.setattr(f"{__name__}.ask", lambda args, group: made(group), raising=False)
     yield made
     made.over.set()
 
 
-def make(keep, seconds):
-    config = RolloutConfig.of(hf_checkpoint="m", prompt_data="p", rollout_batch_size=1, hook_timeout=seconds)
-    return FilterCalls(keep, config)
+def make(seconds):
+    return CustomFilter(f"{__name__}:ask", HookArgs({}), time_limit=seconds)
 
 
 def run(work):
@@ -57,23 +58,23 @@ async def leave(call, began):
 
 
 def test_the_next_rollouts_call_waits_for_one_that_was_left(keep):
-    calls = make(keep, 30.0)
-    run(leave(calls(GROUPS[0]), keep.began))
+    calls = make(30.0)
+    run(leave(calls.judge(GROUPS[0]), keep.began))
 
     async def next_rollout():
         asyncio.get_running_loop().call_later(0.1, keep.over.set)
-        return await calls(GROUPS[1])
+        return await calls.judge(GROUPS[1])
 
     assert run(next_rollout()) == Keep()
     assert (keep.asked, keep.most) == ([0, 1], 1)
 
 
 def test_one_that_hangs_is_told_again_and_nothing_is_asked_for_those_that_left(keep):
-    calls = make(keep, 0.2)
+    calls = make(0.2)
     for group in GROUPS[:3]:
         with pytest.raises(HookTimeoutError, match=rf"for group {group[0].group_index} was not done after 0\.2 s"):
-            run(calls(group))
+            run(calls.judge(group))
     keep.over.set()
     calls._limit = 30.0
-    assert run(calls(GROUPS[3])) == Keep()
+    assert run(calls.judge(GROUPS[3])) == Keep()
     assert (keep.asked, keep.most) == ([0, 3], 1)

@@ -58,11 +58,11 @@ def test_what_is_generated_anew_begins_with_the_rows_prompt_not_with_a_functions
         state = given_.state_dict()
         given_ = manager(**changes)
         given_.load_state_dict(json.loads(json.dumps(state)))
-    own = given_._pipeline._generate._function.__globals__
+    own = given_._collector._pipeline._generate._function.__globals__
     own["version"][0] = 1
     samples = [sample for sample in given_.generate(1).samples if sample.group_index == surplus[0].group_index]
     row = "say a number: 2"
-    tokens = given_._tokenizer(row)["input_ids"]
+    tokens = given_._collector._context.tokenizer(row)["input_ids"]
     assert {(prompt, *given) for index, prompt, given in own["seen"] if index in {6, 7, 8}} == {(row, *tokens)}
     assert [(sample.prompt, sample.tokens) for sample in samples] == [(f"you are a robot; {row}", [9, *tokens, 7])] * 6
     assert {version for sample in samples for version in sample.weight_versions} == {1}

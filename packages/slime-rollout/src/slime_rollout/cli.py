@@ -1,4 +1,4 @@
-"""The command ``slime-rollout``: looks at the user's hooks before a run does, and receives weights for engines."""
+"""The command ``slime-rollout``: checks hooks before a run, and receives weights for engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime_rollout.hooks import HOOKS, GivenHook, given_hooks
 
 CHECK_HOOKS = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
-With --run each is also called, as a rollout would, before an engine that stands in: nothing needs a GPU or a model.
+With --run each is also called as in a rollout, with a stand-in for the engine: nothing needs a GPU or a model.
 """
 RECEIVE_WEIGHTS = """\
 Keep a checkpoint on this machine up to date with the deltas that a trainer publishes in a directory which both see
@@ -31,14 +31,7 @@ _STAND_INS: dict[str, Any] = {"hf_checkpoint": "", "prompt_data": "none given", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        argv: The words after ``slime-rollout``; this process's own unless given.
-
-    Returns:
-        0; 2 if a hook cannot be used, or the command cannot; 130 if it was interrupted.
-    """
+    """Run a command line; returns 0, 2 if a hook or the command is invalid, or 130 if it was interrupted."""
     sys.path.insert(0, str(Path.cwd()))  # where `--custom-rm-path my_module.fn` is looked for
     try:
         given = vars(_parser().parse_args(argv))
@@ -53,17 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_hooks_command(given: dict[str, Any]) -> int:
-    """``slime-rollout check-hooks``: one line for each hook.
-
-    Args:
-        given: What was typed, by name.
-
-    Returns:
-        0, or 2 if a hook cannot be used.
-
-    Raises:
-        SlimeError: The settings contradict each other, or name no hook.
-    """
+    """``slime-rollout check-hooks``: print one line for each hook; returns 2 if one cannot be used, otherwise 0."""
     options = {name: given.pop(name, None) for name in ("run", "reply", "time_limit")}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     config = RolloutConfig.of(**_STAND_INS | values)
@@ -78,7 +61,7 @@ def check_hooks_command(given: dict[str, Any]) -> int:
 
     limit = TIME_LIMIT if options["time_limit"] is None else options["time_limit"]
     if not limit > 0:
-        raise ConfigError(f"--time-limit {limit} is no time limit; give seconds above 0")
+        raise ConfigError(f"--time-limit {limit} is invalid; give seconds above 0")
     trial = Trial.make(
         config,
         args,
@@ -132,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     checking = commands.add_parser(
         "check-hooks",
-        help="look at the hooks that flags name, before a run does",
+        help="check the hooks that flags name",
         description=CHECK_HOOKS,
         usage="slime-rollout check-hooks [--run] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -145,10 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         "--reply",
         action="append",
         metavar="TEXT",
-        help="what the engine says with --run; repeat it for what it says in the second turn, the third …",
+        help="the engine's reply with --run; repeat it for the second turn, the third …",
     )
     checking.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="what all calls of a hook may take with --run [60]"
+        "--time-limit", type=float, metavar="SECONDS", help="time limit of all calls of a hook with --run [60]"
     )
     hook_flags = {hook.field for hook in HOOKS}
     specs = list(flag_specs(RolloutConfig))
@@ -183,7 +166,3 @@ def _add(section: argparse._ArgumentGroup, specs: Sequence[FlagSpec]) -> None:
             how |= {"nargs": spec.nargs, "action": "extend"}
         metavar = spec.metavar or (None if spec.choices else spec.type.__name__.upper())
         section.add_argument(spec.name, type=spec.type, choices=spec.choices, metavar=metavar, **how)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,10 +14,10 @@ from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import Fate, SourceCalls, copied_group
 from slime_rollout.errors import FAILURES, GenerationError, withdraw
-from slime_rollout.filters import FilterCalls
+from slime_rollout.filters import CustomFilter
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.custom import begin_anew, forget_rows_prompts
-from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
+from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch, is_cut_off
 
 logger = logging.getLogger(__name__)
 
@@ -29,42 +29,30 @@ _ABORT_SECONDS = 30.0  # what ends a trajectory after its request was aborted, s
 
 @dataclasses.dataclass
 class Collected:
-    """The groups that one rollout trains on.
+    """The groups that one rollout trains on, in the order of their numbers.
 
-    Attributes:
-        groups: ``rollout_batch_size`` groups, in the order of their numbers.
-        counts: How many groups were dropped, by reason, given back, or generated again because they were too old.
-        seconds: Wall time per phase.
-        problem: Which samples were lost or doubled, by the data source's ledger; ``None`` as a rule.
+    ``counts`` says how many groups were dropped, by reason, given back, or generated again because they were too old;
+    ``seconds`` holds the wall time per phase.
     """
 
     groups: list[Group]
     counts: dict[str, float]
     seconds: dict[str, float]
-    problem: str | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Work:
-    """A group in flight.
+    """A group in flight, or one that may be trained on.
 
     Attributes:
         handed_out: As the data source gave it.
-        copy: What generation fills in.
+        group: The copy that generation fills in, then what came of it.
         finished: Samples whose generation is finished, while others of the group still run.
     """
 
     handed_out: Group
-    copy: Group
-    finished: list[Sample] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Finished:
-    """A group that may be trained on, and what the data source handed out for it."""
-
     group: Group
-    handed_out: Group
+    finished: list[Sample] = dataclasses.field(default_factory=list)
 
 
 class Collector:
@@ -78,7 +66,7 @@ class Collector:
         calls: Where groups come from and go back to.
         pipeline: Generates and scores one.
         keep: Decides which are trained on; all without it.
-        context: Where requests go; its client is opened and closed here, and its ``stop`` replaced for each rollout.
+        context: Its client is opened and closed here, and its ``stop`` replaced for each rollout.
         on_progress: Called with counts of scored samples.
     """
 
@@ -87,7 +75,7 @@ class Collector:
         config: RolloutConfig,
         calls: SourceCalls,
         pipeline: GroupPipeline,
-        keep: FilterCalls | None,
+        keep: CustomFilter | None,
         context: GenerationContext,
         on_progress: Progress | None = None,
     ) -> None:
@@ -96,40 +84,28 @@ class Collector:
         self._pipeline = pipeline
         self._keep = keep
         self._context = context
-        self._judging = asyncio.Lock()
+        self._on_progress = on_progress
         self._changed = asyncio.Event()
         self._rollout_id = self._version = 0
         self._is_open = False
-        self._watch = Stopwatch(
-            config.selection.rollout_batch_size * config.selection.n_samples_per_prompt, on_progress
-        )
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._context = dataclasses.replace(self._context, stop=asyncio.Event())
-        self._running: dict[asyncio.Task[tuple[Group, Verdict | None]], _Work] = {}
-        self._ready: list[_Finished] = []
+        self._running: dict[_Work, asyncio.Task[None]] = {}
+        self._ready: list[_Work] = []
         self._unfinished: list[Group] = []
         self._error: BaseException | None = None
         self._started = 0
         self._counts: collections.Counter[str] = collections.Counter()
-        self._watch.forget_all()
+        selection = self._config.selection
+        self._watch = Stopwatch(selection.rollout_batch_size * selection.n_samples_per_prompt, self._on_progress)
 
     async def collect(self, rollout_id: int, version: int) -> Collected:
-        """Wait until the groups of a rollout are finished.
+        """Wait until the groups of a rollout, which is to be trained from weight ``version``, are finished.
 
         With ``--async-buffer-size`` others stay in flight for the next rollouts. Otherwise they go back to the data
         source, and a rollout that fails or is cancelled leaves the source as it was.
-
-        Args:
-            rollout_id: Its number.
-            version: Weight version that it is to be trained from.
-
-        Raises:
-            GenerationError: The engines did not give a response, or too many groups were dropped.
-            RewardError: The reward function failed.
-            DataError: The filter failed, or a reward lacks the entry of ``--reward-key``.
-            HookTimeoutError: The filter or the data source took too long.
         """
         self._calls.check()
         await self.open()
@@ -149,7 +125,9 @@ class Collector:
                 self._look_ahead()
             elif returned := await self._give_back():
                 collected.counts["groups_given_back"] = returned
-        collected.problem = self._source.check_ledger(self._in_flight())
+        in_flight = [work.handed_out for work in self._running] + [one.group for one in self._ready]
+        if problem := self._source.check_ledger(in_flight):
+            logger.error("rollout %d: %s", rollout_id, problem)
         return collected
 
     async def open(self) -> EngineClient:
@@ -167,18 +145,14 @@ class Collector:
             await self._context.client.__aexit__(None, None, None)
 
     async def stop(self) -> list[_Work]:
-        """Cancel what is in flight at once, at the engines too, and forget what is finished.
-
-        Returns:
-            What was in flight.
-        """
+        """Cancel what is in flight at once, at the engines too, and forget what is finished; returns the former."""
         self._context.stop.set()
         running, self._running = self._running, {}
-        for task in running:
+        for task in running.values():
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*running.values(), return_exceptions=True)
         self._begin_anew()
-        return list(running.values())
+        return list(running)
 
     @contextlib.asynccontextmanager
     async def _transaction(self) -> AsyncIterator[None]:
@@ -202,15 +176,9 @@ class Collector:
         return Collected(groups, dict(counts), seconds)
 
     async def _give_back(self) -> int:
-        """Stop what is in flight, and give it and what is left over back to the data source.
+        """Stop what is in flight, and give it and what is left over back to the data source; returns how many groups.
 
         With ``--partial-rollout`` a response that is cut off keeps its tokens; without it only finished ones are kept.
-
-        Returns:
-            Number of groups given back.
-
-        Raises:
-            SlimeError: What was in flight failed meanwhile.
         """
         self._context.stop.set()
         if self._config.selection.partial_rollout:
@@ -224,10 +192,6 @@ class Collector:
         if groups:
             self._calls.add_samples(groups)
         return len(groups)
-
-    def _in_flight(self) -> list[Group]:
-        """Groups that the data source handed out for later rollouts, finished ones included."""
-        return [work.handed_out for work in self._running.values()] + [one.group for one in self._ready]
 
     def _look_ahead(self) -> None:
         """Start groups for later rollouts. An error is raised by the next one: this one's groups are finished."""
@@ -266,8 +230,8 @@ class Collector:
     def _rollouts_ahead(self) -> int:
         """Rollouts that may be finished or in flight, the one that the trainer waits for included.
 
-        A group that is started now is trained on after those. With more of them, its tokens would then be older than
-        ``--max-weight-staleness``; each rollout is assumed to be followed by an update.
+        A group that is started now is trained on after those: with more, its tokens would be older than
+        ``--max-weight-staleness``, if an update follows each rollout.
         """
         ahead = self._config.selection.async_buffer_size or 1
         bound = self._config.selection.max_weight_staleness
@@ -280,9 +244,7 @@ class Collector:
         for group in groups:
             self._started += 1
             work = _Work(group, self._prepared(copied_group(group)))
-            task = asyncio.get_running_loop().create_task(self._run(work))
-            self._running[task] = work
-            task.add_done_callback(self._done)
+            self._running[work] = asyncio.get_running_loop().create_task(self._run(work))
 
     def _prepared(self, group: Group) -> Group:
         """Reset what came back older than allowed to its prompt; mask what goes on, if asked to."""
@@ -299,65 +261,71 @@ class Collector:
                     sample.loss_mask = [0] * sample.response_length
         return prepared
 
-    async def _run(self, work: _Work) -> tuple[Group, Verdict | None]:
-        """Generate, score and judge a group; no verdict on one that was cut off."""
-        samples = await self._pipeline.run(work.copy, self._context, self._watch, work.finished)
-        if any(sample.status in (Status.ABORTED, Status.PENDING) for sample in samples):
-            return samples, None
-        if not samples:
-            return samples, Drop(EMPTY)
-        return samples, Keep() if self._keep is None else await self._judge(self._keep, samples)
-
-    async def _judge(self, keep: FilterCalls, group: Group) -> Verdict:
-        async with self._judging:  # the time limit begins with the turn
-            return await keep(group)
-
-    def _done(self, task: asyncio.Task[tuple[Group, Verdict | None]]) -> None:
-        work = self._running.pop(task, None)
-        if work is None:
-            return  # cancelled here
-        if (failure := _failure_of(task, work)) is not None:
-            self._failed(work, failure)
+    async def _run(self, work: _Work) -> None:
+        """Generate, score and judge a group; then start others in its place."""
+        try:
+            work.group = await self._pipeline.run(work.group, self._context, self._watch, work.finished)
+            verdict = await self._judge(work.group)
+        except (Exception, asyncio.CancelledError) as error:
+            if self._running.pop(work, None) is not None:  # otherwise it was cancelled by `stop`
+                self._failed(work, error)
+            return
+        if self._running.pop(work, None) is None:
             return
         try:
-            self._take(work.handed_out, *task.result())
+            self._take(work, verdict)
             if not self._context.stop.is_set():
                 self._start(self._wanted())
-        except Exception as error:  # the data source's or a hook's: this is a callback, and nobody else would see it
+        except Exception as error:  # the data source's or a hook's, which nobody else would see
             self._fail(error)
         self._changed.set()
 
-    def _failed(self, work: _Work, failure: BaseException) -> None:
+    async def _judge(self, group: Group) -> Verdict | None:
+        """No verdict on a group that was cut off."""
+        if any(map(is_cut_off, group)):
+            return None
+        if not group:
+            return Drop(EMPTY)
+        return Keep() if self._keep is None else await self._keep.judge(group)
+
+    def _failed(self, work: _Work, error: BaseException) -> None:
+        number = work.handed_out[0].group_index
+        if isinstance(error, asyncio.CancelledError):
+            error = GenerationError(
+                f"a function that worked on group {number} raised CancelledError, and nobody had cancelled it; look at "
+                "what it awaits, and catch that there"
+            )
         if not self._context.stop.is_set():
-            self._fail(failure)
+            self._fail(error)
             return
         # The rollout is complete without it, and a hook may fail because a response was cut off.
-        logger.warning("group %d failed while it was stopped: %s", work.handed_out[0].group_index, failure)
+        logger.warning("group %d failed while it was stopped: %s", number, error)
         self._unfinished.append(_what_is_whole(work))
 
-    def _take(self, handed_out: Group, group: Group, verdict: Verdict | None) -> None:
-        ledger, kept = self._source.ledger, {sample.trajectory for sample in group}
+    def _take(self, work: _Work, verdict: Verdict | None) -> None:
+        ledger, kept = self._source.ledger, {sample.trajectory for sample in work.group}
         if verdict is None:
-            self._unfinished.append(group)
+            self._unfinished.append(work.group)
         elif isinstance(verdict, Drop):
             self._counts[f"dynamic_filter/drop_{verdict.reason}"] += 1
-            ledger.settle([handed_out], Fate.FILTERED)
-            self._watch.forget(len(group))
-        elif self._age(group) > self._most_age:
-            self._again(_Finished(group, handed_out))
+            ledger.settle([work.handed_out], Fate.FILTERED)
+            self._watch.forget(len(work.group))
+        elif self._age(work.group) > self._most_age:
+            self._again(work)
         else:
-            ledger.settle([[sample for sample in handed_out if sample.trajectory not in kept]], Fate.FILTERED)
-            ledger.replace_out([group])
-            self._ready.append(_Finished(group, handed_out))
+            dropped = [sample for sample in work.handed_out if sample.trajectory not in kept]
+            ledger.settle([dropped], Fate.FILTERED)
+            ledger.replace_out([work.group])
+            self._ready.append(work)
 
     def _drop_aged(self) -> None:
         """Generate waiting groups again that became older than allowed."""
         aged = [one for one in self._ready if self._age(one.group) > self._most_age]
-        self._ready = [one for one in self._ready if self._age(one.group) <= self._most_age]
+        self._ready = [one for one in self._ready if one not in aged]
         for one in aged:
             self._again(one)
 
-    def _again(self, aged: _Finished) -> None:
+    def _again(self, aged: _Work) -> None:
         self._counts["stale_samples"] += len(aged.group)
         self._watch.forget(len(aged.group))
         group = _prompts_of(copied_group(aged.handed_out))
@@ -385,7 +353,7 @@ class Collector:
         while self._running and time.monotonic() < deadline:
             await self._context.client.abort_all()
             if self._running:
-                await asyncio.wait(list(self._running), timeout=_ABORT_AGAIN_SECONDS)
+                await asyncio.wait(list(self._running.values()), timeout=_ABORT_AGAIN_SECONDS)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -412,12 +380,3 @@ def _prompts_of(group: Group) -> Group:
         for key in FAILURES:
             withdraw(sample, key)
     return prompts
-
-
-def _failure_of(task: asyncio.Task[tuple[Group, Verdict | None]], work: _Work) -> BaseException | None:
-    if not task.cancelled():
-        return task.exception()
-    return GenerationError(
-        f"a function that worked on group {work.handed_out[0].group_index} raised CancelledError, and nobody had "
-        "cancelled it; look at what it awaits, and catch that there"
-    )

@@ -15,9 +15,6 @@ COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1",
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
 RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), *REMOTE_RULES, "random")
 DEFAULT_RULE = "exact"
-OPD_TYPES = ("sglang",)
-BAD_DATA = ("error", "skip")
-STREAMING_SHUFFLE_BUFFER = 10_000
 # What rendering a prompt decides itself.
 _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}
 
@@ -42,42 +39,26 @@ class DataConfig(Config):
     metadata_key: str = flag("metadata", help="field of a row's further values, handed to reward functions")
     tool_key: str = flag("tools", help="field of a row's tools, handed to the chat template and kept in its metadata")
     data_source_path: str | None = flag(
-        None,
-        help="own source of prompts: a class derived from slime_rollout.data.RolloutDataSource, such as "
-        "slime_rollout.data.RolloutDataSourceWithBuffer",
-        metavar="PATH",
+        None, help="custom source of prompts: a class derived from slime_rollout.data.RolloutDataSource", metavar="PATH"
     )
     buffer_filter_path: str | None = flag(
-        None,
-        help="custom function (args, buffer, num_samples) that chooses groups of a buffered data source",
-        metavar="PATH",
+        None, help="custom function (args, buffer, num_samples) that chooses from the buffer", metavar="PATH"
     )
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: str = flag(
         "{}", help='further arguments of the chat template, such as {"enable_thinking": false}', metavar="JSON"
     )
     on_bad_data: str = flag(
-        "error",
-        choices=BAD_DATA,
-        help="what to do about rows that cannot be used: stop, or count, tell and skip them",
-        may_change=True,
+        "error", choices=("error", "skip"), help="for invalid rows: stop, or count, log and skip them", may_change=True
     )
     streaming_data: bool = flag(
         False, help="read --prompt-data as it is needed instead of into memory; held-out sets are read whole"
     )
     streaming_shuffle_buffer: int | None = flag(
-        None,
-        help="with --streaming-data and --rollout-shuffle: shuffle within blocks of this many rows, which are in "
-        f"memory; without it {STREAMING_SHUFFLE_BUFFER}",
-        unit="rows",
-        least=1,
+        None, help="rows of --streaming-data that --rollout-shuffle mixes at once [10000]", unit="rows", least=1
     )
     num_data_workers: int = flag(
-        0,
-        help="processes that tokenize --prompt-data ahead; 0 tokenizes in the rollout worker itself",
-        unit="processes",
-        least=0,
-        may_change=True,
+        0, help="processes that tokenize --prompt-data ahead; 0 for none", unit="processes", least=0, may_change=True
     )
     rollout_shuffle: bool = flag(False, help="shuffle the prompts in every epoch")
     rollout_seed: int = flag(42, help="seed of that shuffle")
@@ -91,18 +72,12 @@ class DataConfig(Config):
     @property
     def shuffle_block(self) -> int:
         """Rows that a stream shuffles among each other."""
-        return self.streaming_shuffle_buffer or STREAMING_SHUFFLE_BUFFER
+        return self.streaming_shuffle_buffer or 10_000
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
-        """``--apply-chat-template-kwargs``, read.
-
-        Raises:
-            ConfigError: It is not a JSON object.
-        """
-        return _json_object(
-            "--apply-chat-template-kwargs", self.apply_chat_template_kwargs, '{"enable_thinking": false}'
-        )
+        """``--apply-chat-template-kwargs``, parsed."""
+        return _json_object("apply-chat-template-kwargs", self.apply_chat_template_kwargs, '{"enable_thinking": false}')
 
     def contradictions(self) -> Iterator[str]:
         """Weights that do not match the paths, and settings without effect."""
@@ -110,10 +85,7 @@ class DataConfig(Config):
         if not paths or not all(paths):
             yield "--prompt-data names no data set; give one or more paths"
         if weights and len(weights) != len(paths):
-            yield (
-                f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; "
-                "give one weight for each path"
-            )
+            yield f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; give as many"
         if self.streaming_shuffle_buffer is not None and not (self.streaming_data and self.rollout_shuffle):
             yield "--streaming-shuffle-buffer has no effect without --streaming-data and --rollout-shuffle; add both"
         try:
@@ -132,17 +104,10 @@ class SamplingConfig(Config):
     """How responses are sampled: by the engine's parameters, and by a custom generate function."""
 
     rollout_temperature: float = flag(
-        1.0,
-        help="sampling temperature; the trainer divides its logits by it too",
-        above=0,
-        advice="the trainer divides by it, and greedy samples of one prompt are all the same",
+        1.0, help="sampling temperature; the trainer divides its logits by it too", above=0, advice="it divides logits"
     )
     rollout_top_p: float = flag(
-        1.0,
-        help="nucleus sampling: smallest set of tokens with this much probability",
-        above=0,
-        most=1,
-        advice="1 leaves no token out",
+        1.0, help="nucleus sampling: total probability of the tokens kept", above=0, most=1, advice="1 keeps all tokens"
     )
     rollout_top_k: int = flag(-1, help="sample from this many likeliest tokens; -1 for all", unit="tokens")
     rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens", least=1)
@@ -157,17 +122,10 @@ class SamplingConfig(Config):
         512, help="most requests in flight at once", unit="requests", least=1, may_change=True
     )
     rollout_request_timeout: float = flag(
-        1800.0,
-        help="time limit of one generation request with all its retries",
-        unit="seconds",
-        above=0,
-        may_change=True,
+        1800.0, help="time limit of one request with all its retries", unit="seconds", above=0, may_change=True
     )
     custom_generate_function_path: str | None = flag(
-        None,
-        help="own generate function, such as a multi-turn loop with tools: pkg.mod.fn, pkg.mod:fn, file.py:fn or "
-        "file.py",
-        metavar="PATH",
+        None, help="custom generate function: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
     )
     custom_generate_timeout: float = flag(
         3600.0, help="time limit of one call of that function", unit="seconds", above=0, may_change=True
@@ -190,15 +148,11 @@ class SelectionConfig(Config):
     rollout_batch_size: int = flag(help="prompts per rollout", unit="prompts", least=1)
     n_samples_per_prompt: int = flag(1, help="samples of each prompt: the size of a group", unit="samples", least=1)
     over_sampling_batch_size: int | None = flag(
-        None,
-        help="prompts in flight for one rollout, --rollout-batch-size at least; the first to finish are trained on, "
-        "and the others go back to the buffer",
-        unit="prompts",
-        least=1,
+        None, help="prompts in flight; the first to finish are trained on, the others go back", unit="prompts", least=1
     )
     dynamic_sampling_filter_path: str | None = flag(
         None,
-        help="function (args, group) that says which scored groups are trained on, such as "
+        help="function (args, group) that decides which scored groups are trained on, such as "
         "slime_rollout.filters.check_reward_nonzero_std; others are generated for those that are not",
         metavar="PATH",
     )
@@ -212,62 +166,44 @@ class SelectionConfig(Config):
         False, help="do not train on the tokens that a response had before it went on"
     )
     async_buffer_size: int | None = flag(
-        None,
-        help="generate while the trainer works, at most so many rollouts ahead; without it the two take turns",
-        unit="rollouts",
-        least=1,
+        None, help="rollouts that are generated ahead while the trainer works; else none", unit="rollouts", least=1
     )
     max_weight_staleness: int | None = flag(
-        None,
-        help="most weight updates between a token and its training; what is older is generated again",
-        unit="versions",
-        least=0,
+        None, help="most updates between a token and its training; older ones start again", unit="versions", least=0
     )
     hook_timeout: float = flag(
-        300.0,
-        help="time limit of one call of an own filter or of an own data source",
-        unit="seconds",
-        above=0,
-        may_change=True,
+        300.0, help="time limit of a call of a custom filter or data source", unit="seconds", above=0, may_change=True
     )
 
     @property
     def groups_in_flight(self) -> int:
-        """Groups that are started for one rollout, those that are dropped not counted."""
+        """Groups in flight for one rollout."""
         return self.over_sampling_batch_size or self.rollout_batch_size
 
     @property
     def most_groups_tried(self) -> int:
-        """Groups that may be started for one rollout before it is given up."""
+        """Groups that may be started for one rollout before it fails."""
         return self.dynamic_sampling_max_prompts or 32 * self.groups_in_flight
 
     @property
     def gives_back(self) -> bool:
-        """Whether groups come back to the data source by these settings."""
+        """Whether groups may come back to the data source."""
         return self.over_sampling_batch_size is not None or self.dynamic_sampling_filter_path is not None
 
     def contradictions(self) -> Iterator[str]:
-        """Numbers of groups, and ways to collect them, that exclude each other."""
+        """Settings that exclude each other."""
         batch, over = self.rollout_batch_size, self.over_sampling_batch_size
+        tried, in_flight = self.most_groups_tried, self.groups_in_flight
         if over is not None and over < batch:
             yield f"--over-sampling-batch-size {over} is less than --rollout-batch-size {batch}; give that or more"
-        if self.most_groups_tried < self.groups_in_flight:
-            yield (
-                f"--dynamic-sampling-max-prompts {self.dynamic_sampling_max_prompts} is less than the "
-                f"{self.groups_in_flight} prompts in flight; give more"
-            )
+        if tried < in_flight:
+            yield f"--dynamic-sampling-max-prompts {tried} is less than the {in_flight} prompts in flight; give more"
         if self.partial_rollout and not self.gives_back:
-            yield (
-                "--partial-rollout cuts nothing off when no more prompts are in flight than are trained on; give "
-                f"--over-sampling-batch-size above {batch}, or leave it out"
-            )
+            yield f"--partial-rollout cuts nothing off alone; add --over-sampling-batch-size above {batch}"
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             yield "--mask-offpolicy-in-partial-rollout is about --partial-rollout; give both or neither"
         if self.async_buffer_size is not None and (over is not None or self.partial_rollout):
-            yield (
-                f"--async-buffer-size {self.async_buffer_size} cuts nothing off and leaves nothing over; leave out "
-                "--over-sampling-batch-size and --partial-rollout"
-            )
+            yield "--async-buffer-size leaves nothing over; leave out --over-sampling-batch-size and --partial-rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,24 +217,17 @@ class RewardConfig(Config):
         f"--custom-rm-path and --opd-type `{DEFAULT_RULE}`",
     )
     custom_rm_path: str | None = flag(
-        None, help="own reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
+        None, help="custom reward function or class: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
     )
     custom_rm_kwargs: str | None = flag(
         None, help="JSON object: the constructor arguments of a class at --custom-rm-path", metavar="JSON"
     )
     group_rm: bool = flag(False, help="score all samples of a prompt in one call of the custom function")
     rm_timeout: float | None = flag(
-        None,
-        help="time limit of scoring one sample; without it 10 for rules, 60 for custom functions and --rm-url",
-        unit="seconds",
-        above=0,
-        may_change=True,
+        None, help="time limit of one sample [10 for rules, else 60]", unit="seconds", above=0, may_change=True
     )
     rm_url: str | None = flag(
-        None,
-        help="address of the service that --rm-type remote_rm asks; with --opd-type sglang, of the teacher's server",
-        metavar="URL",
-        may_change=True,
+        None, help="address of the service of remote_rm, or of the teacher's server", metavar="URL", may_change=True
     )
     rm_workers: int = flag(
         4, help="most processes that score by a rule at once", unit="processes", least=1, may_change=True
@@ -313,15 +242,13 @@ class RewardConfig(Config):
         "trained on (drop); one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
     )
     opd_type: str | None = flag(
-        None,
-        help="on-policy distillation: who gives the teacher's log-probs; sglang is a SGLang server at --rm-url",
-        metavar="TYPE",
+        None, help="teacher of on-policy distillation; sglang is a SGLang server at --rm-url", metavar="TYPE"
     )
     reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary")
 
     @property
     def rule(self) -> str | None:
-        """The rule that scores; ``None`` when a custom function does, or a teacher alone trains."""
+        """The rule that scores; ``None`` if a custom function does, or a teacher alone trains."""
         if self.custom_rm_path is not None:
             return None
         return self.rm_type or (DEFAULT_RULE if self.opd_type is None else None)
@@ -332,36 +259,28 @@ class RewardConfig(Config):
         return self.timeout_of_rule(self.rule)
 
     def timeout_of_rule(self, rule: str | None) -> float:
-        """Seconds that a rule, or a custom function in its place, may take for one sample."""
-        if self.rm_timeout is not None:
-            return self.rm_timeout
-        return 60.0 if rule is None or rule in REMOTE_RULES else 10.0
+        """Seconds that a rule (``None``: a custom function) may take for one sample."""
+        return self.rm_timeout or (60.0 if rule is None or rule in REMOTE_RULES else 10.0)
 
     @property
     def teacher_timeout(self) -> float:
         """Seconds that a teacher's log-probs of one sample may take."""
-        return self.rm_timeout if self.rm_timeout is not None else 60.0
+        return self.rm_timeout or 60.0
 
     @property
     def custom_rm_arguments(self) -> dict[str, Any] | None:
-        """``--custom-rm-kwargs``, read.
-
-        Raises:
-            ConfigError: It is not a JSON object.
-        """
+        """``--custom-rm-kwargs``, parsed."""
         text = self.custom_rm_kwargs
-        return None if text is None else _json_object("--custom-rm-kwargs", text, '{"name": value}')
+        return None if text is None else _json_object("custom-rm-kwargs", text, '{"name": value}')
 
     def contradictions(self) -> Iterator[str]:
-        """Ways to score that exclude or need each other."""
+        """Settings that exclude or need each other."""
         try:
             _ = self.custom_rm_arguments
         except ConfigError as error:
             yield str(error)
         if self.rm_type is not None and self.custom_rm_path is not None:
-            yield (
-                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
-            )
+            yield f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are given; give one of them"
         for name, given in (("group-rm", self.group_rm), ("custom-rm-kwargs", self.custom_rm_kwargs is not None)):
             if given and self.custom_rm_path is None:
                 yield f"--{name} is for a custom reward function; give --custom-rm-path"
@@ -371,9 +290,6 @@ class RewardConfig(Config):
             yield f"--rm-url {self.rm_url} is not an address; write http://HOST:PORT/PATH"
         if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
             yield f"--rm-type {self.rule} gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
-        yield from self._teacher_contradictions()
-
-    def _teacher_contradictions(self) -> Iterator[str]:
         if self.opd_type is None:
             return
         if self.opd_type == "megatron":
@@ -381,15 +297,17 @@ class RewardConfig(Config):
                 "--opd-type megatron, a teacher inside the trainer, is not built yet; start a SGLang server with the "
                 "teacher, and give --opd-type sglang --rm-url http://HOST:PORT"
             )
-        if self.opd_type not in OPD_TYPES:
-            yield f"--opd-type {self.opd_type} is unknown; allowed: {', '.join(OPD_TYPES)}"
+        elif self.opd_type != "sglang":
+            yield f"--opd-type {self.opd_type} is unknown; allowed: sglang"
         if self.rm_type in REMOTE_RULES:
-            yield (
-                "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too; "
-                "score by another rule or with --custom-rm-path"
-            )
+            yield "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too"
         if self.rm_url is None:
             yield "--opd-type sglang needs --rm-url, the address of a SGLang server with the teacher"
+
+
+def _as_in_rollouts(what: str, **more: Any) -> Any:
+    """A flag of evaluation that by default has the value of the rollouts' flag."""
+    return flag(None, help=f"for evaluation: {what}; else as in rollouts", may_change=True, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,58 +323,19 @@ class EvalConfig(Config):
     n_samples_per_eval_prompt: int = flag(
         1, help="samples of each held-out prompt", unit="samples", least=1, may_change=True
     )
-    eval_temperature: float | None = flag(
-        None,
-        help="sampling temperature of evaluation, 0 for greedy; else as in rollouts",
-        least=0,
-        advice="0 is greedy",
-        may_change=True,
-    )
-    eval_top_p: float | None = flag(
-        None,
-        help="nucleus sampling of evaluation; else as in rollouts",
-        above=0,
-        most=1,
-        advice="1 leaves no token out",
-        may_change=True,
-    )
-    eval_top_k: int | None = flag(None, help="top-k of evaluation; else as in rollouts", unit="tokens", may_change=True)
-    eval_max_response_len: int | None = flag(
-        None, help="longest response of evaluation; else as in rollouts", unit="tokens", least=1, may_change=True
-    )
-    eval_max_context_len: int | None = flag(
-        None,
-        help="longest prompt and response together in evaluation; else as in rollouts",
-        unit="tokens",
-        least=1,
-        may_change=True,
-    )
-    eval_max_prompt_len: int | None = flag(
-        None,
-        help="leave out held-out prompts longer than this; else as in rollouts",
-        unit="tokens",
-        least=1,
-        may_change=True,
-    )
+    eval_temperature: float | None = _as_in_rollouts("temperature, 0 for greedy", least=0, advice="0 is greedy")
+    eval_top_p: float | None = _as_in_rollouts("nucleus sampling", above=0, most=1, advice="1 keeps all tokens")
+    eval_top_k: int | None = _as_in_rollouts("top-k", unit="tokens")
+    eval_max_response_len: int | None = _as_in_rollouts("longest response", unit="tokens", least=1)
+    eval_max_context_len: int | None = _as_in_rollouts("longest prompt and response together", unit="tokens", least=1)
+    eval_max_prompt_len: int | None = _as_in_rollouts("leave out longer prompts", unit="tokens", least=1)
     eval_min_new_tokens: int | None = flag(
-        None,
-        help="tokens before which no response of evaluation ends by itself",
-        unit="tokens",
-        least=0,
-        may_change=True,
+        None, help="shortest response of evaluation; else no limit", unit="tokens", least=0, may_change=True
     )
-    eval_input_key: str | None = flag(
-        None, help="field of the prompt in held-out rows; else as in training", may_change=True
-    )
-    eval_label_key: str | None = flag(
-        None, help="field of the answer in held-out rows; else as in training", may_change=True
-    )
-    eval_tool_key: str | None = flag(
-        None, help="field of the tools in held-out rows; else as in training", may_change=True
-    )
-    eval_reward_key: str | None = flag(
-        None, help="entry that evaluation reports when the reward is a dictionary; else as in training", may_change=True
-    )
+    eval_input_key: str | None = _as_in_rollouts("field of the prompt")
+    eval_label_key: str | None = _as_in_rollouts("field of the answer")
+    eval_tool_key: str | None = _as_in_rollouts("field of the tools")
+    eval_reward_key: str | None = _as_in_rollouts("entry to report when the reward is a dictionary")
 
     @property
     def has_eval_sets(self) -> bool:
@@ -464,7 +343,7 @@ class EvalConfig(Config):
         return bool(self.eval_prompt_data) or self.eval_config is not None
 
     def contradictions(self) -> Iterator[str]:
-        """Counts that mean nothing."""
+        """A top-k or names of sets that mean nothing."""
         yield from _wrong_top_k("--eval-top-k", self.eval_top_k)
         given = self.eval_prompt_data
         if len(given) > 1 and len(given) % 2:
@@ -507,14 +386,13 @@ def _json_object(name: str, text: str, example: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{name} {text} is not JSON ({error}); give an object such as {example}") from None
+        raise ConfigError(f"--{name} {text} is not JSON ({error}); give an object such as {example}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{name} {text} is not a JSON object; give one such as {example}")
+        raise ConfigError(f"--{name} {text} is not a JSON object; give one such as {example}")
     return values
 
 
 def _is_address(url: str) -> bool:
-    """Whether something can be sent there: a client of HTTP would find out with each sample."""
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -16,10 +16,11 @@ from slime_core.metrics import eval_metrics, eval_scores
 from slime_core.types import EvalReport, Group, Sample
 from slime_rollout.data import PromptDataset, PromptEncoder
 from slime_rollout.eval_sets import EvalSet
-from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate, number_parts
-from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch, all_of
+from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, number_parts
+from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.rewards import Scorers
 from slime_rollout.rewards.rules import ROW_KEY, check_scoring
+from slime_rollout.threads import all_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,9 @@ class Evaluator:
     ) -> None:
         self._sets: list[tuple[HeldOutPrompts, GroupPipeline]] = []
         for one in sets:
-            scorer, key = scorers.of(one.held_out.config), one.held_out.config.rewards.reward_key
+            config = one.held_out.config
             with one.held_out.named():
-                generate = make_generate(one.held_out.config)
-            self._sets.append((one, GroupPipeline(generate, scorer.reward, scorer.group_reward, reward_key=key)))
+                self._sets.append((one, GroupPipeline(config, scorers.of(config))))
         self._make_context = functools.partial(
             GenerationContext, run_seed=run_seed, tokenizer=tokenizer, args=hook_args
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import statistics
 import threading
@@ -9,7 +10,6 @@ from typing import Any
 
 from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
-from slime_core.interfaces import GroupFilter
 from slime_core.types import Drop, Group, Keep, Verdict
 from slime_core.user_functions import load_function
 from slime_rollout.config import RolloutConfig
@@ -27,7 +27,7 @@ def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
     The samples of one trajectory count once, with the mean of their rewards.
 
     Args:
-        args: Every flag by its name; ``args.reward_key`` says which entry of a reward given by name counts.
+        args: Every flag by its name; ``args.reward_key`` is the entry of a reward that counts.
         group: A scored group.
 
     Returns:
@@ -43,65 +43,56 @@ def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
 
 
 class CustomFilter:
-    """A custom function ``(args, group)`` that says which groups to keep.
+    """A custom function ``(args, group)`` that decides whether a group is trained on.
 
     Raises:
         ConfigError: It cannot be loaded, does not take ``(args, group)``, or is ``async``.
     """
 
-    def __init__(self, path: str, hook_args: HookArgs) -> None:
+    def __init__(self, path: str, hook_args: HookArgs, *, time_limit: float) -> None:
+        self._name, self._args, self._limit = f"{FLAG} {path}", hook_args, time_limit
         self._function = load_function(path, FLAG, arguments=("args", "group"))
         if inspect.iscoroutinefunction(self._function):
-            raise ConfigError(f"{FLAG} {path} is async; it decides about scored groups at once: write a plain function")
-        self._path = path
-        self._args = hook_args
+            raise ConfigError(f"{self._name} is async; it decides about scored groups at once: write a plain function")
+        self._turn = asyncio.Lock()
+        self._call = threading.Lock()
 
     def __call__(self, group: Group) -> Verdict:
         """The function's verdict. Raises `DataError` if it raised, or returned something else."""
-        where = f"{FLAG} {self._path}"
         try:
             verdict: Any = self._function(self._args, group)
         except (Exception, SystemExit) as error:
             number = group[0].group_index
-            raise DataError(f"{where} raised {type(error).__name__} for group {number}: {error}") from error
+            raise DataError(f"{self._name} raised {type(error).__name__} for group {number}: {error}") from error
         if isinstance(verdict, Keep | Drop):
             return verdict
         if isinstance(getattr(verdict, "keep", None), bool):  # as functions written for other systems return it
             return Keep() if verdict.keep else Drop(getattr(verdict, "reason", None) or REJECTED)
         if isinstance(verdict, bool) or type(verdict).__name__ == "bool":  # NumPy's and torch's, too
             return Keep() if verdict else Drop(REJECTED)
-        raise DataError(f"{where} returned {verdict!r}; return Keep(), Drop('reason'), True or False")
+        raise DataError(f"{self._name} returned {verdict!r}; return Keep(), Drop('reason'), True or False")
 
+    async def judge(self, group: Group) -> Verdict:
+        """The verdict, computed off the event loop, within the time limit and never two at once: it may keep counts.
 
-class FilterCalls:
-    """Calls a filter off the event loop, within ``--hook-timeout`` and never twice at once: it may keep counts.
-
-    A call that was cancelled, such as that of a group which a complete rollout did not need, cannot be stopped: the
-    next one, also of another event loop, waits for its end within its own time limit.
-    """
-
-    def __init__(self, keep: GroupFilter, config: RolloutConfig) -> None:
-        self._keep, self._limit = keep, config.selection.hook_timeout
-        self._name = f"{FLAG} {config.selection.dynamic_sampling_filter_path}"
-        self._turn = threading.Lock()
-
-    async def __call__(self, group: Group) -> Verdict:
-        """The filter's verdict. Raises `HookTimeoutError` if it took too long."""
+        A call that is cancelled runs on; the next one waits for its end within its own time limit.
+        """
         is_left = threading.Event()
 
-        def judge() -> Verdict | None:
-            with self._turn:
-                return None if is_left.is_set() else self._keep(group)
+        def call() -> Verdict | None:
+            with self._call:
+                return None if is_left.is_set() else self(group)
 
-        what = f"{self._name} for group {group[0].group_index}"
-        try:
-            verdict: Verdict = await await_within(self._limit, what, judge)
-        finally:
-            is_left.set()
+        async with self._turn:  # the time limit begins with the turn
+            try:
+                what = f"{self._name} for group {group[0].group_index}"
+                verdict: Verdict = await await_within(self._limit, what, call)
+            finally:
+                is_left.set()
         return verdict
 
 
-def make_filter(config: RolloutConfig, hook_args: HookArgs) -> GroupFilter | None:
+def make_filter(config: RolloutConfig, hook_args: HookArgs) -> CustomFilter | None:
     """The filter of ``--dynamic-sampling-filter-path``; ``None`` without it."""
     path = config.selection.dynamic_sampling_filter_path
-    return None if path is None else CustomFilter(path, hook_args)
+    return None if path is None else CustomFilter(path, hook_args, time_limit=config.selection.hook_timeout)

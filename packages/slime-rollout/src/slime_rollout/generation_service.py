@@ -28,18 +28,12 @@ if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 30.0  # until an engine has ended what was aborted
+NOT_STARTED = "the engines are not started; call start() first"
 _POLL_SECONDS = 0.2
 
 
 class Progress(NamedTuple):
-    """How far the service is with what it does.
-
-    Attributes:
-        done: Samples scored.
-        total: Of how many.
-        note: Or a few words.
-        behind: Whether engines wait to be sent the current weights.
-    """
+    """How far the service is: samples scored, of how many, or a note; and whether engines need the current weights."""
 
     done: int | None = None
     total: int | None = None
@@ -54,14 +48,13 @@ class GenerationSpec:
     Attributes:
         engine: Settings of the engines and the router.
         rollout: Settings of prompts, sampling and rewards.
-        num_engines: Number of SGLang servers.
-        num_gpus: GPUs for generation.
+        num_engines: SGLang servers, on ``num_gpus`` GPUs.
         topology: Contents of ``--sglang-config``.
         dtype: ``float32`` or ``bfloat16``.
         context_length: Longest prompt plus response in tokens; ``None`` leaves it to the model's config.
         seed: The run's seed.
         log_dir: Where engines and router write their logs.
-        flags: Every flag of the run, for user hooks.
+        flags: Every flag of the run, for hooks.
         colocate: Trainer and engines share their GPUs.
     """
 
@@ -84,8 +77,7 @@ class ChannelSpec:
 
     Attributes:
         sync: How weights travel.
-        engine_urls: The engines.
-        tp_size: Tensor-parallel size of one engine.
+        engine_urls: The engines, each with tensor-parallel size ``tp_size``.
         hf_checkpoint: What the engines were started with.
         receivers: What applies deltas on the engines' machines.
         colocate: Trainer and engines share their GPUs.
@@ -141,9 +133,6 @@ class GenerationService:
     """Engines, router, data, rewards and weight versions. Implements `slime_core.interfaces.Rollout`.
 
     :meth:`progress` may be called from another thread at any time; all others one after the other.
-
-    Args:
-        spec: Its settings. Nothing is started before :meth:`start`.
     """
 
     def __init__(self, spec: GenerationSpec) -> None:
@@ -228,10 +217,7 @@ class GenerationService:
         self._built.load_state_dict(state)
 
     def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
-        """Where to send weights.
-
-        Args:
-            only_behind: Leave out the engines that have the current weights.
+        """Where to send weights: to all engines, or only to those that lack the current ones.
 
         Raises:
             EngineDiedError: An engine is gone that nobody replaces.
@@ -255,11 +241,7 @@ class GenerationService:
         self._version = version
 
     def fail_update(self, silent: Sequence[str] = ()) -> bool:
-        """Record that sending failed; returns whether the cause is an engine that is being replaced.
-
-        Args:
-            silent: Addresses of the engines that did not answer.
-        """
+        """Record that sending failed; returns whether the cause is an engine that is being replaced."""
         return self._started.fail_update(silent)
 
     def sleep(self) -> None:
@@ -268,7 +250,7 @@ class GenerationService:
         An engine without ``--enable-memory-saver`` keeps it, which is logged.
 
         Raises:
-            HttpError: An engine is still busy after half a minute, or failed.
+            HttpError: An engine failed, or is busy for half a minute.
         """
         from slime_rollout.http import call
 
@@ -282,11 +264,7 @@ class GenerationService:
             self._sleeping.append(url)
 
     def wake(self) -> None:
-        """Have the engines take their memory again. Their weights are undefined until the next update.
-
-        Raises:
-            HttpError: An engine failed.
-        """
+        """Have the engines take their memory again. Their weights are undefined until the next update."""
         from slime_rollout.http import call
 
         while self._sleeping:
@@ -315,13 +293,13 @@ class GenerationService:
     @property
     def _started(self) -> Fleet:
         if self._engines is None:
-            raise SlimeError("the engines are not started; call start() first")
+            raise SlimeError(NOT_STARTED)
         return self._engines
 
     @property
     def _built(self) -> RolloutManager:
         if self._manager is None:
-            raise SlimeError("the engines are not started; call start() first")
+            raise SlimeError(NOT_STARTED)
         return self._manager
 
     def _receivers(self, engine_urls: Sequence[str]) -> tuple[str, ...]:

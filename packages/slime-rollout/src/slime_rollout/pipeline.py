@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
-from slime_core.interfaces import GroupReward, Reward, RewardValue
+from slime_core.interfaces import RewardValue
 from slime_core.types import Group, Sample, Status
+from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
-from slime_rollout.generate import GenerateGroup, GenerationContext
+from slime_rollout.generate import GenerationContext, make_generate
+from slime_rollout.rewards.scorers import Scorer
+from slime_rollout.threads import all_of
 
 Progress = Callable[[int, int], None]
 Teacher = Callable[[Sample], Awaitable[None]]
@@ -22,60 +22,31 @@ class GroupPipeline:
     """Generates and scores groups.
 
     Args:
-        generate: Splits a group into what is generated independently.
-        reward: Scores a sample, while others are generated.
-        group_reward: Scores all samples of a group in its place, once they are there.
-        teacher: Asked about each sample beside its reward, as soon as it is there.
-        reward_key: Entry of a reward given by name that must be there.
+        config: Names the generate function and the reward's entry.
+        scorer: Scores each sample while others are generated, or all samples of a group once they are there.
+        teacher: Called for each sample while it is scored.
     """
 
-    def __init__(
-        self,
-        generate: GenerateGroup,
-        reward: Reward,
-        group_reward: GroupReward | None = None,
-        *,
-        teacher: Teacher | None = None,
-        reward_key: str | None = None,
-    ) -> None:
-        self._generate = generate
-        self._reward = reward
-        self._group_reward = group_reward
-        self._teacher = teacher
-        self._reward_key = reward_key
+    def __init__(self, config: RolloutConfig, scorer: Scorer, teacher: Teacher | None = None) -> None:
+        self._generate = make_generate(config)
+        self._scorer, self._teacher = scorer, teacher
+        self._reward_key = config.rewards.reward_key
 
     async def run(
         self, group: Group, context: GenerationContext, watch: Stopwatch, finished: list[Sample] | None = None
     ) -> Group:
-        """Generate and score.
+        """Generate and score the samples of one prompt; returns what to train on, in their order.
 
         Samples that were given back finished, or scored, keep what they have. Once ``context.stop`` is set, aborted
         responses are returned as they are, unscored; so is their whole group where groups are scored together.
-
-        Args:
-            group: The samples of one prompt; they are filled in.
-            context: Where requests go, and what for.
-            watch: Counts each sample.
-            finished: Receives each sample whose generation is finished, before it is scored.
-
-        Returns:
-            What to train on, in the samples' order.
-
-        Raises:
-            GenerationError: The engines did not give a response.
-            RewardError: The reward function failed.
-            TeacherError: The teacher gave no log-probs.
-            DataError: ``reward_key`` names no entry of a reward.
+        ``finished`` receives each sample whose generation is finished, before it is scored.
         """
         units = [self._run_unit(unit, context, watch, finished) for unit in self._generate(group, context)]
-        with first_error_only():
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(unit) for unit in units]
-        samples = [sample for task in running for sample in task.result()]
-        if self._group_reward is not None and not any(map(_is_cut_off, samples)):
+        samples = [sample for part in await all_of(units) for sample in part]
+        if self._scorer.group_reward is not None and not any(map(is_cut_off, samples)):
             values: Sequence[RewardValue | None] = [sample.reward for sample in samples]
             if None in values:
-                values = await self._group_reward(samples)
+                values = await self._scorer.group_reward(samples)
             for sample, value in zip(samples, values, strict=True):
                 self._score(sample, value, watch)
         return samples
@@ -89,20 +60,20 @@ class GroupPipeline:
     ) -> list[Sample]:
         samples = await unit
         watch.generated()
-        if any(map(_is_cut_off, samples)):
+        if any(map(is_cut_off, samples)):
             if not context.stop.is_set():
                 raise _unexpected_abort(samples)
             return samples
         if finished is not None:
             finished += samples
         work: list[Awaitable[None]] = [self._teacher(sample) for sample in samples] if self._teacher else []
-        if self._group_reward is None:
+        if self._scorer.group_reward is None:
             work += [self._reward_one(sample, watch) for sample in samples]
         await all_of(work)
         return samples
 
     async def _reward_one(self, sample: Sample, watch: Stopwatch) -> None:
-        self._score(sample, await self._reward(sample) if sample.reward is None else sample.reward, watch)
+        self._score(sample, await self._scorer.reward(sample) if sample.reward is None else sample.reward, watch)
 
     def _score(self, sample: Sample, value: RewardValue | None, watch: Stopwatch) -> None:
         sample.reward = value
@@ -128,7 +99,7 @@ class Stopwatch:
         self._start = self._last_generated = time.perf_counter()
 
     def generated(self) -> None:
-        """A response is there."""
+        """A response is complete."""
         self._last_generated = time.perf_counter()
 
     def scored(self) -> None:
@@ -141,16 +112,8 @@ class Stopwatch:
         """Scored samples are not trained on."""
         self._done -= count
 
-    def forget_all(self) -> None:
-        """No sample is in flight or waits any more."""
-        self._done = 0
-
     def end(self, count: int) -> dict[str, float]:
-        """The rollout is complete, with ``count`` samples.
-
-        Returns:
-            Wall time until the last response was there (``generate``) and since then (``reward``).
-        """
+        """A rollout of ``count`` samples is complete; returns seconds until the last response, and since then."""
         self.is_waiting = False
         self.forget(count)
         return {
@@ -159,35 +122,13 @@ class Stopwatch:
         }
 
 
-async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Run things together; the results in order. The first error stops the others and is raised as it is."""
-    if len(work) == 1:
-        return [await work[0]]
-    with first_error_only():
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one if asyncio.iscoroutine(one) else _awaited(one)) for one in work]
-    return [task.result() for task in running]
-
-
-@contextlib.contextmanager
-def first_error_only() -> Iterator[None]:
-    """Raise the first error of a task group as it is."""
-    try:
-        yield
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from errors.exceptions[0].__cause__
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    return await work
-
-
-def _is_cut_off(sample: Sample) -> bool:
+def is_cut_off(sample: Sample) -> bool:
+    """Whether its generation was stopped before the end."""
     return sample.status in (Status.ABORTED, Status.PENDING)
 
 
 def _unexpected_abort(samples: Sequence[Sample]) -> GenerationError:
-    sample = next(sample for sample in samples if _is_cut_off(sample))
+    sample = next(sample for sample in samples if is_cut_off(sample))
     if sample.status is Status.PENDING:
         return GenerationError(f"sample {sample.index} was generated and has no status; set completed or truncated")
     return GenerationError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import statistics
 import time
 import weakref
@@ -19,8 +18,8 @@ from slime_rollout.data import AccountedSource, PromptEncoder, SourceCalls, load
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
-from slime_rollout.filters import FilterCalls, make_filter
-from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, make_generate
+from slime_rollout.filters import make_filter
+from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams
 from slime_rollout.generate.context import with_router
 from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
@@ -28,18 +27,10 @@ from slime_rollout.rewards import Scorers
 from slime_rollout.teacher import TeacherLogProbs, make_teacher
 from slime_rollout.threads import LoopThread
 
-logger = logging.getLogger(__name__)
-
 
 @dataclasses.dataclass(frozen=True)
 class RolloutData:
-    """All prompts of a run, tokenized; with ``--streaming-data``, training prompts are tokenized when their turn comes.
-
-    Attributes:
-        source: Where the groups to train on come from.
-        eval_sets: The held-out sets.
-        tokenizer: The model's.
-    """
+    """All prompts of a run, tokenized; with ``--streaming-data``, training prompts only when their turn comes."""
 
     source: AccountedSource
     eval_sets: list[HeldOutPrompts]
@@ -49,13 +40,9 @@ class RolloutData:
     def load(cls, config: RolloutConfig, hook_args: HookArgs | None = None) -> RolloutData:
         """Read everything. Most of the time goes into importing transformers; no engine is needed for it.
 
-        Args:
-            config: Where they are.
-            hook_args: Every flag by its name, for a custom data source; by default those of ``config``.
-
         Raises:
             ConfigError: The tokenizer or the data source cannot be used.
-            DataError: A prompt file breaks its format.
+            DataError: A prompt file is invalid.
         """
         tokenizer = load_tokenizer(config.data.hf_checkpoint)
         source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or HookArgs.from_configs(config))
@@ -65,25 +52,24 @@ class RolloutData:
 class RolloutManager:
     """Generates and scores rollouts, and evaluates.
 
-    All data is read, and the reward function loaded and checked, when the object is made. One event loop, in a thread
-    of its own, serves all calls; its connections are opened by the first call and kept until :meth:`close`. A rollout
-    that fails or is interrupted leaves the data source as it was. With ``--async-buffer-size`` generation goes on
-    between the calls, from the first :meth:`generate` to :meth:`close`.
+    All data is read and hooks are checked when the object is made. One event loop, in a thread of its own, serves all
+    calls. A rollout that fails or is interrupted leaves the data source as it was. With ``--async-buffer-size``
+    generation goes on between the calls, from the first :meth:`generate` to :meth:`close`.
 
     Args:
         config: Prompts, sampling, rewards and evaluation.
         router_url: Address of sglang-router, or of one engine.
         run_seed: Seed that every sample's own sampling seed comes from.
         data: The prompts of ``config``, if they have been read already.
-        hook_args: Every flag by its name, for reward functions; by default those of ``config``.
+        hook_args: Every flag by its name, for hooks; by default those of ``config``.
         on_progress: Called with the number of scored samples and of all samples, after each one.
         teacher: The teacher of ``config``, if it has been checked already.
-        retry_delays: Mean seconds before each retry of a request; longer where engines are replaced (`patient_delays`).
-        cache_namespace: Where engines keep their cache of prefixes over an update, `CacheNamespace("in_place")`.
+        retry_delays: Mean seconds before each retry of a request.
+        cache_namespace: As for `EngineClient`.
 
     Raises:
         ConfigError: The tokenizer or the reward function cannot be used.
-        DataError: A prompt file breaks its format.
+        DataError: A prompt file is invalid.
         TeacherError: The teacher does not answer, or has another vocabulary.
     """
 
@@ -104,17 +90,7 @@ class RolloutManager:
         hook_args = with_router(hook_args or HookArgs.from_configs(config), router_url)
         data = data or RolloutData.load(config, hook_args)
         scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
-        scorer = scorers.of(config)
-        self._pipeline = GroupPipeline(
-            make_generate(config),
-            scorer.reward,
-            scorer.group_reward,
-            teacher=teacher or make_teacher(config),
-            reward_key=config.rewards.reward_key,
-        )
-        keep = make_filter(config, hook_args)
-        self._filter = None if keep is None else FilterCalls(keep, config)
-        self._tokenizer = data.tokenizer
+        pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config))
         self._calls = SourceCalls(data.source, config)
         client = EngineClient(
             router_url,
@@ -130,7 +106,8 @@ class RolloutManager:
             tokenizer=data.tokenizer,
             args=hook_args,
         )
-        self._collector = Collector(config, self._calls, self._pipeline, self._filter, context, on_progress)
+        keep = make_filter(config, hook_args)
+        self._collector = Collector(config, self._calls, pipeline, keep, context, on_progress)
         self._evaluator = Evaluator(
             data.eval_sets,
             scorers=scorers,
@@ -153,12 +130,11 @@ class RolloutManager:
 
         Args:
             rollout_id: Its number.
-            weight_version: Version that it is to be trained from; ``rollout_id`` by default, as when each rollout is
-                followed by an update.
+            weight_version: Version that it is to be trained from; ``rollout_id`` by default.
 
         Returns:
-            The groups in the data source's order. ``seconds`` holds ``generate``, until the last response was there,
-            and ``reward``, what scoring took after that; scores are computed while others still generate.
+            The groups in the data source's order. ``seconds`` holds ``generate``, until the last response was complete,
+            and ``reward``, since then.
 
         Raises:
             GenerationError: The engines did not give a response, or too many groups were dropped.
@@ -169,8 +145,6 @@ class RolloutManager:
         """
         version = rollout_id if weight_version is None else weight_version
         collected = self._thread.run(self._collector.collect(rollout_id, version))
-        if collected.problem:
-            logger.error("rollout %d: %s", rollout_id, collected.problem)
         samples = [sample for group in collected.groups for sample in group]
         return RolloutBatch(
             rollout_id=rollout_id,
@@ -178,7 +152,6 @@ class RolloutManager:
             groups=collected.groups,
             metrics=rollout_metrics(samples, self._config.rewards.reward_key)
             | _engine_metrics(samples, self._seconds_since_last(collected))
-            | _failure_metrics(samples)
             | (_age_metrics(samples, version) if self._config.may_lag else {})
             | collected.counts,
             seconds=collected.seconds,
@@ -186,8 +159,6 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score all held-out sets, with the same seeds every time: two reports differ by the weights alone.
-
-        The position in the training data stays as it is.
 
         Raises:
             GenerationError: The engines did not give a response.
@@ -197,8 +168,7 @@ class RolloutManager:
         return self._thread.run(self._evaluate(rollout_id))
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the data source, as plain values, with everything given back; what is in flight is in it as it was
-        handed out.
+        """State of the data source, as plain values; what is in flight is in it as it was handed out.
 
         Raises:
             HookTimeoutError: A call of the data source has not returned; it may be changing the state now.
@@ -206,9 +176,7 @@ class RolloutManager:
         return self._thread.run(self._state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with exactly the group that came next when ``state`` was saved.
-
-        What is in flight is stopped.
+        """Stop what is in flight, and continue with the group that came next when ``state`` was saved.
 
         Raises:
             DataError: The state belongs to other prompts.
@@ -241,19 +209,15 @@ class RolloutManager:
 
 
 def _engine_metrics(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """Response tokens, their rate, and the range of their weight versions."""
+    """Response tokens, their rate, the range of their weight versions, and samples that could not be scored."""
     versions = [version for sample in samples for version in sample.weight_versions if version >= 0]
     tokens = len(versions)
     metrics = {"response_tokens": float(tokens), "tokens_per_second": tokens / max(seconds, 1e-9)}
     if versions:
         metrics |= {"weight_version/min": float(min(versions)), "weight_version/max": float(max(versions))}
+    if failed := sum(REWARD_FAILURE in sample.metadata for sample in samples):
+        metrics["reward_failures"] = float(failed)
     return metrics
-
-
-def _failure_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """``reward_failures``: samples that could not be scored, if there are any."""
-    failed = sum(REWARD_FAILURE in sample.metadata for sample in samples)
-    return {"reward_failures": float(failed)} if failed else {}
 
 
 def _age_metrics(samples: Sequence[Sample], trained_from: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -81,6 +81,22 @@ def _given(outcome: CallOutcome) -> Any:
 
 def _too_long(seconds: float, what: str, flag: str) -> HookTimeoutError:
     return HookTimeoutError(f"{what} was not done after {seconds:g} s; it hangs, or needs a higher {flag}")
+
+
+async def all_of(work: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Run things together; the results in order. The first error stops the others and is raised as it is."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one if asyncio.iscoroutine(one) else _awaited(one)) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
+    return [task.result() for task in running]
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 class LoopThread:

@@ -41,9 +41,8 @@ from slime_rollout.generate import (
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
-from slime_rollout.pipeline import all_of
 from slime_rollout.rewards import make_scorer
-from slime_rollout.threads import call_within
+from slime_rollout.threads import all_of, call_within
 
 TIME_LIMIT = 60.0
 REPLIES = ("The answer is 4.", "I do not know.")
