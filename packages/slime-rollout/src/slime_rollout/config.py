@@ -115,9 +115,7 @@ class SamplingConfig(Config):
         None, help="longest prompt and response together; the model's own limit if not given", unit="tokens", least=1
     )
     rollout_stop: tuple[str, ...] = flag((), help="strings that end a response")
-    rollout_stop_token_ids: tuple[int, ...] = flag(
-        (), help="token ids that end a response, besides the model's own", least=0
-    )
+    rollout_stop_token_ids: tuple[int, ...] = flag((), help="further token ids that end a response", least=0)
     rollout_concurrency: int = flag(
         512, help="most requests in flight at once", unit="requests", least=1, may_change=True
     )
@@ -280,7 +278,9 @@ class RewardConfig(Config):
         except ConfigError as error:
             yield str(error)
         if self.rm_type is not None and self.custom_rm_path is not None:
-            yield f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are given; give one of them"
+            yield (
+                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given; give one of them"
+            )
         for name, given in (("group-rm", self.group_rm), ("custom-rm-kwargs", self.custom_rm_kwargs is not None)):
             if given and self.custom_rm_path is None:
                 yield f"--{name} is for a custom reward function; give --custom-rm-path"
