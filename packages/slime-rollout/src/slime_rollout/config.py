@@ -85,7 +85,7 @@ class DataConfig(Config):
         if not paths or not all(paths):
             yield "--prompt-data names no data set; give one or more paths"
         if weights and len(weights) != len(paths):
-            yield f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; give as many"
+            yield f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; give one each"
         if self.streaming_shuffle_buffer is not None and not (self.streaming_data and self.rollout_shuffle):
             yield "--streaming-shuffle-buffer has no effect without --streaming-data and --rollout-shuffle; add both"
         try:
@@ -104,7 +104,10 @@ class SamplingConfig(Config):
     """How responses are sampled: by the engine's parameters, and by a custom generate function."""
 
     rollout_temperature: float = flag(
-        1.0, help="sampling temperature; the trainer divides its logits by it too", above=0, advice="it divides logits"
+        1.0,
+        help="sampling temperature; the trainer divides its logits by it too",
+        above=0,
+        advice="at 0 all samples of a prompt are the same",
     )
     rollout_top_p: float = flag(
         1.0, help="nucleus sampling: total probability of the tokens kept", above=0, most=1, advice="1 keeps all tokens"
@@ -123,7 +126,9 @@ class SamplingConfig(Config):
         1800.0, help="time limit of one request with all its retries", unit="seconds", above=0, may_change=True
     )
     custom_generate_function_path: str | None = flag(
-        None, help="custom generate function: pkg.mod.fn, pkg.mod:fn, file.py:fn or file.py", metavar="PATH"
+        None,
+        help="custom generate function, such as an agent with tools: pkg.mod.fn, file.py:fn or file.py",
+        metavar="PATH",
     )
     custom_generate_timeout: float = flag(
         3600.0, help="time limit of one call of that function", unit="seconds", above=0, may_change=True
@@ -300,7 +305,10 @@ class RewardConfig(Config):
         elif self.opd_type != "sglang":
             yield f"--opd-type {self.opd_type} is unknown; allowed: sglang"
         if self.rm_type in REMOTE_RULES:
-            yield "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too"
+            yield (
+                "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too; "
+                "score by another rule or with --custom-rm-path"
+            )
         if self.rm_url is None:
             yield "--opd-type sglang needs --rm-url, the address of a SGLang server with the teacher"
 
