@@ -22,7 +22,7 @@ from slime_launch.validate import check_settings, check_shape, engine_dtype, num
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.engine.router import check_router_port
-from slime_rollout.engine.server import check_flags
+from slime_rollout.engine.server import EngineSpec, check_flags
 from slime_rollout.engine.sglang_flags import importable_in, missing_sglang
 from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, read_topology
 from slime_rollout.hooks import check_hooks
@@ -134,9 +134,8 @@ def check_engines(settings: Settings) -> EnginePlan | None:
     plan = plan_engines(
         read_topology(engine.sglang_config),
         engine,
-        hf_checkpoint=settings.rollout.data.hf_checkpoint,
+        EngineSpec(model_path=settings.rollout.data.hf_checkpoint, dtype=engine_dtype(settings)),
         num_gpus=settings.cluster.rollout_gpus,
-        dtype=engine_dtype(settings),
     )
     if plan.trained is None:
         raise ConfigError(

@@ -153,6 +153,7 @@ class GenerationService:
             SlimeError: A hook, the teacher, an engine or a prompt file cannot be used.
         """
         from slime_rollout.engine.addresses import require_this_machine, router_args
+        from slime_rollout.engine.server import EngineSpec
         from slime_rollout.engine.start import start_engines
         from slime_rollout.hooks import check_hooks
         from slime_rollout.rollout import RolloutData, RolloutManager
@@ -166,11 +167,13 @@ class GenerationService:
         reader.shutdown(wait=False)  # the error of an engine does not wait for the prompts
         self._engines = engines = start_engines(
             spec.engine,
-            model_path=spec.rollout.data.hf_checkpoint,
+            EngineSpec(
+                model_path=spec.rollout.data.hf_checkpoint,
+                dtype=spec.dtype,
+                context_length=spec.context_length,
+                seed=spec.seed,
+            ),
             num_engines=spec.num_engines,
-            dtype=spec.dtype,
-            context_length=spec.context_length,
-            seed=spec.seed,
             log_dir=Path(spec.log_dir),
             num_gpus=spec.num_gpus,
             topology=spec.topology,

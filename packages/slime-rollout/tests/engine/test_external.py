@@ -15,6 +15,7 @@ from slime_rollout.engine.external import (
     same_model,
     wait_for_answers,
 )
+from slime_rollout.engine.server import EngineSpec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -37,7 +38,7 @@ INFO = {
 
 def attach(urls, log_dir, *, model_path="/here/model", **settings):
     config = EngineConfig(rollout_external_engine_addrs=tuple(urls), **settings)
-    return ExternalFleet.attach(config, model_path=model_path, dtype="float32", context_length=None, log_dir=log_dir)
+    return ExternalFleet.attach(config, EngineSpec(model_path=model_path, dtype="float32"), log_dir=log_dir)
 
 
 def test_an_engine_that_is_not_there_is_named_in_time(worker, caplog):
@@ -149,13 +150,7 @@ ENGINE = ExternalEngine(
     deterministic=True,
     generates=True,
 )
-WANTED = {
-    "model_path": "/here/model",
-    "dtype": "bfloat16",
-    "context_length": 100,
-    "tp_size": None,
-    "weights_follow": False,
-}
+WANTED = EngineSpec(model_path="/here/model", dtype="bfloat16", context_length=100)
 
 
 def server(worker, **changes):
@@ -193,8 +188,8 @@ def test_what_is_no_sglang_engine(worker):
 
 def test_engines_that_fit():
     other = dataclasses.replace(ENGINE, url="http://b:1", context_length=100, dtype="bfloat16")
-    assert mismatches([ENGINE, other], **WANTED) == []
-    assert mismatches([ENGINE], **{**WANTED, "tp_size": 2}) == []
+    assert mismatches([ENGINE, other], WANTED, weights_follow=False) == []
+    assert mismatches([ENGINE], dataclasses.replace(WANTED, tp_size=2), weights_follow=False) == []
 
 
 @pytest.mark.parametrize(
@@ -213,19 +208,20 @@ def test_engines_that_fit():
     ],
 )
 def test_one_line_for_what_does_not_fit(changes, line):
-    (problem,) = mismatches([ENGINE, dataclasses.replace(ENGINE, url="http://b:1", **changes)], **WANTED)
+    other = dataclasses.replace(ENGINE, url="http://b:1", **changes)
+    (problem,) = mismatches([ENGINE, other], WANTED, weights_follow=False)
     assert problem.startswith("http://b:1 ")
     assert line in problem
 
 
 def test_all_lines_of_all_engines():
     odd = dataclasses.replace(ENGINE, tp_size=1, deterministic=False)
-    assert len(mismatches([odd, odd], **{**WANTED, "tp_size": 2})) == 4
+    assert len(mismatches([odd, odd], dataclasses.replace(WANTED, tp_size=2), weights_follow=False)) == 4
 
 
 def test_versions_do_not_matter_where_weights_follow():
     engines = [ENGINE, dataclasses.replace(ENGINE, weight_version="incomplete")]
-    assert mismatches(engines, **{**WANTED, "weights_follow": True}) == []
+    assert mismatches(engines, WANTED, weights_follow=True) == []
 
 
 def write_config(directory, **values):
@@ -247,5 +243,5 @@ def test_models_are_the_same_by_config_or_else_by_name(tmp_path):
 @pytest.mark.parametrize(("stored", "computes"), [("bfloat16", "bfloat16"), ("float32", "float16")])
 def test_auto_is_what_sglang_makes_of_the_models_own_type(tmp_path, stored, computes):
     path = write_config(tmp_path / "model", dtype=stored)
-    wanted = {**WANTED, "model_path": path, "dtype": computes}
-    assert mismatches([dataclasses.replace(ENGINE, model_path=path, dtype="auto")], **wanted) == []
+    wanted = dataclasses.replace(WANTED, model_path=path, dtype=computes)
+    assert mismatches([dataclasses.replace(ENGINE, model_path=path, dtype="auto")], wanted, weights_follow=False) == []

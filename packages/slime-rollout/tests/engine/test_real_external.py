@@ -10,6 +10,7 @@ from slime_core.types import WeightUpdate
 from slime_rollout.engine import ExternalEngineError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.external import ExternalFleet
+from slime_rollout.engine.server import EngineSpec
 from slime_rollout.engine.start import start_engines
 from slime_rollout.http import call
 from slime_rollout.weights import TensorWeightChannel, engine_weight_version
@@ -24,11 +25,8 @@ def attach(fleet, tiny_model, tmp_path_factory):
         config = EngineConfig(rollout_external_engine_addrs=tuple(fleet.engine_urls), **settings)
         return start_engines(
             config,
-            model_path=tiny_model,
+            EngineSpec(model_path=tiny_model, dtype="float32"),
             num_engines=0,
-            dtype="float32",
-            context_length=None,
-            seed=0,
             log_dir=tmp_path_factory.mktemp("logs"),
             weights_follow=True,
         )
@@ -95,9 +93,7 @@ def test_an_update_that_was_cut_off_is_closed_when_the_run_ends(attach, fleet, w
 def test_each_thing_that_does_not_fit_has_a_line(fleet, tmp_path):
     config = EngineConfig(rollout_external_engine_addrs=tuple(fleet.engine_urls), rollout_num_gpus_per_engine=2)
     with pytest.raises(ExternalEngineError) as caught:
-        ExternalFleet.attach(
-            config, model_path=str(tmp_path / "other"), dtype="bfloat16", context_length=None, log_dir=tmp_path
-        )
+        ExternalFleet.attach(config, EngineSpec(model_path=str(tmp_path / "other")), log_dir=tmp_path)
     lines = str(caught.value).splitlines()
     assert lines[0] == "engines of --rollout-external-engine-addrs do not fit this run:"
     for url in fleet.engine_urls:

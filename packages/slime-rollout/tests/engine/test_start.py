@@ -11,7 +11,7 @@ from slime_rollout.engine import router as router_module
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.server import EngineLauncher
+from slime_rollout.engine.server import EngineLauncher, EngineSpec
 from slime_rollout.engine.start import ModelFleets, start_engines
 from slime_rollout.http import call
 from slime_rollout.supervise import SupervisionError, reaper
@@ -35,14 +35,10 @@ def start(quick_python, tmp_path):
         config = EngineConfig(sglang_python=quick_python, sglang_config=str(file), **settings)
         return start_engines(
             config,
-            model_path=actor,
+            EngineSpec(model_path=actor, dtype="float32", device="cpu"),
             num_engines=0,
             num_gpus=4,
-            dtype="float32",
-            context_length=None,
-            seed=0,
             log_dir=tmp_path / "logs",
-            device="cpu",
         )
 
     return run
@@ -112,10 +108,9 @@ def test_an_interrupt_amid_the_start_of_several_models_leaves_nothing(start, mon
 def test_one_that_cannot_be_stopped_keeps_no_other_one():
     stopped = []
 
-    class Part:
-        tp_size = 1
-
+    class Part(EngineFleet):
         def __init__(self, name, error=None):
+            super().__init__([], None, None, 1)
             self.name, self.error = name, error
 
         def request_stop(self):
@@ -187,13 +182,9 @@ def test_engines_are_started_by_the_launcher_that_is_given(quick_python, tmp_pat
     config = EngineConfig(sglang_python=quick_python)
     with start_engines(
         config,
-        model_path="m",
+        EngineSpec(model_path="m", dtype="float32", seed=3, device="cpu"),
         num_engines=2,
-        dtype="float32",
-        context_length=None,
-        seed=3,
         log_dir=tmp_path,
-        device="cpu",
         launcher=Recorder(config, Ports()),
     ) as fleet:
         assert started == [(3, "engine_0.log"), (4, "engine_1.log")]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.server import EngineSpec
 from slime_rollout.engine.topology_plan import (
     WORKER_TYPES,
     ServedModel,
@@ -174,9 +175,8 @@ def plan(*models, num_gpus, config=None, **settings):
     return plan_engines(
         Topology(models=models),
         config or EngineConfig(),
-        hf_checkpoint="hf",
+        EngineSpec(**{"model_path": "hf", "device": "cuda", **settings}),
         num_gpus=num_gpus,
-        **{"device": "cuda", **settings},
     )
 
 

@@ -16,7 +16,7 @@ from slime_rollout.engine import EngineDiedError, ExternalEngineError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import Fleet, Progress
-from slime_rollout.engine.server import answers, wait_for
+from slime_rollout.engine.server import EngineSpec, answers, wait_for
 from slime_rollout.engine.slots import RouterSlot
 from slime_rollout.http import INCOMPLETE, HttpError, call
 
@@ -78,31 +78,21 @@ class ExternalEngine:
             ) from error
 
 
-def mismatches(
-    engines: Sequence[ExternalEngine],
-    *,
-    model_path: str,
-    dtype: str,
-    context_length: int | None,
-    tp_size: int | None,
-    weights_follow: bool,
-) -> list[str]:
+def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights_follow: bool) -> list[str]:
     """One line for each property of an engine that does not fit the run.
 
     Args:
         engines: What they report.
-        model_path: Hugging Face directory of the run's model.
-        dtype: The run's.
-        context_length: Longest prompt plus response in tokens that must fit; not checked if ``None``.
-        tp_size: Tensor parallel size; if ``None``, any that all engines share.
+        wanted: The run's model, dtype and tensor parallel size; if the latter is ``None``, any that all engines share.
+            The context length is the longest prompt plus response that must fit; not checked if ``None``.
         weights_follow: Whether new weights are sent before the first request. Otherwise all must have the same.
     """
     first = engines[0]
-    whose = "--rollout-num-gpus-per-engine is" if tp_size else f"{first.url} has"
+    whose = "--rollout-num-gpus-per-engine is" if wanted.tp_size else f"{first.url} has"
     found = []
     for engine in engines:
-        problems = _model_problems(engine, model_path, dtype, context_length or 0)
-        if engine.tp_size != (expected := tp_size or first.tp_size):
+        problems = _model_problems(engine, wanted.model_path, wanted.dtype, wanted.context_length or 0)
+        if engine.tp_size != (expected := wanted.tp_size or first.tp_size):
             problems.append(f"has tensor parallel size {engine.tp_size}, and {whose} {expected}: make them the same")
         for name, size in engine.other_sizes.items():
             problems.append(
@@ -179,10 +169,8 @@ class ExternalFleet(Fleet):
     def attach(
         cls,
         config: EngineConfig,
+        wanted: EngineSpec,
         *,
-        model_path: str,
-        dtype: str,
-        context_length: int | None,
         log_dir: Path,
         weights_follow: bool = False,
         on_progress: Progress | None = None,
@@ -193,7 +181,7 @@ class ExternalFleet(Fleet):
 
         Args:
             config: Where they are, and how the router is started or where it is.
-            model_path: As of :func:`mismatches`, like ``dtype``, ``context_length`` and ``weights_follow``.
+            wanted: As of :func:`mismatches`, like ``weights_follow``; the tensor parallel size is the config's.
             log_dir: Directory for ``router.log``; made if missing.
             on_progress: Called with the progress.
 
@@ -206,15 +194,9 @@ class ExternalFleet(Fleet):
         urls, timeout = config.external_urls, config.engine_startup_timeout
         wait_for_answers(urls, timeout, on_progress)
         engines = _on_all(urls, ExternalEngine.probe)
-        problems = mismatches(
-            engines,
-            model_path=model_path,
-            dtype=dtype,
-            context_length=context_length,
-            tp_size=config.rollout_num_gpus_per_engine if config.rollout_num_gpus_per_engine > 1 else None,
-            weights_follow=weights_follow,
-        )
-        if problems:
+        tp_size = config.rollout_num_gpus_per_engine if config.rollout_num_gpus_per_engine > 1 else None
+        wanted = dataclasses.replace(wanted, tp_size=tp_size)
+        if problems := mismatches(engines, wanted, weights_follow=weights_follow):
             raise ExternalEngineError(
                 "engines of --rollout-external-engine-addrs do not fit this run:\n  " + "\n  ".join(problems)
             )

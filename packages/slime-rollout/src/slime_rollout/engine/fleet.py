@@ -12,8 +12,7 @@ from typing import Self
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.health import FleetMonitor
-from slime_rollout.engine.server import EngineLauncher, EngineSpec, wait_for
-from slime_rollout.engine.sglang_flags import engine_device
+from slime_rollout.engine.server import EngineLauncher, EngineSpec, equal_specs, wait_for
 from slime_rollout.engine.slots import EngineSlot, EventLog, RouterSlot
 
 Progress = Callable[[int, int, float], None]
@@ -154,17 +153,8 @@ class EngineFleet(Fleet):
             EngineStartError: A process did not come up, with the end of its log. Everything was stopped again.
             EngineDiedError: A process ended while others were starting. Everything was stopped again.
         """
-        specs = [
-            EngineSpec(
-                model_path=model_path,
-                dtype=dtype,
-                context_length=context_length,
-                seed=seed + index,
-                device=device or str(config.sglang_args.get("device") or engine_device()),
-                base_gpu_id=index * config.rollout_num_gpus_per_engine,
-            )
-            for index in range(num_engines)
-        ]
+        model = EngineSpec(model_path=model_path, dtype=dtype, context_length=context_length, seed=seed, device=device)
+        specs = equal_specs(model, num_engines, config)
         return cls.launch(config, specs, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
 
     @classmethod

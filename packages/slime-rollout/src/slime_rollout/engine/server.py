@@ -52,7 +52,7 @@ class EngineSpec:
         dtype: ``float32``, ``bfloat16`` …
         context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.
         seed: Seed of requests without one.
-        device: ``cpu`` or ``cuda``; what this machine has by default.
+        device: ``cpu`` or ``cuda``; that of the config's ``sglang_args``, or what this machine has, if ``None``.
         base_gpu_id: First GPU of this engine. CUDA only.
         tp_size: Its tensor parallel size; ``rollout_num_gpus_per_engine`` of the config if ``None``.
         sglang_args: SGLang's flags of this engine alone. They win over the config's; ``False`` leaves a flag out.
@@ -66,7 +66,7 @@ class EngineSpec:
     dtype: str = "bfloat16"
     context_length: int | None = None
     seed: int = 0
-    device: str = dataclasses.field(default_factory=engine_device)
+    device: str | None = None
     base_gpu_id: int = 0
     tp_size: int | None = None
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
@@ -91,6 +91,16 @@ class EngineSpec:
         """Its tensor parallel size."""
         return self.tp_size or config.rollout_num_gpus_per_engine
 
+    def runs_on(self, config: EngineConfig) -> str:
+        """Its device."""
+        return self.device or str(config.sglang_args.get("device") or engine_device())
+
+
+def equal_specs(model: EngineSpec, number: int, config: EngineConfig) -> list[EngineSpec]:
+    """Specs of ``number`` engines of one model, each with its seed and GPUs."""
+    size = config.rollout_num_gpus_per_engine
+    return [dataclasses.replace(model, seed=model.seed + i, base_gpu_id=i * size) for i in range(number)]
+
 
 def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     """The command line of one server. The user's ``sglang_args`` win over what is chosen here."""
@@ -107,7 +117,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     }
     if spec.context_length is not None:
         flags["context-length"] = str(spec.context_length)
-    flags |= _cpu_flags(spec.context_length) if spec.device == "cpu" else _cuda_flags(spec)
+    flags |= _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else _cuda_flags(spec)
     flags |= _role_flags(spec)
     flags |= {**config.sglang_args, **spec.sglang_args}
     command = [config.python, "-m", "sglang.launch_server"]
@@ -163,13 +173,14 @@ def _cpu_flags(context_length: int | None) -> dict[str, SglangValue]:
 
 def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]:
     """The environment of one server: this process's, and what SGLang needs."""
-    environment = import_environment(spec.device)
+    device = spec.runs_on(config)
+    environment = import_environment(device)
     environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     # An answer to /health only has to say that the server is up; it need not cost a generated token.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
-    if spec.device == "cpu":
+    if device == "cpu":
         environment["OMP_NUM_THREADS"] = str(config.threads)
         if (ranks := spec.ranks(config)) > 1:
             cores = sorted(os.sched_getaffinity(0))

@@ -15,7 +15,7 @@ from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.external import ExternalFleet
 from slime_rollout.engine.fleet import EngineFleet, Fleet, Progress
-from slime_rollout.engine.server import EngineLauncher, SGLangEngine
+from slime_rollout.engine.server import EngineLauncher, EngineSpec, SGLangEngine, equal_specs
 from slime_rollout.engine.topology_plan import (
     EnginePlan,
     PlannedModel,
@@ -28,18 +28,14 @@ from slime_rollout.engine.topology_plan import (
 
 def start_engines(
     config: EngineConfig,
+    model: EngineSpec,
     *,
-    model_path: str,
     num_engines: int,
-    dtype: str,
-    context_length: int | None,
-    seed: int,
     log_dir: Path,
     num_gpus: int | None = None,
     topology: Topology | None = None,
     longest_sample: int | None = None,
     weights_follow: bool = False,
-    device: str | None = None,
     on_progress: Progress | None = None,
     launcher: EngineLauncher | None = None,
 ) -> Fleet:
@@ -47,8 +43,9 @@ def start_engines(
 
     Args:
         config: Which engines.
-        model_path: As of `EngineFleet.start`, like all that is not named here.
+        model: What they serve. Its seed is the first engine's.
         num_engines: Number of engines to start, without ``sglang_config``.
+        log_dir: As of `EngineFleet.start`, like ``on_progress`` and ``launcher``.
         num_gpus: GPUs for generation, which ``sglang_config`` must use up; those of ``num_engines`` if ``None``.
         topology: The content of ``sglang_config``, if it was read already.
         longest_sample: Prompt plus response that external engines must take; not checked if ``None``.
@@ -59,119 +56,28 @@ def start_engines(
         EngineError: Something did not come up, or does not fit the run. Everything was stopped again.
     """
     if config.sglang_config is not None:
-        plan = plan_engines(
-            topology or read_topology(config.sglang_config),
-            config,
-            hf_checkpoint=model_path,
-            num_gpus=num_engines * config.rollout_num_gpus_per_engine if num_gpus is None else num_gpus,
-            dtype=dtype,
-            context_length=context_length,
-            seed=seed,
-            device=device,
-        )
-        return ModelFleets.start(plan, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
+        gpus = num_engines * config.rollout_num_gpus_per_engine if num_gpus is None else num_gpus
+        plan = plan_engines(topology or read_topology(config.sglang_config), config, model, num_gpus=gpus)
+        return start_models(plan, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
     if config.rollout_external_engine_addrs:
+        wanted = dataclasses.replace(model, context_length=longest_sample)
         return ExternalFleet.attach(
-            config,
-            model_path=model_path,
-            dtype=dtype,
-            context_length=longest_sample,
-            log_dir=log_dir,
-            weights_follow=weights_follow,
-            on_progress=on_progress,
+            config, wanted, log_dir=log_dir, weights_follow=weights_follow, on_progress=on_progress
         )
-    return EngineFleet.start(
-        config,
-        model_path=model_path,
-        num_engines=num_engines,
-        dtype=dtype,
-        context_length=context_length,
-        seed=seed,
-        log_dir=log_dir,
-        device=device,
-        on_progress=on_progress,
-        launcher=launcher,
-    )
+    specs = equal_specs(model, num_engines, config)
+    return EngineFleet.launch(config, specs, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
 
 
-class ModelFleets(Fleet):
-    """Several models, each with a fleet and a router of its own. Made by :meth:`start`; weights go to one of them."""
+class ModelFleets(EngineFleet):
+    """The trained model's fleet, together with those of the other models. Made by :func:`start_models`."""
 
     def __init__(
         self, fleets: Mapping[str, EngineFleet], trained: str, encoders: Collection[SGLangEngine] = ()
     ) -> None:
+        main = fleets[trained]
+        super().__init__(main._engines, main._router, main._monitor, main.tp_size)
         self._fleets = dict(fleets)
-        self._trained = self._fleets[trained]
         self._encoders = list(encoders)
-        self.tp_size = self._trained.tp_size
-
-    @classmethod
-    def start(
-        cls,
-        plan: EnginePlan,
-        *,
-        log_dir: Path,
-        on_progress: Progress | None = None,
-        launcher: EngineLauncher | None = None,
-    ) -> ModelFleets:
-        """Start everything; return when every router sends requests to its engines.
-
-        If no model is trained, the first one counts as that. Each model's logs go into a directory of its name.
-        Prefill, decode and encoder groups are written from SGLang's documentation; they were not run on CUDA.
-
-        Raises:
-            ConfigError: A group needs GPUs, and there are none.
-            EngineError: As of `EngineFleet.start`. What is still starting is not waited for.
-        """
-        check_runs_here(plan)
-        started, failed = time.monotonic(), False
-        main = plan.trained or plan.models[0]
-        other_config = dataclasses.replace(plan.config, sglang_router_port=None, sglang_router_url=None)
-        ready = {model.name: 0 for model in plan.models}
-        total = sum(len(model.generating) + 1 for model in plan.models)
-
-        def launch(model: PlannedModel) -> EngineFleet:
-            def count(done: int, _total: int, seconds: float) -> None:
-                if failed:
-                    raise EngineStartError(f"the start of model {model.name} was ended, as another one has failed")
-                ready[model.name] = done
-                if on_progress is not None:
-                    on_progress(sum(ready.values()), total, seconds)
-
-            for encoder in encoders[model.name]:
-                encoder.wait_until_ready(plan.config.engine_startup_timeout)
-            config, logs = plan.config if model is main else other_config, log_dir / model.name
-            fleet = EngineFleet.launch(config, model.generating, log_dir=logs, on_progress=count, launcher=launcher)
-            undo.callback(fleet.stop)
-            return fleet
-
-        with contextlib.ExitStack() as undo, ThreadPoolExecutor(len(plan.models)) as pool:
-            host = launcher or EngineLauncher(plan.config, Ports())
-            encoders = {model.name: _start_encoders(model, host, log_dir, undo) for model in plan.models}
-            all_encoders = [encoder for group in encoders.values() for encoder in group]
-            futures = {model.name: pool.submit(launch, model) for model in plan.models}
-            try:
-                for future in concurrent.futures.as_completed(futures.values()):
-                    future.result()
-            except BaseException:
-                failed = True
-                for encoder in all_encoders:
-                    encoder.request_stop()
-                raise
-            fleets = cls({name: future.result() for name, future in futures.items()}, main.name, all_encoders)
-            undo.pop_all()
-        fleets.startup_seconds = time.monotonic() - started
-        return fleets
-
-    @property
-    def router_url(self) -> str:
-        """As of `Fleet`."""
-        return self._trained.router_url
-
-    @property
-    def engine_urls(self) -> list[str]:
-        """As of `Fleet`."""
-        return self._trained.engine_urls
 
     @property
     def model_urls(self) -> dict[str, str]:
@@ -189,23 +95,6 @@ class ModelFleets(Fleet):
         """Names of what is being replaced, with their models."""
         return [f"{name} {lost}" for name, fleet in self._fleets.items() for lost in fleet.not_serving()]
 
-    def engines_behind(self) -> list[str]:
-        """As of `Fleet`."""
-        return self._trained.engines_behind()
-
-    def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """As of `Fleet`."""
-        self.check()
-        return self._trained.begin_update(only_behind=only_behind)
-
-    def confirm_update(self, version: int) -> None:
-        """As of `Fleet`."""
-        self._trained.confirm_update(version)
-
-    def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """As of `Fleet`."""
-        return self._trained.fail_update(silent)
-
     def stop(self) -> None:
         """End all processes; returns when they are gone."""
         for encoder in self._encoders:
@@ -214,6 +103,63 @@ class ModelFleets(Fleet):
         with contextlib.ExitStack() as stack:  # an error with one of them must not keep the others
             for part in parts:
                 stack.callback(part.stop)
+
+
+def start_models(
+    plan: EnginePlan,
+    *,
+    log_dir: Path,
+    on_progress: Progress | None = None,
+    launcher: EngineLauncher | None = None,
+) -> ModelFleets:
+    """Start everything; return when every router sends requests to its engines.
+
+    If no model is trained, the first one counts as that. Each model's logs go into a directory of its name.
+    Prefill, decode and encoder groups are written from SGLang's documentation; they were not run on CUDA.
+
+    Raises:
+        ConfigError: A group needs GPUs, and there are none.
+        EngineError: As of `EngineFleet.start`. What is still starting is not waited for.
+    """
+    check_runs_here(plan)
+    started, failed = time.monotonic(), False
+    main = plan.trained or plan.models[0]
+    other_config = dataclasses.replace(plan.config, sglang_router_port=None, sglang_router_url=None)
+    ready = {model.name: 0 for model in plan.models}
+    total = sum(len(model.generating) + 1 for model in plan.models)
+
+    def launch(model: PlannedModel) -> EngineFleet:
+        def count(done: int, _total: int, seconds: float) -> None:
+            if failed:
+                raise EngineStartError(f"the start of model {model.name} was ended, as another one has failed")
+            ready[model.name] = done
+            if on_progress is not None:
+                on_progress(sum(ready.values()), total, seconds)
+
+        for encoder in encoders[model.name]:
+            encoder.wait_until_ready(plan.config.engine_startup_timeout)
+        config, logs = plan.config if model is main else other_config, log_dir / model.name
+        fleet = EngineFleet.launch(config, model.generating, log_dir=logs, on_progress=count, launcher=launcher)
+        undo.callback(fleet.stop)
+        return fleet
+
+    with contextlib.ExitStack() as undo, ThreadPoolExecutor(len(plan.models)) as pool:
+        host = launcher or EngineLauncher(plan.config, Ports())
+        encoders = {model.name: _start_encoders(model, host, log_dir, undo) for model in plan.models}
+        all_encoders = [encoder for group in encoders.values() for encoder in group]
+        futures = {model.name: pool.submit(launch, model) for model in plan.models}
+        try:
+            for future in concurrent.futures.as_completed(futures.values()):
+                future.result()
+        except BaseException:
+            failed = True
+            for encoder in all_encoders:
+                encoder.request_stop()
+            raise
+        fleets = ModelFleets({name: future.result() for name, future in futures.items()}, main.name, all_encoders)
+        undo.pop_all()
+    fleets.startup_seconds = time.monotonic() - started
+    return fleets
 
 
 def _start_encoders(

@@ -35,7 +35,6 @@ from slime_core.errors import ConfigError, SlimeError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig, SglangValue
 from slime_rollout.engine.server import EngineSpec, check_flags, server_command
-from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.strict_yaml import load_yaml
 
 FLAG = "--sglang-config"
@@ -278,23 +277,17 @@ class EnginePlan:
 def plan_engines(
     topology: Topology,
     config: EngineConfig,
+    run: EngineSpec,
     *,
-    hf_checkpoint: str,
     num_gpus: int,
-    dtype: str = "bfloat16",
-    context_length: int | None = None,
-    seed: int = 0,
-    device: str | None = None,
 ) -> EnginePlan:
     """Plan all engines. GPUs are assigned in the file's order, and each engine gets another seed.
 
     Args:
         topology: What to start.
         config: How; a group's settings win over its ``rollout_num_gpus_per_engine`` and ``sglang_args``.
-        hf_checkpoint: The run's model.
+        run: The run's model, first seed, dtype and device. Its context length is of the trained model only.
         num_gpus: GPUs for generation.
-        dtype: As of `EngineSpec`, like ``seed`` and ``device``.
-        context_length: Of the trained model only.
 
     Raises:
         ConfigError: The GPUs do not add up, more than one model is trained, or the installed SGLang does not know an
@@ -306,21 +299,19 @@ def plan_engines(
             f"--sglang-config uses {topology.num_gpus} GPUs ({parts}), and --rollout-num-gpus is {num_gpus}; make them "
             "the same, perhaps with a placeholder group"
         )
-    trained = [model.name for model in topology.models if _is_trained(model, hf_checkpoint)]
+    trained = [model.name for model in topology.models if _is_trained(model, run.model_path)]
     if len(trained) > 1:
         raise ConfigError(
             f"--sglang-config: the models {', '.join(trained)} would all get the trainer's weights; set "
             "`update_weights: false` for all but one"
         )
-    where = device or str(config.sglang_args.get("device") or engine_device())
     ports = Ports(config.sglang_router_port)
-    models, first_gpu, first_seed = [], 0, seed
+    models, first_gpu, first_seed = [], 0, run.seed
     for model in topology.models:
-        base = EngineSpec(
-            model_path=model.model_path or hf_checkpoint,
-            dtype=dtype,
-            context_length=context_length if model.name in trained else None,
-            device=where,
+        base = dataclasses.replace(
+            run,
+            model_path=model.model_path or run.model_path,
+            context_length=run.context_length if model.name in trained else None,
         )
         specs = _with_encoders(list(_specs(model, base, config, ports, first_gpu, first_seed)))
         _check_sizes(model, specs, config, is_trained=model.name in trained)
@@ -391,7 +382,7 @@ def check_runs_here(plan: EnginePlan) -> None:
     """Raise `ConfigError` if a group needs GPUs, and there are none."""
     for model in plan.models:
         for spec in model.specs:
-            if spec.worker_type != "regular" and spec.device == "cpu":
+            if spec.worker_type != "regular" and spec.runs_on(plan.config) == "cpu":
                 raise ConfigError(
                     f"--sglang-config: the {spec.worker_type} group of model {model.name} needs GPUs, which hand data "
                     "to each other; without CUDA only regular groups run"
@@ -412,13 +403,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = EngineConfig(
             sglang_python=given.sglang_python, rollout_num_gpus_per_engine=given.rollout_num_gpus_per_engine
         )
-        plan = plan_engines(
-            read_topology(given.file),
-            config,
-            hf_checkpoint=given.hf_checkpoint,
-            num_gpus=given.rollout_num_gpus,
-            device=given.device,
-        )
+        run = EngineSpec(model_path=given.hf_checkpoint, device=given.device)
+        plan = plan_engines(read_topology(given.file), config, run, num_gpus=given.rollout_num_gpus)
     except SlimeError as error:
         print(error, file=sys.stderr)
         return 2
