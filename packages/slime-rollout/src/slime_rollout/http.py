@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import json
 import logging
@@ -10,15 +11,13 @@ import math
 import os
 import random
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from slime_core.errors import SlimeError
-from slime_rollout.threads import LoopThread
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads flags does not need it
     import aiohttp
@@ -235,9 +234,7 @@ def call(
 
 
 class Service:
-    """A reward service or a teacher, asked from any event loop.
-
-    Its connections are kept on an event loop of its own, which ends with the last reference.
+    """A reward service or a teacher. Its connections are kept while it is asked, and closed after the last answer.
 
     Args:
         url: Address of the service.
@@ -246,11 +243,10 @@ class Service:
 
     def __init__(self, url: str, *, timeout: float) -> None:
         self.url = url
+        self._timeout = timeout
         self._turns = asyncio.Semaphore(REQUESTS)
         self._retries = Retries(QUICK_DELAYS[: ATTEMPTS - 1])
-        self._thread = LoopThread("slime-service")
-        self._session = self._thread.run(_opened(timeout))
-        weakref.finalize(self, self._thread.close, self._session.close)
+        self._pending = 0
 
     async def ask(self, payload: Any) -> Any:
         """POST ``payload``; returns the answer as :func:`parse_body` gives it.
@@ -258,15 +254,21 @@ class Service:
         Raises:
             HttpError: No answer, or an error status.
         """
-        return await asyncio.wrap_future(self._thread.submit(self._post(_dump(payload))))
+        async with self._kept_session() as session, self._turns:
+            return await request(session, "POST", self.url, _dump(payload), self._retries)
 
-    async def _post(self, body: bytes) -> Any:
-        async with self._turns:
-            return await request(self._session, "POST", self.url, body, self._retries)
-
-
-async def _opened(timeout: float) -> aiohttp.ClientSession:
-    return make_session(timeout)
+    @contextlib.asynccontextmanager
+    async def _kept_session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        if not self._pending:
+            self._session = make_session(self._timeout)
+        session = self._session
+        self._pending += 1
+        try:
+            yield session
+        finally:
+            self._pending -= 1
+            if not self._pending:
+                await session.close()
 
 
 def parse_body(content: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,28 +13,22 @@ from typing import Any, TypeVar
 from slime_rollout.errors import HookTimeoutError
 
 Result = TypeVar("Result")
-CallOutcome = tuple[Any, BaseException | None]
-"""What a function returned, or what it raised."""
 
 HOOK_FLAG = "--hook-timeout"
 _HOOK_THREAD = "slime-hook"
 _STOP_SECONDS = 10.0
 
 
-def start_call(thread: str, function: Callable[..., Any], *args: Any) -> Future[CallOutcome]:
-    """Call a function, which may never return, in a daemon thread, which does not keep the process alive.
-
-    The future does not fail, whatever the function raises; cancelling it ends the wait, not the call.
-    """
-    answer: Future[CallOutcome] = Future()
+def start_call(thread: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
+    """Call a function, which may never return, in a daemon thread, which does not keep the process alive."""
+    answer: Future[Result] = Future()
 
     def run() -> None:
-        try:
-            outcome: CallOutcome = function(*args), None
-        except BaseException as error:
-            outcome = None, error
         if answer.set_running_or_notify_cancel():
-            answer.set_result(outcome)
+            try:
+                answer.set_result(function(*args))
+            except BaseException as error:
+                answer.set_exception(error)
 
     # No executor: Python joins an executor's threads at exit, so one stuck call would keep the process alive.
     threading.Thread(target=run, name=thread, daemon=True).start()
@@ -59,24 +54,18 @@ def call_within(seconds: float, what: str, function: Callable[..., Any], *args: 
     answer = start_call(_HOOK_THREAD, function, *args)
     if not concurrent.futures.wait([answer], timeout=seconds).done:
         raise _too_long(seconds, what, flag)
-    return _given(answer.result())
+    return answer.result()
 
 
 async def await_within(seconds: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
     """As :func:`call_within`, without blocking the event loop."""
+    answer = asyncio.wrap_future(start_call(_HOOK_THREAD, function, *args))
     try:
-        async with asyncio.timeout(seconds):
-            outcome = await asyncio.wrap_future(start_call(_HOOK_THREAD, function, *args))
-    except TimeoutError:
-        raise _too_long(seconds, what, HOOK_FLAG) from None
-    return _given(outcome)
-
-
-def _given(outcome: CallOutcome) -> Any:
-    value, error = outcome
-    if error is not None:
-        raise error
-    return value
+        if not (await asyncio.wait([answer], timeout=seconds))[0]:
+            raise _too_long(seconds, what, HOOK_FLAG)
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def _too_long(seconds: float, what: str, flag: str) -> HookTimeoutError:
@@ -143,15 +132,13 @@ class LoopThread:
         answer.cancel()
         return bool(done)
 
-    def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Without waiting: end the thread once all that runs there has ended, and ``last`` after it."""
+    def close(self) -> None:
+        """Without waiting: end the thread once all that runs there has ended."""
 
         async def stop() -> None:
             try:
                 while others := asyncio.all_tasks() - {asyncio.current_task()}:
                     await asyncio.wait(others)
-                if last is not None:
-                    await last()
             finally:
                 self._loop.stop()
 
@@ -184,14 +171,4 @@ class _DaemonThreads(ThreadPoolExecutor):
     """Runs each call in a daemon thread of its own: Python joins the threads of a pool at exit."""
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        answer: Future[Result] = Future()
-
-        def run() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    answer.set_exception(error)
-
-        threading.Thread(target=run, name=threading.current_thread().name, daemon=True).start()
-        return answer
+        return start_call(threading.current_thread().name, functools.partial(fn, *args, **kwargs))

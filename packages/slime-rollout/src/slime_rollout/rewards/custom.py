@@ -18,7 +18,10 @@ from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import Outcome, RewardError, VerifierError, name_samples
 from slime_rollout.rewards.rules import read_reward
-from slime_rollout.threads import CallOutcome, LoopThread, start_call
+from slime_rollout.threads import LoopThread, start_call
+
+CallOutcome = tuple[Any, BaseException | None]
+"""What a function returned, or what it raised."""
 
 FLAG = "--custom-rm-path"
 _USUAL_NAMES = ("custom_rm", "CustomRewardModel")
@@ -238,9 +241,11 @@ class FunctionCalls:
     async def _in_thread(self, function: Callable[[], Any]) -> CallOutcome:
         call = object()
 
-        def run() -> Any:
+        def run() -> CallOutcome:
             try:
-                return function()
+                return function(), None
+            except BaseException as error:
+                return None, error
             finally:
                 del self._running[call]
 

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import dataclasses
 import datetime
-import functools
 import io
 import socket
 import threading
@@ -18,7 +17,7 @@ import types
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from slime_core.errors import ConfigError
 from slime_core.interfaces import NamedTensors
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
+from slime_rollout.threads import start_call
 from slime_rollout.weights.channel import GIVE_UP_SECONDS, EngineChannel
 from slime_rollout.weights.checkpoint import dtype_name
 
@@ -40,6 +40,7 @@ ALIGNMENT_BYTES = 64
 PICKLE_PROTOCOL = 4
 SHARED_MEMORY = Path("/dev/shm")
 JOIN_TIMEOUT_SECONDS = 60.0
+_THREAD = "weight-sync"
 _DEVICES = {"nccl": "cuda", "gloo": "cpu"}
 
 
@@ -246,8 +247,8 @@ class DistributedWeightChannel(EngineChannel):
 
         Both run in daemon threads: if an engine refuses, the action waits for it in vain, until the group's time limit.
         """
-        asked = {url: _in_thread(functools.partial(ask, url)) for url in self.engine_urls}
-        ours = _in_thread(act)
+        asked = {url: start_call(_THREAD, ask, url) for url in self.engine_urls}
+        ours = start_call(_THREAD, act)
         done, pending = wait([*asked.values(), ours], timeout, FIRST_EXCEPTION)
         errors = [error for future in asked.values() if future in done and (error := future.exception()) is not None]
         # An engine's own message says more than a broken connection, which another engine's refusal may have caused.
@@ -341,20 +342,6 @@ def local_address(url: str) -> str:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise WeightSyncError(f"{url} is not there: {error}", url=url) from error
-
-
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a daemon thread, which an executor does not have."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-sync", daemon=True).start()
-    return future
 
 
 def copy_into(buffer: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
