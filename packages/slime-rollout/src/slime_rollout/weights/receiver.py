@@ -30,7 +30,7 @@ from slime_rollout.weights.checkpoint import (
     version_name,
     written_versions,
 )
-from slime_rollout.weights.deltas import DeltaIndex, apply_delta, first_tensor, read_index
+from slime_rollout.weights.disk import DeltaIndex, apply_delta, first_tensor, read_index
 
 READ_SECONDS = 30.0
 FILE_BYTES = 2**29
