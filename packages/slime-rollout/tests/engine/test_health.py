@@ -558,7 +558,7 @@ def test_an_update_that_fails_while_the_router_is_looked_at_is_not_forgotten(tmp
             return known
 
         monkeypatch.setattr(router, "workers", hold)
-        monitor._registry.look_again()
+        monitor._registry.next_look = 0.0
         wait_until(lambda: seen)
         fleet.fleet.begin_update()
         failed = pool.submit(fleet.fleet.fail_update)

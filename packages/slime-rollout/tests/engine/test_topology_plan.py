@@ -226,8 +226,8 @@ def test_encoders_come_first_and_are_known_to_those_that_read_prompts():
     made = plan(model("m", group("prefill"), group("decode"), group("encoder", 2)), num_gpus=4)
     (planned,) = made.models
     assert [spec.worker_type for spec in planned.specs] == ["encoder", "encoder", "prefill", "decode"]
-    assert planned.encoders == list(planned.specs[:2])
-    assert planned.generating == list(planned.specs[2:])
+    assert planned.encoders == planned.specs[:2]
+    assert planned.generating == planned.specs[2:]
     first, second, prefill, decode = (flags(command) for command in made.commands())
     assert "--encoder-only" in first and "--encoder-only" in second
     assert prefill["--encoder-urls"] == [f"http://127.0.0.1:{one['--port'][0]}" for one in (first, second)]

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,8 +102,12 @@ def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights
             problems.append("samples independently of the seeds: start it with --enable-deterministic-inference")
         if not engine.generates:
             problems.append("does not generate by itself: it is a prefill, decode, encoder or embedding engine")
-        if not weights_follow:
-            problems += _version_problems(engine, first)
+        if not weights_follow and engine.weight_version == INCOMPLETE:
+            problems.append(
+                "has parts of some weights only, because an update failed: start it again, or send it weights"
+            )
+        elif not weights_follow and engine.weight_version != first.weight_version:
+            problems.append(f"has weight version {engine.weight_version}, and {first.url} has {first.weight_version}")
         found += [f"{engine.url} {problem}" for problem in problems]
     return found
 
@@ -120,14 +124,6 @@ def _model_problems(engine: ExternalEngine, model_path: str, dtype: str, context
             "with a larger --context-length, or shorten --rollout-max-response-len"
         )
     return problems
-
-
-def _version_problems(engine: ExternalEngine, first: ExternalEngine) -> list[str]:
-    if engine.weight_version == INCOMPLETE:
-        return ["has parts of some weights only, because an update failed: start it again, or send it weights"]
-    if engine.weight_version != first.weight_version:
-        return [f"has weight version {engine.weight_version}, and {first.url} has {first.weight_version}"]
-    return []
 
 
 def same_model(theirs: str, ours: str) -> bool:
@@ -163,7 +159,6 @@ class ExternalFleet(Fleet):
         self.tp_size = engines[0].tp_size
         self._next_check = 0.0
         self._attached = True
-        self._updating = False
 
     @classmethod
     def attach(
@@ -244,21 +239,6 @@ class ExternalFleet(Fleet):
         are_up = _on_all(unused, lambda url: answers(url + path))
         if silent := [url for url, is_up in zip(unused, are_up, strict=True) if not is_up]:
             raise EngineDiedError(f"the external engine {silent[0]} does not answer; start it again")
-
-    def begin_update(self, *, only_behind: bool = False) -> list[str]:
-        """All engines; none are ever behind."""
-        urls = super().begin_update(only_behind=only_behind)
-        self._updating = bool(urls)
-        return urls
-
-    def confirm_update(self, version: int) -> None:
-        """As of `Fleet`."""
-        self._updating = False
-
-    def fail_update(self, silent: Collection[str] = ()) -> bool:
-        """Always ``False``: no engine is replaced."""
-        self._updating = False
-        return super().fail_update(silent)
 
     def stop(self) -> None:
         """End our router, or unregister the engines from an external one, and leave the engines generating.

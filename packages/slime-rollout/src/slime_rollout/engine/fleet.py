@@ -32,6 +32,7 @@ class Fleet(abc.ABC):
 
     tp_size: int
     startup_seconds = 0.0
+    _updating = False  # whether engines may be paused for new weights
 
     @property
     @abc.abstractmethod
@@ -72,11 +73,13 @@ class Fleet(abc.ABC):
             only_behind: Only to the engines that are behind; the weights are those of the last confirmed update.
         """
         self.check()
-        return [] if only_behind else self.engine_urls
+        urls = [] if only_behind else self.engine_urls
+        self._updating = bool(urls)
+        return urls
 
-    @abc.abstractmethod
     def confirm_update(self, version: int) -> None:
         """Every engine of :meth:`begin_update` has confirmed ``version``, which is the current one now."""
+        self._updating = False
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """The update failed; its engines get no more requests before another one. Raises as :meth:`check`.
@@ -88,6 +91,7 @@ class Fleet(abc.ABC):
             Whether an engine died or hangs, which is now being replaced: then a retry may succeed. Finding out takes as
             long as a health check may take. ``False`` without fault tolerance.
         """
+        self._updating = False
         self.check()
         return False
 
@@ -256,13 +260,13 @@ class EngineFleet(Fleet):
 
     def confirm_update(self, version: int) -> None:
         """As of :class:`Fleet`."""
+        super().confirm_update(version)
         if self._monitor is not None:
             self._monitor.confirm_update(version)
 
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """As of :class:`Fleet`."""
-        self.check()
-        return self._monitor is not None and self._monitor.fail_update(silent)
+        return super().fail_update(silent) or (self._monitor is not None and self._monitor.fail_update(silent))
 
     def stop(self) -> None:
         """End all processes; returns when they are gone."""

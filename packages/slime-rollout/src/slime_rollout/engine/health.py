@@ -48,34 +48,31 @@ Wanted = Mapping[str, Occupant[SGLangEngine]]
 
 
 class Registry:
-    """The router's list of engines. Used by the monitor's thread only, except :meth:`look_again`."""
+    """The router's list of engines. Used by the monitor's thread only, except :attr:`next_look`.
+
+    Attributes:
+        next_look: When to look next if no engine is missing; 0 as soon as possible. Set under the monitor's lock.
+        offered: Engines that the router does not list yet → when they were offered.
+    """
 
     def __init__(
         self, engines: Sequence[EngineSlot], router: RouterSlot, note: Callable[[Slot[Any], Event, str], None]
     ) -> None:
         self._engines, self._router, self._note = engines, router, note
-        self._next_look = self._next_try = 0.0
-        self._offered: dict[str, float] = {}  # engines that the router does not list yet → when they were offered
+        self.next_look = self._next_try = 0.0
+        self.offered: dict[str, float] = {}
         self._refused_since: float | None = None
         self._last_warning = ""
-
-    def look_again(self) -> None:
-        """Look as soon as possible: what is wanted has changed. Called from any thread, under the lock."""
-        self._next_look = 0.0
-
-    def forget_offers(self) -> None:
-        """The router was replaced."""
-        self._offered = {}
 
     def is_due(self, wanted: Wanted) -> bool:
         """Whether to look now: often while an engine is missing, else now and then. Called under the lock.
 
-        A :meth:`look_again` from here on causes another look, also while this one is under way.
+        A :attr:`next_look` of 0 from here on causes another look, also while this one is under way.
         """
         now = time.monotonic()
-        if now < (self._next_look if all(occupant.in_router for occupant in wanted.values()) else self._next_try):
+        if now < (self.next_look if all(occupant.in_router for occupant in wanted.values()) else self._next_try):
             return False
-        self._next_try, self._next_look = now + TRY_SECONDS, now + LOOK_SECONDS
+        self._next_try, self.next_look = now + TRY_SECONDS, now + LOOK_SECONDS
         return True
 
     def take_out(self, url: str) -> None:
@@ -100,7 +97,7 @@ class Registry:
             self._offer({url: occupant for url, occupant in wanted.items() if url not in known})
         except HttpError as error:
             self._failed(error)
-            self._next_look = 0.0
+            self.next_look = 0.0
             return
         self._refused_since, self._last_warning = None, ""
         for slot in self._engines:
@@ -128,12 +125,12 @@ class Registry:
     def _offer(self, missing: Wanted) -> None:
         """Offer engines to the router, each only once while it may be trying: one of them may hang unnoticed."""
         now = time.monotonic()
-        self._offered = {
-            url: since for url, since in self._offered.items() if url in missing and now - since < OFFER_AGAIN_SECONDS
+        self.offered = {
+            url: since for url, since in self.offered.items() if url in missing and now - since < OFFER_AGAIN_SECONDS
         }
-        for url in missing.keys() - self._offered.keys():
+        for url in missing.keys() - self.offered.keys():
             self._router.process.offer_worker(url, missing[url].process.spec.router_role)
-            self._offered[url] = now
+            self.offered[url] = now
 
 
 class FleetMonitor:
@@ -218,7 +215,7 @@ class FleetMonitor:
             for occupant in updated:
                 occupant.weights = str(version)
             self._weights = str(version)
-            self._registry.look_again()
+            self._registry.next_look = 0.0
             for slot in self._engines:
                 if slot.now in updated and slot.now.up and not slot.now.in_router:
                     self._note(slot, Event.WEIGHTS, f"version {version}")
@@ -230,7 +227,7 @@ class FleetMonitor:
                 occupant.weights = INCOMPLETE
                 occupant.silent = occupant.process.url in silent
             self._updating = None
-            self._registry.look_again()
+            self._registry.next_look = 0.0
             since = self._ask_all_since = time.monotonic()
         while any(slot.now.up and slot.now.checked < since for slot in self._engines):
             self._wait()
@@ -329,7 +326,7 @@ class FleetMonitor:
         now = slot.now
         self._note(slot, Event.UNHEALTHY, problem)
         if slot is self._router:
-            self._registry.forget_offers()
+            self._registry.offered.clear()
         with self._lock:
             self._faults += 1
             now.up = False

@@ -80,11 +80,6 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     return [sys.executable, "-m", "sglang_router.launch_router", *arguments, "--policy", config.router_policy]
 
 
-def router_environment() -> dict[str, str]:
-    """This process's environment without proxies, which cannot reach engines on the loopback address."""
-    return {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
-
-
 def check_router_port(host: str, port: int) -> None:
     """Raise `PortInUseError` if the router could not listen there."""
     try:
@@ -206,7 +201,9 @@ class Router(ServingProcess, RouterApi):
         """
         check_router_port(config.sglang_router_ip, port)
         command = router_command(config, port=port, prometheus_port=prometheus_port, disaggregated=disaggregated)
-        process = Supervised.start(command, env=router_environment(), log_path=log_path, grace=GRACE_SECONDS)
+        # Proxies cannot reach engines on the loopback address.
+        environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+        process = Supervised.start(command, env=environment, log_path=log_path, grace=GRACE_SECONDS)
         return cls(process, address(config.sglang_router_ip, port))
 
 

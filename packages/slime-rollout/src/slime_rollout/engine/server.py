@@ -117,7 +117,11 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     }
     if spec.context_length is not None:
         flags["context-length"] = str(spec.context_length)
-    flags |= _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else _cuda_flags(spec)
+    flags["enable-deterministic-inference"] = True  # `sampling_seed` counts only with this
+    # For CUDA written from SGLang's documentation; not run there.
+    flags |= (
+        _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else {"base-gpu-id": str(spec.base_gpu_id)}
+    )
     flags |= _role_flags(spec)
     flags |= {**config.sglang_args, **spec.sglang_args}
     command = [config.python, "-m", "sglang.launch_server"]
@@ -126,11 +130,6 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
             values = value if isinstance(value, tuple) else () if value is True else (value,)
             command += [f"--{name}", *values]
     return command
-
-
-def _cuda_flags(spec: EngineSpec) -> dict[str, SglangValue]:
-    """Written from SGLang's documentation; not run on CUDA."""
-    return {"base-gpu-id": str(spec.base_gpu_id), "enable-deterministic-inference": True}
 
 
 def _role_flags(spec: EngineSpec) -> dict[str, SglangValue]:
@@ -166,8 +165,6 @@ def _cpu_flags(context_length: int | None) -> dict[str, SglangValue]:
         "chunked-prefill-size": str(PREFILL_TOKENS),
         # Without it an idle server keeps one core busy, and a trainer on the same machine runs at half its speed.
         "sleep-on-idle": True,
-        # `sampling_seed` counts only with this.
-        "enable-deterministic-inference": True,
     }
 
 

@@ -60,36 +60,31 @@ package, version = str(Path(sglang.__file__).parent), getattr(sglang, "__version
 print("\\n" + json.dumps({"package": package, "version": version, "flags": flags}))
 """
 
-# Flags that slime sets itself → what to use instead.
-CONTROLLED: Mapping[str, str] = {
-    "model-path": "use --hf-checkpoint",
-    "model": "use --hf-checkpoint",
-    "config": "give the flags themselves",
-    "host": "slime's engines listen on this machine's loopback address",
-    "port": "slime chooses free ports for engines; --sglang-router-port sets the router's",
-    "tp-size": "use --rollout-num-gpus-per-engine",
-    "tensor-parallel-size": "use --rollout-num-gpus-per-engine",
-    "nnodes": "slime starts engines on single nodes",
-    "node-rank": "slime starts engines on single nodes",
-    "dist-init-addr": "slime starts engines on single nodes",
-    "nccl-port": "slime chooses free ports for engines",
-    "base-gpu-id": "slime places engines on GPUs",
-    "gpu-id-step": "slime places engines on GPUs",
-    "random-seed": "use --seed",
-    "weight-version": "slime numbers the weights",
-    "skip-server-warmup": "slime always sets it",
-    "ssl-keyfile": "slime talks plain HTTP to engines, which listen on this machine's loopback address",
-    "ssl-certfile": "slime talks plain HTTP to engines, which listen on this machine's loopback address",
-    "grpc-mode": "slime talks HTTP to engines",
-    "smg-grpc-mode": "slime talks HTTP to engines",
-    "api-key": "slime sends engines no key; they listen on this machine's loopback address",
-    "admin-api-key": "slime sends engines no key; they listen on this machine's loopback address",
-    "disaggregation-mode": "use worker_type in --sglang-config",
-    "disaggregation-bootstrap-port": "use worker_type in --sglang-config",
-    "encoder-only": "use worker_type in --sglang-config",
-    "language-only": "use worker_type in --sglang-config",
-    "encoder-urls": "use worker_type in --sglang-config",
+# Flags that follow from a group's worker_type.
+ROLE_FLAGS = ("disaggregation-mode", "disaggregation-bootstrap-port", "encoder-only", "language-only", "encoder-urls")
+# What to use instead of flags that slime sets itself.
+_INSTEAD = {
+    "use --hf-checkpoint": ("model-path", "model"),
+    "give the flags themselves": ("config",),
+    "slime's engines listen on this machine's loopback address": ("host",),
+    "slime chooses free ports for engines; --sglang-router-port sets the router's": ("port",),
+    "use --rollout-num-gpus-per-engine": ("tp-size", "tensor-parallel-size"),
+    "slime starts engines on single nodes": ("nnodes", "node-rank", "dist-init-addr"),
+    "slime chooses free ports for engines": ("nccl-port",),
+    "slime places engines on GPUs": ("base-gpu-id", "gpu-id-step"),
+    "use --seed": ("random-seed",),
+    "slime numbers the weights": ("weight-version",),
+    "slime always sets it": ("skip-server-warmup",),
+    "slime talks plain HTTP to engines, which listen on this machine's loopback address": (
+        "ssl-keyfile",
+        "ssl-certfile",
+    ),
+    "slime talks HTTP to engines": ("grpc-mode", "smg-grpc-mode"),
+    "slime sends engines no key; they listen on this machine's loopback address": ("api-key", "admin-api-key"),
+    "use worker_type in --sglang-config": ROLE_FLAGS,
 }
+CONTROLLED: Mapping[str, str] = {name: advice for advice, names in _INSTEAD.items() for name in names}
+"""Flags that slime sets itself → what to use instead."""
 
 
 class SglangFlag(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,8 +158,9 @@ def installed_flags(python: str) -> dict[str, SglangFlag]:
         ConfigError: It has no SGLang, or SGLang cannot be imported there.
     """
     environment = import_environment()
-    cache = _cache_file(python, environment)
-    stored = _stored(cache)
+    cache, stored = _cache_file(python, environment), None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        stored = msgspec.json.decode(cache.read_bytes(), type=_Report)
     report = next((known for known in (stored, _REPORTS.get(cache)) if known is not None and known.is_current()), None)
     if report is None:
         logger.warning("reading the flags of the SGLang in %s; it is done once and takes some seconds", python)
@@ -279,9 +275,3 @@ def _cache_file(python: str, environment: Mapping[str, str]) -> Path:
     with contextlib.suppress(RuntimeError):  # no home directory
         directory = directory.expanduser()
     return directory / "slime" / f"sglang-flags-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def _stored(cache: Path) -> _Report | None:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(cache.read_bytes(), type=_Report)
-    return None

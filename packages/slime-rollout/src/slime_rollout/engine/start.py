@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -145,8 +146,13 @@ def start_models(
 
     with contextlib.ExitStack() as undo, ThreadPoolExecutor(len(plan.models)) as pool:
         host = launcher or EngineLauncher(plan.config, Ports())
-        encoders = {model.name: _start_encoders(model, host, log_dir, undo) for model in plan.models}
-        all_encoders = [encoder for group in encoders.values() for encoder in group]
+        encoders: dict[str, list[SGLangEngine]] = {model.name: [] for model in plan.models}
+        for model in plan.models:
+            for number, spec in enumerate(model.encoders):
+                encoder = host.start(spec, log_path=log_dir / model.name / f"encoder_{number}.log")
+                undo.callback(encoder.stop)
+                encoders[model.name].append(encoder)
+        all_encoders = list(itertools.chain.from_iterable(encoders.values()))
         futures = {model.name: pool.submit(launch, model) for model in plan.models}
         try:
             for future in concurrent.futures.as_completed(futures.values()):
@@ -160,13 +166,3 @@ def start_models(
         undo.pop_all()
     fleets.startup_seconds = time.monotonic() - started
     return fleets
-
-
-def _start_encoders(
-    model: PlannedModel, launcher: EngineLauncher, log_dir: Path, undo: contextlib.ExitStack
-) -> list[SGLangEngine]:
-    started = []
-    for number, spec in enumerate(model.encoders):
-        started.append(launcher.start(spec, log_path=log_dir / model.name / f"encoder_{number}.log"))
-        undo.callback(started[-1].stop)
-    return started

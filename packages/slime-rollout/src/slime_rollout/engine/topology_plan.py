@@ -35,12 +35,11 @@ from slime_core.errors import ConfigError, SlimeError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig, SglangValue
 from slime_rollout.engine.server import EngineSpec, check_flags, server_command
+from slime_rollout.engine.sglang_flags import ROLE_FLAGS
 from slime_rollout.strict_yaml import load_yaml
 
 FLAG = "--sglang-config"
 PROGRAM = "Print the engines that a file of models would start, and their commands."
-# Flags that follow from a group's type.
-ROLE_FLAGS = ("disaggregation-mode", "disaggregation-bootstrap-port", "encoder-only", "language-only", "encoder-urls")
 WORKER_TYPES = ("regular", "prefill", "decode", "encoder", "placeholder")
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 # Words for msgspec's names of types.
@@ -79,9 +78,8 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         if self.worker_type not in WORKER_TYPES:
-            raise _InvalidError(
-                f"worker_type {self.worker_type} is unknown; {_choices(self.worker_type, WORKER_TYPES)}"
-            )
+            hint = _choices(self.worker_type, WORKER_TYPES)
+            raise _InvalidError(f"worker_type {self.worker_type} is unknown; {hint}")
         if self.worker_type == "placeholder" and (self.overrides or self.num_gpus_per_engine):
             raise _InvalidError("a placeholder starts nothing; give it num_gpus alone")
         overrides: dict[str, SglangValue] = {}
@@ -196,10 +194,8 @@ def _explained(error: msgspec.ValidationError, content: Any) -> str:
         return f"{where}: {match[1]} is missing"
     if match := re.fullmatch(r"Expected (.*?)(?:, got .*)?", text):
         subject = f"{where}: {name}" if name else where
-        wanted = (
-            f"`name: value` lines with {', '.join(keys)}" if match[1] == "`object`" else _WORDS.get(match[1], match[1])
-        )
-        return f"{subject} is {repr(value)[:60]}; give {wanted}"
+        words = _WORDS | {"`object`": f"`name: value` lines with {', '.join(keys)}"}
+        return f"{subject} is {repr(value)[:60]}; give {words.get(match[1], match[1])}"
     return f"{where}: {text}"
 
 
@@ -223,21 +219,17 @@ def _choices(given: str, allowed: Collection[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """One model's engines, encoders first. ``trained``: it gets the trainer's weights."""
+    """One model's engines. Encoders start before the others, and get no requests from the router."""
 
     name: str
-    trained: bool
-    specs: tuple[EngineSpec, ...]
+    trained: bool  # whether it gets the trainer's weights
+    encoders: tuple[EngineSpec, ...]
+    generating: tuple[EngineSpec, ...]  # behind the router
 
     @property
-    def encoders(self) -> list[EngineSpec]:
-        """Engines that start before the others, and get no requests from the router."""
-        return [spec for spec in self.specs if spec.worker_type == "encoder"]
-
-    @property
-    def generating(self) -> list[EngineSpec]:
-        """Engines behind the router."""
-        return [spec for spec in self.specs if spec.worker_type != "encoder"]
+    def specs(self) -> tuple[EngineSpec, ...]:
+        """All of them, encoders first."""
+        return self.encoders + self.generating
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,13 +266,7 @@ class EnginePlan:
         return [shlex.join(server_command(self.config, spec)) for model in self.models for spec in model.specs]
 
 
-def plan_engines(
-    topology: Topology,
-    config: EngineConfig,
-    run: EngineSpec,
-    *,
-    num_gpus: int,
-) -> EnginePlan:
+def plan_engines(topology: Topology, config: EngineConfig, run: EngineSpec, *, num_gpus: int) -> EnginePlan:
     """Plan all engines. GPUs are assigned in the file's order, and each engine gets another seed.
 
     Args:
@@ -306,18 +292,23 @@ def plan_engines(
             "`update_weights: false` for all but one"
         )
     ports = Ports(config.sglang_router_port)
-    models, first_gpu, first_seed = [], 0, run.seed
+    models = []
     for model in topology.models:
         base = dataclasses.replace(
             run,
             model_path=model.model_path or run.model_path,
             context_length=run.context_length if model.name in trained else None,
         )
-        specs = _with_encoders(list(_specs(model, base, config, ports, first_gpu, first_seed)))
-        _check_sizes(model, specs, config, is_trained=model.name in trained)
-        models.append(PlannedModel(name=model.name, trained=model.name in trained, specs=tuple(specs)))
-        first_gpu += model.num_gpus
-        first_seed += len(specs)
+        specs = list(_specs(model, base, config, ports))
+        planned = _planned(model.name, specs, trained=model.name in trained)
+        sizes = sorted({spec.ranks(config) for spec in planned.generating})
+        if planned.trained and len(sizes) > 1:
+            raise ConfigError(
+                f"--sglang-config: engines of the trained model {model.name} have {' and '.join(map(str, sizes))} "
+                "GPUs; weights are sent to engines of one size, so give all its groups the same num_gpus_per_engine"
+            )
+        models.append(planned)
+        run = dataclasses.replace(run, seed=run.seed + len(specs), base_gpu_id=run.base_gpu_id + model.num_gpus)
     check_flags(config, [spec for planned in models for spec in planned.specs])
     return EnginePlan(config=config, models=tuple(models))
 
@@ -328,13 +319,20 @@ def _is_trained(model: ServedModel, hf_checkpoint: str) -> bool:
     return model.model_path is None or os.path.realpath(model.model_path) == os.path.realpath(hf_checkpoint)
 
 
-def _specs(
-    model: ServedModel, base: EngineSpec, config: EngineConfig, ports: Ports, first_gpu: int, seed: int
-) -> Iterator[EngineSpec]:
+def _specs(model: ServedModel, base: EngineSpec, config: EngineConfig, ports: Ports) -> Iterator[EngineSpec]:
+    """All engines of a model; ``base`` has what they share, the first seed and the first GPU."""
+    seed, first_gpu = base.seed, base.base_gpu_id
     for number, group in enumerate(model.server_groups, 1):
         if group.worker_type != "placeholder":
             size = group.num_gpus_per_engine or model.num_gpus_per_engine or config.rollout_num_gpus_per_engine
-            _check_group(group, size, f"--sglang-config: model {model.name}, group {number}")
+            where = f"--sglang-config: model {model.name}, group {number}"
+            if group.num_gpus % size:
+                raise ConfigError(
+                    f"{where}: num_gpus {group.num_gpus} must be a multiple of the {size} GPUs of an engine; see "
+                    "num_gpus_per_engine"
+                )
+            if roles := sorted(set(group.overrides) & set(ROLE_FLAGS)):
+                raise ConfigError(f"{where}: the override {roles[0]} follows from worker_type; leave it out")
             for place in range(group.num_gpus // size):
                 yield dataclasses.replace(
                     base,
@@ -350,32 +348,16 @@ def _specs(
         first_gpu += group.num_gpus
 
 
-def _check_group(group: ServerGroup, size: int, where: str) -> None:
-    if group.num_gpus % size:
-        raise ConfigError(
-            f"{where}: num_gpus {group.num_gpus} must be a multiple of the {size} GPUs of an engine; see "
-            "num_gpus_per_engine"
-        )
-    if roles := sorted(set(group.overrides) & set(ROLE_FLAGS)):
-        raise ConfigError(f"{where}: the override {roles[0]} follows from worker_type; leave it out")
-
-
-def _with_encoders(specs: Sequence[EngineSpec]) -> list[EngineSpec]:
-    """Encoders first; the engines that read prompts get their addresses."""
-    encoders = [spec for spec in specs if spec.worker_type == "encoder"]
+def _planned(name: str, specs: Sequence[EngineSpec], *, trained: bool) -> PlannedModel:
+    """Gives the engines that read prompts the encoders' addresses."""
+    encoders = tuple(spec for spec in specs if spec.worker_type == "encoder")
     urls = tuple(spec.url for spec in encoders)
-    reading = ("regular", "prefill")
-    others = [spec for spec in specs if spec.worker_type != "encoder"]
-    return [*encoders, *(dataclasses.replace(s, encoder_urls=urls) if s.worker_type in reading else s for s in others)]
-
-
-def _check_sizes(model: ServedModel, specs: Sequence[EngineSpec], config: EngineConfig, *, is_trained: bool) -> None:
-    sizes = {spec.ranks(config) for spec in specs if spec.worker_type != "encoder"}
-    if is_trained and len(sizes) > 1:
-        raise ConfigError(
-            f"--sglang-config: engines of the trained model {model.name} have {' and '.join(map(str, sorted(sizes)))} "
-            "GPUs; weights are sent to engines of one size, so give all its groups the same num_gpus_per_engine"
-        )
+    generating = tuple(
+        dataclasses.replace(spec, encoder_urls=urls) if spec.worker_type in ("regular", "prefill") else spec
+        for spec in specs
+        if spec.worker_type != "encoder"
+    )
+    return PlannedModel(name=name, trained=trained, encoders=encoders, generating=generating)
 
 
 def check_runs_here(plan: EnginePlan) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import io
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +28,16 @@ from slime_rollout.supervise import reaper
 
 _STOP_MARGIN_SECONDS = 10.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PIPES: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _close_pipes() -> None:
+    """In a child that was forked without exec."""
+    for pipe in list(_PIPES):
+        pipe.close()
+
+
+os.register_at_fork(after_in_child=_close_pipes)
 
 
 class SupervisionError(SlimeError):
@@ -80,14 +90,13 @@ class Supervised:
         log_start = log_path.stat().st_size if log_path is not None and log_path.exists() else 0
         read_end, write_end = os.pipe()
         pipe = io.FileIO(write_end, "w")
-        _closed_in_forked_children().add(pipe)
-        supervisor = [sys.executable, "-I", "-S", reaper.__file__]
-        supervisor += ["--pipe-fd", str(read_end), "--parent", str(os.getpid()), "--grace", str(grace)]
-        supervisor += ["--remove-files", remove_files] if remove_files else []
+        _PIPES.add(pipe)
+        settings = {"pipe_fd": read_end, "parent": os.getpid(), "grace": grace, "remove_files": remove_files}
+        supervisor = [sys.executable, "-I", "-S", reaper.__file__, json.dumps(settings)]
         try:
             with log_path.open("ab") if log_path is not None else contextlib.nullcontext() as log:
                 process = subprocess.Popen(
-                    [*supervisor, "--", *command],
+                    [*supervisor, *command],
                     env=env,
                     stdin=stdin,
                     stdout=log,
@@ -166,19 +175,6 @@ class Supervised:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-@functools.cache
-def _closed_in_forked_children() -> weakref.WeakSet[io.FileIO]:
-    """The pipes of this process that a child forked without exec closes at once."""
-    pipes: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-
-    def close_all() -> None:
-        for pipe in list(pipes):
-            pipe.close()
-
-    os.register_at_fork(after_in_child=close_all)
-    return pipes
 
 
 def run_under_supervisor(command: Sequence[str], *, grace: float = 10.0) -> int:

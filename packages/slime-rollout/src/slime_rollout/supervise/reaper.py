@@ -5,11 +5,11 @@ It is run by its path (``python -I -S reaper.py …``), so it uses the standard 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
 import functools
+import json
 import os
 import select
 import signal
@@ -153,22 +153,20 @@ def end_descendants(grace: float, *, reap: Callable[[], object], hurry: Callable
     reap()
 
 
+@dataclasses.dataclass(kw_only=True)
 class Supervisor:
     """Runs one command; ends it, and all that it started, when asked to or when the parent is gone."""
 
-    def __init__(
-        self, *, command: list[str], pipe_fd: int, parent: int, grace: float, remove_files: str | None
-    ) -> None:
-        self.command = command
-        self.pipe_fd = pipe_fd
-        self.parent = parent
-        self.grace = grace
-        self.remove_files = remove_files
-        self.files: set[str] = set()
-        self.pids: set[int] = set()
-        self.signals: list[int] = []
-        self.exit_code: int | None = None
-        self.child = 0
+    command: list[str]
+    pipe_fd: int
+    parent: int
+    grace: float
+    remove_files: str | None
+    files: set[str] = dataclasses.field(default_factory=set)
+    pids: set[int] = dataclasses.field(default_factory=set)
+    signals: list[int] = dataclasses.field(default_factory=list)
+    exit_code: int | None = None
+    child: int = 0
 
     def run(self) -> int:
         """Supervise until nothing is left; returns the exit code: 128 + n for signal n, 127 if it did not start."""
@@ -252,16 +250,6 @@ class Supervisor:
                 self.exit_code = code if code >= 0 else 128 - code
 
 
-def main() -> int:
-    """Read the command line and supervise."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pipe-fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--grace", type=float, required=True)
-    parser.add_argument("command", nargs="+")
-    parser.add_argument("--remove-files")
-    return Supervisor(**vars(parser.parse_args())).run()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    settings, *words = sys.argv[1:]
+    sys.exit(Supervisor(command=words, **json.loads(settings)).run())
