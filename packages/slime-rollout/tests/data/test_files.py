@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
-from slime_rollout.data import RowFields, files, read_prompts
+from slime_rollout.config import RolloutConfig
+from slime_rollout.data import check_prompt_file, files
 from slime_rollout.data.files import Mark, PromptFile
 from slime_rollout.data.rows import row_values
 
@@ -43,6 +44,14 @@ def rows_of(prompt):
         "metadata": st.fixed_dictionaries({"source": words}, optional={"tags": st.lists(words, min_size=1)}),
     }
     return st.lists(st.fixed_dictionaries({"prompt": prompt}, optional=optional), min_size=1, max_size=6)
+
+
+def read_prompts(path, **data):
+    """The rows of a file, with a template that takes messages, and no rule that wants labels."""
+    config = RolloutConfig.of(
+        hf_checkpoint="none", prompt_data=path, rollout_batch_size=1, apply_chat_template=True, rm_type="random", **data
+    )
+    return check_prompt_file(path, config)
 
 
 def contents(path):
@@ -188,7 +197,7 @@ def test_a_column_that_json_cannot_hold(tmp_path, value, words):
 def test_tools_as_their_json_text(tmp_path):
     path = tmp_path / "p.parquet"
     pq.write_table(pa.table({"prompt": ["a", "b"], "api": [json.dumps(TOOLS), "[]"]}), path)
-    first, second = read_prompts(str(path), RowFields(tool_key="api"))
+    first, second = read_prompts(str(path), tool_key="api")
     assert first.tools == TOOLS
     assert first.metadata == {"tools": TOOLS}
     assert (second.tools, second.metadata) == (None, {})

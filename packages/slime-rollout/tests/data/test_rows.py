@@ -13,13 +13,19 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
     PromptDataset,
     PromptEncoder,
-    RowFields,
     check_prompt_data,
     check_prompt_file,
     load_tokenizer,
-    read_prompts,
 )
 from slime_rollout.data.files import PromptFile, split_slice
+
+
+def read_prompts(path, **data):
+    """The rows of a file, with a template that takes messages, and no rule that wants labels."""
+    config = RolloutConfig.of(
+        hf_checkpoint="none", prompt_data=path, rollout_batch_size=1, apply_chat_template=True, rm_type="random", **data
+    )
+    return check_prompt_file(path, config)
 
 
 def test_a_row_keeps_all_it_says(write_rows):
@@ -39,7 +45,7 @@ def test_a_row_keeps_all_it_says(write_rows):
 
 def test_named_fields(write_rows):
     path = write_rows([{"question": "2 + 2 =", "answer": "4", "info": {"a": 1}, "prompt": "not this"}])
-    (row,) = read_prompts(path, RowFields(input_key="question", label_key="answer", metadata_key="info"))
+    (row,) = read_prompts(path, input_key="question", label_key="answer", metadata_key="info")
     assert (row.prompt, row.label, row.metadata) == ("2 + 2 =", "4", {"prompt": "not this", "a": 1})
 
 
@@ -88,7 +94,7 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, line, words):
 def test_a_label_key_that_was_given_must_be_there(write_rows):
     path = write_rows([{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
     with pytest.raises(DataError, match=r":2: no field 'answer', which --label-key names; the row has \['prompt'\]"):
-        read_prompts(path, RowFields(label_key="answer"))
+        read_prompts(path, label_key="answer")
 
 
 def test_files_that_cannot_serve(tmp_path):

@@ -26,7 +26,7 @@ from slime_rollout.data.offline import (
     read_preferences,
     read_sft,
 )
-from slime_rollout.data.rows import PromptRow, RowFields, check_prompt_data, check_prompt_file, read_prompts
+from slime_rollout.data.rows import PromptRow, check_prompt_data, check_prompt_file
 from slime_rollout.data.source import AccountedSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime_rollout.data.stream import StreamingPrompts
 
@@ -48,7 +48,6 @@ __all__ = [
     "RolloutDataSource",
     "RolloutDataSourceWithBuffer",
     "RowEncoder",
-    "RowFields",
     "SftDataset",
     "SftFields",
     "SftRow",
@@ -65,6 +64,5 @@ __all__ = [
     "make_data_source",
     "preference_batch",
     "read_preferences",
-    "read_prompts",
     "read_sft",
 ]

@@ -61,7 +61,7 @@ class SftRow(Row):
 
 
 def read_sft(path: str, fields: SftFields | None = None, *, on_bad_data: str = "error") -> list[SftRow]:
-    """Read and check a file of conversations, as `read_prompts` does one of prompts."""
+    """Read and check a file of conversations, as `check_prompt_file` does one of prompts."""
     return read_rows(path, functools.partial(_sft_row, fields=fields or SftFields()), on_bad_data)
 
 
@@ -169,7 +169,7 @@ class PreferenceRow(Row):
 def read_preferences(
     path: str, fields: PreferenceFields | None = None, *, on_bad_data: str = "error"
 ) -> list[PreferenceRow]:
-    """Read and check a file of pairs, as `read_prompts` does one of prompts."""
+    """Read and check a file of pairs, as `check_prompt_file` does one of prompts."""
     return read_rows(path, functools.partial(_preference_row, fields=fields or PreferenceFields()), on_bad_data)
 
 

@@ -25,7 +25,7 @@ import orjson
 
 from slime_core.errors import DataError
 from slime_core.types import Message, Prompt
-from slime_rollout.config import RolloutConfig
+from slime_rollout.config import DataConfig, RolloutConfig
 from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.rewards.rules import check_scoring
@@ -68,14 +68,6 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowFields(Fields):
-    """Names of fields; unset: ``prompt``, then ``input``, and ``label`` in rows that have it."""
-
-    input_key: str | None = None
-    label_key: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class PromptRow(Row):
     """One row of a prompt file: a prompt and perhaps the expected answer. Its tools are in the metadata, too."""
 
@@ -83,18 +75,9 @@ class PromptRow(Row):
     label: str | None = None
 
 
-def read_prompts(path: str, fields: RowFields | None = None, *, on_bad_data: str = "error") -> list[PromptRow]:
-    """Read a prompt file; rows that break the format are an ``error``, or are logged and ``skip``-ped.
-
-    Raises:
-        DataError: The file is missing, empty or damaged, or a row breaks the format; says which and how.
-    """
-    return read_rows(path, functools.partial(make_row, fields=fields or RowFields()), on_bad_data)
-
-
-def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
-    """Check a row's format; says where and how it breaks it."""
-    where, values = raw.where, row_values(raw)
+def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
+    """Check a row's format and that ``config`` can use it; says where and why not."""
+    where, values, fields = raw.where, row_values(raw), config.data
     input_key = field_name(where, values, fields.input_key, _INPUT_KEYS, "the prompt", "name it with --input-key")
     label_key = fields.label_key or _LABEL_KEY
     if fields.label_key is not None and values.get(label_key) is None:
@@ -102,27 +85,13 @@ def make_row(raw: RawRow, fields: RowFields) -> PromptRow:
     common = common_values(where, values, fields, {input_key, label_key})
     if common["tools"] is not None:
         common["metadata"]["tools"] = common["tools"]
-    return PromptRow(
-        prompt=text_or_messages(f"{where}: {input_key!r}", values[input_key]),
-        label=_label(f"{where}: {label_key!r}", values.get(label_key)),
-        **common,
-    )
-
-
-def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
-    """Check a row and that ``config`` can use it; says where and why not."""
-    fields = RowFields(
-        input_key=config.data.input_key,
-        label_key=config.data.label_key,
-        metadata_key=config.data.metadata_key,
-        tool_key=config.data.tool_key,
-    )
-    row = make_row(raw, fields)
-    if not isinstance(row.prompt, str) and not config.takes_messages:
-        raise DataError(f"{row.where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
-    if problem := check_scoring(config, row.metadata, row.label):
-        raise DataError(f"{row.where}: {problem}")
-    return row
+    prompt = text_or_messages(f"{where}: {input_key!r}", values[input_key])
+    label = _label(f"{where}: {label_key!r}", values.get(label_key))
+    if not isinstance(prompt, str) and not config.takes_messages:
+        raise DataError(f"{where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
+    if problem := check_scoring(config, common["metadata"], label):
+        raise DataError(f"{where}: {problem}")
+    return PromptRow(prompt=prompt, label=label, **common)
 
 
 def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
@@ -233,7 +202,9 @@ def field_name(
     raise DataError(f"{where}: no field {names} for {what}; the row has {sorted(values)}; {advice}")
 
 
-def common_values(where: str, values: dict[str, Any], fields: Fields, used: set[str | None]) -> dict[str, Any]:
+def common_values(
+    where: str, values: dict[str, Any], fields: Fields | DataConfig, used: set[str | None]
+) -> dict[str, Any]:
     """The fields of `Row`. Values that are not ``used`` otherwise are added to the metadata."""
     known = used | {fields.tool_key, fields.metadata_key}
     metadata = values.get(fields.metadata_key)
