@@ -234,14 +234,11 @@ def suited(messages: list[Message], render: Rendering) -> list[Message]:
         quoted = any(json.dumps(one, ensure_ascii=plain) in text for one in texts for plain in (True, False))
         return False, quoted, text.count("None")
 
+    if not any(flaws(messages)):
+        return messages
     forms = [messages, _with_arguments(messages, _as_object), _with_arguments(messages, _as_text)]
     forms += [[{**one, "content": one.get("content") or ""} for one in form] for form in forms]
-    tried: list[tuple[tuple[bool, bool, int], int]] = []
-    for place, form in enumerate(forms):
-        tried.append((flaws(form), place))
-        if not any(tried[-1][0]):
-            return form
-    return forms[min(tried)[1]]
+    return min(forms, key=flaws)
 
 
 def _calls(message: Message) -> list[dict[str, Any]]:

@@ -205,18 +205,15 @@ class _TurnFinder:
         """The turns, in order. Raises DataError where the template does not show where a turn starts or ends."""
         turns: list[_Turn] = []
         for number in (place for place, message in enumerate(self._messages) if message["role"] == "assistant"):
-            turn = self._turn(number)
-            if not (turns[-1].end if turns else 0) <= turn.start <= turn.end:
+            if number == 0:
+                raise DataError(
+                    "message 1 is the assistant's; begin with a system or user message, so that it answers one"
+                )
+            start, (end, closed) = self._start(number), self._end(number)
+            if not (turns[-1].end if turns else 0) <= start <= end:
                 raise self._refusal(number, "the turns overlap")
-            turns.append(turn)
+            turns.append(_Turn(message=number, start=start, end=end, closed=closed))
         return turns
-
-    def _turn(self, number: int) -> _Turn:
-        if number == 0:
-            raise DataError("message 1 is the assistant's; begin with a system or user message, so that it answers one")
-        start = self._start(number)
-        end, closed = self._end(number)
-        return _Turn(message=number, start=start, end=end, closed=closed)
 
     def _start(self, number: int) -> int:
         prompt, before = self._rendered(number, generate=True), self._rendered(number)

@@ -100,12 +100,10 @@ def _load_filter(path: str, kind: type[Any]) -> BufferFilter:
             f"{_SOURCE} slime_rollout.data.RolloutDataSourceWithBuffer, or a class derived from it"
         )
     function = load_function(path, _FILTER)
-    if _mismatch(function, _FILTER_ARGUMENTS) and not _mismatch(function, ("args", "rollout_id", "buffer", "num")):
-        _check_plain(function, f"{_FILTER} {path}")
-        return lambda args, buffer, num_samples: function(args, None, buffer, num_samples)  # as upstream calls it
-    function = load_function(path, _FILTER, arguments=_FILTER_ARGUMENTS)
     _check_plain(function, f"{_FILTER} {path}")
-    return cast(BufferFilter, function)
+    if _mismatch(function, _FILTER_ARGUMENTS) and not _mismatch(function, ("args", "rollout_id", "buffer", "num")):
+        return lambda args, buffer, num_samples: function(args, None, buffer, num_samples)  # as upstream calls it
+    return cast(BufferFilter, load_function(path, _FILTER, arguments=_FILTER_ARGUMENTS))
 
 
 def _load_class(path: str) -> type[Any]:
@@ -258,10 +256,7 @@ class SourceCalls:
     def __init__(self, source: AccountedSource, config: RolloutConfig) -> None:
         self.source = source
         self._limit = config.selection.hook_timeout
-        given = {
-            "--data-source-path": config.data.data_source_path,
-            "--buffer-filter-path": config.data.buffer_filter_path,
-        }
+        given = {_SOURCE: config.data.data_source_path, _FILTER: config.data.buffer_filter_path}
         self._hooks = " with ".join(f"{flag} {path}" for flag, path in given.items() if path is not None)
         self._problem = ""
 

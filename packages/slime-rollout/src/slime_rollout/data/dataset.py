@@ -163,7 +163,7 @@ def _begin(config: RolloutConfig, parent: int) -> None:
 
 def _end_with_parent(parent: int) -> None:
     """An executor's processes wait without end for a parent that was killed."""
-    while os.getppid() == parent:
+    while os.getppid() == parent:  # parent_process().join() waits for forks of the parent, too
         time.sleep(_PARENT_CHECK_SECONDS)
     os._exit(0)
 
@@ -269,14 +269,14 @@ class DatasetFeed:
     def __init__(self, dataset: Dataset[Any], *, shuffle: bool, seed: int) -> None:
         self._dataset, self._shuffle, self._seed = dataset, shuffle, seed
         self.identity = {"prompts": len(dataset), "digest": dataset.digest, "shuffle": shuffle, "seed": seed}
-        self.epoch = self.position = 0
-        self._order = self._epoch_order()
+        self.epoch = -1
+        self.seek(0, 0)
 
     def seek(self, epoch: int, position: Any) -> None:
         """Go to a place that was saved."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self._order = self._epoch_order()
+            self._order = self._dataset.epoch_order(epoch, shuffle=self._shuffle, seed=self._seed)
         self.position = position
 
     def next_group(self, *, group_index: int, first_index: int, size: int) -> Group:
@@ -286,9 +286,6 @@ class DatasetFeed:
         place = self._order[self.position]
         self.position += 1
         return self._dataset.group(place, group_index=group_index, first_index=first_index, size=size)
-
-    def _epoch_order(self) -> list[int]:
-        return self._dataset.epoch_order(self.epoch, shuffle=self._shuffle, seed=self._seed)
 
 
 def epoch_order(

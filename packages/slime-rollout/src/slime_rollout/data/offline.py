@@ -206,7 +206,7 @@ def preference_batch(groups: Sequence[Group]) -> PreferenceBatch:
         samples=samples,
         lengths=[sample.response_length for sample in samples],
         loss_mask=[entry for sample in samples for entry in sample.trained_mask],
-        score_positions=[_score_position(sample) for sample in samples],
+        score_positions=[len(sample.tokens) - 1 - sample.trained_mask[::-1].index(1) for sample in samples],
         margins=None if all(margin is None for margin in given) else [margin or 0.0 for margin in given],
     )
 
@@ -375,8 +375,3 @@ def _margin(where: str, value: Any) -> float | None:
 
 def _differs(chosen: EncodedChat, rejected: EncodedChat) -> bool:
     return 1 in chosen.loss_mask and 1 in rejected.loss_mask and chosen.tokens != rejected.tokens
-
-
-def _score_position(sample: Sample) -> int:
-    mask = sample.trained_mask
-    return len(sample.tokens) - 1 - mask[::-1].index(1)
