@@ -53,7 +53,7 @@ class Server:
 
     async def _live(self, ready):
         self.stop = asyncio.Event()
-        handler = web.Server(self.note)
+        handler = web.Server(self.note, handler_cancellation=True)
         server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         ready.set()

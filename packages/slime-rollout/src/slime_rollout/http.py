@@ -131,10 +131,9 @@ def patient_delays(seconds: float) -> tuple[float, ...]:
 
 
 def make_session(timeout: float | None = None) -> aiohttp.ClientSession:
-    """A session for the running event loop. Proxies of the environment are ignored: they do not know our loopback.
+    """A session for the running event loop; without ``timeout``, in seconds, only connecting is limited.
 
-    Args:
-        timeout: Time limit of each request in seconds; without one only connecting is limited.
+    Proxies of the environment are ignored: they do not know our loopback.
     """
     import aiohttp
 
@@ -157,18 +156,9 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> bytes:
-    """One attempt; returns the body of a successful answer.
+    """One attempt with JSON as ``body``; returns the body of a successful answer, or raises `HttpError`.
 
-    Args:
-        session: From `make_session`.
-        method: ``GET``, ``POST`` …
-        url: Full address.
-        body: JSON; nothing if ``None``.
-        headers: Further headers.
-        strict: Accept status 200 only, and follow no redirects.
-
-    Raises:
-        HttpError: No answer (its cause is aiohttp's error), or an error status.
+    ``strict`` accepts status 200 only, and follows no redirects.
     """
     import aiohttp
 
@@ -205,18 +195,8 @@ def call(
 ) -> Any:
     """Send one request and wait for its answer, for code that is not asynchronous.
 
-    Args:
-        method: ``GET``, ``POST`` …
-        url: Full address.
-        payload: Sent as JSON; nothing if ``None``.
-        timeout: Time limit of one attempt in seconds.
-        attempts: Most attempts; more than 1 only for requests that may be repeated.
-
-    Returns:
-        The answer as :func:`parse_body` gives it.
-
-    Raises:
-        HttpError: No answer, or an error status.
+    ``timeout`` limits one attempt, in seconds; ``attempts`` above 1 are for requests that may be repeated. Returns the
+    answer as :func:`parse_body` gives it, or raises `HttpError`.
     """
     retries = Retries(QUICK_DELAYS[: attempts - 1], quiet_seconds=0.0)
     body = None if payload is None else orjson.dumps(payload)
@@ -234,11 +214,9 @@ def call(
 
 
 class Service:
-    """A reward service or a teacher. Its connections are kept while it is asked, and closed after the last answer.
+    """A reward service or a teacher. Its connections are kept while requests are pending.
 
-    Args:
-        url: Address of the service.
-        timeout: Time limit of one attempt, in seconds. Waiting for a turn is not counted.
+    ``timeout`` limits one attempt, in seconds; waiting for a turn is not counted.
     """
 
     def __init__(self, url: str, *, timeout: float) -> None:
@@ -249,11 +227,7 @@ class Service:
         self._pending = 0
 
     async def ask(self, payload: Any) -> Any:
-        """POST ``payload``; returns the answer as :func:`parse_body` gives it.
-
-        Raises:
-            HttpError: No answer, or an error status.
-        """
+        """POST ``payload``; returns the answer as :func:`parse_body` gives it, or raises `HttpError`."""
         async with self._kept_session() as session, self._turns:
             return await request(session, "POST", self.url, _dump(payload), self._retries)
 

@@ -38,18 +38,9 @@ def start_call(thread: str, function: Callable[..., Result], *args: Any) -> Futu
 def call_within(seconds: float, what: str, function: Callable[..., Any], *args: Any, flag: str = HOOK_FLAG) -> Any:
     """Call a user-defined function in a thread of its own and wait for it; raises what it raises.
 
-    A thread cannot be stopped, so a function that takes too long is left behind. One that lets no other thread run,
-    such as an endless regular expression, is not noticed.
-
-    Args:
-        seconds: The time limit.
-        what: The function's name, for the message.
-        function: What to call.
-        *args: Its arguments.
-        flag: What sets the limit, for the message.
-
-    Raises:
-        HookTimeoutError: It took longer.
+    A thread cannot be stopped, so a function that takes too long is left behind, with a `HookTimeoutError` that names
+    ``what`` it is and the ``flag`` of the limit. One that lets no other thread run, such as an endless regular
+    expression, is not noticed.
     """
     answer = start_call(_HOOK_THREAD, function, *args)
     if not concurrent.futures.wait([answer], timeout=seconds).done:
@@ -91,10 +82,7 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 class LoopThread:
     """A running event loop in a daemon thread, which does not keep the process alive.
 
-    Args:
-        name: The thread's name.
-        daemon_calls: Whether `asyncio.to_thread` starts a daemon thread for each call, as for calls that may hang: at
-            exit, Python joins the threads of the usual pool.
+    With ``daemon_calls``, calls by `asyncio.to_thread` do not keep it alive either.
     """
 
     def __init__(self, name: str, *, daemon_calls: bool = True) -> None:

@@ -63,23 +63,14 @@ class ContractError(SlimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What hooks are tried with.
-
-    Attributes:
-        config: The settings.
-        args: Every flag by its name.
-        tokenizer: The model's, or a stand-in.
-        dataset: Prompts.
-        replies: What the engine says, in turn.
-        time_limit: For all calls of one hook together, in seconds.
-    """
+    """What hooks are tried with."""
 
     config: RolloutConfig
     args: HookArgs
-    tokenizer: Any
+    tokenizer: Any  # the model's, or a stand-in
     dataset: PromptDataset
-    replies: Sequence[str] = REPLIES
-    time_limit: float = TIME_LIMIT
+    replies: Sequence[str]  # what the engine says, in turn
+    time_limit: float  # for all calls of one hook together, in seconds
 
     @classmethod
     def make(
@@ -92,11 +83,7 @@ class Trial:
         replies: Sequence[str] = REPLIES,
         time_limit: float = TIME_LIMIT,
     ) -> Trial:
-        """The trial of a configuration, with stand-ins for a missing tokenizer and missing prompts.
-
-        Raises:
-            SlimeError: Its model or its prompts cannot be used.
-        """
+        """The trial of a configuration, with stand-ins for a missing tokenizer and missing prompts."""
         tokenizer = load_tokenizer(config.data.hf_checkpoint) if has_model else make_tokenizer()
         encoder = PromptEncoder.of(config, tokenizer)
         with tempfile.TemporaryDirectory(prefix="slime-hooks-") as directory:
@@ -119,11 +106,7 @@ class Trial:
 
 
 def try_hook(hook: GivenHook, trial: Trial) -> str:
-    """Call a hook as a rollout would, with its own settings, and say what it did in a few words.
-
-    Raises:
-        SlimeError: It broke its contract: it raised, hung, or returned an invalid value.
-    """
+    """Call a hook as a rollout would, and say what it did in a few words; a `SlimeError` if it broke its contract."""
     trial = dataclasses.replace(trial, config=hook.config)
     try:
         return str(call_within(trial.time_limit, "it", _TRIALS[hook.kind.field], trial, flag="--time-limit"))

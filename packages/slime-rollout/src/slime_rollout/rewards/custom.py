@@ -37,15 +37,11 @@ class CustomReward:
     """A custom reward: a function ``(args, sample)`` or ``(args, samples)``, plain or ``async``, or a class.
 
     A class has ``compute_reward(prompts, responses)``; its object is made, once, in the first call. A ``model_path``
-    that its constructor needs and that is not given is ``--hf-checkpoint``.
+    that its constructor needs and that is not given is ``--hf-checkpoint``. The path ``file.py`` alone means its
+    ``custom_rm``, or else its ``CustomRewardModel``.
 
-    Args:
-        path: As the flag has it; ``file.py`` alone means its ``custom_rm``, or else its ``CustomRewardModel``.
-        timeout: Seconds that one call may take.
-        group: A function takes several samples, whatever its second argument is called.
-
-    Raises:
-        ConfigError: It cannot be loaded, or does not take the arguments.
+    ``timeout`` limits one call, in seconds. With ``group`` a function takes several samples, whatever its second
+    argument is called. `ConfigError` if it cannot be loaded, or does not take the arguments.
     """
 
     def __init__(

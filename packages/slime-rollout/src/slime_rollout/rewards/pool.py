@@ -56,7 +56,6 @@ class VerifierPool:
 
     Args:
         target: A rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``.
-        workers: Processes at once.
         time_limit: Seconds that a worker has for one score.
         memory_limit: Bytes of address space of one worker.
     """

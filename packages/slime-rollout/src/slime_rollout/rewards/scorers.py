@@ -85,14 +85,9 @@ def make_scorer(
     """What scores by ``config``. A custom function is loaded and checked here.
 
     Args:
-        config: The settings.
-        hook_args: For custom functions.
         rules: Rewards by rule, to be shared.
         reward_keys: The ``--reward-key`` of everybody who shares the scorer; by default that of ``config`` alone.
         strict: Raise failures of a custom function as `VerifierError`, instead of a reward of 0.
-
-    Raises:
-        ConfigError: The custom function cannot be loaded, or does not take its arguments.
     """
     settings = config.rewards
     keys = set(reward_keys) or {settings.reward_key}

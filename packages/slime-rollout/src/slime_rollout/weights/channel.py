@@ -325,8 +325,7 @@ def check_engines(version: int, held: Mapping[str, list[dict[str, str]]], sent: 
     tensor parallelism (a rank holds a part of most tensors), and in the dtype that was sent. Elsewhere engines that all
     hold the same wrong weights are not noticed; a warning says so.
 
-    Args:
-        held: Engine → for each of its ranks, checksums by the engine's own names.
+    ``held`` maps an engine to the checksums of each of its ranks, by the engine's own names.
     """
     if not held:
         return

@@ -78,11 +78,7 @@ def version_name(version: int) -> str:
 
 
 class NewDirectory:
-    """A directory that appears under its name with everything in it, or not at all. An earlier one is replaced.
-
-    Attributes:
-        path: Where it is, before and after it is published.
-    """
+    """A directory that appears under its name with everything in it, or not at all. An earlier one is replaced."""
 
     def __init__(self, final: Path) -> None:
         self._final = final
@@ -110,17 +106,12 @@ class NewDirectory:
 
 
 class VersionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version says about itself.
-
-    Attributes:
-        first: The checkpoint that the first delta was applied to, in a receiver's copy.
-        sent: Tensors that were ever sent to the receiver.
-    """
+    """What a version says about itself."""
 
     version: int
     checksums: dict[str, str]
-    first: str = ""
-    sent: tuple[str, ...] = ()
+    first: str = ""  # the checkpoint that the first delta was applied to, in a receiver's copy
+    sent: tuple[str, ...] = ()  # tensors that were ever sent to the receiver
     format_version: int = FORMAT_VERSION
 
 
@@ -242,11 +233,7 @@ def check_format(path: Path, found: int, expected: int) -> None:
 
 
 def verify_checkpoint(directory: Path) -> dict[str, str]:
-    """Read a version that :class:`CheckpointWriter` wrote, and compare it with its checksums, which are returned.
-
-    Raises:
-        IntegrityError: Tensors differ, are missing or too many, or a file cannot be read.
-    """
+    """Read a version that :class:`CheckpointWriter` wrote; returns its checksums, or raises an `IntegrityError`."""
     expected, reader = read_info(directory).checksums, CheckpointReader(directory)
     found = {name: tensor_checksum(reader.read(name)) for name in sorted(reader.names)}
     verify_checksums(found, expected)

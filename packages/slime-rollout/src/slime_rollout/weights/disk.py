@@ -235,20 +235,13 @@ class TensorDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """What a published version says about itself.
-
-    Attributes:
-        base_version: The version that it was made from; ``None`` for the first checkpoint.
-        base: Combined checksum of all tensors before.
-        result: Combined checksum of all tensors after.
-        tensors: What it changes.
-    """
+    """What a published version says about itself."""
 
     version: int
-    base_version: int | None
-    base: str
-    result: str
-    tensors: dict[str, TensorDelta]
+    base_version: int | None  # that it was made from; `None` for the first checkpoint
+    base: str  # combined checksum of all tensors before
+    result: str  # and after
+    tensors: dict[str, TensorDelta]  # what it changes
     format_version: int = DELTA_FORMAT
 
     def read(self, directory: Path, name: str) -> bytes:
@@ -327,15 +320,10 @@ def first_tensor(first: CheckpointReader, name: str, dtype: torch.dtype, shape: 
 
 
 class _Stretch(msgspec.Struct, frozen=True, array_like=True):
-    """Changes of up to 2^20 elements, packed by Zstandard.
+    """Changes of up to 2^20 elements, packed by Zstandard."""
 
-    Attributes:
-        gaps: Distances from one changed element to the next, 32 bits each; empty if all elements have a difference.
-        differences: New bytes minus old bytes modulo 256; empty if nothing changed.
-    """
-
-    gaps: bytes
-    differences: bytes
+    gaps: bytes  # from one changed element to the next, 32 bits each; empty if all elements have a difference
+    differences: bytes  # new bytes minus old bytes modulo 256; empty if nothing changed
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> bytes:
@@ -343,9 +331,6 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor) -> bytes:
 
     An optimizer's small step moves a bf16 number to a neighbour: its low byte changes by 1 or so, its high byte rarely
     at all. So bytes are subtracted, and numbers' first, second … bytes lie side by side, which then pack well.
-
-    Raises:
-        DataError: The two differ in dtype or shape.
     """
     if (base.dtype, base.shape) != (new.dtype, new.shape):
         raise DataError(f"a delta needs two versions of one tensor, got {_describe(base)} and {_describe(new)}")

@@ -41,16 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class LocalVersion:
-    """A whole checkpoint on this machine.
-
-    Attributes:
-        version: ``None`` for the checkpoint that everything began with.
-        checksums: Of all tensors that were ever sent.
-    """
+    """A whole checkpoint on this machine."""
 
     path: Path
-    version: int | None
-    checksums: Mapping[str, str]
+    version: int | None  # `None` for the checkpoint that everything began with
+    checksums: Mapping[str, str]  # of all tensors that were ever sent
 
     def is_version(self, version: int, checksum: str) -> bool:
         """Whether it is this version of the sender's, by number and contents."""
@@ -75,10 +70,7 @@ class LocalCheckpoint:
         """Bring the checkpoint to a published version, by all deltas that are missing, in their order.
 
         It starts over from the first checkpoint if the published version was not made from the current one, or if the
-        copy here was altered.
-
-        Raises:
-            IntegrityError: A version is missing, altered, of another format, or not made from what is here.
+        copy here was altered. An `IntegrityError` says why a published version cannot be used.
         """
         with self._lock:
             start, steps = self._steps(version, self.current)
