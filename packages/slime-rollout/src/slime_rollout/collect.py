@@ -42,12 +42,9 @@ class Collected:
 
 @dataclasses.dataclass(eq=False)
 class _Work:
-    """A group in flight, or one that may be trained on.
+    """A group in flight, or one that may be trained on: ``group`` is first a copy of ``handed_out``, then its result.
 
-    Attributes:
-        handed_out: As the data source gave it.
-        group: The copy that generation fills in, then what came of it.
-        finished: Samples whose generation is finished, while others of the group still run.
+    ``finished`` holds samples whose generation is finished, while others of the group still run.
     """
 
     handed_out: Group
@@ -61,13 +58,8 @@ class Collector:
     It works on copies: what the data source handed out stays as it was until the copy is finished, and only then is
     replaced by it. So the source's state can be saved at any time, and never holds half a response.
 
-    Args:
-        config: How many groups, what is done with the others, and how old tokens may be.
-        calls: Where groups come from and go back to.
-        pipeline: Generates and scores one.
-        keep: Decides which are trained on; all without it.
-        context: Its client is opened and closed here, and its ``stop`` replaced for each rollout.
-        on_progress: Called with counts of scored samples.
+    Without ``keep`` all groups are trained on. The client of ``context`` is opened and closed here, and its ``stop`` is
+    replaced for each rollout.
     """
 
     def __init__(

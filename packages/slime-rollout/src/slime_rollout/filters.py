@@ -24,14 +24,8 @@ REJECTED = "rejected"
 def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
     """Keep a group whose rewards differ: from equal ones, group-relative advantages are all 0.
 
-    The samples of one trajectory count once, with the mean of their rewards.
-
-    Args:
-        args: Every flag by its name; ``args.reward_key`` is the entry of a reward that counts.
-        group: A scored group.
-
-    Returns:
-        ``Keep()``, or ``Drop("zero_std_<reward>")`` with the reward that all have.
+    The samples of one trajectory count once, with the mean of their rewards; ``args.reward_key`` is the entry of a
+    reward that counts. Another group is dropped as ``zero_std_<reward>``, with the reward that all have.
     """
     rewards = [
         statistics.fmean(sample.scalar_reward(args.reward_key) for sample in parts)

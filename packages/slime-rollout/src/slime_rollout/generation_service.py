@@ -45,17 +45,9 @@ class Progress(NamedTuple):
 class GenerationSpec:
     """Settings of the generation half.
 
-    Attributes:
-        engine: Settings of the engines and the router.
-        rollout: Settings of prompts, sampling and rewards.
-        num_engines: SGLang servers, on ``num_gpus`` GPUs.
-        topology: Contents of ``--sglang-config``.
-        dtype: ``float32`` or ``bfloat16``.
-        context_length: Longest prompt plus response in tokens; ``None`` leaves it to the model's config.
-        seed: The run's seed.
-        log_dir: Where engines and router write their logs.
-        flags: Every flag of the run, for hooks.
-        colocate: Trainer and engines share their GPUs.
+    ``topology`` holds the contents of ``--sglang-config``, and ``flags`` every flag of the run, for hooks. ``dtype`` is
+    ``float32`` or ``bfloat16``. ``context_length`` is the longest prompt plus response in tokens; ``None`` leaves it to
+    the model's config. With ``colocate``, trainer and engines share their GPUs.
     """
 
     engine: EngineConfig
@@ -75,12 +67,8 @@ class GenerationSpec:
 class ChannelSpec:
     """What a weight channel is made of. Unlike the channel itself, it needs no torch.
 
-    Attributes:
-        sync: How weights travel.
-        engine_urls: The engines, each with tensor-parallel size ``tp_size``.
-        hf_checkpoint: What the engines were started with.
-        receivers: What applies deltas on the engines' machines.
-        colocate: Trainer and engines share their GPUs.
+    ``tp_size`` is that of each engine, and ``hf_checkpoint`` what the engines were started with. ``receivers`` are what
+    applies deltas on the engines' machines. With ``colocate``, trainer and engines share their GPUs.
     """
 
     sync: WeightSyncConfig
@@ -107,13 +95,11 @@ class ChannelSpec:
 class CacheNamespace:
     """SGLang's ``extra_key`` of a request: keeps it off the keys and values that earlier weights computed.
 
-    With the pause mode ``in_place`` an engine keeps its cache of prefixes over an update while requests are running.
-    So each update begins a new namespace, twice: before weights are sent and after, since what is sent meanwhile may
-    run on either weights. Only a request that is sent between an engine's going on and the second change, and shares a
-    prefix with one that was sent after the first, can still meet the old weights' keys and values.
-
-    Args:
-        pause_mode: With ``retract`` engines clear the cache themselves, and no request names a namespace.
+    With the pause mode ``in_place`` an engine keeps its cache of prefixes over an update while requests are running. So
+    each update begins a new namespace, twice: before weights are sent and after, since what is sent meanwhile may run
+    on either weights. Only a request that is sent between an engine's going on and the second change, and shares a
+    prefix with one that was sent after the first, can still meet the old weights' keys and values. With ``retract``
+    engines clear the cache themselves, and no request names a namespace.
     """
 
     def __init__(self, pause_mode: str) -> None:
@@ -250,10 +236,8 @@ class GenerationService:
     def sleep(self) -> None:
         """Stop generating, and have the engines give back their device memory: weights and cache.
 
-        An engine without ``--enable-memory-saver`` keeps it, which is logged.
-
-        Raises:
-            HttpError: An engine failed, or is busy for half a minute.
+        An engine without ``--enable-memory-saver`` keeps it, which is logged. Raises `HttpError` if an engine fails, or
+        is busy for half a minute.
         """
         from slime_rollout.http import call
 

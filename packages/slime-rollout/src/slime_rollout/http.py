@@ -91,10 +91,8 @@ class HttpError(SlimeError):
 class Retries:
     """Decides which failed requests are retried and when, counts and logs them. One object serves a whole client.
 
-    Args:
-        delays: Mean seconds before each retry. Each varies by a quarter, in the same way in every run, so that
-            requests that failed together are not repeated together.
-        quiet_seconds: Shortest time between two lines of the log.
+    ``delays`` are the mean seconds before each retry. Each varies by a quarter, in the same way in every run, so that
+    requests that failed together are not repeated together. Lines of the log are at least ``quiet_seconds`` apart.
     """
 
     def __init__(self, delays: Sequence[float], *, quiet_seconds: float = _QUIET_SECONDS) -> None:

@@ -21,10 +21,8 @@ Teacher = Callable[[Sample], Awaitable[None]]
 class GroupPipeline:
     """Generates and scores groups.
 
-    Args:
-        config: Names the generate function and the reward's entry.
-        scorer: Scores each sample while others are generated, or all samples of a group once they are there.
-        teacher: Called for each sample while it is scored.
+    Each sample is scored while others are generated, or all samples of a group once they are there, as the scorer asks.
+    The teacher is called for each sample while it is scored.
     """
 
     def __init__(self, config: RolloutConfig, scorer: Scorer, teacher: Teacher | None = None) -> None:
@@ -82,12 +80,7 @@ class GroupPipeline:
 
 
 class Stopwatch:
-    """Times the two phases of a rollout and reports its progress.
-
-    Args:
-        total: Samples of a rollout.
-        on_progress: Called with the number of scored samples and ``total`` after each one.
-    """
+    """Times the two phases of a rollout, and reports after each scored sample how many of ``total`` there are."""
 
     def __init__(self, total: int, on_progress: Progress | None = None) -> None:
         self._total, self._done, self._on_progress = total, 0, on_progress

@@ -40,9 +40,8 @@ class RolloutData:
     def load(cls, config: RolloutConfig, hook_args: HookArgs | None = None) -> RolloutData:
         """Read everything. Most of the time goes into importing transformers; no engine is needed for it.
 
-        Raises:
-            ConfigError: The tokenizer or the data source cannot be used.
-            DataError: A prompt file is invalid.
+        Raises `ConfigError` if the tokenizer or the data source cannot be used, and `DataError` if a prompt file is
+        invalid.
         """
         tokenizer = load_tokenizer(config.data.hf_checkpoint)
         source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or HookArgs.from_configs(config))
@@ -126,15 +125,10 @@ class RolloutManager:
         return self._calls.source
 
     def generate(self, rollout_id: int, *, weight_version: int | None = None) -> RolloutBatch:
-        """Generate and score the next ``rollout_batch_size`` groups.
+        """Generate and score the next ``rollout_batch_size`` groups; returns them in the data source's order.
 
-        Args:
-            rollout_id: Its number.
-            weight_version: Version that it is to be trained from; ``rollout_id`` by default.
-
-        Returns:
-            The groups in the data source's order. ``seconds`` holds ``generate``, until the last response was complete,
-            and ``reward``, since then.
+        They are to be trained from ``weight_version``, by default ``rollout_id``. The batch's ``seconds`` holds
+        ``generate``, until the last response was complete, and ``reward``, since then.
 
         Raises:
             GenerationError: The engines did not give a response, or too many groups were dropped.
@@ -160,10 +154,7 @@ class RolloutManager:
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score all held-out sets, with the same seeds every time: two reports differ by the weights alone.
 
-        Raises:
-            GenerationError: The engines did not give a response.
-            RewardError: A reward function failed.
-            DataError: ``--reward-key`` names no entry of a reward. Each of them names the set.
+        Raises `GenerationError`, `RewardError` and `DataError` as :meth:`generate` does; each names the set.
         """
         return self._thread.run(self._evaluate(rollout_id))
 

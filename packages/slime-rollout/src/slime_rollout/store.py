@@ -30,11 +30,7 @@ class RolloutStore:
         return self._directory / f"rollout_{rollout_id:07d}.npz"
 
     def write(self, batch: RolloutColumns, source_state: dict[str, Any] | None = None) -> Path:
-        """Write a rollout; its file is either whole or not there, power failures included. Returns the file.
-
-        Raises:
-            OSError: The directory cannot be written.
-        """
+        """Write a rollout; its file is either whole or not there, power failures included. Returns the file."""
         self._directory.mkdir(parents=True, exist_ok=True)
         if source_state is not None:  # first, so that each rollout has its state
             write_whole(self._state_path(batch.rollout_id), json.dumps(source_state))

@@ -86,9 +86,8 @@ class Completion:
     def from_json(cls, content: bytes) -> Completion:
         """Read the body of a reply: JSON to checked fields in one pass.
 
-        Raises:
-            GenerationError: It is not JSON, or a field is missing or invalid.
-            FailedUpdateError: The weights are those of an update that failed.
+        Raises `GenerationError` if it is invalid, and `FailedUpdateError` if the weights are those of an update that
+        failed.
         """
         try:
             reply = _decoder.decode(content)

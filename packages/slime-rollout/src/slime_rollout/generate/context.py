@@ -118,13 +118,8 @@ def sampling_seed(run_seed: int, sample_index: int, turn: int = 0, stream: str =
     """Seed of one generation request, so that a sample's tokens depend on nothing that runs at the same time.
 
     The first 63 bits (SGLang takes a signed 64-bit number) of BLAKE2b over ``stream:run_seed:sample_index:turn``: the
-    same in every process and on every machine, and unrelated between neighbouring samples.
-
-    Args:
-        run_seed: Seed of the run.
-        sample_index: Number of the sample in its stream.
-        turn: Number of the request within the sample.
-        stream: What the sample is for. Evaluation has streams of its own, so that it does not affect rollouts.
+    same in every process and on every machine, and unrelated between neighbouring samples. ``turn`` is the number of
+    the request within the sample. Evaluation has streams of its own, so that it does not affect rollouts.
     """
     text = f"{stream}:{run_seed}:{sample_index}:{turn}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -134,14 +129,9 @@ def sampling_seed(run_seed: int, sample_index: int, turn: int = 0, stream: str =
 class GenerationContext:
     """What all samples of a rollout, or of one held-out set, are generated with.
 
-    Attributes:
-        client: Where requests go.
-        params: How tokens are drawn.
-        run_seed: Seed of the run, which every request's own seed comes from.
-        stream: What the samples are for: ``rollout``, or ``eval/`` and the name of a held-out set.
-        tokenizer: The model's; ``None`` only where nothing is tokenized or decoded.
-        args: Every flag by its name, for hooks.
-        stop: Set when no further request is to be sent; what is unfinished then goes back to the data source.
+    ``stream`` says what the samples are for: ``rollout``, or ``eval/`` and the name of a held-out set. ``tokenizer`` is
+    ``None`` only where nothing is tokenized or decoded. ``args`` holds every flag by its name, for hooks. Once ``stop``
+    is set no further request is sent, and what is unfinished goes back to the data source.
     """
 
     client: EngineClient
@@ -181,10 +171,8 @@ def single_turn(group: Group, context: GenerationContext) -> list[Awaitable[list
 async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sample]:
     """Sample the response of a sample, or the rest of an ``ABORTED`` one, and fill it in. Returns the sample.
 
-    A finished sample stays as it is, and so does any once ``context.stop`` is set.
-
-    Raises:
-        GenerationError: See :meth:`EngineClient.generate`.
+    A finished sample stays as it is, and so does any once ``context.stop`` is set. Raises what
+    :meth:`EngineClient.generate` raises.
     """
     if sample.status in FINISHED or context.stop.is_set():
         return [sample]

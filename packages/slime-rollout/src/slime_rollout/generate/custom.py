@@ -155,16 +155,10 @@ def _form(function: Callable[..., Any], where: str) -> tuple[bool, bool]:
 
 
 class HookCall:
-    """One call of a custom generate function.
+    """One call of a custom generate function with ``samples``; ``where`` is the flag and the path, for messages.
 
-    Args:
-        context: Where requests go, and what they are for.
-        samples: What it is called with.
-        where: The flag and the path, for messages.
-        keeps_aborted: Whether a function that fails leaves unfinished responses as they are.
-
-    Attributes:
-        conversations: What `generate_single` keeps of each sample's conversation, by the sample's index.
+    With ``keeps_aborted``, a function that fails leaves unfinished responses as they are. ``conversations`` holds what
+    `generate_single` keeps of each sample's conversation, by the sample's index.
     """
 
     def __init__(self, context: GenerationContext, samples: Group, where: str, *, keeps_aborted: bool) -> None:
@@ -336,11 +330,7 @@ _CALL: contextvars.ContextVar[HookCall] = contextvars.ContextVar("slime_custom_g
 
 
 def current() -> HookCall:
-    """The call of the custom generate function that runs here, or that started this task.
-
-    Raises:
-        GenerationError: There is none.
-    """
+    """The call of the custom generate function that runs here or started this task; a `GenerationError` without one."""
     try:
         return _CALL.get()
     except LookupError:
@@ -375,9 +365,7 @@ def by_trajectory(group: Iterable[Sample]) -> dict[int, list[Sample]]:
 def number_parts(groups: Iterable[Group], fresh: Callable[[], int]) -> None:
     """Give each sample of a trajectory its own ``index``: the first keeps its own, the others get ``fresh()``.
 
-    Args:
-        groups: What was collected, in its final order, so that a resumed run numbers alike.
-        fresh: Gives an unused number, such as `RolloutDataSource.fresh_index`.
+    The groups are in their final order, so that a resumed run numbers alike.
     """
     for group in groups:
         taken: set[int] = set()

@@ -246,11 +246,7 @@ async def generate_single(conversation: Prompt, *, sample: Sample | None = None,
 class Conversation:
     """A sample's conversation, as `generate_single` knows it.
 
-    Attributes:
-        trajectory: The sample's turns.
-        given: The list or text of the last call.
-        seen: Its messages then; empty before the first call.
-        reply: What the model wrote.
+    ``given`` is the list or text of the last call, ``seen`` its messages then, and ``reply`` what the model wrote.
     """
 
     def __init__(self, call: HookCall, sample: Sample, conversation: Prompt) -> None:
@@ -346,13 +342,7 @@ async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
     To sample from the engines, :class:`Trajectory` is better: it keeps connections, retries, aborts what was cancelled,
     and checks the reply.
 
-    Args:
-        url: The address.
-        payload: What JSON can hold.
-        timeout: Time limit, in seconds.
-
-    Raises:
-        GenerationError: There was no answer in time, or it was an error or not JSON.
+    Raises `GenerationError` if there is no answer within ``timeout`` seconds, or it is an error or not JSON.
     """
     try:
         async with make_session(timeout) as session:

@@ -39,13 +39,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class GivenHook:
-    """A hook that a configuration names.
-
-    Attributes:
-        kind: What it is.
-        config: The settings of the run, or of the held-out set.
-        of: Prefix of messages: names the held-out set; empty for the run.
-    """
+    """A hook that the settings of the run or of a held-out set name; ``of`` names the set in messages, if any."""
 
     kind: Hook
     config: RolloutConfig
