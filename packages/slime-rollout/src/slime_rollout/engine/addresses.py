@@ -28,12 +28,9 @@ def router_args(router_url: str, model_urls: Mapping[str, str]) -> dict[str, Any
 
 
 def get_model_url(args: Any, name: str | None = None, endpoint: str = "/generate") -> str:
-    """The address of a model's router, with an endpoint.
+    """The address of a model's router, with ``endpoint`` appended.
 
-    Args:
-        args: The hook's arguments.
-        name: The model's name in ``--sglang-config``, or ``default`` without that file; the trained one unless given.
-        endpoint: Appended to the address.
+    ``name`` is the model's in ``--sglang-config``, or ``default`` without that file; the trained one unless given.
 
     Raises:
         ConfigError: The model does not exist.
@@ -128,11 +125,7 @@ def free_port(host: str = LOOPBACK, *, without: Collection[int] = ()) -> int:
 
 
 def check_port_free(port: int, host: str = LOOPBACK, *, flag: str | None = None) -> None:
-    """Check that a server could listen on a port, which ``flag`` gave.
-
-    Raises:
-        PortInUseError: It is taken, or the address is not this machine's.
-    """
+    """Raise `PortInUseError` if ``port``, which ``flag`` gave, is taken, or ``host`` is not this machine's address."""
     try:
         with bound(host, port):
             pass

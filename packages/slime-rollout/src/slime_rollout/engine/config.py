@@ -232,11 +232,7 @@ class EngineConfig(WeightSyncConfig):
 
 
 def find_python(given: str | None) -> str:
-    """The interpreter that ``--sglang-python`` names, by its path or as a command in PATH; the running one if unset.
-
-    Raises:
-        ConfigError: The program does not exist.
-    """
+    """The interpreter that ``--sglang-python`` asks for; raises `ConfigError` if it does not exist."""
     found = sys.executable if given is None else shutil.which(given)
     if found is None:
         problem = "is not an executable file" if os.sep in str(given) else "is not a command in PATH"

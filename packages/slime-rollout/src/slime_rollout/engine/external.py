@@ -81,11 +81,9 @@ class ExternalEngine:
 def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights_follow: bool) -> list[str]:
     """One line for each property of an engine that does not fit the run.
 
-    Args:
-        engines: What they report.
-        wanted: The run's model, dtype and tensor parallel size; if the latter is ``None``, any that all engines share.
-            The context length is the longest prompt plus response that must fit; not checked if ``None``.
-        weights_follow: Whether new weights are sent before the first request. Otherwise all must have the same.
+    If the tensor parallel size of ``wanted`` is ``None``, any fits that all engines share. Its context length is the
+    longest prompt plus response that must fit; not checked if ``None``. All engines must have the same weights, unless
+    new ones are sent before the first request (``weights_follow``).
     """
     first = engines[0]
     whose = "--rollout-num-gpus-per-engine is" if wanted.tp_size else f"{first.url} has"
@@ -172,13 +170,8 @@ class ExternalFleet(Fleet):
     ) -> ExternalFleet:
         """Find the engines of ``rollout_external_engine_addrs``; return when a router sends them requests.
 
-        Engines that a killed run left paused during a weight update generate again.
-
-        Args:
-            config: Where they are, and how the router is started or where it is.
-            wanted: As of :func:`mismatches`, like ``weights_follow``; the tensor parallel size is the config's.
-            log_dir: Directory for ``router.log``; made if missing.
-            on_progress: Called with the progress.
+        Engines that a killed run left paused during a weight update generate again. ``wanted`` and ``weights_follow``
+        are as of :func:`mismatches`, but the tensor parallel size is the config's.
 
         Raises:
             EngineStartError: An engine or the router does not answer within ``engine_startup_timeout``.

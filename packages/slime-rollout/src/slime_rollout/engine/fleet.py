@@ -25,9 +25,7 @@ class Fleet(abc.ABC):
     Whoever sends weights says so before and after: :meth:`begin_update`, then :meth:`confirm_update` or
     :meth:`fail_update`. Only engines with the weights of the last confirmed update get requests.
 
-    Attributes:
-        tp_size: Tensor parallel size of an engine of the trained model.
-        startup_seconds: How long it took until the first request could be sent.
+    ``tp_size`` is that of the trained model; ``startup_seconds`` passed until the first request could be sent.
     """
 
     tp_size: int
@@ -84,12 +82,10 @@ class Fleet(abc.ABC):
     def fail_update(self, silent: Collection[str] = ()) -> bool:
         """The update failed; its engines get no more requests before another one. Raises as :meth:`check`.
 
-        Args:
-            silent: Addresses of the engines that did not answer a request of the update; they are replaced.
+        The engines whose addresses are in ``silent`` did not answer a request of the update; they are replaced.
 
-        Returns:
-            Whether an engine died or hangs, which is now being replaced: then a retry may succeed. Finding out takes as
-            long as a health check may take. ``False`` without fault tolerance.
+        Returns whether an engine died or hangs, which is now being replaced: then a retry may succeed. Finding out
+        takes as long as a health check may take. ``False`` without fault tolerance.
         """
         self._updating = False
         self.check()
@@ -142,13 +138,11 @@ class EngineFleet(Fleet):
         Args:
             config: How engines and router are started.
             model_path: Hugging Face directory.
-            num_engines: Number of engines.
             dtype: ``float32``, ``bfloat16`` …
             context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.
             seed: Seed of requests without one; engine i gets ``seed + i``.
             log_dir: Directory for ``engine_<i>.log`` and ``router.log``; made if missing.
             device: ``cpu`` or ``cuda``; detected if ``None``.
-            on_progress: Called with the progress.
             launcher: Starts the engines; on this host if ``None``.
 
         Raises:

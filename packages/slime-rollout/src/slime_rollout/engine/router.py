@@ -95,9 +95,7 @@ Workers = dict[str, tuple[str, bool]]
 class RouterApi(abc.ABC):
     """What any running sglang-router is asked.
 
-    Attributes:
-        url: Its address.
-        attempts: How often a request is tried that gets no answer, or a server error.
+    A request that gets no answer, or a server error, is tried ``attempts`` times.
     """
 
     url: str
@@ -120,10 +118,7 @@ class RouterApi(abc.ABC):
     ) -> None:
         """Register engines that are ready, and perhaps known already; return when it sends them requests.
 
-        Args:
-            urls: Their addresses.
-            roles: What else the router must know of an engine, by its address.
-            timeout: Longest wait in seconds.
+        ``roles`` has what else the router must know of an engine, by its address.
 
         Raises:
             EngineStartError: It refuses one of them, or does not use it in time.

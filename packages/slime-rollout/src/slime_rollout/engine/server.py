@@ -47,13 +47,10 @@ class EngineSpec:
     """What one engine serves, and where.
 
     Attributes:
-        model_path: Hugging Face directory.
         port: Port that it listens on; 0 for one that is free when it starts.
-        dtype: ``float32``, ``bfloat16`` …
         context_length: Longest prompt plus response in tokens; the model's own limit if ``None``.
         seed: Seed of requests without one.
         device: ``cpu`` or ``cuda``; that of the config's ``sglang_args``, or what this machine has, if ``None``.
-        base_gpu_id: First GPU of this engine. CUDA only.
         tp_size: Its tensor parallel size; ``rollout_num_gpus_per_engine`` of the config if ``None``.
         sglang_args: SGLang's flags of this engine alone. They win over the config's; ``False`` leaves a flag out.
         worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
@@ -222,9 +219,7 @@ class ServingProcess:
     def is_ready(self, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
         """Whether it answers within ``timeout`` seconds.
 
-        Raises:
-            EngineStartError: It ended before it ever answered.
-            EngineDiedError: It ended later.
+        Raises `EngineStartError` if it ended before it ever answered, `EngineDiedError` if it ended later.
         """
         self.check()
         is_up = answers(self.url + self.ready_path, timeout)
@@ -232,11 +227,7 @@ class ServingProcess:
         return is_up
 
     def wait_until_ready(self, timeout: float = 300.0) -> None:
-        """Return when it answers.
-
-        Raises:
-            EngineStartError: It ended, or does not answer within ``timeout`` seconds; with the end of its log.
-        """
+        """Return when it answers; raises `EngineStartError`, with the end of its log, if it ends or takes too long."""
         hint = f"does not answer after {timeout:g} s; see"
         wait_for(self.is_ready, timeout, lambda: f"{self.url} {hint} {self.log_excerpt()}")
 
@@ -302,13 +293,7 @@ class SGLangEngine(ServingProcess):
     def start(
         cls, config: EngineConfig, spec: EngineSpec, *, log_path: Path, ports: Ports | None = None
     ) -> SGLangEngine:
-        """Start the process; it ends when this one does.
-
-        Args:
-            config: The interpreter, and SGLang's flags, which are checked against the SGLang installed there.
-            spec: What it serves, and where.
-            log_path: Where its output goes; the directory is made if missing.
-            ports: Where its port comes from if that of ``spec`` is 0.
+        """Start the process; it ends when this one does. Its port comes from ``ports`` if that of ``spec`` is 0.
 
         Raises:
             ConfigError: The installed SGLang does not know a flag or a value. Nothing was started.

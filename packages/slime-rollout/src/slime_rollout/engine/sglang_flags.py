@@ -130,11 +130,7 @@ def engine_device() -> str:
 
 
 def import_environment(device: str | None = None) -> dict[str, str]:
-    """This process's environment, and what a process needs to import SGLang.
-
-    Args:
-        device: ``cpu`` or ``cuda``; what this machine has if ``None``.
-    """
+    """This process's environment, and what importing SGLang needs on ``device``; what this machine has if ``None``."""
     environment = dict(os.environ)
     # Compiled modules are half of the start-up; without them on disk every process compiles all of SGLang.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -152,11 +148,7 @@ def import_environment(device: str | None = None) -> dict[str, str]:
 
 
 def installed_flags(python: str) -> dict[str, SglangFlag]:
-    """All flags of the SGLang that ``python`` would import, by name.
-
-    Raises:
-        ConfigError: It has no SGLang, or SGLang cannot be imported there.
-    """
+    """All flags of the SGLang that ``python`` imports, by name; raises `ConfigError` if it cannot import SGLang."""
     environment = import_environment()
     cache, stored = _cache_file(python, environment), None
     with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -173,11 +165,7 @@ def installed_flags(python: str) -> dict[str, SglangFlag]:
 
 
 def check_sglang_args(args: Mapping[str, SglangValue], flags: Mapping[str, SglangFlag]) -> None:
-    """Check the user's ``--sglang-*`` flags against those that the installed SGLang has.
-
-    Args:
-        args: Values by name, without ``--sglang-``.
-        flags: From :func:`installed_flags`.
+    """Check the user's ``--sglang-*`` flags, without that prefix, against those that the installed SGLang has.
 
     Raises:
         ConfigError: One is unknown (names the nearest known one), set by slime itself, or has an invalid value.

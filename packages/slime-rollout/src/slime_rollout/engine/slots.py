@@ -63,12 +63,9 @@ class Occupant(Generic[P]):
 
 
 class Slot(abc.ABC, Generic[P]):
-    """A place for one process; empty before :meth:`start`.
+    """A place for one process, such as ``engine 0``; empty before :meth:`start`.
 
-    Attributes:
-        name: Such as ``engine 0``.
-        health_path: What a process that works answers.
-        restarts: How often its process was replaced because it failed.
+    A process that works answers ``health_path``. ``restarts`` counts how often it was replaced because it failed.
     """
 
     name: str
@@ -163,12 +160,7 @@ class EngineSlot(Slot[SGLangEngine]):
 class RouterSlot(Slot[Any]):
     """The router's slot. A router that replaces another one has its address; an external one is never replaced.
 
-    Args:
-        config: ``sglang_router_url``, or how to start a router.
-        ports: Where its port comes from.
-        log_path: Where a router that is started writes its log.
-        engine_urls: External engines of this run, which an external router may know already.
-        disaggregated: As of :meth:`Router.start`.
+    ``engine_urls`` are external engines of this run, which an external router may know already.
     """
 
     name = "router"

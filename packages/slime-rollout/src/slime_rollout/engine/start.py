@@ -43,10 +43,9 @@ def start_engines(
     """Start the engines that ``config`` asks for, or attach to external ones; return when requests can be sent.
 
     Args:
-        config: Which engines.
         model: What they serve. Its seed is the first engine's.
         num_engines: Number of engines to start, without ``sglang_config``.
-        log_dir: As of `EngineFleet.start`, like ``on_progress`` and ``launcher``.
+        log_dir: As of `EngineFleet.start`, like ``launcher``.
         num_gpus: GPUs for generation, which ``sglang_config`` must use up; those of ``num_engines`` if ``None``.
         topology: The content of ``sglang_config``, if it was read already.
         longest_sample: Prompt plus response that external engines must take; not checked if ``None``.

@@ -99,7 +99,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         model_path: Hugging Face directory; ``--hf-checkpoint`` if ``None``.
         num_gpus_per_engine: GPUs of one engine; ``--rollout-num-gpus-per-engine`` if ``None``.
         update_weights: Whether it is the model that is trained; if ``None``, where its path is ``--hf-checkpoint``.
-        server_groups: Its engines.
     """
 
     name: str
@@ -144,11 +143,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_topology(path: str) -> Topology:
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: It cannot be read, or holds something invalid; with the place.
-    """
+    """Read a YAML file; raises `ConfigError`, with the place, if it cannot be read or holds something invalid."""
     content = load_yaml(FLAG, path)
     try:
         return msgspec.convert(_normalized(content), Topology)
@@ -269,11 +264,8 @@ class EnginePlan:
 def plan_engines(topology: Topology, config: EngineConfig, run: EngineSpec, *, num_gpus: int) -> EnginePlan:
     """Plan all engines. GPUs are assigned in the file's order, and each engine gets another seed.
 
-    Args:
-        topology: What to start.
-        config: How; a group's settings win over its ``rollout_num_gpus_per_engine`` and ``sglang_args``.
-        run: The run's model, first seed, dtype and device. Its context length is of the trained model only.
-        num_gpus: GPUs for generation.
+    A group's settings win over the ``rollout_num_gpus_per_engine`` and ``sglang_args`` of ``config``. ``run`` has the
+    run's model, first seed, dtype and device; its context length is of the trained model only.
 
     Raises:
         ConfigError: The GPUs do not add up, more than one model is trained, or the installed SGLang does not know an

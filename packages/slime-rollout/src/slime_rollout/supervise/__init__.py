@@ -77,12 +77,11 @@ class Supervised:
         """Start ``command`` in a session of its own.
 
         Args:
-            command: Program and arguments.
             env: Its whole environment; this process's if ``None``.
             log_path: File to append its output to; this process's own output if ``None``.
             grace: Seconds the command gets after SIGTERM to end by itself, and then what it left behind again.
-            stdin: As in :class:`subprocess.Popen`.
             remove_files: Beginning of paths. Such files that the tree had open are removed when it has ended.
+            stdin: As in :class:`subprocess.Popen`.
 
         Raises:
             SupervisionError: The log file cannot be written.
@@ -124,11 +123,7 @@ class Supervised:
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the whole tree to end; the exit code as in :meth:`poll`.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended after ``timeout`` seconds.
-        """
+        """Wait for the whole tree to end, or raise `subprocess.TimeoutExpired`; the exit code as in :meth:`poll`."""
         return self._process.wait(timeout)
 
     def signal(self, signum: int) -> None:

@@ -34,12 +34,9 @@ TORCH_MEMORY = "torch"
 class Process:
     """One process, distinct from a later one with the same pid.
 
-    Attributes:
-        pid: Process id.
-        start_time: When it started, in clock ticks after boot.
-        parent: Its parent's pid when it was looked at.
-        alive: Whether any of its threads was. The kernel calls a process whose first thread has ended a zombie, but the
-            other threads may run on for ever, and those of a killed process take a moment to end.
+    ``start_time`` is in clock ticks after boot. ``parent`` and ``alive`` are from when it was looked at; it is alive if
+    any of its threads is. The kernel calls a process whose first thread has ended a zombie, but the other threads may
+    run on for ever, and those of a killed process take a moment to end.
     """
 
     pid: int

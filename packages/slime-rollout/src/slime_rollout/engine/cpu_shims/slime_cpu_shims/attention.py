@@ -27,21 +27,15 @@ MASK_ENTRIES = 1 << 20
 
 
 def attention(query_THD, output_THD, k_cache, v_cache, req_to_token, req_pool_indices, key_lens, query_lens, scaling):
-    """Causal attention of the new tokens of each sequence over its cached keys and values.
+    """Causal attention of the new tokens of each sequence over its cached keys and values, into ``output_THD``.
 
     Args:
         query_THD: Queries of the new tokens, sequence after sequence.
-        output_THD: Filled in.
-        k_cache: Keys ``[slots, N, D]``; the new tokens' are already there.
-        v_cache: Values, likewise.
+        k_cache: Keys ``[slots, N, D]``, like ``v_cache``; the new tokens' are already there.
         req_to_token: Slots of each request's tokens ``[requests, longest]``.
         req_pool_indices: Row of ``req_to_token`` for each sequence ``[B]``.
         key_lens: Tokens in the cache for each sequence, the new ones included; B ints.
         query_lens: New tokens of each sequence; B ints. They are the last ones.
-        scaling: Factor on the scores.
-
-    Returns:
-        ``output_THD``.
     """
     starts = list(itertools.accumulate(query_lens, initial=0))
     for sequences in _alike(key_lens, query_lens):

@@ -24,13 +24,8 @@ F1, F2 = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
 def multinomial_with_seed(logprobs, seed, positions):
     """One sample per row, a function of seed and position alone (Gumbel-max; Gumbel, 1954).
 
-    Args:
-        logprobs: Log-probs ``[B, V]``, not necessarily normalised.
-        seed: 64-bit seeds ``[B]``.
-        positions: Token positions ``[B]``.
-
-    Returns:
-        Sampled columns ``[B, 1]``, int64.
+    ``logprobs`` are ``[B, V]``, not necessarily normalised; 64-bit seeds and positions are ``[B]``. Returns the sampled
+    columns ``[B, 1]``, int64.
     """
     state = hash_of_seed(seed.view(-1), positions.view(-1))
     columns = _scramble(torch.arange(logprobs.shape[1], dtype=torch.int32))
@@ -43,15 +38,9 @@ def multinomial_with_seed(logprobs, seed, positions):
 
 
 def murmur_hash32(seed, positions, col_indices):
-    """The hash of (seed, position, column), in place of SGLang's function of that name.
+    """The hash ``[B, V]``, uint32, of (seed, position, column), in place of SGLang's function of that name.
 
-    Args:
-        seed: 64-bit seeds ``[B]``.
-        positions: Token positions ``[B]``.
-        col_indices: Columns ``[V]``.
-
-    Returns:
-        Hashes ``[B, V]``, uint32.
+    64-bit seeds and positions are ``[B]``, columns ``[V]``.
     """
     return hash_of_columns(hash_of_seed(seed, positions), _scramble(_low_half(col_indices)))
 
