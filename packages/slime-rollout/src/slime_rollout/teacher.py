@@ -147,11 +147,7 @@ def _refusal(error: HttpError) -> str:
 
 
 def make_teacher(config: RolloutConfig) -> TeacherLogProbs | None:
-    """The checked teacher of ``--opd-type`` and ``--rm-url``; ``None`` without ``--opd-type``.
-
-    Raises:
-        TeacherError: The teacher does not answer, gives no log-probs, or has another vocabulary.
-    """
+    """The checked teacher of ``--opd-type``, if any; `TeacherError` if it has no log-probs or another vocabulary."""
     if config.rewards.opd_type is None or config.rewards.rm_url is None:
         return None
     url, timeout = generate_url(config.rewards.rm_url), config.rewards.teacher_timeout

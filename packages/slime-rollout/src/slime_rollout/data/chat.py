@@ -89,11 +89,9 @@ def as_messages(prompt: Prompt, role: str = "user") -> list[Message]:
 class PromptEncoder:
     """Turns prompts into token ids; a `ConfigError` if a template is asked for and the tokenizer has none.
 
-    Args:
-        tokenizer: A transformers tokenizer.
-        apply_chat_template: Render prompts with its chat template; text then is one user message.
-        template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
-        keep_messages: Chat messages without the template give no token ids: a custom generate function renders them.
+    With ``apply_chat_template``, text is one user message; ``template_kwargs`` are further arguments of the template,
+    such as ``{"enable_thinking": False}``. With ``keep_messages``, chat messages without the template give no token
+    ids: a custom generate function renders them.
     """
 
     def __init__(
@@ -172,17 +170,11 @@ class ChatTurns:
     ) -> list[int]:
         """Token ids of new messages after the model's turn, with the beginning of its next one.
 
-        The template is rendered with a mark in place of what the model wrote. Whatever it writes after the mark is the
-        end of the turn, the new messages, and the beginning of the next turn.
+        The template is rendered with a mark in place of what the model wrote in answer to ``before``. Whatever it
+        writes after the mark is the end of the turn, the new messages, and the beginning of the next turn. If
+        ``last_token``, the turn's last, is a special token that ends a turn, it is not written again.
 
-        Args:
-            before: The conversation that the turn answered.
-            messages: What is new.
-            last_token: The turn's last token: a special token that ends a turn is not written again.
-            tools: For the template.
-
-        Raises:
-            DataError: The template is missing, refuses the messages, or leaves out what the model writes.
+        Raises `DataError` if the template is missing, refuses the messages, or leaves out what the model writes.
         """
         self._check_template()
         mark = unused_character(before, messages, tools)

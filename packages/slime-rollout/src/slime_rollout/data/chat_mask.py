@@ -73,17 +73,12 @@ class EncodedChat:
 class ChatEncoder:
     """Turns conversations into tokens and loss masks, with the tokenizer's chat template.
 
-    Trained are the assistant's own words, from the end of the generation prompt on, and the token that ends the turn.
-    A token that reaches over the start of a turn is not trained on.
+    Trained are the assistant's own words, from the end of the generation prompt on, and the token that ends the turn. A
+    token that reaches over the start of a turn is not trained on.
 
-    Args:
-        tokenizer: A transformers tokenizer of the fast kind, which knows where each token stands in the text.
-        template_kwargs: Further arguments of the template, such as ``{"enable_thinking": False}``.
-        end_of_turn: A special token to write and train after the last turn where the template writes none: GLM ends a
-            turn by the start of the next message, so ``<|user|>`` teaches the model to stop.
-
-    Raises:
-        ConfigError: The tokenizer has no chat template, is not fast, or does not have ``end_of_turn``.
+    ``end_of_turn`` is a special token to write and train after the last turn where the template writes none: GLM ends a
+    turn by the start of the next message, so ``<|user|>`` teaches the model to stop. Raises `ConfigError` if the
+    tokenizer does not have it, has no chat template, or is not fast: only fast ones know where each token is.
     """
 
     def __init__(
@@ -117,9 +112,7 @@ class ChatEncoder:
         """Encode one conversation; what is longer than ``max_length`` tokens loses its end.
 
         The assistant's messages from number ``first_trained`` on are trained on, unless their ``step_loss_mask`` is 0.
-
-        Raises:
-            DataError: The template refuses the messages, or does not show where a turn is.
+        Raises `DataError` if the template refuses the messages, or does not show where a turn is.
         """
         clean = [{key: value for key, value in message.items() if key != TURN_MASK_KEY} for message in messages]
         left_out = {

@@ -64,10 +64,8 @@ def find_data_source(config: RolloutConfig) -> Callable[..., AccountedSource]:
     """The class of ``--data-source-path``, with the function of ``--buffer-filter-path``.
 
     By default a source without a buffer, or with one where settings make groups come back. It is called with
-    ``(dataset, samples_per_prompt=…, shuffle=…, seed=…, args=…)``.
-
-    Raises:
-        ConfigError: A path names nothing that can be used, or a function does not take the arguments it will get.
+    ``(dataset, samples_per_prompt=…, shuffle=…, seed=…, args=…)``. Raises `ConfigError` if a path names nothing that
+    can be used, or a function that does not take the arguments it will get.
     """
     kind: type[Any] = RolloutDataSourceWithBuffer if config.selection.gives_back else RolloutDataSource
     if config.data.data_source_path is not None:

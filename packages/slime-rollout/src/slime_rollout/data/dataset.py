@@ -224,11 +224,7 @@ class PromptDataset(Dataset[TokenizedPrompt]):
     def load(
         cls, path: str, config: RolloutConfig, encoder: PromptEncoder, *, encoding: RowEncoder | None = None
     ) -> PromptDataset:
-        """Read, check and tokenize a file, leaving out prompts longer than ``--rollout-max-prompt-len``.
-
-        Raises:
-            DataError: The file breaks its format, or no prompt is short enough.
-        """
+        """Read a file without prompts over ``--rollout-max-prompt-len``; `DataError` if invalid, or none is left."""
         rows = ((None, raw) for _, raw in PromptFile(path).rows())
         outcomes = (encoding or RowEncoder(config, encoder)).outcomes(rows)
         prompts = usable(path, (outcome for _, outcome in outcomes), config.data.on_bad_data)

@@ -72,9 +72,8 @@ class PromptFile:
 
     JSON Lines are read from a byte offset on; in compressed files, everything before it is decompressed again to get
     there. Parquet files are read from a row group on, in parts; directories of ``datasets`` are mapped into memory.
-
-    Raises:
-        DataError: It is missing, empty or damaged, or the slice is empty. Rows of JSON Lines are not looked at yet.
+    Raises `DataError` if it is missing, empty or damaged, or the slice is empty; rows of JSON Lines are not looked at
+    yet.
     """
 
     def __init__(self, path: str, *, streamed: bool = False) -> None:

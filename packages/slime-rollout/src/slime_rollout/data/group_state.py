@@ -47,21 +47,13 @@ _Group = list[_Checked]
 
 
 def plain_groups(groups: Iterable[Group]) -> list[PlainGroup]:
-    """Every field of every sample. Nothing is shared with the samples.
-
-    Raises:
-        DataError: A field is invalid; better now than when the state is to be loaded.
-    """
+    """Every field of every sample, sharing nothing. What is invalid is a `DataError` now, not only when loading."""
     with _uncollected():
         return [_plain(group) for group in groups]
 
 
 def groups_from_plain(groups: Iterable[PlainGroup]) -> list[Group]:
-    """The reverse of :func:`plain_groups`. Nothing is shared with ``groups``.
-
-    Raises:
-        DataError: A field is unknown, missing or invalid.
-    """
+    """The reverse of :func:`plain_groups`, sharing nothing; `DataError` if a field is unknown, missing or invalid."""
     with _uncollected():
         return [_restored(rows) for rows in groups]
 

@@ -104,9 +104,7 @@ class Ledger:
     def problem(self, buffer: Iterable[Group] | None, in_flight: Iterable[Group] = ()) -> str | None:
         """What does not balance, or ``None``.
 
-        Args:
-            buffer: Every group that waits to be handed out again; ``None`` where that cannot be seen.
-            in_flight: Every group that is rightly out, such as those that are generated while the trainer works.
+        All of ``buffer`` waits to be handed out again (``None``: that cannot be seen); ``in_flight`` is rightly out.
         """
         held = {sample.trajectory for group in buffer for sample in group} if buffer is not None else self._buffered
         running = {sample.trajectory for group in in_flight for sample in group}

@@ -85,9 +85,7 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         """Read, check and tokenize a file as :func:`read_sft` does; a row that the template refuses is bad, too.
 
         Conversations longer than ``max_length`` tokens lose their end. Those without a trained token are left out.
-
-        Raises:
-            DataError: The file breaks its format, the template cannot be used, or no row is left.
+        Raises `DataError` if the file breaks its format, the template cannot be used, or no row is left.
         """
 
         def encoded_row(raw: RawRow) -> tuple[SftRow, EncodedChat]:
@@ -271,10 +269,8 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         """Read, check and tokenize a file as :func:`read_preferences` does; a pair that the template refuses is bad.
 
         A side longer than ``max_length`` tokens loses its end. Pairs are left out if then a side has no response, or
-        both sides are the same.
-
-        Raises:
-            DataError: The file breaks its format, the template cannot be used, or no pair is left.
+        both sides are the same. Raises `DataError` if the file breaks its format, the template cannot be used, or no
+        pair is left.
         """
 
         def encoded_pair(raw: RawRow) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:

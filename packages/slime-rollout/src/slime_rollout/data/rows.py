@@ -97,8 +97,7 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
 def check_prompt_data(config: RolloutConfig) -> dict[str, int]:
     """Read every prompt file that a run will read, as :func:`check_prompt_file`; of streams, the first rows.
 
-    Returns:
-        Usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
+    Returns usable rows per path as given: the training prompts, if they are not streamed, then the held-out sets.
     """
     counts = {}
     for path in config.data.prompt_paths:

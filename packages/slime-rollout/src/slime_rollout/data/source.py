@@ -47,9 +47,7 @@ class AccountedSource(abc.ABC):
     def get_samples(self, num_groups: int) -> list[Group]:
         """The next groups: first those that were out when a loaded state was saved, then others.
 
-        Raises:
-            DataError: A row of a stream is invalid or cannot be read. No prompt is consumed, and what came from the
-                buffer comes first the next time.
+        A `DataError` on a bad row of a stream consumes no prompt; groups from the buffer come first the next time.
         """
         resumed = [self._unfinished.popleft() for _ in range(min(num_groups, len(self._unfinished)))]
         try:
@@ -98,12 +96,8 @@ class AccountedSource(abc.ABC):
 class RolloutDataSource(AccountedSource):
     """Endless groups of fresh samples, one group per prompt. `RolloutDataSourceWithBuffer` keeps what is given back.
 
-    Args:
-        dataset: The prompts, in memory or as a stream. A batch may be larger than the data set, and may span epochs.
-        samples_per_prompt: Size of a group.
-        shuffle: Shuffle every epoch by its own order.
-        seed: Seed of the shuffle.
-        args: Every flag by its name, for subclasses and their hooks.
+    A batch may be larger than the data set, and may span epochs, each shuffled, if at all, by its own order. ``args``
+    holds every flag by its name, for subclasses and their hooks.
     """
 
     def __init__(
@@ -153,8 +147,7 @@ class RolloutDataSource(AccountedSource):
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain values that share nothing with this object: position, ledger, all unfinished groups.
 
-        Raises:
-            DataError: A sample that is out or in the buffer has an invalid field.
+        Raises `DataError` if a sample that is out or in the buffer has an invalid field.
         """
         return {
             "data": dict(self._feed.identity),
@@ -171,9 +164,8 @@ class RolloutDataSource(AccountedSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with exactly what came next when ``state`` was saved, after what was out at that time.
 
-        Raises:
-            DataError: The state belongs to other prompts, another order of them or another class, or is incomplete. The
-                source is then as it was.
+        Raises `DataError` if the state belongs to other prompts, another order of them or another class, or is
+        incomplete. The source is then as it was.
         """
         self._check_state(state)
         unfinished, buffer = groups_from_plain(state["unfinished"]), groups_from_plain(state["buffer"])
@@ -256,24 +248,18 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def buffer_filter(self, args: HookArgs, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose what to hand out again. To be overridden; by default the groups that came back first.
 
-        Args:
-            args: Every flag by its name.
-            buffer: What was given back, oldest first: a list of its own. Groups that are removed from it and not
-                returned are dropped for good, and count as filtered.
-            num_samples: Most groups to return.
-
-        Returns:
-            Groups of ``buffer``, removed from it or not; the source removes them. Fresh ones make up for the rest.
+        ``buffer`` is a list of its own, oldest first. Groups that are removed from it and not returned are dropped for
+        good, and count as filtered. Returned are at most ``num_samples`` of its groups, removed from it or not; the
+        source removes them. Fresh ones make up for the rest.
         """
         if self._filter is not None:
             return self._filter(args, buffer, num_samples)
         return buffer[:num_samples]
 
     def add_samples(self, groups: list[Group]) -> None:
-        """Give groups back, to be handed out again: whole or in part, finished or not.
+        """Give groups back, whole or in part, finished or not.
 
-        Raises:
-            DataError: A sample is not out: trained on, dropped or given back before. Nothing is added then.
+        Raises `DataError` if a sample is not out: trained on, dropped or given back before. Nothing is added then.
         """
         groups = [group for group in groups if group]
         self._ledger.put_back(groups)

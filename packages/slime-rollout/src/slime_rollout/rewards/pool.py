@@ -54,10 +54,8 @@ class VerifierPool:
     loop of the requests, or this process. A request waits for a free worker without limit. Equal requests are scored
     once, while the first is pending and as long as its score is among the last 100,000; failures are not kept.
 
-    Args:
-        target: A rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``.
-        time_limit: Seconds that a worker has for one score.
-        memory_limit: Bytes of address space of one worker.
+    ``target`` is a rule's name, or ``pkg.mod:fn`` or ``file.py:fn``: a function ``(response, label, metadata)``. A
+    worker has ``time_limit`` seconds for one score, and ``memory_limit`` bytes of address space.
     """
 
     def __init__(self, target: str, *, workers: int, time_limit: float, memory_limit: int) -> None:

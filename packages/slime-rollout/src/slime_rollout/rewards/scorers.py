@@ -42,10 +42,7 @@ class Scorer:
 
 
 class Scorers:
-    """Scores a run's rollouts and its held-out sets. Equal settings share processes, models and batches.
-
-    Custom functions are loaded and checked here, before anything is generated, as by :func:`make_scorer`.
-    """
+    """Scores a run's rollouts and held-out sets, by :func:`make_scorer`. Equal settings share processes and models."""
 
     def __init__(self, config: RolloutConfig, hook_args: HookArgs, eval_sets: Sequence[EvalSet] = ()) -> None:
         self._made: dict[tuple[object, ...], Scorer] = {}
@@ -82,12 +79,10 @@ def make_scorer(
     reward_keys: Collection[str | None] = (),
     strict: bool = False,
 ) -> Scorer:
-    """What scores by ``config``. A custom function is loaded and checked here.
+    """What scores by ``config``. A custom function is loaded and checked here, before anything is generated.
 
-    Args:
-        rules: Rewards by rule, to be shared.
-        reward_keys: The ``--reward-key`` of everybody who shares the scorer; by default that of ``config`` alone.
-        strict: Raise failures of a custom function as `VerifierError`, instead of a reward of 0.
+    ``reward_keys`` are those of everybody who shares the scorer, by default that of ``config`` alone. With ``strict``,
+    failures of a custom function are raised as `VerifierError`; otherwise they are a reward of 0.
     """
     settings = config.rewards
     keys = set(reward_keys) or {settings.reward_key}

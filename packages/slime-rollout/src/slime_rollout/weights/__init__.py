@@ -44,9 +44,7 @@ def open_channel(
 ) -> WeightChannel:
     """Make the sending end that the flags choose. It connects in ``begin``.
 
-    Raises:
-        ConfigError: NCCL without CUDA.
-        WeightSyncError: Deltas without a receiver.
+    Raises `ConfigError` on NCCL without CUDA, and `WeightSyncError` on deltas without a receiver.
     """
     common: dict[str, Any] = {
         "engine_urls": tuple(engine_urls),
@@ -73,8 +71,7 @@ def open_channel(
 def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:
     """URL of the receiver on each engine's machine, from ``host:port`` of all; a single one serves all engines.
 
-    Raises:
-        ConfigError: A machine of an engine has none or several.
+    Raises `ConfigError` if a machine of an engine has none or several.
     """
     urls = [address if "://" in address else f"http://{address}" for address in receivers]
     if len(urls) == 1:

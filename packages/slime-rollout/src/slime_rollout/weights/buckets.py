@@ -48,11 +48,8 @@ _DEVICES = {"nccl": "cuda", "gloo": "cpu"}
 class TensorWeightChannel(EngineChannel):
     """Sends tensors to engines on this machine through shared memory (SGLang's ``update_weights_from_tensor``).
 
-    Every rank of an engine reads the same full tensors and takes its part.
-
-    Attributes:
-        cuda_ipc: Leave tensors on their GPU, and give engines the address there. They must see the same GPUs, as with
-            ``--colocate``. Not run on CUDA yet.
+    Every rank of an engine reads the same full tensors and takes its part. With ``cuda_ipc`` tensors stay on their GPU,
+    and engines get the address there. They must see the same GPUs, as with ``--colocate``. Not run on CUDA yet.
     """
 
     cuda_ipc: bool = False
@@ -65,8 +62,7 @@ class TensorWeightChannel(EngineChannel):
         """Free the buffer, which is as large as the largest bucket; the next update allocates another.
 
         On the CPU :meth:`end` does so, too: when a process is killed, torch leaves its file in ``/dev/shm`` until the
-        last engine that ever read it has ended, and engines may outlive many trainers. So the file exists only during
-        an update.
+        last engine that ever read it has ended, and engines may outlive many trainers.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.is_cuda:
@@ -151,10 +147,7 @@ class DistributedWeightChannel(EngineChannel):
     """Broadcasts tensors to engines (SGLang's ``update_weights_from_distributed``), each bucket as one flat tensor.
 
     The group is made by the first :meth:`begin` and kept until :meth:`close`. After an error it is dropped, and the
-    next :meth:`begin` makes another.
-
-    Attributes:
-        backend: ``gloo``, or ``nccl``, which was not run yet: it needs GPUs.
+    next :meth:`begin` makes another. The backend ``nccl`` was not run yet: it needs GPUs.
     """
 
     backend: str = "gloo"

@@ -40,21 +40,17 @@ Result = TypeVar("Result")
 class EngineChannel(abc.ABC):
     """The sending end of a weight sync: ``begin``, ``send`` for each bucket, ``end``.
 
-    Picklable while no update is open; what is kept between updates stays behind. One update at a time.
+    Picklable while no update is open; what is kept between updates stays behind. One update at a time. Each of the
+    three raises `WeightSyncError` if an engine refuses or is gone, files cannot be written, or they are out of order.
 
     While weights change, engines do not generate, and requests in flight stay where they are. With the pause mode
     ``retract`` the new weights recompute their KV cache; with ``in_place`` they keep the old one, and the cache of
     prefixes stays, too: see :class:`~slime_rollout.generation_service.CacheNamespace`.
 
-    Attributes:
-        engine_urls: The engines themselves, not the router: it forwards no control requests.
-        tp_size: Tensor parallel size of one engine.
-        timeout: Time limit in seconds of a request that loads no files.
-        load_timeout: Time limit of a request that may read all weights, at an engine or a receiver.
-        pause_mode: ``retract`` or ``in_place``.
-        check: Compare checksums of what the engines hold, see :func:`check_engines`.
-        hf_checkpoint: What the engines were started with. If it is in safetensors, tensors must have its shapes: not
-            every engine would survive another one.
+    ``engine_urls`` are the engines themselves, not the router: it forwards no control requests. A request that may read
+    all weights, at an engine or a receiver, has ``load_timeout`` seconds, any other ``timeout``. With ``check`` the
+    checksums of what engines hold are compared by :func:`check_engines`. Engines were started with ``hf_checkpoint``;
+    if it is in safetensors, tensors must have its shapes: not every engine would survive another one.
     """
 
     engine_urls: tuple[str, ...]
@@ -76,11 +72,7 @@ class EngineChannel(abc.ABC):
         return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def begin(self, update: WeightUpdate) -> None:
-        """Open the update on every engine. Requests in flight continue after :meth:`end`.
-
-        Raises:
-            WeightSyncError: An engine refused or is gone, files cannot be written, or another update is open.
-        """
+        """Open the update on every engine. Requests in flight continue after :meth:`end`."""
         if self._update is not None:
             raise WeightSyncError(
                 f"the update to version {self._version} is still open; end it before version {update.version}"
@@ -95,9 +87,7 @@ class EngineChannel(abc.ABC):
     def send(self, bucket: NamedTensors) -> None:
         """Send tensors on any device, by their Hugging Face names. They may be changed afterwards.
 
-        Raises:
-            WeightSyncError: An engine refused or is gone, or :meth:`begin` was not called.
-            DataError: A tensor has another shape than in ``hf_checkpoint``.
+        Raises `DataError` if a tensor has another shape than in ``hf_checkpoint``.
         """
         with self._giving_up_on_error():
             if self._shapes is not None:
@@ -110,11 +100,8 @@ class EngineChannel(abc.ABC):
     def end(self) -> dict[str, str]:
         """Close the update; return when every engine has confirmed the version and generates again.
 
-        Returns:
-            The tensors' checksums at the receiving end, by name; empty if the transport has none.
-
-        Raises:
-            WeightSyncError: An engine refused or is gone, reports another version, or holds other weights.
+        Returns the tensors' checksums at the receiving end, by name; empty if the transport has none. Raises
+        `WeightSyncError` also if an engine reports another version, or holds other weights.
         """
         with self._giving_up_on_error():
             checksums = self._end()

@@ -109,12 +109,9 @@ class _FileChannel(EngineChannel):
 class DiskWeightChannel(_FileChannel):
     """Writes ``weight_v000123/`` and has the engines load it (SGLang's ``update_weights_from_disk``).
 
-    When all engines have confirmed it, earlier versions are removed, whichever process wrote them. With ``check``, the
-    files are read back before engines load them.
-
-    Attributes:
-        directory: Where versions are written; trainer and engines see it under the same path.
-        keep_files: Keep all versions.
+    Trainer and engines see ``directory`` under the same path. When all engines have confirmed a version, earlier ones
+    are removed, whichever process wrote them, unless ``keep_files`` is set. With ``check``, the files are read back
+    before engines load them.
     """
 
     def _start(self, path: Path) -> NewDirectory:
@@ -142,16 +139,12 @@ class DeltaWeightChannel(_FileChannel):
     """Publishes ``weight_v000123/`` with what changed; receivers on the engines' machines apply it, and engines load.
 
     SGLang does not read deltas: a :class:`~slime_rollout.weights.receiver.DeltaReceiver` keeps a whole checkpoint on
-    the engines' machine, and verifies every tensor.
+    the engines' machine, and verifies every tensor. It must see ``directory``. ``receivers`` are the URL of the
+    receiver for each engine, or of one for all.
 
     The last confirmed version is kept in memory. Without it, as in a new process or after an error, deltas are made
     from ``hf_checkpoint``; also once the chain of deltas is larger than the model, so that a new receiver has less to
-    apply. Versions published before that are removed, whichever process wrote them.
-
-    Attributes:
-        directory: Where versions are published; the receivers see it.
-        receivers: URL of the receiver for each engine, or of one for all.
-        keep_files: Keep all versions.
+    apply. Versions published before that are removed, whichever process wrote them, unless ``keep_files`` is set.
     """
 
     receivers: tuple[str, ...] = ()

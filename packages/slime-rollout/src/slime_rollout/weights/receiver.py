@@ -178,12 +178,8 @@ class DeltaReceiver(contextlib.AbstractContextManager["DeltaReceiver"]):
     ``POST /pull {"version": 7}`` returns ``path``, what engines load, and ``checksums``, name → checksum as found after
     the deltas were applied; or status 409 with ``error`` and ``message``.
 
-    Args:
-        directory: On this machine, for copies of the model. A copy that is there is continued.
-        hf_checkpoint: What everything began with: the same as at the sender.
-        source: Where the sender publishes versions.
-        host: Address to listen on.
-        port: 0 for a free one.
+    ``directory`` is for copies of the model; one that is there is continued. ``hf_checkpoint`` must be the same as at
+    the sender, which publishes versions in ``source``. The port 0 is a free one.
     """
 
     def __init__(
