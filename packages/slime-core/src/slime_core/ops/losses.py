@@ -32,7 +32,6 @@ Tokens: TypeAlias = Tensor | Sequence[Tensor]
 """A number per token: [B, L], B tensors, or [T] with ``lengths``."""
 
 _Arguments = ParamSpec("_Arguments")
-_SETTINGS = ("eps_clip", "eps_clip_high", "kl_loss_coef")
 
 
 class Loss(NamedTuple):
@@ -74,20 +73,6 @@ class Batch(TypedDict, total=False):
     lengths: Sequence[int] | Tensor | None
     num_sequences: int | None
     num_tokens: int | None
-
-
-class PolicyBatch(Batch, total=False):
-    """The settings that all of these losses have, besides a :class:`Batch`. Unset means the paper's.
-
-    Attributes:
-        eps_clip: How far below 1 the ratio may count.
-        eps_clip_high: How far above 1; ``None`` for as far as below.
-        kl_loss_coef: Coefficient of the KL divergence, where ``ref_log_probs`` are given.
-    """
-
-    eps_clip: float
-    eps_clip_high: float | None
-    kl_loss_coef: float
 
 
 def _without_flags(function: Callable[_Arguments, Loss]) -> Callable[_Arguments, Loss]:
@@ -155,17 +140,33 @@ def algorithm_loss(
 
 
 @_without_flags
-def grpo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
+def grpo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    kl_loss_coef: float = 0.04,
+    **batch: Unpack[Batch],
+) -> Loss:
     """GRPO (Shao et al. 2024, equations 3 and 4): normalised group rewards, PPO's clip, the mean of responses' means.
 
     The clip range is 0.2. With ``ref_log_probs`` the paper's KL estimate, k3, is added with its coefficient, 0.04.
     """
-    return _policy_loss("grpo", log_probs, mask, batch, kl_loss_coef=0.04)
+    config = _config("grpo", batch, eps_clip, eps_clip_high, kl_loss_coef)
+    return algorithm_loss(config, log_probs, mask, **batch)
 
 
 @_without_flags
 def dr_grpo_loss(
-    log_probs: Tokens, mask: Tokens | None = None, *, loss_divisor: float, **batch: Unpack[PolicyBatch]
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    loss_divisor: float,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
 ) -> Loss:
     """Dr.GRPO (Liu et al. 2025, listing 1): no standard deviation, and each response's sum over one constant.
 
@@ -173,34 +174,61 @@ def dr_grpo_loss(
     range is 0.2.
     """
     settings: dict[str, Any] = {"disable_grpo_std_normalization": True, "loss_divisor": loss_divisor}
-    return _policy_loss("grpo", log_probs, mask, batch, **settings)
+    config = _config("grpo", batch, eps_clip, eps_clip_high, kl_loss_coef, **settings)
+    return algorithm_loss(config, log_probs, mask, **batch)
 
 
 @_without_flags
-def dapo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
+def dapo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = 0.28,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
     """DAPO (Yu et al. 2025, equation 8): GRPO clipped at 0.2 and 0.28, with the mean over all tokens.
 
     The paper's mean is over the tokens of each prompt's group, here it is over those of the step. Filtering groups of
     equal rewards, and the reward for overlong responses, are the sampler's part.
     """
-    return _policy_loss("grpo", log_probs, mask, batch, eps_clip_high=0.28, calculate_per_token_loss=True)
+    config = _config("grpo", batch, eps_clip, eps_clip_high, kl_loss_coef, calculate_per_token_loss=True)
+    return algorithm_loss(config, log_probs, mask, **batch)
 
 
 @_without_flags
-def gspo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
+def gspo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    eps_clip: float = 3e-4,
+    eps_clip_high: float | None = 4e-4,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
     """GSPO (Zheng et al. 2025, equation 5): one ratio per sequence, and therefore narrow bounds, 3e-4 and 4e-4."""
-    return _policy_loss("gspo", log_probs, mask, batch, eps_clip=3e-4, eps_clip_high=4e-4)
+    config = _config("gspo", batch, eps_clip, eps_clip_high, kl_loss_coef)
+    return algorithm_loss(config, log_probs, mask, **batch)
 
 
 @_without_flags
-def cispo_loss(log_probs: Tokens, mask: Tokens | None = None, **batch: Unpack[PolicyBatch]) -> Loss:
+def cispo_loss(
+    log_probs: Tokens,
+    mask: Tokens | None = None,
+    *,
+    eps_clip: float = 1.0,
+    eps_clip_high: float | None = 4.0,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
+) -> Loss:
     """CISPO (MiniMax 2025, equations 4 and 5): clipped importance weights, and every token keeps its gradient.
 
     ``eps_clip`` is 1, which means without a lower bound, as in the paper, which does not give its upper one; 1 + 4,
     the default, is usual. The paper's mean is over the tokens of each prompt's group, here over those of the step.
     """
-    settings = {"eps_clip": 1.0, "eps_clip_high": 4.0, "calculate_per_token_loss": True}
-    return _policy_loss("cispo", log_probs, mask, batch, **settings)
+    config = _config("cispo", batch, eps_clip, eps_clip_high, kl_loss_coef, calculate_per_token_loss=True)
+    return algorithm_loss(config, log_probs, mask, **batch)
 
 
 @_without_flags
@@ -213,7 +241,10 @@ def ppo_loss(
     lambd: float = 0.95,
     value_clip: float = 0.2,
     value_coef: float = 1.0,
-    **batch: Unpack[PolicyBatch],
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    kl_loss_coef: float = 0.0,
+    **batch: Unpack[Batch],
 ) -> Loss:
     """PPO (Schulman et al. 2017, equations 7 and 9): the surrogate clipped at 0.2, a mean over tokens; a critic's loss.
 
@@ -221,15 +252,16 @@ def ppo_loss(
     al. 2019); group ids are not needed. With ``new_values``, under the critic being trained, ``value_coef`` times its
     clipped squared error is added, and the metrics have ``value_loss`` and ``value_clipfrac``.
     """
-    settings = {"gamma": gamma, "lambd": lambd, "calculate_per_token_loss": True}
-    config, given = _configured("ppo", batch, **settings)
-    loss, metrics = algorithm_loss(config, log_probs, mask, **given)
+    config = _config(
+        "ppo", batch, eps_clip, eps_clip_high, kl_loss_coef, gamma=gamma, lambd=lambd, calculate_per_token_loss=True
+    )
+    loss, metrics = algorithm_loss(config, log_probs, mask, **batch)
     if new_values is None:
         return Loss(loss, metrics)
     values = batch.get("values")
     if values is None or batch.get("rewards") is None:
         raise ConfigError("the critic's loss needs rewards, and values from before the update")
-    rows = _Rows.of(log_probs, mask, given)
+    rows = _Rows.of(log_probs, mask, batch)
     critic_loss, found = value_objective(
         values_T=rows.flat("new_values", new_values),
         old_values_T=rows.flat("values", values),
@@ -288,20 +320,15 @@ def dpo_loss(
     return Loss(*preference_objective(*found, global_pairs=len(chosen_P) if num_pairs is None else num_pairs))
 
 
-def _policy_loss(estimator: str, log_probs: Tokens, mask: Tokens | None, batch: PolicyBatch, **settings: Any) -> Loss:
-    config, given = _configured(estimator, batch, **settings)
-    return algorithm_loss(config, log_probs, mask, **given)
-
-
-def _configured(estimator: str, batch: PolicyBatch, **settings: Any) -> tuple[AlgorithmConfig, Any]:
-    """The config of an estimator under settings and what of them the batch has; and the rest of the batch."""
-    changed = {name: value for name, value in batch.items() if name in _SETTINGS}
-    config = _config(estimator, batch.get("ref_log_probs") is not None, **settings | changed)
-    return config, {name: value for name, value in batch.items() if name not in _SETTINGS}
+def _config(
+    estimator: str, batch: Batch, eps_clip: float, eps_clip_high: float | None, kl_loss_coef: float, **settings: Any
+) -> AlgorithmConfig:
+    settings |= {"eps_clip": eps_clip, "eps_clip_high": eps_clip_high, "kl_loss_coef": kl_loss_coef}
+    return _checked_config(estimator, batch.get("ref_log_probs") is not None, **settings)
 
 
 @functools.lru_cache(maxsize=64)
-def _config(estimator: str, with_reference: bool, **settings: Any) -> AlgorithmConfig:
+def _checked_config(estimator: str, with_reference: bool, **settings: Any) -> AlgorithmConfig:
     """A config is checked once, not in every step."""
     return AlgorithmConfig(advantage_estimator=estimator, use_kl_loss=with_reference, **settings)
 
