@@ -1,6 +1,6 @@
 import pytest
 
-from slime_core.flags import FlagSpec
+from slime_core.flags import FlagSpec, Range
 from slime_launch.errors import FlagError
 from slime_launch.flags import train_groups
 from slime_launch.parser import ELSEWHERE, FlagGroup, build_parser, help_line, nearest, parse, unknown_flag
@@ -68,6 +68,17 @@ def test_errors_are_one_line(words, message):
 def test_several_unknown_flags_in_one_message():
     with pytest.raises(FlagError, match=r"--num-rolout.*--zzz"):
         read("--num-rolout", "3", "--zzz")
+
+
+def test_everything_that_cannot_be_read_or_is_out_of_range_is_reported_together():
+    batch = FlagSpec(name="--batch", dest="batch", type=int, default=1, help="size", range=Range(least=1))
+    with pytest.raises(FlagError) as caught:
+        read(
+            "--zzz", "9", "--kind", "c", "--num-rollout=three", "--batch", "0", "--lr", "--num-steps", "2",
+            groups=[FlagGroup("one", (*SPECS, batch))],
+        )  # fmt: skip
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0].rstrip(":") for line in lines] == ["unknown", "--kind", "--num-rollout", "--lr", "--batch"]
 
 
 def test_a_flag_without_default_must_be_given():

@@ -77,21 +77,45 @@ def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Se
     """The flags that were given, by ``dest``; one with several values gives a tuple, and all of them if repeated.
 
     Raises:
-        FlagError: An unknown flag, a value of the wrong type, a missing value, or a flag that must be given and is not.
+        FlagError: Unknown flags, values of the wrong type or out of range, missing values, or flags that must be given
+            and are not: every one of them, a line each. How flags go together is looked at when all can be read.
     """
     known = {spec.name: spec for group in groups for spec in group.flags}
-    unknown = [word.split("=")[0] for word in argv if word.startswith("--") and word.split("=")[0] not in known]
-    if unknown := [name for name in unknown if name not in ("--help", "--")]:
-        raise FlagError("; ".join(unknown_flag(name, known) for name in dict.fromkeys(unknown)))
-    namespace, extras = parser.parse_known_args(argv)
-    if extras:
-        raise FlagError(_unexpected(extras[0], argv))
+    names = dict.fromkeys(word.split("=")[0] for word in argv if word.startswith("--"))
+    unknown = [name for name in names if name not in known and name not in ("--help", "--")]
+    problems = ["; ".join(unknown_flag(name, known) for name in unknown)] if unknown else []
+    words = _without(argv, unknown)
+    while True:
+        try:
+            namespace, extras = parser.parse_known_args(words)
+            break
+        except FlagError as error:
+            problems.append(str(error))
+            before, words = words, _without(words, [str(error).partition(":")[0]])
+            if words == before:  # not about a flag
+                raise
     given = vars(namespace)
+    if extras:
+        problems.append(_unexpected(extras[0], argv))
+    if problems:
+        found = (spec.problem(given[spec.dest]) for spec in known.values() if spec.dest in given)
+        raise FlagError("\n".join([*problems, *(problem for problem in found if problem is not None)]))
     missing = [spec.name for spec in known.values() if spec.default is dataclasses.MISSING and spec.dest not in given]
     if missing:
         raise FlagError(f"missing {', '.join(missing)}; see --help")
     several = {spec.dest for spec in known.values() if spec.nargs}
     return {dest: tuple(value) if dest in several else value for dest, value in given.items()}
+
+
+def _without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """The words without some flags and their values."""
+    kept, is_kept = [], True
+    for word in argv:
+        if word.startswith("--"):
+            is_kept = word.split("=")[0] not in names
+        if is_kept:
+            kept.append(word)
+    return kept
 
 
 def help_line(spec: FlagSpec) -> str:
