@@ -16,14 +16,13 @@ from slime_rollout.engine.fleet import EngineFleet
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import Joined, run_on_cluster
-from ended import FOREVER, Ended, end_run, finish, kill_one, send, trained
+from ended import FOREVER, Ended, end_run, finish, send, trained
 from launching import Assets, engine_python, train_command
 from learning import ON_TWO_RANKS, learn
 from resuming import ROLLOUTS, saving_command
 from tiny import make_model, write_prompts
 
 LEARNING_ROLLOUTS = 30
-TURNS = Path(__file__).with_name("turns.py")
 
 
 def _assets(family: str, base: Path) -> Assets:
@@ -76,16 +75,6 @@ def resumed_run(llama: Assets, killed_run: Ended) -> Ended:
 def learned_run(qwen3: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Learns on two ranks, then ends by ctrl-c."""
     return learn(qwen3, tmp_path_factory.mktemp("learned"), ON_TWO_RANKS)
-
-
-@pytest.fixture(scope="session")
-def turns_run(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Generates by a custom function, and loses its engine after two rollouts."""
-    work = tmp_path_factory.mktemp("turns")
-    own = ["--custom-generate-function-path", str(TURNS), "--max-turns", "3", "--rollout-max-response-len", "40"]
-    how = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "40"]
-    command = train_command(llama, work, *own, *how, rollouts=FOREVER)
-    return end_run(command, work, kill_one("sglang.launch_server"), ready=trained(work, 2))
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,11 @@ SHARED = {
     "ctrl-c": ("learned_run", {130}),
     "sigterm": ("whole_run", {143}),
     "sigkill": ("killed_run", {-9}),
-    "engine crashes": ("turns_run", {1}),
 }
 CRASHES = {
+    "engine crashes": (kill_one("sglang.launch_server"), {1}),
+}
+FULL = {
     "trainer crashes": (kill_one("ray::", "Trainer"), {1}),
     "router crashes": (kill_one("sglang_router"), {1}),
     "ray crashes": (kill_one("raylet/raylet"), {1}),
@@ -26,13 +28,13 @@ CRASHES = {
 
 @pytest.mark.real
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [*SHARED, *(pytest.param(name, marks=pytest.mark.full) for name in CRASHES)])
+@pytest.mark.parametrize("case", [*SHARED, *CRASHES, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 def test_nothing_is_left(case: str, qwen3: Assets, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if case in SHARED:
         fixture, codes = SHARED[case]
         ended = request.getfixturevalue(fixture)
     else:
-        end, codes = CRASHES[case]
+        end, codes = {**CRASHES, **FULL}[case]
         command = train_command(qwen3, tmp_path, rollouts=FOREVER)
         ended = end_run(command, tmp_path, end, ready=trained(tmp_path, 1))
     print(f"{case}: {ended.processes} processes, exit code {ended.code}, {len(ended.left)} left; shared {ended.memory}")
