@@ -104,7 +104,7 @@ def pass_rates(samples: Iterable[Sample], reward_key: str | None = None, correct
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of the chance that k samples hold a correct one: ``1 − C(n − c, k) / C(n, k)``.
 
-    Chen et al. 2021, equation 1, with n samples drawn, of which c are correct.
+    Chen et al. 2021, equation 1, with n samples, c of them correct.
 
     Raises:
         DataError: ``0 ≤ c ≤ n`` or ``1 ≤ k ≤ n`` does not hold.

@@ -132,7 +132,7 @@ class TrainerGroup:
         return pending
 
     def train(self, shards: list[Any], *, on_poll: Callable[[], None]) -> TrainReport:
-        """Train on one rollout, of which there is a reference to a shard per data-parallel rank."""
+        """Train on one rollout, given a reference to the shard of each data-parallel rank."""
         report: TrainReport = self._rank_0("train", Shards([*shards]), on_poll=on_poll)
         return report
 

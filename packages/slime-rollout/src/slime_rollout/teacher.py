@@ -220,7 +220,7 @@ def _largest_tokens(named: int, hf_checkpoint: str) -> list[int]:
 
 
 def _name(url: str, timeout: float) -> str:
-    """The path of the teacher's model; fails if there is no server."""
+    """The path of the teacher's model; fails if the server does not answer."""
     root = url.removesuffix("/generate")
     for path in ("model_info", "get_model_info"):  # the latter is what older servers and the router know
         try:

@@ -77,7 +77,7 @@ def test_a_port_is_free_again_at_once(listening):
 
 
 def test_a_port_that_is_looked_at_is_not_taken():
-    """Another thread's look, or what a process that was forked amid one has of it until it executes its program."""
+    """A port bound elsewhere: by another thread that checks it, or by a process that was forked during such a check."""
     port = free_port()
     with bound("127.0.0.1", port):
         check_port_free(port)

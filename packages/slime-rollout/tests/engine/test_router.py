@@ -89,7 +89,7 @@ def test_a_port_where_a_router_runs_already(router):
 
 
 class Someone(RouterApi):
-    """A router of which nothing but the address is known."""
+    """A router known by its address alone."""
 
     is_gone = False
 

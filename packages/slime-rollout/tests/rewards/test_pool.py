@@ -79,8 +79,8 @@ def ask(pool, *responses, label="right", metadata=None):
         ("raise", "ValueError: no such number"),
         ("nest", "it nests too deep"),
         ("interrupt", "KeyboardInterrupt: "),
-        ("nan", "it returned nan, which is no finite number"),
-        ("infinite", "it returned {'score': inf}, which is no finite number"),
+        ("nan", "it returned nan, which is not a finite number"),
+        ("infinite", "it returned {'score': inf}, which is not a finite number"),
         ("unshown", "SystemExit: 3"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_is_no_reward_costs_its_own_score_alone(pool):
     before = _below(pool._keeper.process.pid)
     bad, named = ask(pool, "object", "named")
     assert isinstance(bad, VerifierError)
-    assert str(bad).startswith("it returned ") and str(bad).endswith(", which is no finite number")
+    assert str(bad).startswith("it returned ") and str(bad).endswith(", which is not a finite number")
     assert named == {"score": 1.0, "acc": True}
     assert _below(pool._keeper.process.pid) == before
 

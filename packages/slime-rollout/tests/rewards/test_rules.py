@@ -327,5 +327,5 @@ def test_labels():
     assert check_label("dapo", "1,234.5") is None
     assert "no label" in check_label("first_integer", None)
     assert "'4.5' has no integer first" in check_label("boxed_first_integer", "4.5")
-    assert "'four' is no number, which --rm-type dapo" in check_label("dapo", "four")
+    assert "'four' is not a number, which --rm-type dapo" in check_label("dapo", "four")
     assert "the label is empty" in check_label("math", " ")

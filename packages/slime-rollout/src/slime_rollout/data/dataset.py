@@ -289,7 +289,7 @@ def epoch_order(
 ) -> list[int]:
     """Places of the prompts in one epoch, where the data sets lie one behind the other.
 
-    Without weights every prompt comes once. With weights, of which only the ratios count, an epoch has as many prompts
+    Without weights every prompt comes once. With weights (only their ratios count), an epoch has as many prompts
     as the data sets together, up to rounding, and each data set its share of them, at least one. A data set goes
     through its own prompts lap by lap, whatever epoch that falls into: each comes once before any comes again.
     Unshuffled, the shares are spread evenly over the epoch.

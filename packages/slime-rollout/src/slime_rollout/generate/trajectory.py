@@ -342,7 +342,7 @@ async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
     To sample from the engines, :class:`Trajectory` is better: it keeps connections, retries, aborts what was cancelled,
     and checks the reply.
 
-    Raises `GenerationError` if there is no answer within ``timeout`` seconds, or it is an error or not JSON.
+    Raises `GenerationError` if no answer comes within ``timeout`` seconds, or it is an error or not JSON.
     """
     try:
         async with make_session(timeout) as session:

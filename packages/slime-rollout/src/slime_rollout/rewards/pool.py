@@ -321,7 +321,7 @@ def _answer(verifier: Verifier, arguments: list[Any]) -> dict[str, Any]:
         value = verifier(*arguments)
         if (reward := read_reward(value)) is not None:
             return {"value": reward}
-        return {"failure": f"it returned {value!r}"[:_ERROR_CHARACTERS] + ", which is no finite number"}
+        return {"failure": f"it returned {value!r}"[:_ERROR_CHARACTERS] + ", which is not a finite number"}
     except MemoryError:
         return {"failure": "it reached the memory limit"}
     except RecursionError:

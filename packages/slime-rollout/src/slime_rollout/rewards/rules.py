@@ -350,7 +350,7 @@ def check_label(rule: str, label: str | None, source: str = "--rm-type") -> str 
     if name == "first_integer" and parse_integer(label) is None:
         return f"the label {label!r} has no integer first, {compares}"
     if name == "dapo" and read_number(label) is None:
-        return f"the label {label!r} is no number, {compares}"
+        return f"the label {label!r} is not a number, {compares}"
     if name != "exact" and not label.strip():
         return f"the label is empty, which {source} {rule} cannot compare with"
     return None
