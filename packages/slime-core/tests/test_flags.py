@@ -5,7 +5,7 @@ import pytest
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
-from slime_core.flags import Config, Range, flag, flag_specs, flag_values
+from slime_core.flags import Config, Range, collected_problems, flag, flag_specs, flag_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,3 +110,12 @@ def test_configs_in_a_config():
         made.changed(rate=3)
     with pytest.raises(TypeError, match="speed"):
         Outer.of(speed=1)
+
+
+def test_problems_are_collected_instead_of_raised_within_a_block():
+    with collected_problems() as found:
+        made = Outer.of(rate=3, size=0)
+    assert made.checked.rate == 3 and made.size == 0
+    assert [line.split(" must")[0] for line in found] == ["--rate 3", "--size 0"]
+    with pytest.raises(ConfigError, match="--size 0 must be"):
+        Outer.of(rate=0.5, size=0)

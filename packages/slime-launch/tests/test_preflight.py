@@ -11,7 +11,7 @@ import pytest
 
 from slime_core.errors import ConfigError
 from slime_launch.errors import PreflightError
-from slime_launch.flags import parse_train
+from slime_launch.flags import parse_train, read_train
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
 
@@ -88,10 +88,13 @@ def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_pa
     broken.write_text("{}\n")
     flags |= {"--prompt-data": str(broken), "--rollout-top-p": "0.9", "--eval-interval": "2"}
     flags |= {"--load": str(tmp_path / "none"), "--custom-rm-path": "nowhere.to_be_found", "--sglang-router-port": "1"}
+    flags |= {"--min-lr": "1", "--use-unbiased-kl": None}
     with pytest.raises(PreflightError) as caught:
-        preflight(parse_train(to_words(flags)))
+        preflight(*read_train(to_words(flags)))
     lines = str(caught.value).splitlines()
-    for problem in ("--rollout-top-p 0.9", "--eval-interval 2", "broken.jsonl", "nowhere", str(tmp_path / "none")):
+    contradictions = ("--min-lr", "--use-unbiased-kl")
+    files = ("broken.jsonl", "nowhere", str(tmp_path / "none"))
+    for problem in (*contradictions, "--rollout-top-p 0.9", "--eval-interval 2", *files):
         assert sum(problem in line for line in lines) == 1, (problem, lines)
 
 

@@ -7,6 +7,8 @@ such fields into one strict command line; anyone else just builds the dataclass.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
 import types
@@ -96,6 +98,20 @@ class FlagSpec:
         return None
 
 
+_COLLECTED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("collected problems", default=None)
+
+
+@contextlib.contextmanager
+def collected_problems() -> Iterator[list[str]]:
+    """Within the block a config with invalid values is made all the same; what is wrong is added to the list."""
+    found: list[str] = []
+    token = _COLLECTED.set(found)
+    try:
+        yield found
+    finally:
+        _COLLECTED.reset(token)
+
+
 class Config:
     """Base of frozen config dataclasses: whoever has one has one that was checked."""
 
@@ -103,13 +119,16 @@ class Config:
         """Check every value by its flag, and then how they go together.
 
         Raises:
-            ConfigError: Naming everything that is wrong, a line each.
+            ConfigError: Naming everything that is wrong, a line each; not within :func:`collected_problems`.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         problems = [spec.problem(values[spec.dest]) for spec in flag_specs(type(self)) if spec.dest in values]
         found = [problem for problem in problems if problem is not None] or list(self.contradictions())
-        if found:
+        collected = _COLLECTED.get()
+        if found and collected is None:
             raise ConfigError("\n".join(found))
+        if collected is not None:
+            collected += found
 
     def contradictions(self) -> Iterator[str]:
         """What is wrong with values that are right each for itself; a line each."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
 from slime_launch.errors import FlagError
-from slime_launch.flags import command, parse_train, sglang_specs
+from slime_launch.flags import command, read_train, sglang_specs
 
 USAGE = """\
 usage: slime-launch train [flags]     post-train a model; `slime-launch train --help` lists the flags
@@ -65,12 +65,12 @@ def train(argv: list[str]) -> int:
             value = "" if spec.is_switch else f" VALUE{' …' if spec.nargs else ''}"
             print(f"{spec.name}{value}  {spec.help}".rstrip())
         return 0
-    settings = parse_train(argv)
+    settings, contradictions = read_train(argv)
     from slime_launch.preflight import preflight, with_output
     from slime_launch.report import report_if_finished
     from slime_rollout.supervise import run_under_supervisor
 
-    checked = preflight(settings)
+    checked = preflight(settings, contradictions)
     output_dir = checked.settings.run.output_dir or (checked.manifest.output_dir if checked.manifest else None)
     output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
     if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from slime_convert.errors import ConvertError
@@ -22,8 +22,8 @@ class PreflightError(ConfigError):
 class Problems:
     """Runs checks one after the other, and reports what all of them found, each message once."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, Exception] = {}
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._found: dict[str, Exception] = {line: ConfigError(line) for line in known}
 
     def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """What a check returns; ``None`` if it found a problem."""
@@ -31,7 +31,11 @@ class Problems:
             return check(*args, **kwargs)
         except (SlimeError, ConvertError) as error:
             self._found.setdefault(str(error), error)
-            return None
+        except Exception:
+            if not self._found:
+                raise
+            # It was not made for the values that were reported already.
+        return None
 
     def report(self) -> None:
         """Raise if there are problems: the one there is, or one error that names all."""

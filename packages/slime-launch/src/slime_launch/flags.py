@@ -11,9 +11,10 @@ from typing import Any
 
 from slime_convert.shape import SHAPE_FLAGS
 from slime_core.config import AlgorithmConfig
-from slime_core.flags import FlagSpec, flag_specs
+from slime_core.errors import ConfigError
+from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
-from slime_launch.errors import FlagError, Problems
+from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
@@ -41,22 +42,35 @@ def parse_train(argv: Sequence[str]) -> Settings:
     """Read the words after ``slime-launch train``.
 
     Raises:
-        FlagError: The command line cannot be read; one line says why.
-        ConfigError: Values, or combinations of values, cannot work: all of them, a line each.
+        FlagError: The command line cannot be read; a line for each reason.
+        ConfigError: Values contradict each other: all of them, a line each.
+    """
+    settings, contradictions = read_train(argv)
+    if contradictions:
+        raise ConfigError("\n".join(contradictions))
+    return settings
+
+
+def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    """As :func:`parse_train`; contradictions are returned, so that the preflight reports them with what it finds.
+
+    Raises:
+        FlagError: The command line cannot be read.
     """
     groups, parser = command(argv)
     given = parse(groups, parser, argv)
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     parts: dict[str, Any] = {}
-    problems = Problems()
     for part, config in CONFIGS.items():
         dests = {spec.dest for spec in flag_specs(config)}
         values = {dest: value for dest, value in given.items() if dest in dests}
         if config is EngineConfig:
             values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
-        parts[part] = problems.attempt(config.of, **values)
-    problems.report()
-    return Settings(shape={flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}, **parts)
+        parts[part] = values
+    with collected_problems() as contradictions:
+        configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
+    shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
+    return Settings(shape=shape, **configs), contradictions
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:

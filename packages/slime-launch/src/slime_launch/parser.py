@@ -78,7 +78,7 @@ def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Se
 
     Raises:
         FlagError: Unknown flags, values of the wrong type or out of range, missing values, or flags that must be given
-            and are not: every one of them, a line each. How flags go together is looked at when all can be read.
+            and are not: every one of them, a line each.
     """
     known = {spec.name: spec for group in groups for spec in group.flags}
     names = dict.fromkeys(word.split("=")[0] for word in argv if word.startswith("--"))
@@ -97,14 +97,16 @@ def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Se
     given = vars(namespace)
     if extras:
         problems.append(_unexpected(extras[0], argv))
-    if problems:
-        found = (spec.problem(given[spec.dest]) for spec in known.values() if spec.dest in given)
-        raise FlagError("\n".join([*problems, *(problem for problem in found if problem is not None)]))
-    missing = [spec.name for spec in known.values() if spec.default is dataclasses.MISSING and spec.dest not in given]
-    if missing:
-        raise FlagError(f"missing {', '.join(missing)}; see --help")
     several = {spec.dest for spec in known.values() if spec.nargs}
-    return {dest: tuple(value) if dest in several else value for dest, value in given.items()}
+    given = {dest: tuple(value) if dest in several else value for dest, value in given.items()}
+    found = (spec.problem(given[spec.dest]) for spec in known.values() if spec.dest in given)
+    problems += [problem for problem in found if problem is not None]
+    missing = [spec.name for spec in known.values() if spec.default is dataclasses.MISSING and spec.dest not in given]
+    if missing and not problems:
+        problems = [f"missing {', '.join(missing)}; see --help"]
+    if problems:
+        raise FlagError("\n".join(problems))
+    return given
 
 
 def _without(argv: Sequence[str], names: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime_convert.shape import ModelShape
@@ -48,14 +48,16 @@ class Checked:
     num_engines: int
 
 
-def preflight(settings: Settings) -> Checked:
+def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     """Check a command before Ray, an engine or a trainer is started. All checks run, whatever the others find.
+
+    ``known`` are problems of the settings that were found already; they are reported with the others.
 
     Raises:
         SlimeError: Something is wrong: everything that is, a line each, with what to do.
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
-    problems = Problems()
+    problems = Problems(known)
     problems.attempt(check_settings, settings)
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm)
