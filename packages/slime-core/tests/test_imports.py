@@ -76,6 +76,12 @@ print("torch" in sys.modules)
     assert run(code) == "False"
 
 
+def test_a_sample_and_settings_come_without_numpy():
+    loaded = modules_after("import slime_core; slime_core.Sample; slime_core.AlgorithmConfig; slime_core.HookArgs")
+    assert "numpy" not in loaded
+    assert "numpy" in modules_after("import slime_core; slime_core.RolloutColumns")
+
+
 def test_modules_load_when_they_are_asked_for():
     code = """
 import sys, slime_core
