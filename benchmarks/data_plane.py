@@ -2,7 +2,7 @@
 
 The rollout worker holds `Sample` objects. It turns them into arrays, checks them, writes them to disk (`write` says how
 long that took), splits them, and puts the shard into Ray's object store; the rank fetches it and packs its first
-micro-batch. The three processes are on one machine, as in a run, and use the launcher's own functions. Each sample has
+micro-batch. The three processes are on one machine, and call the functions that a run calls. Each sample has
 256 prompt tokens, a loss mask, float32 log-probs and weight versions.
 
 `driver` is CPU time of the launcher's process and `worker` of the rollout worker's, `all` is wall time until the rank

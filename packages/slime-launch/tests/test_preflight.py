@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_launch.errors import PreflightError
+from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train, read_train
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
@@ -96,6 +96,15 @@ def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_pa
     files = ("broken.jsonl", "nowhere", str(tmp_path / "none"))
     for problem in (*contradictions, "--rollout-top-p 0.9", "--eval-interval 2", *files):
         assert sum(problem in line for line in lines) == 1, (problem, lines)
+
+
+def test_a_defect_of_a_check_is_hidden_only_by_problems_that_were_reported():
+    with pytest.raises(ZeroDivisionError):
+        Problems().attempt(lambda: 1 / 0)
+    problems = Problems(["--batch 0 must be 1 or more"])
+    assert problems.attempt(lambda: 1 / 0) is None
+    with pytest.raises(ConfigError, match="--batch 0 must be"):
+        problems.report()
 
 
 def test_a_run_that_appears_in_save_meanwhile_is_seen(flags, to_words, tmp_path):
