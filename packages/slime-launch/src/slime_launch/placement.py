@@ -20,6 +20,10 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
 
 POLL_SECONDS = 0.2
+# Of the run's actors. Their children end by themselves when the actor is gone, and clear up what is in /dev/shm:
+# torch's manager of shared memory, and the engines' supervisors. Ray would kill both when an actor exits, and on a
+# cluster that was there before nobody else cleans up.
+KEEP_CHILDREN = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

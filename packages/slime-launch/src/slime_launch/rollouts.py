@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_core.types import EvalReport
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
-from slime_launch.placement import Placement
+from slime_launch.placement import KEEP_CHILDREN, Placement
 from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout
 from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, Progress
 
@@ -53,7 +53,10 @@ class RolloutWorker:
 
         log_path = log_dir / "rollout.log"
         actor = ray.remote(RolloutHost).options(
-            scheduling_strategy=place.strategy(place.rollout_worker), num_cpus=0.5, max_concurrency=2
+            scheduling_strategy=place.strategy(place.rollout_worker),
+            num_cpus=0.5,
+            max_concurrency=2,
+            runtime_env=KEEP_CHILDREN,
         )
         handle = actor.remote(str(Path.cwd()), str(log_path), list(place.gpus), spec)
         return cls(Worker("the rollout worker", handle, log_path, watch))

@@ -11,7 +11,7 @@ from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
-from slime_launch.placement import Placement, free_port
+from slime_launch.placement import KEEP_CHILDREN, Placement, free_port
 from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from slime_megatron.config import MegatronConfig
 
 CLOSE_SECONDS = 5.0
-# A rank's only child is torch's manager of shared memory, which ends by itself after the rank, and removes what that
-# leaves in /dev/shm. Ray would kill both, and on a cluster that was there before nobody else cleans up.
-KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 class TrainerSpec(NamedTuple):
@@ -110,7 +107,7 @@ class TrainerGroup:
             log_path = log_dir / f"trainer-{rank}.log"
             actor = ray.remote(TrainerRank).options(
                 scheduling_strategy=place.strategy(bundle),
-                runtime_env={"env_vars": KEEP_CHILDREN},
+                runtime_env=KEEP_CHILDREN,
                 **place.layout.trainer_resources(),
             )
             handle = actor.remote(str(Path.cwd()), str(log_path), config.trainer_threads)
