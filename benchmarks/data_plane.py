@@ -195,7 +195,7 @@ class TrainerSide:
             shard = ray.get(references[0])
             samples = [shard.samples[at] for at in shard.steps[0].micro_batches[0]]
             packed = MicroBatch(samples, share_prompts=False).pack()
-            assert len(packed.targets_N) == len(samples) * (TOKENS - PROMPT)
+            assert len(packed.targets_M) == len(samples) * (TOKENS - PROMPT)
 
         return with_peak(fetch, ("RssAnon",))[1]  # the shard is shared with the worker, where it was counted
 

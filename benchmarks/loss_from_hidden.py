@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from _measure import Side, rounds_of
 from _records import Record
 
@@ -48,17 +49,21 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         probe.bind(("127.0.0.1", 0))
         meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
     worker = start_worker(MegatronConfig(bf16=True, share_prompts=True), AlgorithmConfig(), SHAPE, meeting)
-    model: Any = worker.model
-    shard, from_hidden = rollout(), model.forward
+    from slime_megatron.model import output_weight
+    from slime_megatron.step import Head
 
-    def from_logits(batch: PackedBatch, *, temperature: float, with_entropy: bool) -> Any:
-        logits_NV = model.hidden_states(batch) @ model.output_weight.t()
+    shard, from_hidden = rollout(), Head.__call__
+
+    def from_logits(
+        head: Head, chunk: Any, hidden_1TD: torch.Tensor, batch: PackedBatch, *, with_entropy: bool = False
+    ) -> Any:
+        logits_MV = hidden_1TD[0].index_select(0, batch.logit_rows_M) @ output_weight(chunk).t()
         return log_probs_and_entropy(
-            logits_NV, batch.targets_N, temperature=temperature, with_entropy=with_entropy, overwrite_logits=True
+            logits_MV, batch.targets_M, temperature=head.temperature, with_entropy=with_entropy, overwrite_logits=True
         )
 
-    def step(forward: Any) -> None:
-        model.forward = forward
+    def step(take: Any) -> None:
+        Head.__call__ = take  # type: ignore[method-assign]
         worker.train(shard)
 
     sides: dict[str, Side] = {"hidden states": lambda: step(from_hidden), "logits": lambda: step(from_logits)}

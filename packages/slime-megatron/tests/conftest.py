@@ -339,7 +339,10 @@ GLM = {"tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 0, 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Builds each of ``configs`` once: among them are untied models, scaled and partial rotary embeddings, biases."""
+    """Builds each of ``configs`` once: among them are untied models, scaled and partial rotary embeddings, biases.
+
+    A name with ``/4`` has four layers.
+    """
     from slime_convert.convert import hf_to_torch_dist
 
     torch.set_num_threads(1)
@@ -361,27 +364,30 @@ def tiny_model(tmp_path_factory):
             Qwen3MoeConfig,
         )
 
+        family, _, layers = name.partition("/")
+        count = {"num_hidden_layers": int(layers or SIZES["num_hidden_layers"])}
+        sizes, latent = SIZES | count, LATENT | count
         configs = {
-            "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
-            "llama3-rope": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
-            "qwen2-tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
-            "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=False),
-            "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False),
-            "glm4-moe": lambda: Glm4MoeConfig(**SIZES, **ROUTED, use_qk_norm=True, attention_bias=True, pad_token_id=0),
-            "glm4-air": lambda: Glm4MoeConfig(**SIZES, **ROUTED, attention_bias=True, pad_token_id=0),
+            "llama-tied": lambda: LlamaConfig(**sizes, tie_word_embeddings=True),
+            "llama3-rope": lambda: LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+            "qwen2-tied": lambda: Qwen2Config(**sizes, tie_word_embeddings=True),
+            "qwen3": lambda: Qwen3Config(**sizes, tie_word_embeddings=False),
+            "qwen3-moe": lambda: Qwen3MoeConfig(**sizes, **EXPERTS, tie_word_embeddings=False),
+            "glm4-moe": lambda: Glm4MoeConfig(**sizes, **ROUTED, use_qk_norm=True, attention_bias=True, pad_token_id=0),
+            "glm4-air": lambda: Glm4MoeConfig(**sizes, **ROUTED, attention_bias=True, pad_token_id=0),
             "deepseek": lambda: DeepseekV3Config(
-                **LATENT, **ROUTED, q_lora_rank=24, n_group=2, topk_group=1, rope_parameters=YARN
+                **latent, **ROUTED, q_lora_rank=24, n_group=2, topk_group=1, rope_parameters=YARN
             ),
             "deepseek-mtp": lambda: configs["deepseek"](),
             "glm4-moe-mtp": lambda: configs["glm4-moe"](),
-            "moonlight": lambda: DeepseekV3Config(**LATENT, **ROUTED, q_lora_rank=None, n_group=1, topk_group=1),
+            "moonlight": lambda: DeepseekV3Config(**latent, **ROUTED, q_lora_rank=None, n_group=1, topk_group=1),
             "kimi-k2": kimi_config,
-            "glm4-flash": lambda: Glm4MoeLiteConfig(**LATENT, **ROUTED, q_lora_rank=24),
-            "glm": lambda: GlmConfig(**SIZES, **GLM),
-            "glm4": lambda: Glm4Config(**SIZES, **GLM),
+            "glm4-flash": lambda: Glm4MoeLiteConfig(**latent, **ROUTED, q_lora_rank=24),
+            "glm": lambda: GlmConfig(**sizes, **GLM),
+            "glm4": lambda: Glm4Config(**sizes, **GLM),
         }
         torch.manual_seed(7)
-        hf = AutoModelForCausalLM.from_config(configs[name](), dtype=torch.float32).eval()
+        hf = AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32).eval()
         with torch.no_grad():
             for param in hf.parameters():
                 # Weights large enough that logits, and what is wrong with them, are far from zero.
@@ -389,7 +395,7 @@ def tiny_model(tmp_path_factory):
             for key, buffer in hf.named_buffers():
                 if key.endswith("e_score_correction_bias"):
                     buffer.normal_(0, 0.2)
-        directory = tmp_path_factory.mktemp(name)
+        directory = tmp_path_factory.mktemp(name.replace("/", "-"))
         hf.save_pretrained(directory / "hf")
         if name.endswith("-mtp"):
             add_prediction_module(directory / "hf")

@@ -130,9 +130,7 @@ class Rank:
 
     def weights(self):
         """The whole model under Hugging Face names."""
-        from slime_megatron.sync import full_weights
-
-        return _plain(dict(full_weights(self.worker.model, self.worker.shape)))
+        return self.push(0)[2]
 
     def set_weights(self, tensors):
         """Load a whole model, given under Megatron names, by this rank's part of it."""
@@ -140,6 +138,7 @@ class Rank:
         from megatron.core import parallel_state
 
         from slime_convert.mapping import WeightMap
+        from slime_megatron.model import named_weights
 
         trainer = self.worker
         weight_map = WeightMap(trainer.shape)
@@ -148,7 +147,7 @@ class Rank:
             parallel_state.get_tensor_model_parallel_world_size(),
         )
         with torch.no_grad():
-            for name, param in trainer.model.named_parameters():
+            for name, param in named_weights(trainer.model):
                 full = torch.from_numpy(tensors[name])
                 param.copy_(weight_map.split_tp(name, full, world)[rank] if world > 1 else full)
         trainer._optimizer.reload_model_params()
@@ -159,11 +158,13 @@ class Rank:
         import torch.distributed as dist
         from megatron.core import parallel_state
 
+        from slime_megatron.model import output_weight
+
         trainer = self.worker
         sequence_parallel = trainer.config.tensor_model_parallel_size if trainer.config.sequence_parallel else 1
         batch = packed(samples, share_prompts, sequence_parallel)
         with torch.no_grad():
-            local = (trainer.model.hidden_states(batch) @ trainer.model.output_weight.t()).float()
+            local = (hidden(trainer.model[0], batch) @ output_weight(trainer.model[0]).t()).float()
         group = parallel_state.get_tensor_model_parallel_group()
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
@@ -175,26 +176,29 @@ class Rank:
         from megatron.core import parallel_state
 
         from slime_core.ops import log_probs_and_entropy
+        from slime_megatron.model import output_weight, run
+        from slime_megatron.step import Head
 
         trainer = self.worker
-        model = trainer.model
+        model = trainer.model[0]
         multiple_of = trainer.config.tensor_model_parallel_size
         batch = packed(samples, True, multiple_of)
-        trainer._wrapped.zero_grad_buffer()
+        trainer._wrapped[0].zero_grad_buffer()
         if through_logits:
             from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-            hidden = copy_to_tensor_model_parallel_region(model.hidden_states(batch))
+            rows = copy_to_tensor_model_parallel_region(hidden(model, batch))
             log_probs, entropy = log_probs_and_entropy(
-                hidden @ model.output_weight.t(),
-                batch.targets_N,
+                rows @ output_weight(model).t(),
+                batch.targets_M,
                 temperature=temperature,
                 group=parallel_state.get_tensor_model_parallel_group(),
                 vocab_size=trainer.shape.vocab_size,
                 with_entropy=True,
             )
         else:
-            log_probs, entropy = trainer._wrapped(batch, temperature=temperature, with_entropy=True)
+            chunk, head = trainer._wrapped[0], Head(vocab_size=trainer.shape.vocab_size, temperature=temperature)
+            log_probs, entropy = head(chunk, run(chunk, batch), batch, with_entropy=True)
         upstream = torch.linspace(-1, 1, len(log_probs))
         (log_probs @ upstream + 0.3 * entropy @ upstream.flip(0)).backward()
         grads = {name: param.main_grad for name, param in model.named_parameters()}
@@ -225,7 +229,7 @@ class Rank:
             most.append(len(alive))
             return packed
 
-        model = self.worker.model
+        model = self.worker.model[0]
         hook = model.register_forward_hook(lambda *call: models.update(actor=models.get("actor", 0) + 1))
         MicroBatch.pack = watched
         try:
@@ -261,7 +265,7 @@ class Rank:
         from slime_megatron.attention import PackedAttention
 
         calls = []
-        layers = [module for module in self.worker.model.modules() if isinstance(module, PackedAttention)]
+        layers = [module for module in self.worker.model[0].modules() if isinstance(module, PackedAttention)]
         hooks = [layer.register_forward_hook(lambda *call: calls.append(1)) for layer in layers]
         self.train(shards)
         for hook in hooks:
@@ -271,7 +275,7 @@ class Rank:
     def train_and_watch_the_optimizer(self, shards):
         """Train; the fp32 and the model's weights at first, and gradients and both weights of each optimizer step."""
         trainer = self.worker
-        params = dict(trainer.model.named_parameters())
+        params = dict(trainer.model[0].named_parameters())
         optimizer, take_step = trainer._optimizer, trainer._optimizer.step
         seen = []
 
@@ -317,6 +321,13 @@ class Rank:
         import torch
 
         return torch.get_num_threads()
+
+
+def hidden(chunk, batch):
+    """The hidden states that predict the targets."""
+    from slime_megatron.model import run
+
+    return run(chunk, batch)[0].index_select(0, batch.logit_rows_M)
 
 
 def packed(samples, share_prompts, multiple_of):

@@ -117,7 +117,7 @@ def _model(shape, tensor_parallel, expert_parallel):
 
 
 def _norm():
-    from slime_megatron.model import RMSNorm
+    from slime_megatron.parts import RMSNorm
 
     return RMSNorm
 

@@ -26,9 +26,14 @@ def test_flags_carry_megatron_names_and_defaults():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"pipeline_model_parallel_size": 2}, "--tensor-model-parallel-size"),
-        ({"context_parallel_size": 2}, "--context-parallel-size 2 must be 1; use --tensor"),
-        ({"expert_model_parallel_size": 8}, "no experts"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "there is none; give --pipeline-model-parallel-size too"),
+        ({"virtual_pipeline_model_parallel_size": 1}, "--virtual-pipeline-model-parallel-size 1 must be 2 or more"),
+        ({"context_parallel_size": 2, "share_prompts": True}, "--share-prompts does not work with --context-parallel"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "--expert-tensor-parallel-size 1 differs from --tensor-model-parallel-size 2, which needs --expert-model",
+        ),
+        ({"overlap_param_gather": True}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
         ({"optimizer": "sgd"}, "--optimizer sgd is unknown; allowed: adam"),
@@ -109,75 +114,91 @@ def test_what_is_so_anyway_may_be_said():
 
 def test_data_parallel_size():
     assert MegatronConfig(tensor_model_parallel_size=2).data_parallel_size(4) == 2
-    with pytest.raises(ConfigError, match="3 trainer ranks"):
+    with pytest.raises(ConfigError, match=r"3 trainer ranks are not a multiple of --tensor-model-parallel-size 2;"):
         MegatronConfig(tensor_model_parallel_size=2).data_parallel_size(3)
+    config = MegatronConfig(pipeline_model_parallel_size=2, context_parallel_size=3, expert_model_parallel_size=4)
+    assert config.data_parallel_size(24) == 4
+    with pytest.raises(ConfigError, match=r"8 trainer .* --pipeline-model-parallel-size 2 × --context-parallel-size 3"):
+        config.data_parallel_size(8)
+    with pytest.raises(
+        ConfigError, match=r"12 trainer .* --expert-model-parallel-size 4 × --pipeline-model-parallel-si"
+    ):
+        config.data_parallel_size(12)
 
 
-def test_a_model_that_does_not_divide_is_named():
-    shape = ModelShape(
-        family="llama",
-        num_layers=1,
-        hidden_size=12,
-        ffn_hidden_size=12,
-        num_attention_heads=6,
-        num_query_groups=3,
-        kv_channels=2,
-        vocab_size=10,
-        max_position_embeddings=8,
-    )
-    MegatronConfig(tensor_model_parallel_size=3).check_fits(shape)
-    with pytest.raises(ConfigError, match="num_query_groups 3; allowed: 1, 3"):
-        MegatronConfig(tensor_model_parallel_size=2).check_fits(shape)
+def shape(family="llama", **values):
+    sizes = {
+        "num_layers": 6,
+        "hidden_size": 12,
+        "ffn_hidden_size": 12,
+        "num_attention_heads": 6,
+        "num_query_groups": 3,
+        "kv_channels": 2,
+        "vocab_size": 10,
+        "max_position_embeddings": 8,
+    }
+    return ModelShape(family=family, **sizes | values)
 
 
-def test_a_model_with_experts_is_refused():
-    shape = ModelShape(
-        family="qwen3_moe",
-        num_layers=1,
-        hidden_size=12,
-        ffn_hidden_size=12,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=2,
-        vocab_size=10,
-        max_position_embeddings=8,
-        num_experts=4,
-        moe_ffn_hidden_size=6,
-        moe_router_topk=2,
-    )
-    with pytest.raises(ConfigError, match=r"family qwen3_moe and has 4 experts in a layer.*give .* a dense model"):
-        MegatronConfig().check_fits(shape)
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 6, "moe_router_topk": 2}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "experts", "words"),
+    [
+        ({"tensor_model_parallel_size": 2}, {}, "size 2 does not divide the model's num_query_groups 3; allowed: 1, 3"),
+        ({"pipeline_model_parallel_size": 4}, {}, "size 4 does not divide the model's num_layers 6; allowed: 1, 2, 3"),
+        ({"pipeline_model_parallel_size": 7}, {}, "size 7 does not divide the model's num_layers 6"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            {},
+            "pipeline-model-parallel-size 2 × --virtual-pipeline-model-parallel-size 2 does not divide the model's "
+            "num_layers 6; allowed in all: 1, 2, 3, 6",
+        ),
+        ({"expert_model_parallel_size": 2}, {}, "--expert-model-parallel-size 2: the model has no experts"),
+        ({"expert_model_parallel_size": 3}, EXPERTS, "size 3 does not divide the model's num_experts 4; allowed: 1, 2"),
+        (
+            {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+            EXPERTS,
+            "--expert-tensor-parallel-size 4 does not divide the model's moe_ffn_hidden_size 6; allowed: 1, 2, 3, 6",
+        ),
+        (
+            {"tensor_model_parallel_size": 3},
+            EXPERTS,
+            "--tensor-model-parallel-size 3 of a model with experts needs --sequence-parallel; add it",
+        ),
+    ],
+)
+def test_a_model_that_does_not_divide_is_named(values, experts, words):
+    with pytest.raises(ConfigError, match=words):
+        MegatronConfig(**values).check_fits(shape("qwen3_moe" if experts else "llama", **experts))
+
+
+def test_what_divides_fits():
+    MegatronConfig(tensor_model_parallel_size=3, pipeline_model_parallel_size=6).check_fits(shape())
+    config = MegatronConfig(**TP2_SP, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    config.check_fits(shape("qwen3_moe", num_query_groups=2, **EXPERTS))
 
 
 def test_a_model_with_parts_that_the_trainer_lacks_is_refused():
-    shape = ModelShape(
-        family="gemma3_text",
-        num_layers=1,
-        hidden_size=12,
-        ffn_hidden_size=12,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=2,
-        vocab_size=10,
-        max_position_embeddings=8,
-        swiglu=False,
-        gelu_tanh=True,
-        window_size=4,
-        layernorm_zero_centered_gamma=True,
-    )
+    other = {"swiglu": False, "gelu_tanh": True, "window_size": 4, "layernorm_zero_centered_gamma": True}
     others = "swiglu False, gelu_tanh True, layernorm_zero_centered_gamma True, window_size 4"
     with pytest.raises(ConfigError, match=f"family gemma3_text and has {others}, which cannot be trained yet"):
-        MegatronConfig().check_fits(shape)
+        MegatronConfig().check_fits(shape("gemma3_text", **other))
+
+
+TRAINED = "llama qwen2 qwen3 glm glm4 qwen3_moe glm4_moe glm4_moe_lite deepseek_v3 kimi_k2"
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_models_can_be_trained_or_are_refused_by_name(name):
-    shape = PUBLISHED[name].shape
-    if shape.family in ("llama", "qwen2", "qwen3", "glm", "glm4"):
-        MegatronConfig().check_fits(shape)
+    published = PUBLISHED[name].shape
+    if published.family in TRAINED.split():
+        MegatronConfig().check_fits(published)
     else:
-        with pytest.raises(ConfigError, match=f"family {shape.family} and has "):
-            MegatronConfig().check_fits(shape)
+        with pytest.raises(ConfigError, match=f"family {published.family} and has "):
+            MegatronConfig().check_fits(published)
 
 
 def test_the_flag_table_needs_no_torch():

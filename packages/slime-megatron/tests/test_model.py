@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slime_convert.shape import ModelShape
-from slime_megatron.model import rotary_frequencies
+from slime_megatron.parts import rotary_frequencies
 
 LAYOUTS = {
     "tp1": {},
@@ -14,8 +14,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama3-rope", "qwen2-tied", "qwen3", "glm", "glm4"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+DENSE = ["llama-tied", "llama3-rope", "qwen2-tied", "qwen3", "glm", "glm4"]
+EXPERTS = ["qwen3-moe", "glm4-moe", "glm4-moe-mtp", "glm4-air", "glm4-flash"]
+LATENT = ["deepseek", "deepseek-mtp", "moonlight", "kimi-k2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, layout) for name in DENSE for layout in LAYOUTS]
+    + [(name, layout) for name in EXPERTS + LATENT for layout in ("tp1", "tp2+sp")],
+)
 def test_logits_equal_transformers(ranks, tiny_model, tiny_config, make_samples, hf_logits, name, layout):
     model = tiny_model(name)
     samples = make_samples(groups=2, per_group=3, prompt=20)
@@ -28,7 +36,7 @@ def test_logits_equal_transformers(ranks, tiny_model, tiny_config, make_samples,
         assert (torch.from_numpy(logits) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "glm4"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3-rope", "glm4", "moonlight", "deepseek", "kimi-k2"])
 def test_frequencies_are_those_of_transformers(tiny_model, name):
     model = tiny_model(name)
     torch.testing.assert_close(rotary_frequencies(model.shape), model.hf.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.types import TrainSample
-from slime_megatron.packing import MicroBatch
+from slime_megatron.packing import ContextParallel, MicroBatch
 
 
 def sample(prompt, response, group=0, index=0, mask=None, **values):
@@ -69,7 +69,7 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
         query, keys = seen[place]
         assert query == place
         assert [positions[key] for key in keys] == list(range(positions[place] + 1))
-    rows, targets = iter(batch.logit_rows_N.tolist()), iter(batch.targets_N.tolist())
+    rows, targets = iter(batch.logit_rows_M.tolist()), iter(batch.targets_M.tolist())
     for one, count in zip(micro_batch.samples, micro_batch.target_lengths, strict=True):
         assert count == one.loss_mask.sum()
         for number, kept in enumerate(one.loss_mask):
@@ -79,6 +79,45 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
                 assert [tokens[key] for key in keys] == one.tokens[:end].tolist()
                 assert next(targets) == one.tokens[end]
     assert next(rows, None) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.lists(st.tuples(TOKENS, TOKENS), min_size=0, max_size=4),
+    size=st.sampled_from([2, 3]),
+    multiple_of=st.sampled_from([1, 2]),
+    data=st.data(),
+)
+def test_context_parallel_ranks_have_a_part_of_each_sample(samples, size, multiple_of, data):
+    samples = [
+        sample(prompt, response, number, number, data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)))
+        for number, (prompt, response) in enumerate(samples)
+        for n in [len(response)]
+    ]
+    batches = [
+        MicroBatch(samples, share_prompts=False, multiple_of=multiple_of, context=ContextParallel(rank, size)).pack()
+        for rank in range(size)
+    ]
+    assert len({len(batch.tokens_T) for batch in batches}) == 1
+    assert len(batches[0].tokens_T) % multiple_of == 0
+    tokens, positions = (
+        [number for batch in batches for number in getattr(batch, name).tolist()]
+        for name in ("tokens_T", "positions_T")
+    )
+    ends = [(one.prompt_length + number, one) for one in samples for number, kept in enumerate(one.loss_mask) if kept]
+    assert sorted(place for batch in batches for place in batch.places_M.tolist()) == list(range(len(ends)))
+    assert sum(batch.computed_tokens for batch in batches) == sum(len(one.tokens) - 1 for one in samples) or not samples
+    for rank, batch in enumerate(batches):
+        assert batch.num_targets == len(ends)
+        seen, start = visible(batch), rank * len(batch.tokens_T)
+        for place, (query, keys) in enumerate(seen):
+            assert query == place and keys[-1] == start + place
+            assert [positions[key] for key in keys] == list(range(positions[start + place] + 1))
+        given = (batch.places_M, batch.logit_rows_M, batch.targets_M)
+        for place, row, target in zip(*(numbers.tolist() for numbers in given), strict=True):
+            end, one = ends[place]
+            assert target == one.tokens[end]
+            assert [tokens[key] for key in seen[row][1]] == one.tokens[:end].tolist()
 
 
 def test_sharing_computes_a_prompt_once():
@@ -112,7 +151,7 @@ def test_values_go_to_targets_and_back():
 @pytest.mark.parametrize("multiple_of", [1, 2])
 def test_a_filler_computes_one_token_and_trains_none(multiple_of):
     batch = MicroBatch([], share_prompts=True, multiple_of=multiple_of).pack()
-    assert (len(batch.tokens_T), batch.computed_tokens, len(batch.targets_N)) == (multiple_of, 1, 0)
+    assert (len(batch.tokens_T), batch.computed_tokens, len(batch.targets_M)) == (multiple_of, 1, 0)
     assert visible(batch)[0] == (0, [0])
 
 

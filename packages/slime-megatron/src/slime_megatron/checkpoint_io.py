@@ -31,7 +31,7 @@ from slime_convert.shape import ModelShape
 from slime_megatron.checkpoint import TRACKER, CheckpointInfo, iteration_directory
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
-from slime_megatron.model import PackedGPT
+from slime_megatron.model import Chunks
 from slime_megatron.optimizer import load_optimizer
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ _SHARDING = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+
+# The layout that random states belong to.
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 # Arguments that make a model another one. (Megatron leaves num_query_groups at 1 where it is not used.)
 _FULL_BYTES = 2**20  # what a file system keeps for itself, and files that are still open, may be left
@@ -67,7 +70,7 @@ _COMPARED = (
 
 
 def save_checkpoint(
-    config: MegatronConfig, shape: ModelShape, model: PackedGPT, optimizer: Any, scheduler: Any, iteration: int
+    config: MegatronConfig, shape: ModelShape, model: Chunks, optimizer: Any, scheduler: Any, iteration: int
 ) -> Path:
     """Write checkpoint ``iteration`` under ``config.save``.
 
@@ -94,7 +97,7 @@ def save_checkpoint(
         "opt_param_scheduler": scheduler.state_dict(),
     }
     if not config.no_save_optim:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=dict(_SHARDING))
+        state["optimizer"] = optimizer.sharded_state_dict(model_state(model), metadata=dict(_SHARDING))
     try:
         with _naming_failures(
             f"cannot write the checkpoint {final}", "make room there and continue the run", temporary
@@ -108,7 +111,7 @@ def save_checkpoint(
     return final
 
 
-def load_weights(info: CheckpointInfo, shape: ModelShape, model: PackedGPT) -> None:
+def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None:
     """Load a checkpoint's weights, and nothing else, into ``model``, whatever the parallel size it was saved at.
 
     Raises:
@@ -118,7 +121,7 @@ def load_weights(info: CheckpointInfo, shape: ModelShape, model: PackedGPT) -> N
 
 
 def load_checkpoint(
-    info: CheckpointInfo, config: MegatronConfig, shape: ModelShape, model: PackedGPT, optimizer: Any, scheduler: Any
+    info: CheckpointInfo, config: MegatronConfig, shape: ModelShape, model: Chunks, optimizer: Any, scheduler: Any
 ) -> int:
     """Load all that a run needs to continue: weights, optimizer, schedule and random state.
 
@@ -141,8 +144,8 @@ def load_checkpoint(
                 "use the same to continue it"
             )
     state = model_state(model)
-    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=True, metadata=dict(_SHARDING))
-    same_layout = saved["tensor_model_parallel_size"] == config.tensor_model_parallel_size
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(_SHARDING))
+    same_layout = all(saved.get(name) == getattr(config, name) for name in _LAYOUT)
     if same_layout:
         state["rng_state"] = _random_state()
     loaded = _load(info, shape, model, state)
@@ -153,16 +156,20 @@ def load_checkpoint(
     if same_layout:
         _restore_random_state(loaded["rng_state"])
     else:
-        logger.warning("the tensor-parallel size has changed, so random states start from --seed again")
+        logger.warning("the parallel layout has changed, so random states start from --seed again")
     return info.iteration
 
 
-def model_state(model: PackedGPT) -> dict[str, Any]:
-    """The model's part of a checkpoint's state dict."""
-    return {"model": model.sharded_state_dict(metadata=dict(_SHARDING))}
+def model_state(model: Chunks) -> dict[str, Any]:
+    """The model's part of a checkpoint's state dict: ``model``, or ``model0`` … for virtual stages, as in Megatron."""
+    return {key: chunk.sharded_state_dict(metadata=dict(_SHARDING)) for key, chunk in _keys(model)}
 
 
-def _load(info: CheckpointInfo, shape: ModelShape, model: PackedGPT, state: dict[str, Any]) -> dict[str, Any]:
+def _keys(model: Chunks) -> Iterator[tuple[str, Any]]:
+    return zip(["model"] if len(model) == 1 else [f"model{number}" for number in range(len(model))], model, strict=True)
+
+
+def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[str, Any]) -> dict[str, Any]:
     saved = _saved_arguments(info)
     wanted = shape.to_megatron_args()
     wrong = [
@@ -176,7 +183,8 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: PackedGPT, state: dict
         )
     with _reading(info):
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
-    model.load_state_dict(loaded["model"])
+    for key, chunk in _keys(model):
+        chunk.load_state_dict(loaded[key])
     return loaded
 
 
@@ -226,8 +234,7 @@ def _arguments(config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
     return {
         **shape.to_megatron_args(),
         "padded_vocab_size": shape.padded_vocab_size(config.tensor_model_parallel_size),
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        **{name: getattr(config, name) for name in _LAYOUT},
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "bf16": config.bf16,
         "no_save_optim": config.no_save_optim,
@@ -235,7 +242,7 @@ def _arguments(config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 def _random_state() -> ShardedObject:
-    """This tensor-parallel rank's random states; data-parallel replicas have the same."""
+    """This rank's random states, by pipeline, tensor and context rank; data-parallel replicas have the same."""
     state = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -246,8 +253,16 @@ def _random_state() -> ShardedObject:
     return ShardedObject(
         "rng_state",
         [state],
-        (parallel_state.get_tensor_model_parallel_world_size(),),
-        (parallel_state.get_tensor_model_parallel_rank(),),
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+        ),
         replica_id=parallel_state.get_data_parallel_rank(),
     )
 

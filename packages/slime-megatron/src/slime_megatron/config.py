@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -17,8 +18,6 @@ OPTIMIZERS = ("adam",)
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 CKPT_FORMATS = ("torch_dist",)
 MAX_SEED = 2**32 - 1  # NumPy's
-_USE_TP = "use --tensor-model-parallel-size"
-_DENSE = "the supported models have no experts"
 _EXACT = "log-probs of the engine and of the trainer would differ"
 
 
@@ -39,10 +38,18 @@ class MegatronConfig(Config):
     """
 
     tensor_model_parallel_size: int = flag(1, help="ranks that share each layer's weights", least=1, may_change=True)
-    pipeline_model_parallel_size: int = _only(1, "ranks that share the stack of layers; 1 is supported now", _USE_TP)
-    context_parallel_size: int = _only(1, "ranks that share a sequence; 1 is supported now", _USE_TP)
-    expert_model_parallel_size: int = _only(1, "ranks that share a layer's experts; 1 is supported now", _DENSE)
-    expert_tensor_parallel_size: int = _only(1, "ranks that share an expert's weights; 1 is supported now", _DENSE)
+    pipeline_model_parallel_size: int = flag(1, help="ranks that share the stack of layers", least=1, may_change=True)
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, help="stages of the pipeline that each of its ranks holds", least=2, may_change=True
+    )
+    context_parallel_size: int = flag(1, help="ranks that share each sequence", least=1, may_change=True)
+    expert_model_parallel_size: int = flag(1, help="ranks that share each layer's experts", least=1, may_change=True)
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        help="ranks that share each expert's weights; as many as --tensor-model-parallel-size unless given",
+        least=1,
+        may_change=True,
+    )
     sequence_parallel: bool = flag(
         False,
         help="split norms and residuals over the tensor-parallel ranks too; one rank has nothing to split",
@@ -119,6 +126,10 @@ class MegatronConfig(Config):
     )
     clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping", least=0)
     use_distributed_optimizer: bool = flag(False, help="split the optimizer's state over the data-parallel ranks")
+    overlap_grad_reduce: bool = flag(False, help="reduce gradients while others are still computed", may_change=True)
+    overlap_param_gather: bool = flag(
+        False, help="gather the distributed optimizer's weights while the forward pass runs", may_change=True
+    )
     seed: int = flag(
         1234, help="seed of everything random: initial weights, dropout, the samples drawn", least=0, most=MAX_SEED
     )
@@ -174,6 +185,11 @@ class MegatronConfig(Config):
         return "selective" if self.recompute_activations else self.recompute_granularity
 
     @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert's weights."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
     def splits_sequences(self) -> bool:
         """Whether sequence parallelism has ranks to split over. Megatron refuses it on one."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
@@ -196,6 +212,24 @@ class MegatronConfig(Config):
             yield (
                 "--recompute-activations means --recompute-granularity selective, but full is given; "
                 "leave one of the two out"
+            )
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; give them too"
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            yield (
+                f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} divides the "
+                "stages of a pipeline, and there is none; give --pipeline-model-parallel-size too, or leave it out"
+            )
+        if self.share_prompts and self.context_parallel_size > 1:
+            yield (
+                "--share-prompts does not work with --context-parallel-size, which cuts each sample by itself; leave "
+                "one of the two out"
+            )
+        if self.expert_tensor_size != self.tensor_model_parallel_size and self.expert_model_parallel_size == 1:
+            # Megatron-core 0.16.1 then never sums the experts' gradients over the ranks that have copies.
+            yield (
+                f"--expert-tensor-parallel-size {self.expert_tensor_size} differs from --tensor-model-parallel-size "
+                f"{self.tensor_model_parallel_size}, which needs --expert-model-parallel-size 2 or more"
             )
         full = self.recompute_granularity == "full"
         if full != (self.recompute_method is not None) or full != (self.recompute_num_layers is not None):
@@ -227,28 +261,32 @@ class MegatronConfig(Config):
         """How many data-parallel ranks ``world_size`` processes make.
 
         Raises:
-            ConfigError: ``world_size`` is not a multiple of the model-parallel size.
+            ConfigError: ``world_size`` is not a multiple of the model-parallel size, or of the experts'.
         """
-        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        if world_size % model_parallel:
-            raise ConfigError(
-                f"{world_size} trainer ranks are not a multiple of --tensor-model-parallel-size "
-                f"{self.tensor_model_parallel_size}; change one of them"
-            )
-        return world_size // model_parallel
+        dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        sizes = {_flag_name(name): getattr(self, name) for name in dense}
+        experts = {
+            "--expert-tensor-parallel-size": self.expert_tensor_size,
+            "--expert-model-parallel-size": self.expert_model_parallel_size,
+            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
+        }
+        for group in (sizes, experts):
+            if world_size % math.prod(group.values()):
+                product = " × ".join(f"{name} {size}" for name, size in group.items() if size > 1)
+                raise ConfigError(f"{world_size} trainer ranks are not a multiple of {product}; change one of them")
+        return world_size // int(math.prod(sizes.values()))
 
     def check_fits(self, shape: ModelShape) -> None:
-        """Check that the model can be trained and divides over the tensor-parallel ranks. Can be asked before a run.
+        """Check that the model can be trained and divides over the ranks. Can be asked before a run.
 
         Raises:
-            ConfigError: It has experts or other parts that :mod:`slime_megatron.model` lacks, or a size does not
-                divide; the message says which, and which numbers of ranks would do.
+            ConfigError: It has parts that :mod:`slime_megatron.model` lacks, or a size does not divide: everything that
+                is wrong, a line each, with the numbers that would do.
         """
-        if shape.num_experts is not None:
-            raise ConfigError(
-                f"the model is of the family {shape.family} and has {shape.num_experts} experts in a layer, which "
-                "cannot be trained yet; give --hf-checkpoint a dense model (slime-convert converts both kinds)"
-            )
+        if problems := list(self._misfits(shape)):
+            raise ConfigError("\n".join(problems))
+
+    def _misfits(self, shape: ModelShape) -> Iterator[str]:
         others = [
             f"{field.name} {getattr(shape, field.name)}"
             for field in fields(shape)
@@ -256,24 +294,64 @@ class MegatronConfig(Config):
             and field.name not in _TRAINED
             and getattr(shape, field.name) != field.default
         ]
-        if others:
-            raise ConfigError(
+        if others or shape.position_embedding_type != "rope":
+            others = others or [f"position_embedding_type {shape.position_embedding_type}"]
+            yield (
                 f"the model is of the family {shape.family} and has {', '.join(others)}, which cannot be trained yet; "
                 "give --hf-checkpoint a model without (slime-convert converts both kinds)"
             )
-        sizes = {
-            "num_attention_heads": shape.num_attention_heads,
-            "num_query_groups": shape.num_query_groups,
-            "ffn_hidden_size": shape.ffn_hidden_size,
-        }
-        for name, size in sizes.items():
-            if size % self.tensor_model_parallel_size:
-                limit = shape.num_query_groups
-                fitting = [str(n) for n in range(1, limit + 1) if all(s % n == 0 for s in sizes.values())]
-                raise ConfigError(
-                    f"--tensor-model-parallel-size {self.tensor_model_parallel_size} does not divide the model's "
-                    f"{name} {size}; allowed: {', '.join(fitting)}"
+        heads = {"num_attention_heads": shape.num_attention_heads, "ffn_hidden_size": shape.ffn_hidden_size}
+        if not shape.multi_latent_attention:
+            heads["num_query_groups"] = shape.num_query_groups
+        if shape.moe_shared_expert_intermediate_size is not None:
+            heads["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
+        yield from _not_divided("tensor_model_parallel_size", self.tensor_model_parallel_size, heads)
+        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+        name = "virtual_pipeline_model_parallel_size" if stages > self.pipeline_model_parallel_size else ""
+        yield from _not_divided(
+            "pipeline_model_parallel_size",
+            stages,
+            {"num_layers": shape.num_layers},
+            f" × {_flag_name(name)} {self.virtual_pipeline_model_parallel_size}" if name else "",
+            self.pipeline_model_parallel_size,
+        )
+        experts = self.expert_model_parallel_size
+        if shape.num_experts is None:
+            if experts > 1:
+                yield f"--expert-model-parallel-size {experts}: the model has no experts; leave it out"
+        else:
+            yield from _not_divided("expert_model_parallel_size", experts, {"num_experts": shape.num_experts})
+            ffn = {"moe_ffn_hidden_size": shape.moe_ffn_hidden_size or 0}
+            yield from _not_divided("expert_tensor_parallel_size", self.expert_tensor_size, ffn)
+        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            # Without it, Megatron-core 0.16.1 counts gradients of latent attention's norms once per rank, and refuses
+            # to train experts.
+            kinds = {"experts": shape.num_experts is not None, "latent attention": shape.multi_latent_attention}
+            if found := [kind for kind, is_there in kinds.items() if is_there]:
+                yield (
+                    f"--tensor-model-parallel-size {self.tensor_model_parallel_size} of a model with "
+                    f"{' and '.join(found)} needs --sequence-parallel; add it"
                 )
+
+
+def _flag_name(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"
+
+
+def _not_divided(
+    dest: str, parts: int, sizes: dict[str, int], further: str = "", given: int | None = None
+) -> Iterator[str]:
+    for name, size in sizes.items():
+        if size % parts:
+            limit = min(sizes.values())
+            fitting = [str(n) for n in range(1, limit + 1) if all(s % n == 0 for s in sizes.values())]
+            shown = ", ".join(fitting if len(fitting) <= 16 else [*fitting[:15], "…"])
+            product = " in all" if further else ""
+            yield (
+                f"{_flag_name(dest)} {parts if given is None else given}{further} does not divide the model's {name} "
+                f"{size}; allowed{product}: {shown}"
+            )
+            return
 
 
 # What a shape may say and the model here does; all else must be as it is by default.
@@ -281,5 +359,11 @@ _TRAINED = {
     *("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor"),
     *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings"),
     *("norm_epsilon", "add_qkv_bias", "qk_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
-    "untie_embeddings_and_output_weights",
+    *("untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+    *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_shared_expert_intermediate_size", "moe_layer_freq", "mtp_num_layers"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "yarn_rounds_range"),
 }

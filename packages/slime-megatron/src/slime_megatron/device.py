@@ -101,6 +101,7 @@ def install_cpu_device() -> None:
     _stand_in_for_random_state()
     _redirect_factories()
     _redirect_methods()
+    _let_gloo_exchange_unequal_parts()
     # Megatron decorates small functions with torch.compile. On a CPU that would start a C++ compiler for each of them.
     torch.compile = lambda function: function  # type: ignore[assignment]
 
@@ -115,6 +116,22 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
+class _Stream:
+    """A stream or an event: nothing is ever queued on it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *args, **kwargs: _Stream()
+
+
 def _stand_in_for_the_runtime() -> None:
     _set(
         torch.cuda,
@@ -124,6 +141,9 @@ def _stand_in_for_the_runtime() -> None:
         synchronize=_nothing(),
         empty_cache=_nothing(),
         stream=lambda *args, **kwargs: contextlib.nullcontext(),
+        Stream=_Stream,
+        current_stream=lambda *args, **kwargs: _Stream(),
+        Event=_Stream,
         _lazy_init=_nothing(),
         _lazy_call=lambda call, **kwargs: call(),
     )
@@ -169,9 +189,45 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def build(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return build
+
+
+def _let_gloo_exchange_unequal_parts() -> None:
+    """Megatron's dispatcher of experts exchanges parts of different sizes, and gives the sizes as tensors.
+
+    NCCL takes both; gloo neither.
+    """
+    dist = torch.distributed
+    exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+
+    def exchange_lists(output: Any, input: Any, output_splits: Any = None, input_splits: Any = None, **how: Any) -> Any:
+        output_splits, input_splits = (
+            sizes.tolist() if torch.is_tensor(sizes) else sizes
+            for sizes in (how.pop("output_split_sizes", output_splits), how.pop("input_split_sizes", input_splits))
+        )
+        return exchange(output, input, output_splits, input_splits, **how)
+
+    def gather_unequal(outputs: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return gather(outputs, tensor, group, async_op)
+        outputs[dist.get_rank(group)].copy_(tensor)
+        for rank, output in enumerate(outputs):
+            if output.numel():
+                dist.broadcast(output, group=group, group_src=rank)
+
+    def scatter_unequal(output: Any, inputs: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any) -> Any:
+        if len({part.shape for part in inputs}) == 1:
+            return scatter(output, inputs, op, group, **how)
+        for rank, part in enumerate(inputs):
+            if part.numel():
+                dist.reduce(summed := part.clone(), op=op, group=group, group_dst=rank)
+                if rank == dist.get_rank(group):
+                    output.copy_(summed)
+
+    _set(dist, all_to_all_single=exchange_lists, all_gather=gather_unequal, reduce_scatter=scatter_unequal)
 
 
 def _redirect_methods() -> None:

@@ -14,23 +14,30 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import TrainingError
-from slime_megatron.model import PackedGPT
+from slime_megatron.model import Chunks
 
 
-def wrap_model(model: PackedGPT, config: MegatronConfig) -> Any:
+def wrap_model(model: Chunks, config: MegatronConfig) -> Chunks:
     """Give the model Megatron's fp32 gradient buffers, reduced over the data-parallel ranks."""
-    wrapped = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
-        ),
-        model,
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
     )
-    model.config.finalize_model_grads_func = finalize_model_grads
+    transformer = model[0].config
+    wrapped = [
+        DistributedDataParallel(transformer, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model)
+    ]
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 
-def build_optimizer(wrapped: Any, config: MegatronConfig) -> Any:
+def build_optimizer(wrapped: Chunks, config: MegatronConfig) -> Any:
     """Megatron's optimizer with AdamW inside."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -46,7 +53,7 @@ def build_optimizer(wrapped: Any, config: MegatronConfig) -> Any:
             params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
             use_distributed_optimizer=config.use_distributed_optimizer,
         ),
-        [wrapped],
+        wrapped,
     )
     for part in optimizer.chained_optimizers:
         _prepare_adam(part.optimizer)
@@ -79,10 +86,12 @@ def _check_norm_before_step(optimizer: Any) -> None:
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a checkpoint's optimizer state, as ``optimizer.sharded_state_dict`` asked for it."""
-    inner = state.get("optimizer", state)
-    if "state" in inner:
-        # Megatron-core 0.16.1 leaves a step of 0 out.
-        inner["state"].setdefault("common_step", torch.zeros(()))
+    parts = [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
+    for part in parts:
+        inner = part.get("optimizer", part)
+        if "state" in inner:
+            # Megatron-core 0.16.1 leaves a step of 0 out.
+            inner["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state)
     for part in optimizer.chained_optimizers:
         for param_state in part.optimizer.state.values():

@@ -1,7 +1,6 @@
 """Lay samples of different lengths out as one row of tokens, computing a shared prompt once.
 
-Notation: T packed tokens, N response tokens that are trained on, G rows of an attention block, Q queries and K keys
-of a row.
+Notation: T packed tokens of this rank, N response tokens that are trained on, M of them that this rank computes.
 
 The last token of a response predicts nothing, so it is never an input. A token is trained on through the hidden
 state of the token before it; for the first response token that is the last prompt token.
@@ -12,13 +11,16 @@ prompt attends to itself, response i to the prompt and to itself, and its positi
 network sees exactly what it sees without sharing, so log-probs are the same and the prompt's gradient is the sum
 over its samples: only the work is less.
 
+Over context-parallel ranks, each sample is padded and cut in zig-zag. Keys and values are gathered from all ranks, so a
+chunk of queries attends to keys of all of them; prompts are not shared.
+
 Here alone the trainer reads :class:`TrainShard` and :class:`TrainSample`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,35 +28,7 @@ from numpy.typing import NDArray
 
 from slime_core.errors import DataError
 from slime_core.types import TrainSample, TrainShard
-
-
-@dataclass(frozen=True)
-class AttentionBlock:
-    """Rows of equally many (padded) queries and keys, which one attention call handles.
-
-    Attributes:
-        query_rows_GQ: Which packed token each query is. Padding repeats token 0.
-        key_rows_GK: Which packed token each key is. Padding repeats token 0.
-        mask_G1QK: True where a query sees a key; ``None`` when the keys are the queries and the mask is causal.
-            A padded query sees the first key, because a row of a softmax must not be empty.
-    """
-
-    query_rows_GQ: torch.Tensor
-    key_rows_GK: torch.Tensor
-    mask_G1QK: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class AttentionLayout:
-    """Who attends to whom in a packed row.
-
-    Attributes:
-        blocks: Attention calls. Every packed token is a query of exactly one of them.
-        output_rows_T: Where token t's output is, in the blocks' flattened queries one after the other.
-    """
-
-    blocks: tuple[AttentionBlock, ...]
-    output_rows_T: torch.Tensor
+from slime_megatron.attention import AttentionLayout, Segment, layout
 
 
 @dataclass(frozen=True)
@@ -65,24 +39,36 @@ class PackedBatch:
         tokens_T: Input token ids.
         positions_T: Position of each token in its own sample, from 0.
         attention: Who attends to whom.
-        logit_rows_N: Packed token whose hidden state predicts target n.
-        targets_N: Trained response tokens, sample by sample.
-        computed_tokens: T without the padding that sequence parallelism asks for.
+        logit_rows_M: Packed token whose hidden state predicts each target of this rank.
+        targets_M: The targets themselves: trained response tokens, sample by sample.
+        places_M: Which of the N targets they are; ``None`` where this rank has all of them.
+        num_targets: N.
+        computed_tokens: T without padding.
     """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     attention: AttentionLayout
-    logit_rows_N: torch.Tensor
-    targets_N: torch.Tensor
+    logit_rows_M: torch.Tensor
+    targets_M: torch.Tensor
+    places_M: torch.Tensor | None
+    num_targets: int
     computed_tokens: int
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank's place among those that share a sequence."""
+
+    rank: int = 0
+    size: int = 1
 
 
 class MicroBatch:
     """Samples that one forward pass computes. It is packed when it is due: a packed batch may hold large masks.
 
-    Without samples it is a filler: one token is computed and nothing trained. It keeps a rank in step with others that
-    have more micro-batches. T is padded to a multiple of ``multiple_of``, the tensor-parallel size under sequence
+    Without samples it is a filler: a few tokens are computed and nothing trained. It keeps a rank in step with others
+    that have more micro-batches. T is padded to a multiple of ``multiple_of``, the tensor-parallel size under sequence
     parallelism.
 
     Attributes:
@@ -93,8 +79,16 @@ class MicroBatch:
         DataError: A sample has no prompt token or no response token.
     """
 
-    def __init__(self, samples: Sequence[TrainSample], *, share_prompts: bool, multiple_of: int = 1) -> None:
-        self._shared = _share(samples, share_prompts)
+    def __init__(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        share_prompts: bool,
+        multiple_of: int = 1,
+        context: ContextParallel | None = None,
+    ) -> None:
+        self._context = context or ContextParallel()
+        self._shared = _share(samples, share_prompts and self._context.size == 1)
         self._multiple_of = multiple_of
         self.samples = tuple(sample for shared in self._shared for sample in shared)
         self.target_lengths = tuple(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
@@ -113,37 +107,45 @@ class MicroBatch:
 
     def pack(self, device: torch.device | None = None) -> PackedBatch:
         """Lay the samples out as one row of tokens on the device; on the CPU unless given."""
-        tokens, positions, rows, targets = [_NOTHING], [_NOTHING], [_NOTHING], [_NOTHING]
-        own: list[_Segment] = []
-        continued: list[_Segment] = []
-        start = 0
-        for shared in self._shared:
-            prompt = range(start, start + shared[0].prompt_length)
-            tokens.append(shared[0].tokens[: len(prompt)])
-            positions.append(np.arange(len(prompt)))
-            start = prompt.stop
-            for sample in shared:
-                response = range(start, start + sample.response_length - 1)
-                response_tokens, mask = sample.tokens[len(prompt) :], _mask(sample)
-                tokens.append(response_tokens[:-1])
-                positions.append(np.arange(len(prompt), len(sample.tokens) - 1))
-                rows.append(np.concatenate([[prompt[-1]], np.arange(response.start, response.stop)])[mask])
-                targets.append(response_tokens[mask])
-                start = response.stop
-                if len(shared) > 1 and response:
-                    continued.append(_Segment(prompt, response))
-            own.append(_Segment(range(0), prompt if len(shared) > 1 else range(prompt.start, start)))
-        if not own:
-            own, start = [_Segment(range(0), range(1))], 1
-        length = start + -start % self._multiple_of
+        parallel = self._context.size > 1
+        row = _cut_row(self.samples, self._context, self._multiple_of) if parallel else self._shared_row()
+        rows_N, targets_N = np.concatenate(row.logit_rows), np.concatenate(row.targets)
+        places_M = np.flatnonzero(rows_N >= 0)
+        length = row.length + -row.length % self._multiple_of
         return PackedBatch(
-            tokens_T=_joined(tokens, length).to(device),
-            positions_T=_joined(positions, length).to(device),
-            attention=_layout([own, continued], length, device),
-            logit_rows_N=_joined(rows).to(device),
-            targets_N=_joined(targets).to(device),
-            computed_tokens=start,
+            tokens_T=_joined(row.tokens, length).to(device),
+            positions_T=_joined(row.positions, length).to(device),
+            attention=layout(row.segments, length, device),
+            logit_rows_M=torch.from_numpy(rows_N[places_M]).to(device),
+            targets_M=torch.from_numpy(targets_N[places_M]).to(device),
+            places_M=torch.from_numpy(places_M).to(device) if parallel else None,
+            num_targets=len(rows_N),
+            computed_tokens=row.computed,
         )
+
+    def _shared_row(self) -> _Row:
+        row, start = _Row(), 0
+        for shared in self._shared:
+            prompt = np.arange(start, start + shared[0].prompt_length)
+            row.tokens.append(shared[0].tokens[: len(prompt)])
+            row.positions.append(np.arange(len(prompt)))
+            start += len(prompt)
+            for sample in shared:
+                response = np.arange(start, start + sample.response_length - 1)
+                response_tokens, mask = sample.tokens[len(prompt) :], _mask(sample)
+                row.tokens.append(response_tokens[:-1])
+                row.positions.append(np.arange(len(prompt), len(sample.tokens) - 1))
+                row.logit_rows.append(np.concatenate([prompt[-1:], response])[mask])
+                row.targets.append(response_tokens[mask])
+                start += len(response)
+                if len(shared) > 1 and len(response):
+                    row.segments.append(Segment(response, np.concatenate([prompt, response])))
+            whole = prompt if len(shared) > 1 else np.arange(prompt[0], start)
+            row.segments.append(Segment(whole, whole))
+        if not self._shared:
+            row.segments, start = [Segment(np.arange(1), np.arange(1))], 1
+        row.length = row.computed = start
+        return row
 
 
 def trained_samples(shard: TrainShard) -> list[TrainSample]:
@@ -172,15 +174,20 @@ def target_values(samples: Sequence[TrainSample], name: str) -> torch.Tensor | N
     return torch.from_numpy(np.concatenate(parts))
 
 
+_NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
 @dataclass
-class _Segment:
-    """Tokens that attend to ``prefix`` (rows of the packed batch) and causally to themselves."""
+class _Row:
+    """Parts of a packed row. ``logit_rows`` is −1 for targets of other ranks; ``length`` is T before padding."""
 
-    prefix: range
-    rows: range
-
-
-_NOTHING = np.zeros(0, np.int64)
+    tokens: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
+    positions: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
+    logit_rows: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
+    targets: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
+    segments: list[Segment] = field(default_factory=list)
+    length: int = 0
+    computed: int = 0
 
 
 def _mask(sample: TrainSample) -> NDArray[np.bool_]:
@@ -207,45 +214,44 @@ def _share(samples: Sequence[TrainSample], share_prompts: bool) -> list[list[Tra
     return list(shared.values())
 
 
-def _layout(kinds: list[list[_Segment]], num_tokens: int, device: torch.device | None) -> AttentionLayout:
-    """One attention block per kind of segment; tokens in no segment (padding) get the output of token 0."""
-    blocks: list[AttentionBlock] = []
-    output_rows_T = torch.zeros(num_tokens, dtype=torch.long)
-    offset = 0
-    for segments in kinds:
-        if not segments:
-            continue
-        block = _block(segments, device)
-        width = block.query_rows_GQ.shape[1]
-        for number, segment in enumerate(segments):
-            place = offset + number * width
-            output_rows_T[segment.rows.start : segment.rows.stop] = torch.arange(place, place + len(segment.rows))
-        offset += block.query_rows_GQ.numel()
-        blocks.append(block)
-    return AttentionLayout(tuple(blocks), output_rows_T.to(device))
+def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_of: int) -> _Row:
+    """This rank's part of every sample."""
+    row, start = _Row(), 0
+    inputs = [sample.tokens[:-1] for sample in samples] or [np.zeros(1, np.int64)]
+    unit = 2 * context.size * multiple_of
+    lengths = [-(-len(tokens) // unit) * unit for tokens in inputs]
+    row.length = sum(lengths) // context.size
+    for tokens, length in zip(inputs, lengths, strict=True):
+        gathered = np.empty(length, np.int64)  # where each position lies among the tokens of all ranks
+        for rank in range(context.size):
+            own = _zigzag(length, context, rank)
+            gathered[own] = rank * row.length + start + np.arange(len(own))
+        own = _zigzag(length, context, context.rank)
+        row.tokens.append(np.pad(tokens, (0, length - len(tokens)))[own])
+        row.positions.append(own)
+        row.computed += int((own < len(tokens)).sum())
+        half = len(own) // 2
+        for chunk in (slice(0, half), slice(half, len(own))):
+            queries = start + np.arange(len(own))[chunk]
+            row.segments.append(Segment(queries, gathered[: own[chunk][-1] + 1]))
+        start += len(own)
+    start = 0
+    for sample, length in zip(samples, lengths, strict=False):
+        local = np.full(length, -1)
+        own = _zigzag(length, context, context.rank)
+        local[own] = start + np.arange(len(own))
+        rows = local[sample.prompt_length - 1 : len(sample.tokens) - 1]
+        row.logit_rows.append(rows[_mask(sample)])
+        row.targets.append(sample.tokens[sample.prompt_length :][_mask(sample)])
+        start += len(own)
+    return row
 
 
-def _block(segments: list[_Segment], device: torch.device | None) -> AttentionBlock:
-    queries = max(len(segment.rows) for segment in segments)
-    query_rows_GQ = _padded([[segment.rows] for segment in segments]).to(device)
-    if not any(segment.prefix for segment in segments):
-        return AttentionBlock(query_rows_GQ, query_rows_GQ, None)
-    key_rows_GK = _padded([[segment.prefix, segment.rows] for segment in segments]).to(device)
-    # Query q of a row sees the prefix and the row's own first q + 1 tokens; a padded one, q ≥ length, key 0 only.
-    prefix_G11 = torch.tensor([len(segment.prefix) for segment in segments], device=device)[:, None, None]
-    length_G11 = torch.tensor([len(segment.rows) for segment in segments], device=device)[:, None, None]
-    query_1Q1 = torch.arange(queries, device=device)[None, :, None]
-    last_GQ1 = torch.where(query_1Q1 < length_G11, prefix_G11 + query_1Q1, 0)
-    mask_GQK = torch.arange(key_rows_GK.shape[1], device=device)[None, None, :] <= last_GQ1
-    return AttentionBlock(query_rows_GQ, key_rows_GK, mask_GQK[:, None])
+def _zigzag(length: int, context: ContextParallel, rank: int) -> NDArray[np.int64]:
+    """The positions of a padded sample that a rank holds: of 2 · size chunks, one near each end.
 
-
-def _padded(rows: list[list[range]]) -> torch.Tensor:
-    """The ranges of each row one after the other; rows are filled up with zeros to the longest."""
-    padded = torch.zeros(len(rows), max(sum(map(len, row)) for row in rows), dtype=torch.long)
-    for number, row in enumerate(rows):
-        end = 0
-        for part in row:
-            padded[number, end : end + len(part)] = torch.arange(part.start, part.stop)
-            end += len(part)
-    return padded
+    With causal attention all ranks then have the same work (zig-zag ring attention; Megatron-core's order, too).
+    """
+    chunk = length // (2 * context.size)
+    ends = rank * chunk, (2 * context.size - 1 - rank) * chunk
+    return np.concatenate([np.arange(start, start + chunk) for start in ends])

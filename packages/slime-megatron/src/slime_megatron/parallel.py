@@ -47,6 +47,11 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
     )
 
@@ -58,7 +63,8 @@ def leave_ranks() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, torch and Megatron's trackers; all ranks alike, as replicas must be initialised alike."""
+    """Seed Python, NumPy, torch and Megatron's trackers: replicas alike, stages of a pipeline apart, as in Megatron."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

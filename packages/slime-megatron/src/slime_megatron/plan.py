@@ -85,12 +85,16 @@ class Planner:
     def micro_batches(self, shard: TrainShard, kept: set[int]) -> list[list[MicroBatch]]:
         """The micro-batches of each step, of samples whose ``id()`` is in ``kept``, and fillers.
 
-        Every data-parallel rank must call this, and gets equally many: layers that gather over ranks wait for all.
+        Every data-parallel rank must call this, and gets equally many: layers that gather over ranks wait for all. With
+        virtual stages they are a multiple of the pipeline's ranks, as Megatron's schedule asks for.
         """
         steps = step_samples(shard, kept)
         counts = torch.tensor([len(step) for step in steps], dtype=torch.long, device=self.device)
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        filled = [step + [[]] * (count - len(step)) for step, count in zip(steps, counts.tolist(), strict=True)]
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+        unit = parallel_state.get_pipeline_model_parallel_world_size() if virtual else 1
+        wanted = [-(-count // unit) * unit for count in counts.tolist()]
+        filled = [step + [[]] * (count - len(step)) for step, count in zip(steps, wanted, strict=True)]
         return [[self.micro_batch(samples) for samples in step] for step in filled]
 
     def _reference(self, batches: list[MicroBatch]) -> list[torch.Tensor]:

@@ -1,10 +1,12 @@
-"""Megatron's schedule over micro-batches: a train step, and log-probs without gradient. N: trained tokens."""
+"""Megatron's schedule over micro-batches: a train step, and log-probs without gradient.
+
+Notation: T packed tokens, D hidden channels, N trained tokens, M of them that this context-parallel rank computes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,15 +16,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import Statistics, loss_weights, mis_weight_sums
+from slime_core.ops import Statistics, linear_log_probs_and_entropy, loss_weights, mis_weight_sums
 from slime_core.ops.tokens import needed
 from slime_core.types import TrainStep
 from slime_megatron.losses import DRIFT_WEIGHT, Loss, LossInputs
+from slime_megatron.model import Chunks, bare, output_weight, run
 from slime_megatron.packing import MicroBatch, PackedBatch
 from slime_megatron.plan import PlannedBatch, StepPlan
 
-Packed = Iterator[PackedBatch]
-"""Micro-batches on the device, each packed when it is asked for."""
+Packed = Callable[[], Iterator[PackedBatch]]
+"""Gives the micro-batches on the device, each packed when it is asked for; called once for each chunk of the model."""
 
 # The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens that were
 # computed: samples that contribute nothing are not, and what they would have given is unknown.
@@ -31,22 +34,73 @@ _WEIGHT = "computed_weight"
 _DRIFT = ("mismatch_", "train_rollout_logprob_")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """From the last stage's hidden states to log-probs (nats): the vocabulary without its padding, the temperature."""
+
+    vocab_size: int
+    temperature: float
+
+    def __call__(
+        self, chunk: Any, hidden_1TD: torch.Tensor, batch: PackedBatch, *, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs of the targets [N], and entropies [N] if wanted; equal on tensor- and context-parallel ranks."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        log_probs_M, entropy_M = linear_log_probs_and_entropy(
+            hidden_1TD[0].index_select(0, batch.logit_rows_M),
+            output_weight(chunk),
+            batch.targets_M,
+            temperature=self.temperature,
+            group=group if group.size() > 1 else None,
+            vocab_size=self.vocab_size,
+            with_entropy=with_entropy,
+        )
+        return _whole(log_probs_M, batch), None if entropy_M is None else _whole(entropy_M, batch)
+
+
+def _whole(values_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The values of all context-parallel ranks [N]; the gradient goes to this rank's."""
+    if batch.places_M is None:
+        return values_M
+    values_N = values_M.new_zeros(batch.num_targets).index_put((batch.places_M,), values_M)
+    summed: torch.Tensor = _SumOfRanks.apply(values_N)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """A sum over the context-parallel ranks, all of which then compute the same loss of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values_N: torch.Tensor) -> torch.Tensor:
+        summed_N = values_N.clone()
+        dist.all_reduce(summed_N, group=parallel_state.get_context_parallel_group())
+        return summed_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> torch.Tensor:
+        return grad_N
+
+
 @torch.no_grad()
-def evaluate(model: Any, packed: Packed, count: int, *, temperature: float) -> list[torch.Tensor]:
-    """Log-probs (nats) of the targets of ``count`` micro-batches [N], without gradient."""
+def evaluate(model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head: Head) -> list[torch.Tensor]:
+    """Log-probs (nats) of the targets of each micro-batch [N], without gradient, on all ranks."""
 
-    def forward_step(batches: Packed, model: Any) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-        log_probs_N, _ = model(next(batches), temperature=temperature)
-        return log_probs_N, lambda output_N, non_loss_data: output_N
+    def forward_step(batches: Iterator[PackedBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+        batch = next(batches)
+        return run(chunk, batch), lambda hidden_1TD, non_loss_data: head(chunk, hidden_1TD, batch)[0]
 
-    results: list[torch.Tensor] = _schedule(
-        forward_step, packed, model, count, forward_only=True, collect_non_loss_data=True
-    )
-    return results
+    found = _schedule(forward_step, packed, model, len(batches), forward_only=True, collect_non_loss_data=True)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1 or not batches:
+        return found
+    counts = [sum(batch.target_lengths) for batch in batches]
+    device = next(bare(model[0]).parameters()).device
+    values = torch.cat(found) if found else torch.empty(sum(counts), device=device)
+    dist.broadcast(values, *_from_last_stage())
+    return list(torch.split(values, counts))
 
 
 def forward_backward(
-    model: Any, plan: StepPlan, packed: Packed, loss: Loss, algorithm: AlgorithmConfig, *, temperature: float
+    model: Chunks, plan: StepPlan, packed: Packed, loss: Loss, algorithm: AlgorithmConfig, head: Head
 ) -> dict[str, float]:
     """Fill the gradient buffers with the gradient of the step's loss over all ranks.
 
@@ -56,35 +110,49 @@ def forward_backward(
     """
     mis_sums = None
     if loss.uses_advantages and algorithm.needs_step_sums:
-        mis_sums = step_mis_sums(plan, algorithm, next(model.parameters()).device)
+        mis_sums = step_mis_sums(plan, algorithm, next(bare(model[0]).parameters()).device)
     count = len(plan.batches)
     if count == 0:  # on all ranks
-        finalize_model_grads([model])
+        finalize_model_grads(model)
         return step_metrics([])
     scale = count * parallel_state.get_data_parallel_world_size()
     planned = iter(plan.batches)
 
-    def forward_step(batches: Packed, model: Any) -> tuple[torch.Tensor, Any]:
-        log_probs_N, entropy_N = model(next(batches), temperature=temperature, with_entropy=algorithm.entropy_coef != 0)
-        return log_probs_N, partial(_loss, loss, next(planned), plan.step, algorithm, scale, entropy_N, mis_sums)
+    def forward_step(batches: Iterator[PackedBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+
+        def loss_of(hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, Statistics]:
+            log_probs_N, entropy_N = head(chunk, hidden_1TD, batch, with_entropy=algorithm.entropy_coef != 0)
+            return _loss(loss, next(planned), plan.step, algorithm, scale, entropy_N, mis_sums, log_probs_N)
+
+        return run(chunk, batch), loss_of
 
     return step_metrics(_schedule(forward_step, packed, model, count))
 
 
-def _schedule(forward_step: Any, packed: Packed, model: Any, count: int, **how: bool) -> list[Any]:
-    """Run Megatron's schedule; what the loss function gave for each micro-batch."""
+def _schedule(forward_step: Any, packed: Packed, model: Chunks, count: int, **how: bool) -> list[Any]:
+    """Run Megatron's schedule; what the loss function gave for each micro-batch, on the last stage."""
     if count == 0:
         return []
+    iterators = [packed() for _ in model]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=packed,
-        model=[model],
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        model=model,
         num_microbatches=count,
-        seq_length=1,  # micro-batches differ in length, and the schedule without a pipeline does not ask
+        seq_length=1,  # micro-batches differ in length: stages tell each other
         micro_batch_size=1,
         **how,
     )
     return results
+
+
+def _from_last_stage() -> tuple[int, Any]:
+    """The rank of the pipeline's last stage, and the pipeline's group."""
+    return (
+        parallel_state.get_pipeline_model_parallel_last_rank(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
 
 
 def _loss(
@@ -161,6 +229,8 @@ def step_metrics(parts: Sequence[Statistics]) -> dict[str, float]:
     gathered: list[Statistics] = [Statistics()] * parallel_state.get_data_parallel_world_size()
     own = _on_cpu(Statistics.merged(parts))
     dist.all_gather_object(gathered, own, group=parallel_state.get_data_parallel_group())
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast_object_list(gathered, *_from_last_stage())
     metrics = {name: float(value) for name, value in Statistics.merged(gathered).metrics().items()}
     weight, drift_weight = metrics.pop(_WEIGHT, 0.0), metrics.pop(DRIFT_WEIGHT, 0.0)
     for name in {name for part in gathered for name in part.sums} - {*_SUMS, _WEIGHT, DRIFT_WEIGHT}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,56 +16,103 @@ from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import SyncReport, WeightUpdate
-from slime_megatron.model import PackedGPT
+from slime_megatron.model import Chunks, named_weights
 
 NamedTensor = tuple[str, torch.Tensor]
+_Described = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def push_weights(
-    model: PackedGPT, shape: ModelShape, channel: WeightChannel, update: WeightUpdate, buffer_size: int
-) -> SyncReport:
-    """Gather every weight over the tensor-parallel ranks and send it from rank 0, bucket by bucket.
+class WeightExport:
+    """Brings every weight of a model to rank 0, whole, one after the other; all ranks make one together.
 
-    Every rank calls this. Those of rank 0's model gather, only rank 0 uses ``channel``, and the other data-parallel
-    replicas, which have the same weights, do nothing. Where sending fails, rank 0 still gathers to the end: the others
-    do not wait for it for ever, and the weights can be sent again.
-
-    A tensor of more than ``buffer_size`` bytes makes a bucket of its own. The other replicas report that nothing was
-    sent.
+    A weight is merged over its tensor-parallel ranks by the first replica that has it, and sent to rank 0 from where it
+    is: another pipeline stage, another rank of experts. Nobody holds more than one whole weight for it at a time.
     """
-    if parallel_state.get_data_parallel_rank() != 0:
-        return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)
+
+    def __init__(self, model: Chunks, shape: ModelShape) -> None:
+        self._model = model
+        self._map = WeightMap(shape)
+        self._kept: list[list[list[_Described]]] = []
+        for experts in (False, True):
+            whole = self._whole_weights(experts, meta=True)
+            own = [(name, tuple(weight.shape), weight.dtype) for name, weight in whole if weight is not None]
+            everybodys: list[list[_Described]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(everybodys, own)
+            self._kept.append(everybodys)
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """On rank 0, every weight under its Hugging Face name. All ranks must go through it; others yield nothing.
+
+        Experts come last: a rank may have merged its other weights with rank 0, and its experts alone.
+        """
+        for experts in (False, True):
+            for name, whole in self._whole_weights(experts):
+                if whole is not None and dist.get_rank() == 0:
+                    yield from self._map.to_hf(name, whole)
+                elif whole is not None:
+                    dist.send(whole.contiguous(), 0)
+            if dist.get_rank() == 0:
+                yield from self._received(self._kept[experts])
+
+    def _received(self, kept: list[list[_Described]]) -> Iterator[NamedTensor]:
+        for source, described in enumerate(kept):
+            for name, lengths, dtype in described if source else ():
+                weight = torch.empty(lengths, dtype=dtype, device=torch.cuda.current_device())
+                dist.recv(weight, source)
+                yield from self._map.to_hf(name, weight)
+
+    def _whole_weights(self, experts: bool, *, meta: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """This rank's weights, merged; ``None`` where another rank has the same. With ``meta``, shapes alone."""
+        for name, weight in named_weights(self._model):
+            if ("local_experts" in name) != experts or _replica(experts):
+                continue
+            group = _tensor_group(experts)
+            local = weight.detach()
+            if group.size() > 1 and (experts or getattr(weight, "tensor_model_parallel", False)):
+                shards = [torch.empty_like(local, device="meta" if meta else None) for _ in range(group.size())]
+                if not meta:
+                    dist.all_gather(shards, local.contiguous(), group=group)
+                local = self._map.merge_tp(name, shards)
+            yield name, local if group.rank() == 0 else None
+
+
+def _replica(experts: bool) -> int:
+    """0 for the first of the ranks that hold the same part of a weight."""
+    if experts:
+        return int(parallel_state.get_expert_data_parallel_rank())
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _tensor_group(experts: bool) -> Any:
+    if experts:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def push_weights(export: WeightExport, channel: WeightChannel, update: WeightUpdate, buffer_size: int) -> SyncReport:
+    """Gather every weight and send it from rank 0, bucket by bucket.
+
+    Every rank calls this, only rank 0 uses ``channel``. Where sending fails, rank 0 still gathers to the end: the
+    others do not wait for it for ever, and the weights can be sent again. A tensor of more than ``buffer_size`` bytes
+    makes a bucket of its own. Ranks other than 0 report that nothing was sent.
+    """
     start = time.perf_counter()
-    sends = dist.get_rank() == 0
+    buckets = _buckets(export.tensors(), buffer_size)
     tensors = total = 0
-    buckets = _buckets(full_weights(model, shape), buffer_size)
+    if dist.get_rank() != 0:
+        collections.deque(buckets, maxlen=0)
+        return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)
     try:
-        if sends:
-            channel.begin(update)
+        channel.begin(update)
         for bucket in buckets:
             tensors += len(bucket)
             total += sum(tensor.nbytes for _, tensor in bucket)
-            if sends:
-                channel.send(bucket)
-        if sends:
-            channel.end()
+            channel.send(bucket)
+        channel.end()
     except SlimeError:
         collections.deque(buckets, maxlen=0)  # goes through all that is left
         raise
     return SyncReport(version=update.version, tensors=tensors, bytes=total, seconds=time.perf_counter() - start)
-
-
-def full_weights(model: PackedGPT, shape: ModelShape) -> Iterator[NamedTensor]:
-    """Every weight, whole and under its Hugging Face name. The tensor-parallel ranks must go through it together."""
-    weight_map = WeightMap(shape)
-    group = parallel_state.get_tensor_model_parallel_group()
-    for name, param in model.named_parameters():
-        local = param.detach()
-        if getattr(param, "tensor_model_parallel", False) and group.size() > 1:
-            shards = [torch.empty_like(local) for _ in range(group.size())]
-            dist.all_gather(shards, local.contiguous(), group=group)
-            local = weight_map.merge_tp(name, shards)
-        yield from weight_map.to_hf(name, local)
 
 
 def _buckets(tensors: Iterator[NamedTensor], buffer_size: int) -> Iterator[list[NamedTensor]]:

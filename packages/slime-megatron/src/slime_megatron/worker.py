@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +26,13 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
 from slime_megatron.losses import loss_named
-from slime_megatron.model import PackedGPT, build_model
+from slime_megatron.model import Chunks, build_model
 from slime_megatron.optimizer import build_optimizer, build_scheduler, check_finite, wrap_model
-from slime_megatron.packing import MicroBatch, PackedBatch, trained_samples
+from slime_megatron.packing import ContextParallel, MicroBatch, PackedBatch, trained_samples
 from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
 from slime_megatron.plan import Planner, StepPlan
-from slime_megatron.step import evaluate, forward_backward
-from slime_megatron.sync import push_weights
+from slime_megatron.step import Head, evaluate, forward_backward
+from slime_megatron.sync import WeightExport, push_weights
 
 
 class PhaseTimer:
@@ -94,21 +93,23 @@ class MegatronWorker:
         self._scheduler = build_scheduler(self._optimizer, config)
         with_reference = self._loss.uses_advantages and algorithm.needs_reference
         self._reference = self._build_reference(resume_from) if with_reference else None
+        self._export: WeightExport | None = None
         self._moved: list[HostCopy] | None = None
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
         if resume_from is not None:
             self.load(resume_from)
 
-    def _build_reference(self, resume_from: str | Path | None) -> PackedGPT:
+    def _build_reference(self, resume_from: str | Path | None) -> Chunks:
         """A frozen model with ``ref_load``'s weights, else ``load``'s; a random one equals the random policy."""
         source = reference_source(self.config.load, self.config.ref_load, resume_from)
         seed_everything(self.config.seed)
         reference = build_model(self.shape, self.config, self._device, random_weights=source is None)
         if source is not None:
             load_weights(find_checkpoint(source), self.shape, reference)
-        reference.requires_grad_(False)
-        reference.eval()
+        for chunk in reference:
+            chunk.requires_grad_(False)
+            chunk.eval()
         return reference
 
     @property
@@ -146,11 +147,15 @@ class MegatronWorker:
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
         self._check_awake("push")
-        return push_weights(self.model, self.shape, channel, update, self.config.update_weight_buffer_size)
+        self._gather_weights()
+        if self._export is None:
+            self._export = WeightExport(self.model, self.shape)
+        return push_weights(self._export, channel, update, self.config.update_weight_buffer_size)
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""
         self._check_awake("save")
+        self._gather_weights()
         directory = save_checkpoint(self.config, self.shape, self.model, self._optimizer, self._scheduler, iteration)
         self.iteration = iteration
         return str(directory)
@@ -171,7 +176,9 @@ class MegatronWorker:
         a CPU they already are there, and stay.
         """
         self._check_awake("sleep")
-        self._wrapped.offload_grad_buffers()
+        self._gather_weights()
+        for chunk in self._wrapped:
+            chunk.offload_grad_buffers()
         self._moved = [] if self._device.is_cpu else move_to_host(self.device_tensors())
         torch.cuda.empty_cache()
 
@@ -180,7 +187,8 @@ class MegatronWorker:
         if self._moved is None:
             return
         move_back(self._moved)
-        self._wrapped.restore_grad_buffers()
+        for chunk in self._wrapped:
+            chunk.restore_grad_buffers()
         self._moved = None
 
     def close(self) -> None:
@@ -189,21 +197,26 @@ class MegatronWorker:
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What stays on the device between calls, without the gradient buffers."""
-        for model in (self.model, self._reference):
-            if model is not None:
-                yield from model.parameters()
-                yield from model.buffers()
+        for chunk in (*self.model, *(self._reference or ())):
+            yield from chunk.parameters()
+            yield from chunk.buffers()
         for group in self._optimizer.param_groups:
             yield from group["params"]
         for part in self._optimizer.chained_optimizers:
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
 
+    def _gather_weights(self) -> None:
+        """Have all weights of the last step here, which --overlap-param-gather leaves to the next forward pass."""
+        if self.config.overlap_param_gather:
+            for chunk in self._wrapped:
+                chunk.start_param_sync(force_sync=True)
+
     def _check_awake(self, verb: str) -> None:
         if self._moved is not None:
             raise TrainingError(f"{verb} was called while the trainer sleeps; call wake first")
 
-    def _model(self, role: Role) -> Any:
+    def _model(self, role: Role) -> Chunks:
         """The model of a role."""
         model = {"actor": self._wrapped, "reference": self._reference}.get(role)
         if model is None:
@@ -222,10 +235,19 @@ class MegatronWorker:
         )
 
     def _micro_batch(self, samples: Sequence[TrainSample]) -> MicroBatch:
-        multiple_of = self.config.tensor_model_parallel_size if self.config.splits_sequences else 1
-        return MicroBatch(samples, share_prompts=self.config.share_prompts, multiple_of=multiple_of)
+        return MicroBatch(
+            samples,
+            share_prompts=self.config.share_prompts,
+            multiple_of=self.config.tensor_model_parallel_size if self.config.splits_sequences else 1,
+            context=ContextParallel(
+                parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+            ),
+        )
 
-    def _packed(self, batches: Iterable[MicroBatch], timer: PhaseTimer, phase: str) -> Iterator[PackedBatch]:
+    def _head(self, temperature: float) -> Head:
+        return Head(vocab_size=self.shape.vocab_size, temperature=temperature)
+
+    def _packed(self, batches: Sequence[MicroBatch], timer: PhaseTimer, phase: str) -> Iterator[PackedBatch]:
         """The batches on the device, each packed when it is asked for: those before it can be freed by then."""
         return (timer.counted(phase, batch.pack(self._device.torch_device)) for batch in batches)
 
@@ -234,17 +256,19 @@ class MegatronWorker:
     ) -> list[torch.Tensor]:
         phase = "log_probs" if role == "actor" else "ref_log_probs"
         with timer.phase(phase):
-            packed = self._packed(batches, timer, phase)
-            return evaluate(self._model(role), packed, len(batches), temperature=temperature)
+            packed = partial(self._packed, batches, timer, phase)
+            return evaluate(self._model(role), packed, batches, self._head(temperature))
 
     def _optimize(self, plan: StepPlan, temperature: float, timer: PhaseTimer) -> dict[str, float]:
         """One optimizer step, and its metrics."""
         phase = "forward_backward"
         with timer.phase(phase):
-            self._wrapped.zero_grad_buffer()
+            for chunk in self._wrapped:
+                chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
-            packed = self._packed((planned.batch for planned in plan.batches), timer, phase)
-            metrics = forward_backward(self._wrapped, plan, packed, self._loss, self.algorithm, temperature=temperature)
+            packed = partial(self._packed, [planned.batch for planned in plan.batches], timer, phase)
+            head = self._head(temperature)
+            metrics = forward_backward(self._wrapped, plan, packed, self._loss, self.algorithm, head)
         with timer.phase("optimizer"):
             learning_rate = float(self._optimizer.param_groups[0]["lr"])
             check_finite(metrics)
