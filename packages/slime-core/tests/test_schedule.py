@@ -103,6 +103,45 @@ def test_single_samples_fill_the_ranks_evenly(workload):
             )
 
 
+@given(workloads(), st.booleans(), st.booleans(), st.data())
+def test_what_trains_nothing_is_left_out_before_the_ranks_are_balanced(workload, together, dynamic, data):
+    batch, sizes = workload
+    for sample in batch.samples:
+        sample.reward = float(data.draw(st.integers(0, 1)))
+    limit = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 60} if dynamic else {}
+    how = {**sizes, **limit, "keep_groups_together": together}
+    whole, chosen = shards_of(batch, **how), shards_of(batch, **how, drop_untrained=True)
+    trained = {one.index for shard in whole for one in shard.samples if one.reward and one.loss_mask.any()}
+    kept = [one.index for shard in chosen for one in shard.samples if one.index != FILLER_INDEX]
+    assert sorted(kept) == sorted(trained)
+    for shard, before in zip(chosen, whole, strict=True):
+        for step, old in zip(shard.steps, before.steps, strict=True):
+            assert (step.global_trajectories, step.global_tokens) == (old.global_trajectories, old.global_tokens)
+            assert len(step.micro_batches) == len(chosen[0].steps[shard.steps.index(step)].micro_batches)
+            assert dynamic or all(1 <= len(members) <= sizes["mbs"] for members in step.micro_batches)
+
+
+@pytest.mark.parametrize("flags", [{"use_kl_loss": True}, {"entropy_coef": 0.1}, {"normalize_advantages": True}])
+def test_rewards_of_zero_are_left_out_only_where_the_loss_ignores_them(flags):
+    batch = make_batch([4], rewards=[1.0, 1.0, 1.0, 1.0])
+    algorithm = AlgorithmConfig(**flags)
+    [shard] = shards_of(batch, algorithm=algorithm, drop_untrained=True)
+    assert [one.index for one in shard.samples] == [0, 1, 2, 3]
+    [shard] = shards_of(batch, drop_untrained=True)
+    assert [one.index for one in shard.samples] == [FILLER_INDEX]
+
+
+def test_ranks_keep_pace_where_half_of_the_groups_train_nothing():
+    """Lengths are log-normal; a group has equal rewards, or not."""
+    draw = np.random.default_rng(0)
+    lengths = [min(int(length), 16_000) for length in draw.lognormal(7, 1, 512)]
+    rewards = [float(index % 2) if index // 8 % 2 else 1.0 for index in range(512)]
+    limit = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20_000}
+    batch = make_batch([8] * 64, lengths, rewards)
+    loads = [sum(len(one.tokens) for one in s.samples) for s in shards_of(batch, dp=4, **limit, drop_untrained=True)]
+    assert max(loads) / (sum(loads) / 4) < 1.03
+
+
 def test_ranks_are_balanced_by_tokens():
     lengths = [100, 1, 1, 1, 50, 50, 1, 1]
     for shards in (shards_of(make_batch([8], lengths), dp=2, mbs=2), shards_of(make_batch([8], lengths), dp=2, mbs=4)):

@@ -20,7 +20,8 @@ def batch():
     lengths = [1000, *[200] * 7]
     samples = [
         Sample(
-            index=index, group_index=index // 2, prompt="p", tokens=[1] * (length + 4), response_length=length, reward=1
+            index=index, group_index=index // 2, prompt="p", tokens=[1] * (length + 4), response_length=length,
+            reward=index % 2,
         )
         for index, length in enumerate(lengths)
     ]  # fmt: skip
@@ -55,6 +56,20 @@ def test_micro_batches_under_a_token_limit(batch, flags, to_words):
     assert len({len(shard.steps[0].micro_batches) for shard in shards}) == 1
 
 
+def test_context_parallel_ranks_share_a_limit_of_tokens(batch, flags, to_words):
+    limit = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 450, "context_parallel_size": 2}
+    for cut, most in (({}, 2), ({"context_parallel_size": 1}, 1)):
+        [shard] = split(batch, flags, to_words, ranks=1, **limit | cut, actor_num_gpus_per_node=2)
+        assert max(len(positions) for positions in shard.steps[0].micro_batches) == 2 * most
+
+
+def test_what_trains_nothing_is_left_out(batch, flags, to_words):
+    for sample in batch.groups[1]:
+        sample.reward = 1.0
+    trained = [sample.index for shard in split(batch, flags, to_words) for sample in shard.samples]
+    assert sorted(trained) == [0, 1, 4, 5, 6, 7]
+
+
 def test_balance_by_operations(batch, flags, to_words):
     by_tokens, by_flops = (
         split(batch, flags, to_words, use_dynamic_batch_size=True, max_tokens_per_gpu=5000, **more)
@@ -72,3 +87,7 @@ def test_the_cost_is_that_of_the_models_shape():
     )  # fmt: skip
     assert training_flops(SHAPE)(7) == expected.training(7)
     assert training_flops(dataclasses.replace(SHAPE, kv_channels=16))(7) < expected.training(7)
+    experts = {"family": "qwen3_moe", "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2}
+    assert training_flops(dataclasses.replace(SHAPE, **experts))(7) == expected.training(7)
+    one_dense = dataclasses.replace(SHAPE, **experts, moe_layer_freq=(0, 1), moe_shared_expert_intermediate_size=48)
+    assert training_flops(one_dense)(7) == dataclasses.replace(expected, ffn_hidden_size=(96 + 144) // 2).training(7)

@@ -244,6 +244,21 @@ class AlgorithmConfig(OffPolicyConfig):
         """Whether advantages depend on log-probs from before the update, and so come after a forward pass."""
         return self.kl_coef != 0 or self.use_opd
 
+    @property
+    def zero_advantages_add_nothing(self) -> bool:
+        """Whether samples whose advantages are 0 change neither the loss nor its gradient.
+
+        They do where the KL loss or the entropy bonus counts them, or a mean of importance weights over the step.
+        """
+        return not (self.use_kl_loss or self.entropy_coef != 0 or self.needs_step_sums)
+
+    @property
+    def zero_rewards_add_nothing(self) -> bool:
+        """The same of samples whose reward, as the estimator takes it, is 0: their advantages are 0 too."""
+        own = self.advantage_estimator == "ppo" or self.custom_advantage_function_path is not None
+        moved = self.normalize_advantages or self.advantages_need_log_probs
+        return self.zero_advantages_add_nothing and not (own or moved)
+
 
 def _or_inverse(lower: float | None, upper: float) -> float:
     return 1 / upper if lower is None else lower

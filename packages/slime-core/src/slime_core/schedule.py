@@ -41,12 +41,14 @@ def build_shards(
     context_parallel_size: int = 1,
     virtual_pipeline_group: int = 1,
     cost: Cost = token_count,
+    drop_untrained: bool = False,
 ) -> list[TrainShard]:
     """Normalise rewards and split a rollout into optimizer steps, ranks and micro-batches.
 
-    Every sample is in exactly one micro-batch. Steps take whole trajectories in the rollout's order,
-    ``global_batch_size`` each; mostly a trajectory is one sample. Within a step the ranks are balanced by ``cost`` and
-    have equally many micro-batches, the costliest first. The same rollout gives the same shards.
+    Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
+    in the rollout's order, ``global_batch_size`` each; mostly a trajectory is one sample. Within a step the ranks are
+    balanced by ``cost`` and have equally many micro-batches, the costliest first. The same rollout gives the same
+    shards.
 
     Aborted and failed samples are counted as samples but train nothing: their loss mask is zeros, their reward is 0 and
     takes no part in their group's mean.
@@ -71,6 +73,9 @@ def build_shards(
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
         virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
+        drop_untrained: Leave out what cannot change the policy's weights, before the ranks are balanced: samples
+            without a token to train on, and those with a reward of 0, as the estimator takes it, where the algorithm's
+            loss ignores them. They are counted in the denominators all the same.
 
     Returns:
         One shard per rank.
@@ -105,7 +110,13 @@ def build_shards(
         cost=cost,
         context_parallel_size=context_parallel_size,
     )
-    return _place(planner, trajectories, global_batch_size, rollout_id=batch.rollout_id, temperature=temperature)
+    chosen = set(range(len(samples)))
+    if drop_untrained:
+        ignored = algorithm.zero_rewards_add_nothing
+        chosen = {at for at in chosen if samples[at].loss_mask.any() and not (ignored and samples[at].reward == 0)}
+    return _place(
+        planner, trajectories, global_batch_size, chosen, rollout_id=batch.rollout_id, temperature=temperature
+    )
 
 
 def _trajectories(columns: Columns) -> list[list[int]]:
@@ -125,16 +136,17 @@ def _place(
     planner: StepPlanner,
     trajectories: Sequence[list[int]],
     global_batch_size: int,
+    chosen: Container[int],
     *,
     rollout_id: int,
     temperature: float,
 ) -> list[TrainShard]:
-    """The ranks' shards, filled step by step."""
+    """The ranks' shards of the chosen samples, filled step by step."""
     samples: list[list[TrainSample]] = [[] for _ in range(planner.ranks)]
     steps: list[list[TrainStep]] = [[] for _ in range(planner.ranks)]
     for start in range(0, len(trajectories), global_batch_size):
         step = trajectories[start : start + global_batch_size]
-        members = sorted(position for trajectory in step for position in trajectory)
+        members = sorted(position for trajectory in step for position in trajectory if position in chosen)
         tokens = sum(planner.samples[trajectory[0]].trajectory_tokens for trajectory in step)
         for rank, micro_batches in enumerate(planner.plan(members)):
             placed: list[list[int]] = []

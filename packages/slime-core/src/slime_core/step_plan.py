@@ -64,6 +64,8 @@ class StepPlanner:
 
         A micro-batch is empty only if there are fewer samples than micro-batches.
         """
+        if not members:
+            return [[[]] * self.limits.round_up(0) for _ in range(self.ranks)]
         plan = self._together(self._groups(members)) if self.by_group else None
         return plan or self._apart(members)
 

@@ -190,16 +190,26 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         keep_groups_together=megatron.share_prompts,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
+        context_parallel_size=megatron.context_parallel_size,
         cost=training_flops(recipe.shape) if megatron.balance_by_flops else token_count,
+        drop_untrained=True,
     )
 
 
 def training_flops(shape: ModelShape) -> Cost:
-    """What training on a sequence of so many tokens costs this model, in floating-point operations."""
+    """What training on a sequence of so many tokens costs this model, in floating-point operations.
+
+    Of layers with experts those count that a token goes through, as one MLP; latent attention counts as plain one.
+    """
+    experts = (shape.moe_router_topk or 0) * (shape.moe_ffn_hidden_size or 0)
+    routed = experts + (shape.moe_shared_expert_intermediate_size or 0)
+    widths = [
+        routed if shape.has_layer("experts", layer) else shape.ffn_hidden_size for layer in range(shape.num_layers)
+    ]
     return FlopsModel(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
+        ffn_hidden_size=sum(widths) // shape.num_layers,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
         head_dim=shape.kv_channels,

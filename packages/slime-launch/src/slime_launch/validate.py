@@ -65,6 +65,7 @@ def _check_batches(settings: Settings) -> None:
         micro_batch_size=megatron.micro_batch_size,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
+        context_parallel_size=megatron.context_parallel_size,
     )
 
 

@@ -63,7 +63,7 @@ class Planner:
             check_log_probs(trained, self.algorithm)
             if not self.algorithm.advantages_need_log_probs:
                 advantages = self._advantages(trained)
-                if self.loss.skips_zero_advantages and _zero_advantages_add_nothing(self.algorithm):
+                if self.loss.skips_zero_advantages and self.algorithm.zero_advantages_add_nothing:
                     kept = {key for key, values_N in advantages.items() if values_N.any()}
         steps = self.micro_batches(shard, kept)
         batches = [batch for step in steps for batch in step]
@@ -139,14 +139,6 @@ class Planner:
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([torch.zeros(0, device=self.device), *values])
-
-
-def _zero_advantages_add_nothing(algorithm: AlgorithmConfig) -> bool:
-    """Whether samples with advantages of 0 change neither the loss nor its gradient.
-
-    They do where the KL loss or the entropy bonus counts them, or a mean of importance weights over the step.
-    """
-    return not (algorithm.use_kl_loss or algorithm.entropy_coef != 0 or algorithm.needs_step_sums)
 
 
 def check_log_probs(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> None:
