@@ -20,9 +20,13 @@ ALGORITHMS = {
         "--advantage-estimator", "reinforce_plus_plus_baseline", *WHITENED, "--kl-coef", "0.001", "--use-tis",
         *TOKEN_LIMIT, "--actor-num-gpus-per-node", "2",
     ],
-    "gspo, mismatch metrics": ["--advantage-estimator", "gspo", "--eps-clip", "0.05", "--get-mismatch-metrics"],
-    "cispo, per token": [
+    "gspo, mismatch metrics, a pipeline": [
+        "--advantage-estimator", "gspo", "--eps-clip", "0.05", "--get-mismatch-metrics",
+        "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2",
+    ],
+    "cispo, per token, context parallel": [
         "--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-high", "4", "--calculate-per-token-loss",
+        "--actor-num-gpus-per-node", "2", "--context-parallel-size", "2",
     ],
     "rloo, MIS": ["--advantage-estimator", "rloo", "--use-mis", "--mis-level", "sequence", "--mis-batch-normalize"],
     "reinforce++": ["--advantage-estimator", "reinforce_plus_plus", *WHITENED, "--use-opsm", "--opsm-delta", "0.1"],

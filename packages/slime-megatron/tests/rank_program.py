@@ -6,6 +6,7 @@ Run as ``python rank_program.py FD``. A command is ``(name, args, kwargs)``; the
 
 import dataclasses
 import faulthandler
+import gc
 import pickle
 import resource
 import shutil
@@ -61,10 +62,13 @@ class Rank:
         if self.worker is not None:
             worker, self.worker = self.worker, None
             worker.close()
+            del worker
+            gc.collect()  # hooks of its buffers hold it in circles, and it holds process groups, which have threads
 
     def leave(self):
         """Leave the process groups after an error, as far as the ranks got to build them."""
         self.worker = None
+        gc.collect()
         parallel = sys.modules.get("slime_megatron.parallel")  # absent if the device was not even selected
         if parallel is not None and parallel.dist.is_initialized():
             parallel.leave_ranks()
@@ -271,6 +275,33 @@ class Rank:
         for hook in hooks:
             hook.remove()
         return len(calls)
+
+    def train_and_watch_gradients(self, shards):
+        """Train; the report, and each step's reduced gradients, whole and under Hugging Face names, on rank 0."""
+        from slime_megatron import sync
+
+        worker, named, seen = self.worker, sync.named_weights, []
+        take_step = worker._optimizer.step
+
+        def gradients(chunks):
+            for name, weight in named(chunks):
+                if hasattr(weight, "main_grad"):
+                    weight.main_grad.tensor_model_parallel = getattr(weight, "tensor_model_parallel", False)
+                    yield name, weight.main_grad
+
+        def step():
+            sync.named_weights = gradients
+            try:
+                seen.append(_plain(dict(sync.WeightExport(worker.model, worker.shape).tensors())))
+            finally:
+                sync.named_weights = named
+            return take_step()
+
+        worker._optimizer.step = step
+        try:
+            return self.train(shards), seen
+        finally:
+            worker._optimizer.step = take_step
 
     def train_and_watch_the_optimizer(self, shards):
         """Train; the fp32 and the model's weights at first, and gradients and both weights of each optimizer step."""
