@@ -50,11 +50,9 @@ def build_shards(
     balanced by ``cost`` and have equally many micro-batches, the costliest first. The same rollout gives the same
     shards.
 
-    Aborted and failed samples are counted as samples but train nothing: their loss mask is zeros, their reward is 0 and
-    takes no part in their group's mean.
+    Aborted and failed samples are counted but train nothing: their reward takes no part in their group's mean.
 
-    Where a step has too few samples for equally many micro-batches (trajectories of several samples, or a token limit
-    that most samples fill alone), a micro-batch left empty gets a filler: see :data:`FILLER_INDEX`.
+    Where a step has too few samples for equally many micro-batches, an empty one gets a filler: :data:`FILLER_INDEX`.
 
     Args:
         batch: The rollout.
@@ -64,18 +62,16 @@ def build_shards(
         micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
         global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
-        keep_groups_together: Keep the samples of a prompt in one micro-batch, as far as they fit, so that the trainer
-            can compute their prompt once. Ranks may then differ in their number of samples. Where there are too few
-            samples for that, the step falls back to single samples. A group that exceeds a limit is cut, and its pieces
-            may go to several ranks.
-        use_dynamic_batch_size: Limit a micro-batch by its tokens instead of its samples.
-        max_tokens_per_gpu: That limit, per context-parallel rank. A sample above it gets a micro-batch to itself.
+        keep_groups_together: Keep the samples of a prompt in one micro-batch, as far as they fit and suffice, so that
+            the trainer can compute their prompt once. Ranks may then differ in their number of samples.
+        use_dynamic_batch_size: Limit a micro-batch by ``max_tokens_per_gpu`` instead.
+        max_tokens_per_gpu: Most tokens, per context-parallel rank; a longer sample gets a micro-batch to itself.
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
         virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
-        drop_untrained: Leave out what cannot change the policy's weights, before the ranks are balanced: samples
-            without a token to train on, and those with a reward of 0, as the estimator takes it, where the algorithm's
-            loss ignores them. They are counted in the denominators all the same.
+        drop_untrained: Leave out samples that cannot change the policy's weights, before the ranks are balanced: those
+            without a token to train on, and those of a normalised reward of 0 where the loss ignores them. The
+            denominators count them.
 
     Returns:
         One shard per rank.
@@ -99,24 +95,27 @@ def build_shards(
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
     )
-    limits = MicroBatchLimits(samples=micro_batch_size, multiple=virtual_pipeline_group)
+    limit = {"samples": micro_batch_size}
     if use_dynamic_batch_size and max_tokens_per_gpu is not None:
-        limits = MicroBatchLimits(tokens=max_tokens_per_gpu * context_parallel_size, multiple=virtual_pipeline_group)
+        limit = {"tokens": max_tokens_per_gpu * context_parallel_size}
     planner = StepPlanner(
         samples=samples,
         ranks=data_parallel_size,
-        limits=limits,
+        limits=MicroBatchLimits(multiple=virtual_pipeline_group, **limit),
         by_group=keep_groups_together,
         cost=cost,
         context_parallel_size=context_parallel_size,
     )
-    chosen = set(range(len(samples)))
-    if drop_untrained:
-        ignored = algorithm.zero_rewards_add_nothing
-        chosen = {at for at in chosen if samples[at].loss_mask.any() and not (ignored and samples[at].reward == 0)}
+    chosen = _that_train(samples, algorithm) if drop_untrained else range(len(samples))
     return _place(
         planner, trajectories, global_batch_size, chosen, rollout_id=batch.rollout_id, temperature=temperature
     )
+
+
+def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> set[int]:
+    """Positions of the samples that can change the policy's weights."""
+    ignored = algorithm.zero_rewards_add_nothing
+    return {at for at, one in enumerate(samples) if one.loss_mask.any() and not (ignored and one.reward == 0)}
 
 
 def _trajectories(columns: Columns) -> list[list[int]]:
