@@ -43,7 +43,7 @@ def build_shards(
     cost: Cost = token_count,
     drop_untrained: bool = False,
 ) -> list[TrainShard]:
-    """Normalise rewards and split a rollout into optimizer steps, ranks and micro-batches.
+    """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
 
     Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
     in the rollout's order, ``global_batch_size`` each; mostly a trajectory is one sample. Within a step the ranks are
@@ -51,14 +51,13 @@ def build_shards(
     shards.
 
     Aborted and failed samples are counted but train nothing: their reward takes no part in their group's mean.
-
     Where a step has too few samples for equally many micro-batches, an empty one gets a filler: :data:`FILLER_INDEX`.
 
     Args:
         batch: The rollout.
         algorithm: Says how rewards are normalised.
         temperature: The sampling temperature, handed on to the trainer.
-        data_parallel_size: Number of shards.
+        data_parallel_size: Number of ranks.
         micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
         global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
@@ -72,9 +71,6 @@ def build_shards(
         drop_untrained: Leave out samples that cannot change the policy's weights, before the ranks are balanced: those
             without a token to train on, and those of a normalised reward of 0 where the loss ignores them. The
             denominators count them.
-
-    Returns:
-        One shard per rank.
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
