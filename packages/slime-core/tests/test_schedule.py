@@ -457,3 +457,40 @@ def test_sizes_that_leave_a_micro_batch_without_samples(sizes, message):
     check_batch_sizes(**good, use_dynamic_batch_size=True, max_tokens_per_gpu=9, virtual_pipeline_group=3)
     with pytest.raises(ConfigError, match=message):
         check_batch_sizes(**(good | sizes))
+
+
+@pytest.mark.parametrize("limit", [{"mbs": 4}, {"mbs": 2}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 20}])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_both_samples_of_a_pair_are_in_one_micro_batch(dp, limit):
+    """Also where the pair is above the token limit: 9 + 9 to 15 + 15 tokens under 20."""
+    lengths = [5 + number // 2 % 7 for number in range(16)]
+    batch = make_batch([2] * 8, lengths=lengths)
+    batch.groups[3][0].train_metadata["margin"] = 1.5
+    shards = shards_of(batch, dp=dp, gbs=8, pairs=True, **limit)
+    seen = []
+    for shard in shards:
+        for step in shard.steps:
+            assert len(step.micro_batches) == len(shards[0].steps[0].micro_batches)
+            for positions in step.micro_batches:
+                groups = [shard.samples[at].group_index for at in positions]
+                assert all(groups.count(group) == 2 for group in groups)
+                assert len(positions) <= limit.get("mbs", 2)
+                seen += groups
+    assert sorted(seen) == [number // 2 for number in range(16)]
+    margins = {(s.group_index, s.raw_reward): s.extras["margin"] for shard in shards for s in shard.samples}
+    assert margins[3, 0.0] == 1.5 and margins[3, 1.0] == margins[0, 0.0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rewards", "how", "error", "message"),
+    [
+        ([2, 2], None, {"mbs": 1}, ConfigError, "--micro-batch-size 1 counts samples, and preference pairs are two"),
+        ([2, 1], None, {"mbs": 2, "gbs": 3}, ConfigError, "--global-batch-size 3 counts samples, and preference pairs"),
+        ([4], None, {"mbs": 2, "gbs": 2}, DataError, "group 0 is not a preference pair"),
+        ([3, 1], None, {"mbs": 2}, DataError, "group 0 is not a preference pair: give it two samples"),
+        ([2, 2], [1.0, 0.0, 1.0, 1.0], {"mbs": 2}, DataError, "group 1 is not a preference pair"),
+    ],
+)
+def test_what_is_not_a_pair(sizes, rewards, how, error, message):
+    with pytest.raises(error, match=message):
+        shards_of(make_batch(sizes, rewards=rewards), pairs=True, **how)

@@ -371,9 +371,6 @@ def test_a_user_defined_loss(ranks, tiny_model, tiny_config, make_samples, make_
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("value", "loss value is not available yet: it needs a critic; use policy or sft"),
-        ("preference", "loss preference is not available yet: it needs pairs of responses"),
-        ("reward_model", "loss reward_model is not available yet"),
         ("grpo", "loss grpo names no function"),
     ],
 )

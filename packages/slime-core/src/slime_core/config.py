@@ -185,6 +185,11 @@ class AlgorithmConfig(OffPolicyConfig):
         above=0,
         advice="the largest response length is usual",
     )
+    dpo_beta: float = flag(0.1, help="what a departure from the reference costs (DPO)", above=0)
+    dpo_label_smoothing: float = flag(
+        0.0, help="probability that a preference is the wrong way round (conservative DPO)", least=0, below=0.5
+    )
+    dpo_reference_free: bool = flag(False, help="leave the reference model out of DPO")
 
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
@@ -238,6 +243,11 @@ class AlgorithmConfig(OffPolicyConfig):
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference model enter the loss or the advantages."""
         return self.use_kl_loss or self.kl_coef != 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are estimated from the values of a critic."""
+        return self.advantage_estimator == "ppo" and self.custom_advantage_function_path is None
 
     @property
     def advantages_need_log_probs(self) -> bool:

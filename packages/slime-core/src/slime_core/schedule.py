@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ def build_shards(
     global_batch_size: int,
     reward_key: str | None = None,
     keep_groups_together: bool = False,
+    pairs: bool = False,
     use_dynamic_batch_size: bool = False,
     max_tokens_per_gpu: int | None = None,
     context_parallel_size: int = 1,
@@ -63,6 +66,8 @@ def build_shards(
         reward_key: Which entry of a reward given by name.
         keep_groups_together: Keep the samples of a prompt in one micro-batch, as far as they fit and suffice, so that
             the trainer can compute their prompt once. Ranks may then differ in their number of samples.
+        pairs: Groups are preference pairs, two samples of different rewards, which stay in one micro-batch; they get
+            the extra ``margin`` of their ``train_metadata``.
         use_dynamic_batch_size: Limit a micro-batch by ``max_tokens_per_gpu`` instead.
         max_tokens_per_gpu: Most tokens, per context-parallel rank; a longer sample gets a micro-batch to itself.
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
@@ -74,12 +79,14 @@ def build_shards(
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
-        DataError: The rollout is empty, or a sample lacks a finite reward or a prompt.
+        DataError: The rollout is empty, a sample lacks a finite reward or a prompt, or a group is not a pair.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
     samples = _train_samples(columns, algorithm, reward_key)
     if not samples:
         raise DataError(f"rollout {batch.rollout_id} has no samples")
+    if pairs:
+        samples = _pairs(columns, samples, global_batch_size, 2 if use_dynamic_batch_size else micro_batch_size)
     trajectories = _trajectories(columns)
     check_batch_sizes(
         num_samples=len(trajectories),
@@ -99,10 +106,11 @@ def build_shards(
         ranks=data_parallel_size,
         limits=MicroBatchLimits(multiple=virtual_pipeline_group, **limit),
         by_group=keep_groups_together,
+        pairs=pairs,
         cost=cost,
         context_parallel_size=context_parallel_size,
     )
-    chosen = _that_train(samples, algorithm) if drop_untrained else range(len(samples))
+    chosen = _that_train(samples, algorithm) if drop_untrained and not pairs else range(len(samples))
     return _place(
         planner, trajectories, global_batch_size, chosen, rollout_id=batch.rollout_id, temperature=temperature
     )
@@ -112,6 +120,32 @@ def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> s
     """Positions of the samples that can change the policy's weights."""
     ignored = algorithm.zero_rewards_add_nothing
     return {at for at, one in enumerate(samples) if one.loss_mask.any() and not (ignored and one.reward == 0)}
+
+
+def _pairs(
+    columns: Columns, samples: list[TrainSample], global_batch_size: int, micro_batch_size: int
+) -> list[TrainSample]:
+    """The samples with their margins, if they are pairs one after the other that steps do not cut."""
+    for flag, size in (("--global-batch-size", global_batch_size), ("--micro-batch-size", micro_batch_size)):
+        if size % 2:
+            raise ConfigError(
+                f"{flag} {size} counts samples, and preference pairs are two each; give an even number, such as "
+                f"{size + 1}"
+            )
+    sizes = Counter(sample.group_index for sample in samples)
+    for one, other in zip_longest(samples[::2], samples[1::2]):
+        together = other is not None and one.group_index == other.group_index and sizes[one.group_index] == 2
+        if not together or one.raw_reward == other.raw_reward:
+            raise DataError(
+                f"group {one.group_index} is not a preference pair: give it two samples, one after the other, the "
+                "preferred one with the larger reward"
+            )
+    given = [values or {} for values in json_rows(columns, "train_metadata")]
+    margins = [float(values.get("margin") or 0.0) for values in given]
+    return [
+        dataclasses.replace(sample, extras=sample.extras | {"margin": margin})
+        for sample, margin in zip(samples, margins, strict=True)
+    ]
 
 
 def _trajectories(columns: Columns) -> list[list[int]]:

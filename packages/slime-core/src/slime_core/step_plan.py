@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections import defaultdict
@@ -41,6 +42,7 @@ class StepPlanner:
         ranks: Number of data-parallel ranks.
         limits: What a micro-batch may hold, over all its context-parallel ranks.
         by_group: Keep the samples of a prompt in one micro-batch as far as they fit; for one limit, not for both.
+        pairs: Keep the two samples of a group in one micro-batch, whatever the limit.
         cost: What is balanced.
         context_parallel_size: Number of ranks that a sequence is cut over; it is padded for that.
 
@@ -52,6 +54,7 @@ class StepPlanner:
     ranks: int
     limits: MicroBatchLimits
     by_group: bool = False
+    pairs: bool = False
     cost: Cost = token_count
     context_parallel_size: int = 1
 
@@ -62,10 +65,12 @@ class StepPlanner:
     def plan(self, members: Sequence[int]) -> list[RankMicroBatches]:
         """Place one step's samples: per rank equally many micro-batches, of positions in ``samples``.
 
-        A micro-batch is empty only if there are fewer samples than micro-batches.
+        A micro-batch is empty only if there are fewer samples, or pairs, than micro-batches.
         """
         if not members:
             return [[[]] * self.limits.round_up(0) for _ in range(self.ranks)]
+        if self.pairs:
+            return self._in_pairs(self._groups(members))
         plan = self._together(self._groups(members)) if self.by_group else None
         return plan or self._apart(members)
 
@@ -75,6 +80,15 @@ class StepPlanner:
         costs = [self.cost(length) for length in lengths]
         plan = plan_micro_batches(self._padded(lengths), ranks=self.ranks, limits=self.limits, costs=costs)
         return [[sorted([members[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
+
+    def _in_pairs(self, pairs: list[list[int]]) -> list[RankMicroBatches]:
+        """Micro-batches of whole pairs. A pair counts as one: a limit of samples is one of half as many pairs."""
+        limits = self.limits
+        if limits.samples is not None:
+            limits = dataclasses.replace(limits, samples=max(limits.samples // 2, 1))
+        costs = [self.cost_of(pair) for pair in pairs]
+        plan = plan_micro_batches([self._tokens(pair) for pair in pairs], ranks=self.ranks, limits=limits, costs=costs)
+        return [[_joined([pairs[at] for at in chosen]) for chosen in micro_batches] for micro_batches in plan]
 
     def _together(self, groups: list[list[int]]) -> list[RankMicroBatches] | None:
         """Micro-batches under the limit, of pieces of groups that stay together; ``None`` if one would be empty."""

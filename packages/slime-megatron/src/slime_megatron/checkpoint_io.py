@@ -33,8 +33,11 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 from slime_megatron.model import Chunks
 from slime_megatron.optimizer import load_optimizer
+from slime_megatron.parts import VALUE_HEAD
 
 logger = logging.getLogger(__name__)
+
+_OUTPUT = "output_layer.weight"
 
 # How Megatron lays the distributed optimizer's state out: whole parameters, so that it can be loaded at another
 # parallel size.
@@ -181,10 +184,14 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[st
         raise CheckpointError(
             f"{info.directory} is of another model: {'; '.join(wrong)}; give the checkpoint of this one"
         )
+    heads = {key for key, _ in _keys(model) if _OUTPUT in state[key] and state[key][_OUTPUT].key == VALUE_HEAD}
     with _reading(info):
+        if heads and VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(info.directory)):
+            heads = set()
+        new = {key: state[key].pop(_OUTPUT).data for key in heads}  # a language model's checkpoint: they stay as made
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
     for key, chunk in _keys(model):
-        chunk.load_state_dict(loaded[key])
+        chunk.load_state_dict(loaded[key] | ({_OUTPUT: new[key]} if key in new else {}))
     return loaded
 
 

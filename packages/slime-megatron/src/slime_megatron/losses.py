@@ -11,8 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from slime_core.config import AlgorithmConfig
-from slime_core.errors import ConfigError
-from slime_core.ops import Statistics, drift_statistics, policy_objective, policy_statistics, sft_objective
+from slime_core.ops import (
+    Statistics,
+    dpo_pair_loss,
+    drift_statistics,
+    policy_objective,
+    policy_statistics,
+    preference_objective,
+    reward_model_loss,
+    sft_objective,
+)
 from slime_core.ops.off_policy import weighted_sum
 from slime_core.ops.tokens import needed
 from slime_core.user_functions import load_function
@@ -30,7 +38,8 @@ class LossInputs:
 
     Attributes:
         algorithm: Settings of the loss.
-        log_probs_N: Log-probs (nats) under the policy; what the gradient flows through.
+        output_N: What the gradient flows through: ``log_probs_N`` (nats) under the policy, or ``values_N`` of a model
+            with a value head.
         weights_N: Weights of the tokens. Their denominators are the whole step's, so a loss is a plain sum under them.
         lengths: Trained tokens of each sample.
         entropy_N: Entropies (nats), with ``--entropy-coef``.
@@ -40,10 +49,14 @@ class LossInputs:
         rollout_log_probs_N: The engine's, if all samples have them.
         teacher_log_probs_N: The teacher's, if all samples have them.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step, if the algorithm needs them.
+        old_values_N: Values from before the update, for a critic.
+        returns_N: What a critic's values should be.
+        global_pairs: Preference pairs in the step over all ranks; samples are chosen, rejected, chosen, rejected, …
+        margins_P: By how much the chosen one of each pair should lead.
     """
 
     algorithm: AlgorithmConfig
-    log_probs_N: torch.Tensor
+    output_N: torch.Tensor
     weights_N: torch.Tensor
     lengths: tuple[int, ...]
     entropy_N: torch.Tensor | None = None
@@ -53,6 +66,20 @@ class LossInputs:
     rollout_log_probs_N: torch.Tensor | None = None
     teacher_log_probs_N: torch.Tensor | None = None
     mis_sums: torch.Tensor | None = None
+    old_values_N: torch.Tensor | None = None
+    returns_N: torch.Tensor | None = None
+    global_pairs: int = 0
+    margins_P: torch.Tensor | None = None
+
+    @property
+    def log_probs_N(self) -> torch.Tensor:  # noqa: N802
+        """Log-probs (nats) under the policy."""
+        return self.output_N
+
+    @property
+    def values_N(self) -> torch.Tensor:  # noqa: N802
+        """Outputs of the value head."""
+        return self.output_N
 
 
 @dataclass(frozen=True)
@@ -64,11 +91,27 @@ class Loss:
             tokens' weights by name, which are reported as means.
         uses_advantages: Advantages are estimated, with the forward passes that they need.
         skips_zero_advantages: Samples whose advantages are 0 may be left out, as far as the algorithm allows.
+        value_head: The model gives a number per token in place of log-probs.
+        pairs: Samples are preference pairs, and metrics are means over them. With a value head, each response has one
+            number, its score.
     """
 
     compute: Callable[[LossInputs], tuple[torch.Tensor, Statistics | Mapping[str, torch.Tensor]]]
-    uses_advantages: bool
+    uses_advantages: bool = False
     skips_zero_advantages: bool = False
+    value_head: bool = False
+    pairs: bool = False
+
+    @property
+    def scores(self) -> bool:
+        """Whether it is computed from one number per response."""
+        return self.pairs and self.value_head
+
+    def needs_reference(self, algorithm: AlgorithmConfig) -> bool:
+        """Whether log-probs under the reference model are wanted."""
+        if self.pairs:
+            return not self.value_head and not algorithm.dpo_reference_free
+        return self.uses_advantages and algorithm.needs_reference
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
         """The loss and its statistics, ``loss`` among them."""
@@ -107,14 +150,32 @@ def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tenso
     return sft_objective(inputs.log_probs_N, inputs.weights_N)
 
 
+def preference_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """DPO, with ``--dpo-beta``, ``--dpo-label-smoothing`` and ``--dpo-reference-free``."""
+    loss_P, chosen_P, rejected_P = dpo_pair_loss(
+        inputs.log_probs_N,
+        inputs.ref_log_probs_N,
+        mask_T=torch.ones_like(inputs.weights_N),
+        lengths=inputs.lengths,
+        beta=inputs.algorithm.dpo_beta,
+        label_smoothing=inputs.algorithm.dpo_label_smoothing,
+        reference_free=inputs.algorithm.dpo_reference_free,
+    )
+    return preference_objective(loss_P, chosen_P, rejected_P, global_pairs=inputs.global_pairs)
+
+
+def score_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The likelihood of the preferences under a reward model's scores."""
+    chosen_P, rejected_P = inputs.values_N.view(-1, 2).unbind(1)
+    loss_P = reward_model_loss(chosen_P, rejected_P, margins_P=inputs.margins_P)
+    return preference_objective(loss_P, chosen_P, rejected_P, global_pairs=inputs.global_pairs)
+
+
 LOSSES = {
     "policy": Loss(policy_loss, uses_advantages=True, skips_zero_advantages=True),
-    "sft": Loss(sft_loss, uses_advantages=False),
-}
-_NOT_BUILT = {
-    "value": "a critic",
-    "preference": "pairs of responses in a shard",
-    "reward_model": "a model with a head for rewards",
+    "sft": Loss(sft_loss),
+    "preference": Loss(preference_loss, pairs=True),
+    "reward_model": Loss(score_loss, pairs=True, value_head=True),
 }
 
 
@@ -125,12 +186,10 @@ def loss_named(name: str) -> Loss:
     ``weights_N``.
 
     Raises:
-        ConfigError: There is none, or it is not built yet.
+        ConfigError: There is none.
     """
     if name in LOSSES:
         return LOSSES[name]
-    if name in _NOT_BUILT:
-        raise ConfigError(f"loss {name} is not available yet: it needs {_NOT_BUILT[name]}; use {' or '.join(LOSSES)}")
     return Loss(load_function(name, "loss", arguments=("inputs",)), uses_advantages=True)
 
 

@@ -19,13 +19,15 @@ from slime_megatron.attention import PackedAttention, PackedParams
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
 from slime_megatron.packing import PackedBatch
-from slime_megatron.parts import HiddenOutput, PostNormLayer, RMSNorm, Rotary, WholeLinear
+from slime_megatron.parts import VALUE_HEAD, HiddenOutput, PostNormLayer, RMSNorm, Rotary, ValueHead, WholeLinear
 
 Chunks = list[Any]
 """The parts of the model that this pipeline rank holds: one, or one per virtual stage. GPTModel, or wrapped in DDP."""
 
 
-def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, random_weights: bool = True) -> Chunks:
+def build_model(
+    shape: ModelShape, config: MegatronConfig, device: Device, *, random_weights: bool = True, value_head: bool = False
+) -> Chunks:
     """This rank's part of a model.
 
     Args:
@@ -33,6 +35,7 @@ def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, ra
         config: The parallel layout and the precision.
         device: Where it lives.
         random_weights: Without, matrices are zero until weights are loaded, and the vocabulary's padding stays so.
+        value_head: In place of the output layer; the last chunk then gives a number per token.
 
     Raises:
         ConfigError: The model does not fit the parallel layout, or has parts that are not supported.
@@ -43,8 +46,8 @@ def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, ra
         for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
             setattr(transformer, name, torch.nn.init.zeros_)
     virtual = config.virtual_pipeline_model_parallel_size
-    chunks = [_build_chunk(shape, config, transformer, stage) for stage in range(virtual)] if virtual else []
-    chunks = chunks or [_build_chunk(shape, config, transformer, None)]
+    stages = range(virtual) if virtual else [None]
+    chunks = [_build_chunk(shape, config, transformer, stage, value_head) for stage in stages]
     for chunk in chunks:
         # Prediction modules are loaded, saved and exported; they are neither run nor trained.
         chunk.mtp_process = False
@@ -57,7 +60,7 @@ def build_model(shape: ModelShape, config: MegatronConfig, device: Device, *, ra
 
 
 def run(chunk: Any, batch: PackedBatch) -> torch.Tensor:
-    """Run a packed batch through a chunk; the last one gives hidden states, 1 × T × D."""
+    """Run a packed batch through a chunk; the last one gives hidden states, 1 × T × D, or a value head's 1 × T × 1."""
     packed = PackedParams(qkv_format="sbhd", layout=batch.attention, positions_T=batch.positions_T)
     output: torch.Tensor = chunk(batch.tokens_T[None], None, None, packed_seq_params=packed)
     return output
@@ -89,6 +92,8 @@ def named_weights(chunks: Chunks) -> Iterator[tuple[str, torch.Tensor]]:
             is_copy = words[0] == "embedding" and not model.pre_process
             if is_copy or words[-1] not in ("weight", "bias", "expert_bias"):
                 continue
+            if words[0] == "output_layer" and isinstance(model.output_layer, ValueHead):
+                words = VALUE_HEAD.split(".")
             if words[:2] == ["decoder", "layers"]:
                 words[2] = str(offsets[words[2]])
             if "local_experts" in words:
@@ -103,7 +108,9 @@ def _first_expert(config: TransformerConfig) -> int:
     return own * int(parallel_state.get_expert_model_parallel_rank())
 
 
-def _build_chunk(shape: ModelShape, config: MegatronConfig, transformer: Any, stage: int | None) -> GPTModel:
+def _build_chunk(
+    shape: ModelShape, config: MegatronConfig, transformer: Any, stage: int | None, value_head: bool
+) -> GPTModel:
     spec = get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
     )
@@ -125,7 +132,7 @@ def _build_chunk(shape: ModelShape, config: MegatronConfig, transformer: Any, st
         pre_process=first,
         post_process=last,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=not shape.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not (shape.untie_embeddings_and_output_weights or value_head),
         mtp_block_spec=prediction,
         vp_stage=stage,
     )
@@ -133,7 +140,9 @@ def _build_chunk(shape: ModelShape, config: MegatronConfig, transformer: Any, st
     for module in (model, *model.modules()):
         if isinstance(module, GPTModel | MLASelfAttention):
             module.rotary_pos_emb = rotary
-    if last:
+    if last and value_head:
+        model.output_layer = ValueHead(transformer, model.output_layer.tp_group)
+    elif last:
         model.output_layer.__class__ = HiddenOutput
     return model
 

@@ -14,7 +14,7 @@ over its samples: only the work is less.
 Over context-parallel ranks, each sample is padded and cut in zig-zag. Keys and values are gathered from all ranks, so a
 chunk of queries attends to keys of all of them; prompts are not shared.
 
-Here alone the trainer reads :class:`TrainShard` and :class:`TrainSample`.
+Here and in ``pairs.py`` alone the trainer reads :class:`TrainShard` and :class:`TrainSample`.
 """
 
 from __future__ import annotations

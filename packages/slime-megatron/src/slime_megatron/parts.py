@@ -10,14 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slime_convert.shape import ModelShape
 from slime_megatron.attention import PackedParams
+
+VALUE_HEAD = "value_head.weight"
+"""The name of a value head in checkpoints."""
 
 
 class Rotary(torch.nn.Module):
@@ -61,6 +66,49 @@ class HiddenOutput(ColumnParallelLinear):  # type: ignore[misc]
                 hidden_T1D, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return hidden_T1D, None
+
+
+class ValueHead(torch.nn.Module):
+    """In place of the output layer: one number per token, in fp32. Every tensor-parallel rank has it whole.
+
+    It starts at 0, so that a new critic says that all is worth 0, and a new reward model prefers nothing. In
+    checkpoints it has a name of its own: a language model's, which have none, can be loaded too.
+    """
+
+    def __init__(self, config: Any, group: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=_device(config))
+        )
+        self.sequence_parallel = config.sequence_parallel
+        # Each rank then sees the tokens of its part alone, and the gradients are summed.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._group = group
+
+    def forward(self, hidden_T1D: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+        """The numbers of all tokens, T × 1 × 1, and no bias."""
+        values_T11 = torch.nn.functional.linear(hidden_T1D.float(), self.weight.float())
+        if self.sequence_parallel:
+            values_T11 = gather_from_sequence_parallel_region(
+                values_T11, tensor_parallel_output_grad=False, group=self._group
+            )
+        return values_T11, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weight, under its checkpoint name."""
+        name = f"{prefix}weight"
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {name: self.weight},
+            "",
+            {},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        state[name].key = VALUE_HEAD
+        return state
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -20,6 +20,7 @@ from slime_core.ops import AdvantageEstimator, policy_advantages
 from slime_core.types import TrainSample, TrainShard, TrainStep
 from slime_megatron.losses import Loss
 from slime_megatron.packing import MicroBatch, step_samples, target_values, trained_samples
+from slime_megatron.pairs import paired, scored
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Planner:
 
         Samples that add nothing to the loss are left out, where that is known before a forward pass.
         """
+        shard = self.arranged(shard)
         trained = trained_samples(shard)
         advantages: dict[int, torch.Tensor] = {}
         kept = {id(sample) for sample in trained}
@@ -82,6 +84,12 @@ class Planner:
         )
         return [StepPlan(step, [next(planned) for _ in row]) for step, row in zip(shard.steps, steps, strict=True)]
 
+    def arranged(self, shard: TrainShard) -> TrainShard:
+        """The shard as the loss takes it: preference pairs in order, one place per response for its score."""
+        if self.loss.pairs:
+            shard = paired(shard)
+        return scored(shard) if self.loss.scores else shard
+
     def micro_batches(self, shard: TrainShard, kept: set[int]) -> list[list[MicroBatch]]:
         """The micro-batches of each step, of samples whose ``id()`` is in ``kept``, and fillers.
 
@@ -98,8 +106,7 @@ class Planner:
         return [[self.micro_batch(samples) for samples in step] for step in filled]
 
     def _reference(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        wanted = self.loss.uses_advantages and self.algorithm.needs_reference
-        return self.evaluate("reference", batches) if wanted else []
+        return self.evaluate("reference", batches) if self.loss.needs_reference(self.algorithm) else []
 
     def _old_log_probs(self, batches: list[MicroBatch], steps: int) -> list[torch.Tensor]:
         """What the ratio compares with. Nothing where that is the policy's own log-probs at the only step."""

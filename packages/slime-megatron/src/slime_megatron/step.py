@@ -22,13 +22,14 @@ from slime_core.types import TrainStep
 from slime_megatron.losses import DRIFT_WEIGHT, Loss, LossInputs
 from slime_megatron.model import Chunks, bare, output_weight, run
 from slime_megatron.packing import MicroBatch, PackedBatch
+from slime_megatron.pairs import margins
 from slime_megatron.plan import PlannedBatch, StepPlan
 
 Packed = Callable[[], Iterator[PackedBatch]]
 """Gives the micro-batches on the device, each packed when it is asked for; called once for each chunk of the model."""
 
-# The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens that were
-# computed: samples that contribute nothing are not, and what they would have given is unknown.
+# The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens, or the pairs,
+# that were computed: samples that contribute nothing are not, and what they would have given is unknown.
 _SUMS = ("loss", "pg_loss", "entropy_loss", "kl_loss")
 _WEIGHT = "computed_weight"
 _DRIFT = ("mismatch_", "train_rollout_logprob_")
@@ -58,6 +59,16 @@ class Head:
         return _whole(log_probs_M, batch), None if entropy_M is None else _whole(entropy_M, batch)
 
 
+class ValueReader:
+    """From a value head's numbers to those at the targets."""
+
+    def __call__(
+        self, chunk: Any, values_1T1: torch.Tensor, batch: PackedBatch, *, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, None]:
+        """Values [N], equal on tensor- and context-parallel ranks; there are no entropies."""
+        return _whole(values_1T1[0, :, 0].index_select(0, batch.logit_rows_M), batch), None
+
+
 def _whole(values_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """The values of all context-parallel ranks [N]; the gradient goes to this rank's."""
     if batch.places_M is None:
@@ -82,7 +93,9 @@ class _SumOfRanks(torch.autograd.Function):
 
 
 @torch.no_grad()
-def evaluate(model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head: Head) -> list[torch.Tensor]:
+def evaluate(
+    model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head: Head | ValueReader
+) -> list[torch.Tensor]:
     """Log-probs (nats) of the targets of each micro-batch [N], without gradient, on all ranks."""
 
     def forward_step(batches: Iterator[PackedBatch], chunk: Any) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
@@ -100,7 +113,7 @@ def evaluate(model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head:
 
 
 def forward_backward(
-    model: Chunks, plan: StepPlan, packed: Packed, loss: Loss, algorithm: AlgorithmConfig, head: Head
+    model: Chunks, plan: StepPlan, packed: Packed, loss: Loss, algorithm: AlgorithmConfig, head: Head | ValueReader
 ) -> dict[str, float]:
     """Fill the gradient buffers with the gradient of the step's loss over all ranks.
 
@@ -122,8 +135,8 @@ def forward_backward(
         batch = next(batches)
 
         def loss_of(hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, Statistics]:
-            log_probs_N, entropy_N = head(chunk, hidden_1TD, batch, with_entropy=algorithm.entropy_coef != 0)
-            return _loss(loss, next(planned), plan.step, algorithm, scale, entropy_N, mis_sums, log_probs_N)
+            output_N, entropy_N = head(chunk, hidden_1TD, batch, with_entropy=algorithm.entropy_coef != 0)
+            return _loss(loss, next(planned), plan.step, algorithm, scale, entropy_N, mis_sums, output_N)
 
         return run(chunk, batch), loss_of
 
@@ -163,18 +176,19 @@ def _loss(
     scale: int,
     entropy_N: torch.Tensor | None,
     mis_sums: torch.Tensor | None,
-    log_probs_N: torch.Tensor,
+    output_N: torch.Tensor,
 ) -> tuple[torch.Tensor, Statistics]:
     """The micro-batch's share of the step's loss, times ``scale``, and its metrics."""
-    batch, device = planned.batch, log_probs_N.device
+    batch, device = planned.batch, output_N.device
     if not batch.samples:
-        return log_probs_N.sum(), Statistics()  # 0, with a gradient of 0 for every parameter
+        return output_N.sum(), Statistics()  # 0, with a gradient of 0 for every parameter
     weights_N = token_weights(batch, step, algorithm, device)
     rollout_N, teacher_N = batch.values("rollout_log_probs"), batch.values("teacher_log_probs")
+    global_pairs = step.global_trajectories // 2
     value, statistics = loss(
         LossInputs(
             algorithm=algorithm,
-            log_probs_N=log_probs_N,
+            output_N=output_N,
             weights_N=weights_N,
             lengths=batch.target_lengths,
             entropy_N=entropy_N,
@@ -184,9 +198,12 @@ def _loss(
             rollout_log_probs_N=None if rollout_N is None else rollout_N.to(device),
             teacher_log_probs_N=None if teacher_N is None else teacher_N.to(device),
             mis_sums=mis_sums,
+            global_pairs=global_pairs,
+            margins_P=margins(batch.samples).to(device) if loss.pairs else None,
         )
     )
-    return value * scale, Statistics.merged([statistics, Statistics(sums={_WEIGHT: weights_N.sum()})])
+    weight = weights_N.new_tensor(len(batch.samples) / 2 / global_pairs) if loss.pairs else weights_N.sum()
+    return value * scale, Statistics.merged([statistics, Statistics(sums={_WEIGHT: weight})])
 
 
 def token_weights(batch: MicroBatch, step: TrainStep, algorithm: AlgorithmConfig, device: torch.device) -> torch.Tensor:

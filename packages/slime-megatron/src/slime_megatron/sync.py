@@ -17,6 +17,7 @@ from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import SyncReport, WeightUpdate
 from slime_megatron.model import Chunks, named_weights
+from slime_megatron.parts import VALUE_HEAD
 
 NamedTensor = tuple[str, torch.Tensor]
 _Described = tuple[str, tuple[int, ...], torch.dtype]
@@ -48,18 +49,25 @@ class WeightExport:
         for experts in (False, True):
             for name, whole in self._whole_weights(experts):
                 if whole is not None and dist.get_rank() == 0:
-                    yield from self._map.to_hf(name, whole)
+                    yield from self._hugging_face(name, whole)
                 elif whole is not None:
                     dist.send(whole.contiguous(), 0)
             if dist.get_rank() == 0:
                 yield from self._received(self._kept[experts])
+
+    def _hugging_face(self, name: str, whole: torch.Tensor) -> Iterator[NamedTensor]:
+        """A weight as Hugging Face has it; a value head is that of a sequence classifier with one class."""
+        if name == VALUE_HEAD:
+            yield "score.weight", whole
+        else:
+            yield from self._map.to_hf(name, whole)
 
     def _received(self, kept: list[list[_Described]]) -> Iterator[NamedTensor]:
         for source, described in enumerate(kept):
             for name, lengths, dtype in described if source else ():
                 weight = torch.empty(lengths, dtype=dtype, device=torch.cuda.current_device())
                 dist.recv(weight, source)
-                yield from self._map.to_hf(name, weight)
+                yield from self._hugging_face(name, weight)
 
     def _whole_weights(self, experts: bool, *, meta: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
         """This rank's weights, merged; ``None`` where another rank has the same. With ``meta``, shapes alone."""

@@ -29,9 +29,10 @@ from slime_megatron.losses import loss_named
 from slime_megatron.model import Chunks, build_model
 from slime_megatron.optimizer import build_optimizer, build_scheduler, check_finite, wrap_model
 from slime_megatron.packing import ContextParallel, MicroBatch, PackedBatch, trained_samples
+from slime_megatron.pairs import score_row, scored
 from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
 from slime_megatron.plan import Planner, StepPlan
-from slime_megatron.step import Head, evaluate, forward_backward
+from slime_megatron.step import Head, ValueReader, evaluate, forward_backward
 from slime_megatron.sync import WeightExport, push_weights
 
 
@@ -85,14 +86,19 @@ class MegatronWorker:
         join_ranks(config, rendezvous, device)
         seed_everything(config.seed)
         weights = config.load or config.ref_load
-        self.model = build_model(shape, config, device, random_weights=resume_from is None and weights is None)
+        self.model = build_model(
+            shape,
+            config,
+            device,
+            random_weights=resume_from is None and weights is None,
+            value_head=self._loss.value_head,
+        )
         if resume_from is None and weights is not None:
             load_weights(find_checkpoint(weights), shape, self.model)
         self._wrapped = wrap_model(self.model, config)
         self._optimizer = build_optimizer(self._wrapped, config)
         self._scheduler = build_scheduler(self._optimizer, config)
-        with_reference = self._loss.uses_advantages and algorithm.needs_reference
-        self._reference = self._build_reference(resume_from) if with_reference else None
+        self._reference = self._build_reference(resume_from) if self._loss.needs_reference(algorithm) else None
         self._export: WeightExport | None = None
         self._moved: list[HostCopy] | None = None
         self.iteration: int | None = None
@@ -130,18 +136,25 @@ class MegatronWorker:
     def forward(self, shard: TrainShard, role: Role = "actor") -> list[NDArray[np.float32]]:
         """Log-probs (nats) of every sample's response tokens under the model of ``role``; 0 where the loss mask is 0.
 
+        A reward model gives each sample's score at its last trained token, and 0 elsewhere.
+
         Raises:
             ConfigError: This worker has no model for the role.
         """
         self._check_awake("forward")
         self._model(role)
         timer = PhaseTimer(self._device.synchronize)
-        kept = {id(sample) for sample in trained_samples(shard)}
-        steps = self._planner(shard.temperature, timer).micro_batches(shard, kept)
+        seen = scored(shard) if self._loss.scores else shard
+        kept = {id(sample) for sample in trained_samples(seen)}
+        steps = self._planner(shard.temperature, timer).micro_batches(seen, kept)
         batches = [batch for step in steps for batch in step]
         found: dict[int, NDArray[np.float32]] = {}
         for batch, values_N in zip(batches, self._evaluate(shard.temperature, timer, role, batches), strict=True):
             found |= dict(zip(map(id, batch.samples), batch.per_sample(values_N), strict=True))
+        if self._loss.scores:
+            return [
+                score_row(sample, found.get(id(view))) for sample, view in zip(shard.samples, seen.samples, strict=True)
+            ]
         return [found.get(id(sample), np.zeros(sample.response_length, np.float32)) for sample in shard.samples]
 
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
@@ -244,7 +257,9 @@ class MegatronWorker:
             ),
         )
 
-    def _head(self, temperature: float) -> Head:
+    def _head(self, temperature: float) -> Head | ValueReader:
+        if self._loss.value_head:
+            return ValueReader()
         return Head(vocab_size=self.shape.vocab_size, temperature=temperature)
 
     def _packed(self, batches: Sequence[MicroBatch], timer: PhaseTimer, phase: str) -> Iterator[PackedBatch]:

@@ -1,0 +1,237 @@
+"""Every loss on every kind of layout equals plain PyTorch on transformers in float64, over three steps."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
+from slime_core.config import AlgorithmConfig
+
+STEPS = 3
+LAYOUTS = {
+    "one": (1, {}, None),
+    "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 4),
+    "tp2": (2, {"tensor_model_parallel_size": 2}, 4),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}, 2),
+    "cp2": (2, {"context_parallel_size": 2}, 4),
+    "shared prompts": (1, {"share_prompts": True}, 4),
+}
+
+
+def marked(sample):
+    return torch.tensor(sample.loss_mask, dtype=torch.bool)
+
+
+def gspo(model, samples, known):
+    """Zheng et al. 2025, equations 5 and 7."""
+    total = 0.0
+    for sample in samples:
+        new = plain_log_probs(model, sample, 1.0)[marked(sample)]
+        ratio = (new - known["old"][sample.index][marked(sample)]).mean().exp()
+        total = total + torch.maximum(-ratio * sample.reward, -ratio.clamp(0.98, 1.02) * sample.reward)
+    return total / len(samples)
+
+
+def sft(model, samples, known):
+    rows = [plain_log_probs(model, sample, 1.0)[marked(sample)] for sample in samples]
+    return -torch.cat(rows).mean()
+
+
+def dpo(model, samples, known):
+    """Rafailov et al. 2023, equation 7, with a tenth of the labels the wrong way round."""
+    total = 0.0
+    for rejected, chosen in zip(samples[::2], samples[1::2], strict=True):
+        gains = [
+            (plain_log_probs(model, sample, 1.0) - known["old"][sample.index])[marked(sample)].sum()
+            for sample in (chosen, rejected)
+        ]
+        margin = 0.3 * (gains[0] - gains[1])
+        total = total - 0.9 * logsigmoid(margin) - 0.1 * logsigmoid(-margin)
+    return total / (len(samples) / 2)
+
+
+def plain_score(model, sample):
+    last = sample.prompt_length + int(marked(sample).nonzero()[-1])
+    hidden = model.model(torch.tensor([sample.tokens])).last_hidden_state[0, last]
+    return hidden @ model.score.weight[0]
+
+
+def reward_model(model, samples, known):
+    """Ouyang et al. 2022, equation 1, with a margin."""
+    scores = [plain_score(model, sample) for sample in samples]
+    margins = [scores[at + 1] - scores[at] - samples[at + 1].extras["margin"] for at in range(0, len(samples), 2)]
+    return -logsigmoid(torch.stack(margins)).mean()
+
+
+LOSSES = {
+    "gspo": ("policy", AlgorithmConfig(advantage_estimator="gspo", eps_clip=0.02), gspo),
+    "sft": ("sft", AlgorithmConfig(calculate_per_token_loss=True), sft),
+    "dpo": ("preference", AlgorithmConfig(dpo_beta=0.3, dpo_label_smoothing=0.1), dpo),
+    "rm": ("reward_model", AlgorithmConfig(), reward_model),
+}
+
+
+@pytest.fixture(scope="session")
+def make_pairs(make_samples):
+    """Groups of a rejected and a chosen response, with gaps in their masks."""
+
+    def build(groups=9, **how):
+        return [
+            dataclasses.replace(sample, extras={"margin": 0.1 * sample.group_index})
+            for sample in make_samples(groups=groups, per_group=2, masks=True, **how)
+        ]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def plain_training(tiny_model, tiny_config, make_pairs):
+    """A loss's steps and last weights, once for all layouts."""
+    known = {}
+
+    def compute(name):
+        if name not in known:
+            loss_of = LOSSES[name][2]
+            model, samples = copy.deepcopy(tiny_model("llama-tied").hf).double(), make_pairs()
+            config = tiny_config(adam_eps=ADAM_EPS)
+            given = {}
+            with torch.no_grad():
+                given["old"] = {sample.index: plain_log_probs(model, sample, 1.0) for sample in samples}
+            if name == "rm":
+                model.score = torch.nn.Linear(64, 1, bias=False, dtype=torch.float64)
+                torch.nn.init.zeros_(model.score.weight)
+            optimizer, steps = plain_adamw(model, config), []
+            size = len(samples) // STEPS
+            for number in range(STEPS):
+                optimizer.zero_grad()
+                loss = loss_of(model, samples[number * size : (number + 1) * size], given)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
+                optimizer.step()
+                steps.append({"loss": loss.item(), "grad_norm": float(norm)})
+            known[name] = steps, {key: value.numpy() for key, value in model.state_dict().items()}
+        return known[name]
+
+    return compute
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_equals_plain_pytorch(
+    ranks, plain_training, tiny_model, tiny_config, make_pairs, make_shards, name, layout
+):
+    world, settings, micro_batch_size = LAYOUTS[layout]
+    loss, algorithm, _ = LOSSES[name]
+    model = tiny_model("llama-tied")
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **settings)
+    expected, weights = plain_training(name)
+    ranks.start(world, config, model.shape, algorithm, loss=loss)
+    reports = ranks.call("train", make_shards(make_pairs(), steps=STEPS, micro_batch_size=micro_batch_size))
+    same_step(reports[0].steps, expected, ("loss", "grad_norm"))
+    assert all(report.steps == reports[0].steps for report in reports)
+    found = ranks.first("weights")
+    assert ("score.weight" in found) == (name == "rm")
+    moved = 0.0
+    for key, value in found.items():
+        np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
+        moved = max(moved, np.abs(value).max())
+    assert moved > 1e-3
+
+
+def test_pairs_over_two_data_parallel_ranks(ranks, plain_training, tiny_model, tiny_config, make_pairs, make_shards):
+    """Both samples of a pair on one rank; metrics are means over all pairs."""
+    model, (_, algorithm, _) = tiny_model("llama-tied"), LOSSES["dpo"]
+    samples = make_pairs()
+    dealt = [samples[at] for first in range(0, 16, 4) for at in (first, first + 2, first + 1, first + 3)]
+    shards = make_shards(dealt, data_parallel=2, micro_batch_size=2)
+    found = []
+    for world, given in ((1, make_shards(samples[:16], micro_batch_size=6)), (2, shards)):
+        ranks.start(world, tiny_config(load=model.checkpoint, lr=1e-3), model.shape, algorithm, loss="preference")
+        ranks.call("train", given)
+        found.append(ranks.call("train", given)[0].steps)
+    same_step(found[1], found[0], ("loss", "grad_norm", "chosen_reward", "rejected_reward", "reward_margin"))
+    assert found[0][0]["accuracy"] == found[1][0]["accuracy"] > 0.5
+    assert found[0][0]["reward_margin"] > 0
+
+
+def test_scores_of_a_reward_model(ranks, tiny_model, tiny_config, make_pairs, make_shards, tmp_path):
+    """At the last trained token; they are saved, loaded at another layout, and need no pairs."""
+    model, samples = tiny_model("qwen3"), make_pairs()
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path))
+    ranks.start(1, config, model.shape, loss="reward_model")
+    ranks.first("train", make_shards(samples, steps=STEPS))
+    ranks.first("save", 1)
+    weights = ranks.first("weights")
+    plain = copy.deepcopy(model.hf)
+    plain.load_state_dict(
+        {key: torch.from_numpy(weights[key]) for key in plain.state_dict() if key in weights}, strict=False
+    )
+    plain.score = torch.nn.Linear(64, 1, bias=False)
+    plain.score.weight.data = torch.from_numpy(weights["score.weight"])
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ranks.start(2, tiny_config(load=str(tmp_path), **layout), model.shape, loss="reward_model")
+    for sample, row in zip(samples[:7], ranks.first("forward", make_shards(samples[:7])), strict=True):
+        with torch.no_grad():
+            score = plain_score(plain, sample)
+        last = int(marked(sample).nonzero()[-1])
+        assert row[last] == pytest.approx(float(score), abs=2e-5) and abs(row[last]) > 1e-3
+        assert np.count_nonzero(row) == 1 and len(row) == sample.response_length
+
+
+def test_reference_free(ranks, tiny_model, tiny_config, make_pairs, make_shards):
+    """The first loss is that of the log-probs alone, and no reference is computed."""
+    model, samples = tiny_model("qwen3"), make_pairs(groups=2)
+    algorithm = AlgorithmConfig(dpo_reference_free=True)
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm, loss="preference")
+    report = ranks.first("train", make_shards(samples))
+    with torch.no_grad():
+        sums = [plain_log_probs(model.hf, sample, 1.0)[marked(sample)].sum() for sample in samples]
+    margins = 0.1 * (torch.stack(sums[1::2]) - torch.stack(sums[::2]))
+    assert report.steps[0]["loss"] == pytest.approx(float(-logsigmoid(margins).mean()), rel=1e-5)
+    assert "ref_log_probs" not in report.seconds
+
+
+@pytest.mark.parametrize("loss", ["preference", "reward_model"])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("alone", r"group 0 has 1 samples in its micro-batch, of rewards \[0.0\]; this loss needs preference pairs"),
+        ("equal", r"group 0 has 2 samples in its micro-batch, of rewards \[1.0\]"),
+        ("untrained", "sample 100 of a preference pair has no token to train on; leave the pair out"),
+    ],
+)
+def test_what_is_not_a_pair(ranks, tiny_model, tiny_config, make_pairs, make_shards, rank_error, loss, broken, message):
+    model, (first, second, *others) = tiny_model("qwen3"), make_pairs(groups=2)
+    given = {
+        "alone": [first, *others],
+        "equal": [dataclasses.replace(first, raw_reward=1.0), second, *others],
+        "untrained": [dataclasses.replace(first, loss_mask=[0] * first.response_length), second, *others],
+    }
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, loss=loss)
+    with pytest.raises(rank_error, match=message) as caught:
+        ranks.first("train", make_shards(given[broken]))
+    assert caught.value.kind == "DataError"
+
+
+@pytest.mark.parametrize("loss", ["preference", "reward_model"])
+def test_held_out_pairs_are_ordered(ranks, tiny_model, tiny_config, make_pairs, make_shards, loss):
+    """Responses of even tokens are preferred to those of odd ones, also where the prompt was never seen."""
+    model = tiny_model("qwen3")
+    samples = []
+    for number, sample in enumerate(make_pairs(groups=64, prompt=3, seed=5)):
+        tokens = np.array(sample.tokens)[-sample.response_length - 3 :]
+        tokens[3:] = tokens[3:] % 20 * 2 + (1 - number % 2)
+        samples.append(dataclasses.replace(sample, tokens=tokens.tolist(), extras={}))
+    trained, held_out = samples[:96], samples[96:]
+    config = tiny_config(load=model.checkpoint, lr=2e-3)
+    ranks.start(1, config, model.shape, AlgorithmConfig(dpo_beta=0.1), loss=loss)
+    before = [row.sum() for row in ranks.first("forward", make_shards(held_out))]
+    for _ in range(4):
+        ranks.first("train", make_shards(trained, steps=6))
+    after = [row.sum() for row in ranks.first("forward", make_shards(held_out))]
+    gains = np.array(after) - np.array(before)
+    assert (gains[1::2] > gains[::2]).mean() > 0.9
