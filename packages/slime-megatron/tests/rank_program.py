@@ -154,7 +154,7 @@ class Rank:
             for name, param in named_weights(trainer.model):
                 full = torch.from_numpy(tensors[name])
                 param.copy_(weight_map.split_tp(name, full, world)[rank] if world > 1 else full)
-        trainer._optimizer.reload_model_params()
+        trainer._actor.optimizer.reload_model_params()
 
     def logits(self, samples, share_prompts=False):
         """Logits of every position that predicts a response token; whole vocabulary."""
@@ -187,7 +187,7 @@ class Rank:
         model = trainer.model[0]
         multiple_of = trainer.config.tensor_model_parallel_size
         batch = packed(samples, True, multiple_of)
-        trainer._wrapped[0].zero_grad_buffer()
+        trainer._actor.wrapped[0].zero_grad_buffer()
         if through_logits:
             from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
@@ -201,7 +201,7 @@ class Rank:
                 with_entropy=True,
             )
         else:
-            chunk, head = trainer._wrapped[0], Head(vocab_size=trainer.shape.vocab_size, temperature=temperature)
+            chunk, head = trainer._actor.wrapped[0], Head(vocab_size=trainer.shape.vocab_size, temperature=temperature)
             log_probs, entropy = head(chunk, run(chunk, batch), batch, with_entropy=True)
         upstream = torch.linspace(-1, 1, len(log_probs))
         (log_probs @ upstream + 0.3 * entropy @ upstream.flip(0)).backward()
@@ -307,7 +307,7 @@ class Rank:
         """Train; the fp32 and the model's weights at first, and gradients and both weights of each optimizer step."""
         trainer = self.worker
         params = dict(trainer.model[0].named_parameters())
-        optimizer, take_step = trainer._optimizer, trainer._optimizer.step
+        optimizer, take_step = trainer._actor.optimizer, trainer._actor.optimizer.step
         seen = []
 
         def weights():

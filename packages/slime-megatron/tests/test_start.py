@@ -3,12 +3,14 @@ import pytest
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.ops import estimator_named
+from slime_megatron.config import MegatronConfig
 from slime_megatron.start import check_algorithm
 
 ESTIMATOR = "slime_core.ops.advantages.outcome"
 
 
 def test_what_the_trainer_can_run():
+    assert check_algorithm(AlgorithmConfig(advantage_estimator="ppo"), MegatronConfig(critic_lr=1e-5)) is None
     assert check_algorithm(AlgorithmConfig(advantage_estimator="gspo")) is None
     config = AlgorithmConfig(advantage_estimator="ppo", custom_advantage_function_path=ESTIMATOR)
     assert check_algorithm(config) is estimator_named("grpo")
@@ -17,7 +19,6 @@ def test_what_the_trainer_can_run():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo needs a critic, and this trainer has none; take"),
         ({"custom_advantage_function_path": "none.here"}, "--custom-advantage-function-path none.here: none does not"),
         (
             {"custom_advantage_function_path": "slime_core.ops.whiten"},
@@ -28,3 +29,16 @@ def test_what_the_trainer_can_run():
 def test_what_it_cannot(values, message):
     with pytest.raises(ConfigError, match=message):
         check_algorithm(AlgorithmConfig(**values))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"critic_lr": 1e-5}, "--critic-lr is for a critic, and there is none; add --advantage-estimator ppo"),
+        ({"num_critic_only_steps": 2}, "--num-critic-only-steps is for a critic"),
+        ({"opd_teacher_load": "big"}, "--opd-teacher-load big is the model that --use-opd distils; add that"),
+    ],
+)
+def test_settings_of_a_role_that_is_not_needed(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_algorithm(AlgorithmConfig(), MegatronConfig(**settings))

@@ -57,25 +57,21 @@ def build_shards(
     Where a step has too few samples for equally many micro-batches, an empty one gets a filler: :data:`FILLER_INDEX`.
 
     Args:
-        batch: The rollout.
         algorithm: Says how rewards are normalised.
         temperature: The sampling temperature, handed on to the trainer.
-        data_parallel_size: Number of ranks.
         micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
         global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
         keep_groups_together: Keep the samples of a prompt in one micro-batch, as far as they fit and suffice, so that
             the trainer can compute their prompt once. Ranks may then differ in their number of samples.
-        pairs: Groups are preference pairs, two samples of different rewards, which stay in one micro-batch; they get
-            the extra ``margin`` of their ``train_metadata``.
+        pairs: Groups are preference pairs, which stay in one micro-batch and get their metadata's ``margin`` as extra.
         use_dynamic_batch_size: Limit a micro-batch by ``max_tokens_per_gpu`` instead.
         max_tokens_per_gpu: Most tokens, per context-parallel rank; a longer sample gets a micro-batch to itself.
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
         virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
-        drop_untrained: Leave out samples that cannot change the policy's weights, before the ranks are balanced: those
-            without a token to train on, and those of a normalised reward of 0 where the loss ignores them. The
-            denominators count them.
+        drop_untrained: Leave out samples that cannot change the policy's weights (no trained token; a normalised reward
+            of 0 where the loss ignores that), before the ranks are balanced. The denominators count them.
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
@@ -98,22 +94,19 @@ def build_shards(
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
     )
-    limit = {"samples": micro_batch_size}
-    if use_dynamic_batch_size and max_tokens_per_gpu is not None:
-        limit = {"tokens": max_tokens_per_gpu * context_parallel_size}
+    tokens = max_tokens_per_gpu * context_parallel_size if use_dynamic_batch_size and max_tokens_per_gpu else None
+    samples_limit = None if tokens else micro_batch_size
     planner = StepPlanner(
         samples=samples,
         ranks=data_parallel_size,
-        limits=MicroBatchLimits(multiple=virtual_pipeline_group, **limit),
+        limits=MicroBatchLimits(samples=samples_limit, tokens=tokens, multiple=virtual_pipeline_group),
         by_group=keep_groups_together,
         pairs=pairs,
         cost=cost,
         context_parallel_size=context_parallel_size,
     )
     chosen = _that_train(samples, algorithm) if drop_untrained and not pairs else range(len(samples))
-    return _place(
-        planner, trajectories, global_batch_size, chosen, rollout_id=batch.rollout_id, temperature=temperature
-    )
+    return _place(planner, trajectories, global_batch_size, chosen, batch.rollout_id, temperature)
 
 
 def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> set[int]:
@@ -166,7 +159,6 @@ def _place(
     trajectories: Sequence[list[int]],
     global_batch_size: int,
     chosen: Container[int],
-    *,
     rollout_id: int,
     temperature: float,
 ) -> list[TrainShard]:

@@ -60,7 +60,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     problems = Problems(known)
     problems.attempt(check_settings, settings)
     with importing_hooks():
-        problems.attempt(check_algorithm, settings.algorithm)
+        problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
         problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
     directory = Path(settings.rollout.data.hf_checkpoint)
     problems.attempt(check_hf_directory, directory)

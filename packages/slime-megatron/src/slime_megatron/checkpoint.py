@@ -63,7 +63,11 @@ def reference_source(load: str | None, ref_load: str | None, resume_from: str | 
             that has been trained already.
     """
     source = ref_load or load
-    if resume_from is not None and ref_load is None and (load is None or _root(load) == _root(resume_from)):
+    if (
+        resume_from is not None
+        and ref_load is None
+        and (load is None or checkpoint_root(load) == checkpoint_root(resume_from))
+    ):
         raise ConfigError(
             f"the KL loss needs its reference model, but {resume_from}, from which the run continues, is trained "
             "already; name the model that training began with by --ref-load"
@@ -71,7 +75,7 @@ def reference_source(load: str | None, ref_load: str | None, resume_from: str | 
     return None if source is None else Path(source)
 
 
-def _root(path: str | Path) -> Path:
+def checkpoint_root(path: str | Path) -> Path:
     """The directory of checkpoints that ``path`` is, or is one of."""
     directory = find_checkpoint(path).directory.resolve()
     return directory.parent if directory.name == RELEASE or directory.name.startswith("iter_") else directory

@@ -136,6 +136,25 @@ class MegatronConfig(Config):
 
     load: str | None = flag(None, metavar="DIR", help="checkpoint to start from: of an earlier run, or a converted one")
     ref_load: str | None = flag(None, metavar="DIR", help="checkpoint of the reference model; --load's unless given")
+    ref_update_interval: int | None = flag(
+        None, unit="rollouts", help="rollouts after which the policy becomes the reference model", least=1
+    )
+    critic_load: str | None = flag(
+        None, metavar="DIR", help="checkpoint that the critic starts from; the policy's, with a new head, unless given"
+    )
+    critic_save: str | None = flag(
+        None, metavar="DIR", help="directory of the critic's checkpoints; critic in --save unless given"
+    )
+    critic_lr: float | None = flag(None, help="the critic's learning rate; --lr unless given", least=0)
+    critic_lr_warmup_iters: int | None = flag(
+        None, unit="steps", help="the critic's --lr-warmup-iters; the policy's unless given", least=0
+    )
+    num_critic_only_steps: int = flag(
+        0, unit="rollouts", help="rollouts at first from which the critic alone learns", least=0
+    )
+    opd_teacher_load: str | None = flag(
+        None, metavar="DIR", help="checkpoint of a teacher of the policy's shape, for --use-opd inside the trainer"
+    )
     save: str | None = flag(None, metavar="DIR", help="directory that checkpoints are written to", may_change=True)
     save_interval: int | None = flag(
         None, unit="rollouts", help="rollouts between two checkpoints", least=1, may_change=True

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError
 from slime_core.ops import (
     Statistics,
     dpo_pair_loss,
@@ -20,6 +21,7 @@ from slime_core.ops import (
     preference_objective,
     reward_model_loss,
     sft_objective,
+    value_objective,
 )
 from slime_core.ops.off_policy import weighted_sum
 from slime_core.ops.tokens import needed
@@ -113,6 +115,10 @@ class Loss:
             return not self.value_head and not algorithm.dpo_reference_free
         return self.uses_advantages and algorithm.needs_reference
 
+    def needs_critic(self, algorithm: AlgorithmConfig) -> bool:
+        """Whether advantages come from a critic's values."""
+        return self.uses_advantages and algorithm.needs_critic
+
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
         """The loss and its statistics, ``loss`` among them."""
         loss, found = self.compute(inputs)
@@ -150,6 +156,17 @@ def sft_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tenso
     return sft_objective(inputs.log_probs_N, inputs.weights_N)
 
 
+def value_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The critic's squared error, clipped by ``--value-clip``."""
+    return value_objective(
+        values_T=inputs.values_N,
+        old_values_T=needed(inputs.old_values_N, "the value loss", "the values from before the update"),
+        returns_T=needed(inputs.returns_N, "the value loss", "the returns"),
+        weights_T=inputs.weights_N,
+        value_clip=inputs.algorithm.value_clip,
+    )
+
+
 def preference_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """DPO, with ``--dpo-beta``, ``--dpo-label-smoothing`` and ``--dpo-reference-free``."""
     loss_P, chosen_P, rejected_P = dpo_pair_loss(
@@ -174,6 +191,7 @@ def score_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Ten
 LOSSES = {
     "policy": Loss(policy_loss, uses_advantages=True, skips_zero_advantages=True),
     "sft": Loss(sft_loss),
+    "value": Loss(value_loss, value_head=True),
     "preference": Loss(preference_loss, pairs=True),
     "reward_model": Loss(score_loss, pairs=True, value_head=True),
 }
@@ -186,8 +204,10 @@ def loss_named(name: str) -> Loss:
     ``weights_N``.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or it is the critic's.
     """
+    if name == "value":
+        raise ConfigError("loss value trains a critic beside the policy; give --advantage-estimator ppo instead")
     if name in LOSSES:
         return LOSSES[name]
     return Loss(load_function(name, "loss", arguments=("inputs",)), uses_advantages=True)

@@ -22,6 +22,9 @@ from slime_megatron.losses import Loss
 from slime_megatron.packing import MicroBatch, step_samples, target_values, trained_samples
 from slime_megatron.pairs import paired, scored
 
+Columns = dict[str, list[torch.Tensor]]
+"""Numbers of the targets of each micro-batch [N], under the names of :class:`PlannedBatch`."""
+
 
 @dataclass(frozen=True)
 class PlannedBatch:
@@ -31,6 +34,9 @@ class PlannedBatch:
     advantages_N: torch.Tensor | None = None
     old_log_probs_N: torch.Tensor | None = None
     ref_log_probs_N: torch.Tensor | None = None
+    teacher_log_probs_N: torch.Tensor | None = None
+    old_values_N: torch.Tensor | None = None
+    returns_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,10 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Plans a rank's steps of a rollout, with log-probs that ``evaluate`` gives under the model of a role."""
+    """Plans a rank's steps of a rollout, with log-probs and values that ``evaluate`` gives under the model of a role.
+
+    With ``teacher``, that is one of them; otherwise the teacher's log-probs come with the samples.
+    """
 
     algorithm: AlgorithmConfig
     loss: Loss
@@ -51,6 +60,7 @@ class Planner:
     micro_batch: Callable[[Sequence[TrainSample]], MicroBatch]
     evaluate: Callable[[Role, list[MicroBatch]], list[torch.Tensor]]
     device: torch.device
+    teacher: bool = False
 
     def plan(self, shard: TrainShard) -> list[StepPlan]:
         """The steps of a rollout. Every data-parallel rank must call this: whitening needs all of them.
@@ -59,27 +69,23 @@ class Planner:
         """
         shard = self.arranged(shard)
         trained = trained_samples(shard)
-        advantages: dict[int, torch.Tensor] = {}
+        late = self.algorithm.advantages_need_log_probs or self.algorithm.needs_critic
+        estimated: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         kept = {id(sample) for sample in trained}
         if self.loss.uses_advantages:
-            check_log_probs(trained, self.algorithm)
-            if not self.algorithm.advantages_need_log_probs:
-                advantages = self._advantages(trained)
+            check_log_probs(trained, self.algorithm, teacher=self.algorithm.use_opd and not self.teacher)
+            if not late:
+                estimated = self._advantages(trained)
                 if self.loss.skips_zero_advantages and self.algorithm.zero_advantages_add_nothing:
-                    kept = {key for key, values_N in advantages.items() if values_N.any()}
+                    kept = {key for key, (values_N, _) in estimated.items() if values_N.any()}
         steps = self.micro_batches(shard, kept)
         batches = [batch for step in steps for batch in step]
-        reference, old = self._reference(batches), self._old_log_probs(batches, len(steps))
-        if self.loss.uses_advantages and self.algorithm.advantages_need_log_probs:
-            samples = [sample for batch in batches for sample in batch.samples]
-            advantages = self._advantages(samples, old, reference)
+        before = self._before(batches, len(steps))
+        if self.loss.uses_advantages and late:
+            estimated = self._advantages([sample for batch in batches for sample in batch.samples], before)
+        columns = before | self._by_batch(batches, estimated)
         planned = iter(
-            PlannedBatch(
-                batch,
-                advantages_N=self._joined([advantages[id(sample)] for sample in batch.samples]) if advantages else None,
-                old_log_probs_N=old[number] if old else None,
-                ref_log_probs_N=reference[number] if reference else None,
-            )
+            PlannedBatch(batch, **{name: values[number] for name, values in columns.items()})
             for number, batch in enumerate(batches)
         )
         return [StepPlan(step, [next(planned) for _ in row]) for step, row in zip(shard.steps, steps, strict=True)]
@@ -105,8 +111,17 @@ class Planner:
         filled = [step + [[]] * (count - len(step)) for step, count in zip(steps, wanted, strict=True)]
         return [[self.micro_batch(samples) for samples in step] for step in filled]
 
-    def _reference(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        return self.evaluate("reference", batches) if self.loss.needs_reference(self.algorithm) else []
+    def _before(self, batches: list[MicroBatch], steps: int) -> Columns:
+        """What forward passes give before the first step, under the names of :class:`PlannedBatch`."""
+        found: Columns = {}
+        if self.loss.needs_reference(self.algorithm):
+            found["ref_log_probs_N"] = self.evaluate("reference", batches)
+        if self.teacher:
+            found["teacher_log_probs_N"] = self.evaluate("teacher", batches)
+        if self.loss.needs_critic(self.algorithm):
+            found["old_values_N"] = self.evaluate("critic", batches)
+        found["old_log_probs_N"] = self._old_log_probs(batches, steps)
+        return {name: values for name, values in found.items() if values}
 
     def _old_log_probs(self, batches: list[MicroBatch], steps: int) -> list[torch.Tensor]:
         """What the ratio compares with. Nothing where that is the policy's own log-probs at the only step."""
@@ -119,44 +134,56 @@ class Planner:
         return self.evaluate("actor", batches) if needed else []
 
     def _advantages(
-        self,
-        samples: Sequence[TrainSample],
-        old: Sequence[torch.Tensor] = (),
-        reference: Sequence[torch.Tensor] = (),
-    ) -> dict[int, torch.Tensor]:
-        """Advantages of each sample's trained tokens, by its ``id()``.
+        self, samples: Sequence[TrainSample], before: Columns | None = None
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Advantages and returns of each sample's trained tokens, by its ``id()``.
 
         With whitening, every data-parallel rank must call this. Tokens that are not trained on take no part in any
         estimator, so those that are stand for the whole response.
         """
+        before = before or {}
         lengths = [int(np.count_nonzero(sample.loss_mask)) for sample in samples]
         teacher_N = target_values(samples, "teacher_log_probs") if self.algorithm.use_opd else None
-        advantages_N, _ = policy_advantages(
+        if self.teacher:
+            teacher_N = self._joined(before.get("teacher_log_probs_N", ()))
+        found = policy_advantages(
             self.algorithm,
             rewards_N=torch.tensor([sample.reward for sample in samples], dtype=torch.float32, device=self.device),
             mask_T=torch.ones(sum(lengths), device=self.device),
             lengths=lengths,
-            old_log_probs_T=self._joined(old),
-            ref_log_probs_T=self._joined(reference),
+            old_log_probs_T=self._joined(before.get("old_log_probs_N", ())),
+            ref_log_probs_T=self._joined(before.get("ref_log_probs_N", ())),
             teacher_log_probs_T=None if teacher_N is None else teacher_N.to(self.device),
+            values_T=self._joined(before.get("old_values_N", ())) if self.algorithm.needs_critic else None,
             estimator=self.estimator,
             group=parallel_state.get_data_parallel_group(),
         )
-        return dict(zip(map(id, samples), torch.split(advantages_N, lengths), strict=True))
+        rows = zip(*(torch.split(values_N, lengths) for values_N in found), strict=True)
+        return dict(zip(map(id, samples), rows, strict=True))
+
+    def _by_batch(self, batches: list[MicroBatch], estimated: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Columns:
+        """Advantages and returns in the order of each micro-batch's targets."""
+        if not estimated:
+            return {}
+        rows = [[estimated[id(sample)] for sample in batch.samples] for batch in batches]
+        return {
+            name: [self._joined([found[place] for found in row]) for row in rows]
+            for place, name in enumerate(("advantages_N", "returns_N"))
+        }
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([torch.zeros(0, device=self.device), *values])
 
 
-def check_log_probs(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> None:
-    """Check that the samples carry the log-probs that the algorithm asks for.
+def check_log_probs(samples: Sequence[TrainSample], algorithm: AlgorithmConfig, *, teacher: bool) -> None:
+    """Check that the samples carry the log-probs that the algorithm asks for, and with ``teacher`` the teacher's.
 
     Raises:
         DataError: One does not.
     """
     for wanted, name, source in (
         (algorithm.needs_rollout_log_probs, "rollout_log_probs", "the engine's"),
-        (algorithm.use_opd, "teacher_log_probs", "the teacher's"),
+        (teacher, "teacher_log_probs", "the teacher's"),
     ):
         lacking = [sample.index for sample in samples if wanted and getattr(sample, name) is None]
         if lacking:

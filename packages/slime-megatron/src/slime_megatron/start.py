@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
@@ -18,22 +19,29 @@ if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
 
 
-def check_algorithm(algorithm: AlgorithmConfig) -> AdvantageEstimator | None:
+def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = None) -> AdvantageEstimator | None:
     """Check that the trainer has what the algorithm needs. Can be asked before a run starts.
 
     Returns:
         The user-defined advantage function, if there is one.
 
     Raises:
-        ConfigError: It is ppo, which needs a critic, or the function cannot be used.
+        ConfigError: The function cannot be used, or ``config`` has settings of a role that the algorithm does not need.
     """
+    if config is not None and (problems := list(_unused(algorithm, config))):
+        raise ConfigError("\n".join(problems))
     path, flag = algorithm.custom_advantage_function_path, "--custom-advantage-function-path"
-    if algorithm.advantage_estimator == "ppo" and path is None:
-        raise ConfigError(
-            "--advantage-estimator ppo needs a critic, and this trainer has none; take another estimator, such as "
-            "rloo or reinforce_plus_plus_baseline. `slime_core.ops` has ppo's advantages and losses for other trainers"
-        )
     return None if path is None else load_function(path, flag, arguments=("inputs",))
+
+
+def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:
+    critic = ("critic_load", "critic_save", "critic_lr", "critic_lr_warmup_iters")
+    given = [name for name in critic if getattr(config, name) is not None]
+    given += ["num_critic_only_steps"] if config.num_critic_only_steps else []
+    if given and not algorithm.needs_critic:
+        yield f"--{given[0].replace('_', '-')} is for a critic, and there is none; add --advantage-estimator ppo"
+    if config.opd_teacher_load is not None and not algorithm.use_opd:
+        yield f"--opd-teacher-load {config.opd_teacher_load} is the model that --use-opd distils; add that"
 
 
 def start_worker(
@@ -44,6 +52,7 @@ def start_worker(
     *,
     loss: str = "policy",
     resume_from: str | Path | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -57,15 +66,16 @@ def start_worker(
         loss: Name in :data:`slime_megatron.losses.LOSSES`, or ``file.py:fn`` of a user-defined one.
         resume_from: Checkpoint (or directory of checkpoints) to continue, with optimizer and random state. Without it,
             weights come from ``config.load``, then ``config.ref_load``, and are random if neither is given.
+        overrides: Settings of ``config`` that are others for a role, ``actor`` or ``critic``, by role and name.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, or the
-            loss is not available.
+            loss is not available, or a role is unknown.
         CheckpointError: A checkpoint is missing or does not fit.
     """
     from slime_megatron.device import select_device
 
-    estimator = check_algorithm(algorithm)
+    estimator = check_algorithm(algorithm, config)
     device = select_device(config.trainer_threads)
     with warnings.catch_warnings():
         # Megatron warns six times that it goes on without these two, as we mean it to.
@@ -73,4 +83,4 @@ def start_worker(
         from slime_megatron.worker import MegatronWorker
 
     given = (config, algorithm, shape, rendezvous, device)
-    return MegatronWorker(*given, loss=loss, estimator=estimator, resume_from=resume_from)
+    return MegatronWorker(*given, loss=loss, estimator=estimator, resume_from=resume_from, overrides=overrides or {})

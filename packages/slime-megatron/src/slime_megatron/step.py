@@ -30,7 +30,7 @@ Packed = Callable[[], Iterator[PackedBatch]]
 
 # The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens, or the pairs,
 # that were computed: samples that contribute nothing are not, and what they would have given is unknown.
-_SUMS = ("loss", "pg_loss", "entropy_loss", "kl_loss")
+_SUMS = ("loss", "pg_loss", "entropy_loss", "kl_loss", "value_loss")
 _WEIGHT = "computed_weight"
 _DRIFT = ("mismatch_", "train_rollout_logprob_")
 
@@ -183,7 +183,9 @@ def _loss(
     if not batch.samples:
         return output_N.sum(), Statistics()  # 0, with a gradient of 0 for every parameter
     weights_N = token_weights(batch, step, algorithm, device)
-    rollout_N, teacher_N = batch.values("rollout_log_probs"), batch.values("teacher_log_probs")
+    rollout_N, teacher_N = batch.values("rollout_log_probs"), planned.teacher_log_probs_N
+    if teacher_N is None:
+        teacher_N = batch.values("teacher_log_probs")
     global_pairs = step.global_trajectories // 2
     value, statistics = loss(
         LossInputs(
@@ -198,6 +200,8 @@ def _loss(
             rollout_log_probs_N=None if rollout_N is None else rollout_N.to(device),
             teacher_log_probs_N=None if teacher_N is None else teacher_N.to(device),
             mis_sums=mis_sums,
+            old_values_N=planned.old_values_N,
+            returns_N=planned.returns_N,
             global_pairs=global_pairs,
             margins_P=margins(batch.samples).to(device) if loss.pairs else None,
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,49 +19,37 @@ from slime_core.errors import ConfigError
 from slime_core.interfaces import Role, WeightChannel
 from slime_core.ops import AdvantageEstimator
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
-from slime_megatron.checkpoint import find_checkpoint, reference_source
-from slime_megatron.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
+from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
-from slime_megatron.losses import loss_named
-from slime_megatron.model import Chunks, build_model
-from slime_megatron.optimizer import build_optimizer, build_scheduler, check_finite, wrap_model
+from slime_megatron.losses import LOSSES, Loss, loss_named
+from slime_megatron.model import Chunks
+from slime_megatron.optimizer import check_finite
 from slime_megatron.packing import ContextParallel, MicroBatch, PackedBatch, trained_samples
 from slime_megatron.pairs import score_row, scored
-from slime_megatron.parallel import join_ranks, leave_ranks, seed_everything
+from slime_megatron.parallel import join_ranks, leave_ranks
 from slime_megatron.plan import Planner, StepPlan
+from slime_megatron.roles import TrainedModel, role_config
 from slime_megatron.step import Head, ValueReader, evaluate, forward_backward
 from slime_megatron.sync import WeightExport, push_weights
+from slime_megatron.timer import PhaseTimer
 
-
-class PhaseTimer:
-    """Adds up wall time and computed tokens by phase. ``synchronize`` waits for the device's queued work."""
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.tokens: defaultdict[str, int] = defaultdict(int)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block under ``name``."""
-        start = time.perf_counter()
-        yield
-        self._synchronize()
-        self.seconds[name] += time.perf_counter() - start
-
-    def counted(self, name: str, packed: PackedBatch) -> PackedBatch:
-        """Count the batch's tokens under ``name``; returns the batch."""
-        self.tokens[name] += packed.computed_tokens
-        return packed
+_PHASES: dict[Role, str] = {
+    "actor": "log_probs",
+    "critic": "values",
+    "reference": "ref_log_probs",
+    "teacher": "teacher_log_probs",
+}
+"""Names of the forward passes in reports."""
 
 
 class MegatronWorker:
-    """One rank of the training half: the model, its optimizer and, if the loss needs one, the reference model.
+    """One rank of the training half: the actor and, if the algorithm needs them, a critic, a reference and a teacher.
 
     Implements :class:`slime_core.interfaces.TrainerWorker`; made by :func:`slime_megatron.start.start_worker`, whose
     arguments these are. ``device`` is what the rank computes on, ``estimator`` a user-defined advantage function.
+    Reference and teacher are copies in host memory, which take the place of the actor's weights for a forward pass.
     """
 
     def __init__(
@@ -76,6 +63,7 @@ class MegatronWorker:
         loss: str,
         estimator: AdvantageEstimator | None,
         resume_from: str | Path | None,
+        overrides: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.config = config
         self.algorithm = algorithm
@@ -84,21 +72,22 @@ class MegatronWorker:
         self._loss = loss_named(loss)
         self._estimator = estimator
         join_ranks(config, rendezvous, device)
-        seed_everything(config.seed)
-        weights = config.load or config.ref_load
-        self.model = build_model(
+        resumed = resume_from is not None
+        source = None if resumed else config.load or config.ref_load
+        self._actor = TrainedModel(
+            role_config(config, "actor", overrides),
             shape,
-            config,
             device,
-            random_weights=resume_from is None and weights is None,
+            source=source,
             value_head=self._loss.value_head,
+            frozen=self._frozen_sources(resume_from),
+            resumed=resumed,
         )
-        if resume_from is None and weights is not None:
-            load_weights(find_checkpoint(weights), shape, self.model)
-        self._wrapped = wrap_model(self.model, config)
-        self._optimizer = build_optimizer(self._wrapped, config)
-        self._scheduler = build_scheduler(self._optimizer, config)
-        self._reference = self._build_reference(resume_from) if self._loss.needs_reference(algorithm) else None
+        self._critic: TrainedModel | None = None
+        if self._loss.needs_critic(algorithm):
+            own = role_config(config, "critic", overrides)
+            critic_source = None if resumed else own.load
+            self._critic = TrainedModel(own, shape, device, source=critic_source, resumed=resumed, value_head=True)
         self._export: WeightExport | None = None
         self._moved: list[HostCopy] | None = None
         self.iteration: int | None = None
@@ -106,17 +95,24 @@ class MegatronWorker:
         if resume_from is not None:
             self.load(resume_from)
 
-    def _build_reference(self, resume_from: str | Path | None) -> Chunks:
-        """A frozen model with ``ref_load``'s weights, else ``load``'s; a random one equals the random policy."""
-        source = reference_source(self.config.load, self.config.ref_load, resume_from)
-        seed_everything(self.config.seed)
-        reference = build_model(self.shape, self.config, self._device, random_weights=source is None)
-        if source is not None:
-            load_weights(find_checkpoint(source), self.shape, reference)
-        for chunk in reference:
-            chunk.requires_grad_(False)
-            chunk.eval()
-        return reference
+    def _frozen_sources(self, resume_from: str | Path | None) -> dict[str, Path | None]:
+        """Where the weights of the roles that are not trained come from; ``None`` for the random ones of the start."""
+        sources: dict[str, Path | None] = {}
+        if self._loss.needs_reference(self.algorithm):
+            sources["reference"] = reference_source(self.config.load, self.config.ref_load, resume_from)
+        if self._loss.uses_advantages and self.config.opd_teacher_load is not None:
+            sources["teacher"] = Path(self.config.opd_teacher_load)
+        return sources
+
+    @property
+    def model(self) -> Chunks:
+        """The policy's chunks of this rank."""
+        return self._actor.model
+
+    @property
+    def trained(self) -> list[TrainedModel]:
+        """The models with an optimizer: the critic, if there is one, and the actor."""
+        return [self._actor] if self._critic is None else [self._critic, self._actor]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -128,7 +124,17 @@ class MegatronWorker:
         self._check_awake("train")
         timer = PhaseTimer(self._device.synchronize)
         plans = self._planner(shard.temperature, timer).plan(shard)
-        steps = [self._optimize(plan, shard.temperature, timer) for plan in plans]
+        steps: list[dict[str, float]] = [{} for _ in plans]
+        if self._critic is not None:
+            for plan, metrics in zip(plans, steps, strict=True):
+                found = self._optimize(self._critic, LOSSES["value"], plan, ValueReader(), timer)
+                metrics |= {f"critic-{name}": value for name, value in found.items()}
+        if self._critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
+            for plan, metrics in zip(plans, steps, strict=True):
+                metrics |= self._optimize(self._actor, self._loss, plan, self._head(shard.temperature), timer)
+        interval = self.config.ref_update_interval
+        if interval and "reference" in self._actor.frozen and (shard.rollout_id + 1) % interval == 0:
+            self._actor.update_frozen("reference")
         return TrainReport(
             rollout_id=shard.rollout_id, steps=steps, seconds=dict(timer.seconds), tokens=dict(timer.tokens)
         )
@@ -136,13 +142,14 @@ class MegatronWorker:
     def forward(self, shard: TrainShard, role: Role = "actor") -> list[NDArray[np.float32]]:
         """Log-probs (nats) of every sample's response tokens under the model of ``role``; 0 where the loss mask is 0.
 
-        A reward model gives each sample's score at its last trained token, and 0 elsewhere.
+        A critic gives values: of a token, what the response was expected to earn before it. A reward model gives each
+        sample's score at its last trained token, and 0 elsewhere.
 
         Raises:
             ConfigError: This worker has no model for the role.
         """
         self._check_awake("forward")
-        self._model(role)
+        self._check_role(role)
         timer = PhaseTimer(self._device.synchronize)
         seen = scored(shard) if self._loss.scores else shard
         kept = {id(sample) for sample in trained_samples(seen)}
@@ -160,26 +167,31 @@ class MegatronWorker:
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
         self._check_awake("push")
-        self._gather_weights()
+        self._actor.gather_weights()
         if self._export is None:
             self._export = WeightExport(self.model, self.shape)
         return push_weights(self._export, channel, update, self.config.update_weight_buffer_size)
 
     def save(self, iteration: int) -> str:
-        """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""
+        """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.
+
+        The actor's comes last: a run continues from its newest.
+        """
         self._check_awake("save")
-        self._gather_weights()
-        directory = save_checkpoint(self.config, self.shape, self.model, self._optimizer, self._scheduler, iteration)
+        *_, directory = [model.save(iteration) for model in self.trained]
         self.iteration = iteration
         return str(directory)
 
     def load(self, directory: str | Path) -> int:
-        """Continue a checkpoint (or the newest in a directory of them) with its optimizer and random state."""
+        """Continue a checkpoint (or the newest in a directory of them) with its optimizer and random state.
+
+        A critic continues the checkpoint of the same number in its own directory.
+        """
         self._check_awake("load")
-        checkpoint = find_checkpoint(directory)
-        self.iteration = load_checkpoint(
-            checkpoint, self.config, self.shape, self.model, self._optimizer, self._scheduler
-        )
+        if self._critic is not None:
+            root = self.config.critic_save or checkpoint_root(directory) / "critic"
+            self._critic.load(Path(root) / find_checkpoint(directory).directory.name)
+        self.iteration = self._actor.load(directory)
         return self.iteration
 
     def sleep(self) -> None:
@@ -189,9 +201,8 @@ class MegatronWorker:
         a CPU they already are there, and stay.
         """
         self._check_awake("sleep")
-        self._gather_weights()
-        for chunk in self._wrapped:
-            chunk.offload_grad_buffers()
+        for model in self.trained:
+            model.offload()
         self._moved = [] if self._device.is_cpu else move_to_host(self.device_tensors())
         torch.cuda.empty_cache()
 
@@ -200,8 +211,8 @@ class MegatronWorker:
         if self._moved is None:
             return
         move_back(self._moved)
-        for chunk in self._wrapped:
-            chunk.restore_grad_buffers()
+        for model in self.trained:
+            model.restore()
         self._moved = None
 
     def close(self) -> None:
@@ -210,32 +221,32 @@ class MegatronWorker:
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What stays on the device between calls, without the gradient buffers."""
-        for chunk in (*self.model, *(self._reference or ())):
-            yield from chunk.parameters()
-            yield from chunk.buffers()
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
-        for part in self._optimizer.chained_optimizers:
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if torch.is_tensor(value))
-
-    def _gather_weights(self) -> None:
-        """Have all weights of the last step here, which --overlap-param-gather leaves to the next forward pass."""
-        if self.config.overlap_param_gather:
-            for chunk in self._wrapped:
-                chunk.start_param_sync(force_sync=True)
+        for model in self.trained:
+            yield from model.tensors()
 
     def _check_awake(self, verb: str) -> None:
         if self._moved is not None:
             raise TrainingError(f"{verb} was called while the trainer sleeps; call wake first")
 
-    def _model(self, role: Role) -> Chunks:
-        """The model of a role."""
-        model = {"actor": self._wrapped, "reference": self._reference}.get(role)
-        if model is None:
-            reason = "set --use-kl-loss or --kl-coef" if role == "reference" else "actor and reference are available"
-            raise ConfigError(f"this trainer has no {role} model; {reason}")
-        return model
+    @contextlib.contextmanager
+    def _model(self, role: Role) -> Iterator[Chunks]:
+        """The model of a role, for as long as the block runs."""
+        if role in self._actor.frozen:
+            with self._actor.as_role(role) as model:
+                yield model
+        else:
+            yield (self._critic or self._actor).wrapped if role == "critic" else self._actor.wrapped
+
+    def _check_role(self, role: Role) -> None:
+        there = {"actor", *self._actor.frozen} | ({"critic"} if self._critic else set())
+        if role not in there:
+            how = {
+                "reference": "set --use-kl-loss or --kl-coef",
+                "critic": "set --advantage-estimator ppo",
+                "teacher": "set --use-opd and --opd-teacher-load",
+            }
+            advice = how.get(role, f"ask for {' or '.join(sorted(there))}")
+            raise ConfigError(f"this trainer has no {role} model; {advice}")
 
     def _planner(self, temperature: float, timer: PhaseTimer) -> Planner:
         return Planner(
@@ -244,6 +255,7 @@ class MegatronWorker:
             estimator=self._estimator,
             micro_batch=self._micro_batch,
             evaluate=partial(self._evaluate, temperature, timer),
+            teacher="teacher" in self._actor.frozen,
             device=self._device.torch_device,
         )
 
@@ -269,24 +281,21 @@ class MegatronWorker:
     def _evaluate(
         self, temperature: float, timer: PhaseTimer, role: Role, batches: Sequence[MicroBatch]
     ) -> list[torch.Tensor]:
-        phase = "log_probs" if role == "actor" else "ref_log_probs"
-        with timer.phase(phase):
-            packed = partial(self._packed, batches, timer, phase)
-            return evaluate(self._model(role), packed, batches, self._head(temperature))
+        phase = _PHASES[role]
+        head = ValueReader() if role == "critic" else self._head(temperature)
+        with timer.phase(phase), self._model(role) as model:
+            return evaluate(model, partial(self._packed, batches, timer, phase), batches, head)
 
-    def _optimize(self, plan: StepPlan, temperature: float, timer: PhaseTimer) -> dict[str, float]:
+    def _optimize(
+        self, role: TrainedModel, loss: Loss, plan: StepPlan, head: Head | ValueReader, timer: PhaseTimer
+    ) -> dict[str, float]:
         """One optimizer step, and its metrics."""
-        phase = "forward_backward"
-        with timer.phase(phase):
-            for chunk in self._wrapped:
-                chunk.zero_grad_buffer()
-            self._optimizer.zero_grad()
-            packed = partial(self._packed, [planned.batch for planned in plan.batches], timer, phase)
-            head = self._head(temperature)
-            metrics = forward_backward(self._wrapped, plan, packed, self._loss, self.algorithm, head)
-        with timer.phase("optimizer"):
-            learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        prefix = "critic_" if role is self._critic else ""
+        with timer.phase(f"{prefix}forward_backward"):
+            role.zero_gradients()
+            batches = [planned.batch for planned in plan.batches]
+            packed = partial(self._packed, batches, timer, f"{prefix}forward_backward")
+            metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head)
+        with timer.phase(f"{prefix}optimizer"):
             check_finite(metrics)
-            _, grad_norm, _ = self._optimizer.step()
-            self._scheduler.step(increment=1)
-        return metrics | {"grad_norm": float(grad_norm), "lr": learning_rate}
+            return metrics | role.step()

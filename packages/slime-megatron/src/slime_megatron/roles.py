@@ -1,0 +1,198 @@
+"""The models of a worker by role: those that are trained, and frozen ones as weights that wait in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_convert.shape import ModelShape
+from slime_core.errors import ConfigError
+from slime_megatron.checkpoint import checkpoint_root, find_checkpoint
+from slime_megatron.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
+from slime_megatron.config import MegatronConfig
+from slime_megatron.device import Device
+from slime_megatron.model import Chunks, build_model
+from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
+from slime_megatron.parallel import seed_everything
+
+TRAINED = ("actor", "critic")
+"""Roles with an optimizer, whose settings may be overridden."""
+
+_SHARED = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+)
+
+
+def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
+    """The settings of a role that is trained: the critic's flags in the places of the actor's, then the overrides.
+
+    Raises:
+        ConfigError: An override is of an unknown role or setting, or of the layout, which all roles share.
+    """
+    for name in overrides:
+        if name not in TRAINED:
+            raise ConfigError(f"overrides of the role {name}: no such role is trained; give {' or '.join(TRAINED)}")
+    own = dict(overrides.get(role, {}))
+    known = {field.name for field in dataclasses.fields(config)}
+    for name in own:
+        if name not in known:
+            raise ConfigError(f"overrides of the role {role}: there is no setting {name}")
+        if name in _SHARED:
+            raise ConfigError(f"overrides of the role {role}: {name} is the same for all roles; give it as a flag")
+    if role == "critic":
+        critic: dict[str, Any] = {
+            "load": config.critic_load or config.load or config.ref_load,
+            "save": config.critic_save or (config.save and f"{config.save}/critic"),
+            "lr": config.lr if config.critic_lr is None else config.critic_lr,
+        }
+        if config.critic_lr_warmup_iters is not None:
+            critic["lr_warmup_iters"] = config.critic_lr_warmup_iters
+        own = critic | own
+    return dataclasses.replace(config, **own)
+
+
+class TrainedModel:
+    """A model with its optimizer, learning-rate schedule and checkpoint directory.
+
+    Attributes:
+        config: Settings of this role.
+        model: The chunks of this rank.
+        frozen: Weights of other models of the same shape, by role.
+        wrapped: The chunks with their gradient buffers.
+    """
+
+    def __init__(
+        self,
+        config: MegatronConfig,
+        shape: ModelShape,
+        device: Device,
+        *,
+        source: str | Path | None,
+        resumed: bool,
+        value_head: bool = False,
+        frozen: Mapping[str, Path | None] | None = None,
+    ) -> None:
+        """Build the model with ``source``'s weights; random ones without it, unless it is ``resumed`` later.
+
+        Weights of the ``frozen`` roles come from their directories; without one they are these first weights.
+        """
+        self.config, self.shape = config, shape
+        seed_everything(config.seed)
+        self.model = build_model(
+            shape, config, device, random_weights=source is None and not resumed, value_head=value_head
+        )
+        if source is not None:
+            load_weights(find_checkpoint(source), shape, self.model)
+        self.frozen = {role: self._frozen(directory) for role, directory in (frozen or {}).items()}
+        self.wrapped = wrap_model(self.model, config)
+        self.optimizer = build_optimizer(self.wrapped, config)
+        self.scheduler = build_scheduler(self.optimizer, config)
+
+    def _frozen(self, directory: Path | None) -> HostWeights:
+        own = HostWeights(self.model)
+        if directory is None:
+            return own
+        load_weights(find_checkpoint(directory), self.shape, self.model)
+        found = HostWeights(self.model)
+        own.put(self.model)
+        return found
+
+    @contextlib.contextmanager
+    def as_role(self, role: str) -> Iterator[Chunks]:
+        """Have a frozen role's weights in the model's place while the block runs."""
+        self.gather_weights()
+        own = HostWeights(self.model)
+        self.frozen[role].put(self.model)
+        try:
+            yield self.wrapped
+        finally:
+            own.put(self.model)
+
+    def update_frozen(self, role: str) -> None:
+        """Take the model's weights of now for a frozen role."""
+        self.gather_weights()
+        self.frozen[role] = HostWeights(self.model)
+
+    def gather_weights(self) -> None:
+        """Have all weights of the last step here, which --overlap-param-gather leaves to the next forward pass."""
+        if self.config.overlap_param_gather:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+
+    def zero_gradients(self) -> None:
+        """Before a step."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> dict[str, float]:
+        """Take an optimizer step; its learning rate and the norm of the gradient."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return {"grad_norm": float(grad_norm), "lr": learning_rate}
+
+    def save(self, iteration: int) -> Path:
+        """Write checkpoint ``iteration`` to this role's directory, and frozen weights that have changed beside it."""
+        self.gather_weights()
+        if self.config.ref_update_interval and "reference" in self.frozen and self.config.save:
+            only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/reference", no_save_optim=True)
+            with self.as_role("reference"):
+                save_checkpoint(only_weights, self.shape, self.model, self.optimizer, self.scheduler, iteration)
+        return save_checkpoint(self.config, self.shape, self.model, self.optimizer, self.scheduler, iteration)
+
+    def load(self, directory: str | Path) -> int:
+        """Continue a checkpoint, with its optimizer, schedule and random state, and frozen weights that had changed."""
+        found = find_checkpoint(directory)
+        reference = checkpoint_root(directory) / "reference" / found.directory.name
+        if self.config.ref_update_interval and "reference" in self.frozen and reference.is_dir():
+            load_weights(find_checkpoint(reference), self.shape, self.model)
+            self.update_frozen("reference")
+        return load_checkpoint(found, self.config, self.shape, self.model, self.optimizer, self.scheduler)
+
+    def offload(self) -> None:
+        """Give the gradient buffers' memory back."""
+        self.gather_weights()
+        for chunk in self.wrapped:
+            chunk.offload_grad_buffers()
+
+    def restore(self) -> None:
+        """Take it again."""
+        for chunk in self.wrapped:
+            chunk.restore_grad_buffers()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What stays on the device between calls, without the gradient buffers."""
+        for chunk in self.model:
+            yield from chunk.parameters()
+            yield from chunk.buffers()
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+        for part in self.optimizer.chained_optimizers:
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+class HostWeights:
+    """Copies in host memory of a model's parameters and buffers, which can be put into it again."""
+
+    def __init__(self, model: Chunks) -> None:
+        self._copies = [tensor.detach().to("cpu", copy=True) for tensor in _weights(model)]
+
+    @torch.no_grad()
+    def put(self, model: Chunks) -> None:
+        """Write them into the model's own tensors."""
+        for tensor, copy in zip(_weights(model), self._copies, strict=True):
+            tensor.copy_(copy)
+
+
+def _weights(model: Chunks) -> Iterator[torch.Tensor]:
+    for chunk in model:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
