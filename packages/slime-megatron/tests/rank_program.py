@@ -281,7 +281,7 @@ class Rank:
         from slime_megatron import sync
 
         worker, named, seen = self.worker, sync.named_weights, []
-        take_step = worker._optimizer.step
+        take_step = worker._actor.optimizer.step
 
         def gradients(chunks):
             for name, weight in named(chunks):
@@ -297,11 +297,11 @@ class Rank:
                 sync.named_weights = named
             return take_step()
 
-        worker._optimizer.step = step
+        worker._actor.optimizer.step = step
         try:
             return self.train(shards), seen
         finally:
-            worker._optimizer.step = take_step
+            worker._actor.optimizer.step = take_step
 
     def train_and_watch_the_optimizer(self, shards):
         """Train; the fp32 and the model's weights at first, and gradients and both weights of each optimizer step."""
