@@ -77,6 +77,24 @@ def alone(tiny_model, tiny_config, make_samples, make_shards, rank_group, rank_p
     return compute
 
 
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2+vpp2", "cp2", "dp2+dist-opt", "shared prompts"])
+@pytest.mark.parametrize("name", ["qwen3/4", "deepseek/4"])
+def test_a_layout_equals_one_process_in_bf16(
+    ranks, alone, tiny_model, tiny_config, make_samples, make_shards, name, layout
+):
+    """Within rounding: sums are taken in another order."""
+    world, settings, micro_batch_size = LAYOUTS[layout]
+    [first, *_], _, _ = alone(name, bf16=True)
+    config = tiny_config(load=tiny_model(name).checkpoint, adam_eps=ADAM_EPS, bf16=True, **settings)
+    samples = make_samples(groups=6, per_group=4, masks=True)
+    data_parallel = config.data_parallel_size(world)
+    shards = make_shards(samples, data_parallel=data_parallel, steps=STEPS, micro_batch_size=micro_batch_size)
+    ranks.start(world, config, tiny_model(name).shape, GRPO)
+    [step, *_] = ranks.first("train", shards).steps
+    assert step["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-2)
+    assert step["loss"] == pytest.approx(first["loss"], rel=1e-2, abs=1e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(name, layout) for name in DENSE + WITH_EXPERTS for layout in LAYOUTS if suits(name, layout)],
