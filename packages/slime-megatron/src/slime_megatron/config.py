@@ -143,7 +143,10 @@ class MegatronConfig(Config):
         None, metavar="DIR", help="checkpoint that the critic starts from; the policy's, with a new head, unless given"
     )
     critic_save: str | None = flag(
-        None, metavar="DIR", help="directory of the critic's checkpoints; critic in --save unless given"
+        None,
+        metavar="DIR",
+        help="directory of the critic's checkpoints; critic in --save unless given",
+        may_change=True,
     )
     critic_lr: float | None = flag(None, help="the critic's learning rate; --lr unless given", least=0)
     critic_lr_warmup_iters: int | None = flag(
