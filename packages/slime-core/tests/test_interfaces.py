@@ -154,6 +154,9 @@ class Worker:
     def save(self, iteration):
         return str(iteration)
 
+    def saved(self, wait=False):
+        return True
+
     def load(self, directory):
         return 0
 

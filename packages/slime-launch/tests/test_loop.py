@@ -8,6 +8,7 @@ on real parts, with a real SIGKILL, is in `integration_tests/test_resume.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -139,6 +140,7 @@ class Trainers:
     """Weights that follow from everything they were trained on, in order."""
 
     data_parallel_size = 1
+    in_background, writing, questions = False, None, 0
 
     def __init__(self, clock: Clock, save: Path, resume_from: Path | None) -> None:
         self.clock, self.save_dir, self.checks = clock, save, 0
@@ -159,12 +161,26 @@ class Trainers:
         return SyncReport(version=version, tensors=1, bytes=4, seconds=0.1)
 
     def save(self, iteration, *, on_poll):
+        if not self.in_background:
+            return self.write(iteration, self.weights)
+        self.writing = functools.partial(self.write, iteration, self.weights)
+        return self.save_dir / f"iter_{iteration:07d}"
+
+    def saved(self, *, wait, on_poll):
+        """In the background, a checkpoint is written when it is waited for, or at the second question."""
+        self.questions += 1
+        if self.writing is not None and (wait or self.questions % 2 == 0):
+            self.writing()
+            self.writing = None
+        return self.writing is None
+
+    def write(self, iteration, weights):
         final = self.save_dir / f"iter_{iteration:07d}"
         partial = final.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self.clock.tick(f"save {iteration}")
-        (partial / "weights.json").write_text(json.dumps(self.weights))
+        (partial / "weights.json").write_text(json.dumps(weights))
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         self.clock.tick(f"saved {iteration}")
@@ -247,7 +263,11 @@ def outcome(home: Path) -> dict[str, object]:
     }
 
 
-def test_killed_anywhere_it_ends_the_same(clock, launch, tmp_path):
+@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async save"])
+def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkeypatch, in_background):
+    monkeypatch.setattr(Trainers, "in_background", in_background)
+    if in_background:
+        flags["--async-save"] = None
     assert launch(tmp_path / "whole")
     points, expected = clock.names, outcome(tmp_path / "whole")
     assert [row["rollout_id"] for row in expected["rows"] if row["kind"] == "train"] == [0, 1, 2, 3]

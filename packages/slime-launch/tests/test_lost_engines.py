@@ -81,7 +81,7 @@ def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
         shape=None,
         trainers=Trainers(rollout),
         rollout=rollout,
-        state=types.SimpleNamespace(iteration=iteration, weight_version=version),
+        state=types.SimpleNamespace(iteration=iteration, weight_version=version, is_saving=False),
         tracker=None,
         console=RunConsole(io.StringIO()),
     )

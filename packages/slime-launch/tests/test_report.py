@@ -117,7 +117,8 @@ def finished(flags, to_words, workspace):
         tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=metrics)
     tracker.close()
     (workspace / "save" / "iter_0000002").mkdir()
-    state.commit(workspace / "save" / "iter_0000002", {})
+    state.saving(workspace / "save" / "iter_0000002", {})
+    state.commit()
     return [sys.executable, "-m", "slime_launch.cli", "train", *to_words(flags)]
 
 

@@ -57,7 +57,8 @@ def test_it_continues_from_the_manifest_and_not_from_later_directories(settings,
         state.store.write(batch(rollout_id).columns(), {"position": rollout_id + 1})
         state.trained(batch(rollout_id), 2 * rollout_id)
         assert state.save_due == (rollout_id == 1)
-    state.commit(checkpoint(workspace, 2), {"position": 2})
+    state.saving(checkpoint(workspace, 2), {"position": 2})
+    state.commit()
     assert not state.save_due
     state.store.write(batch(2).columns(), {"position": 3})
     checkpoint(workspace, 4)  # of a save that was never committed
@@ -88,7 +89,8 @@ def test_rollouts_are_kept_on_request(flags, to_words, workspace):
     state.begin({})
     state.store.write(batch(0).columns())
     state.trained(batch(0), 1)
-    state.commit(checkpoint(workspace, 1), {})
+    state.saving(checkpoint(workspace, 1), {})
+    state.commit()
     assert state.is_written_down(0) and state.store.read(0).batch() == batch(0)
 
 
@@ -116,7 +118,8 @@ def test_a_moved_run_is_found(settings, workspace):
     state = start(settings(num_rollout=1), workspace)
     state.begin({})
     state.trained(batch(0), 1)
-    state.commit(checkpoint(workspace, 1), {})
+    state.saving(checkpoint(workspace, 1), {})
+    state.commit()
     (workspace / "save").rename(workspace / "moved")
     moved = settings(num_rollout=1, save=workspace / "moved")
     assert start(moved, workspace).resume_from == workspace / "moved" / "iter_0000001"
@@ -166,7 +169,8 @@ def begin(checked, workspace):
 def train_to(state, workspace, iteration):
     sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1, reward=1.0)
     state.trained(RolloutBatch(rollout_id=iteration - 1, groups=[[sample]]), iteration)
-    state.commit(add_checkpoint(workspace / "save", iteration), {})
+    state.saving(add_checkpoint(workspace / "save", iteration), {})
+    state.commit()
 
 
 VARIANTS = {
@@ -198,7 +202,8 @@ def test_checkpoints_beside_the_converted_model_do_not_become_the_reference(chec
     first = check(flags)
     state = begin(first, workspace)
     state.trained(RolloutBatch(rollout_id=0, groups=[]), 1)
-    state.commit(add_checkpoint(workspace / "dist", 1), {})
+    state.saving(add_checkpoint(workspace / "dist", 1), {})
+    state.commit()
     assert check(flags).weights == first.weights
     assert first.weights.ref_load == str(workspace / "dist" / "release")
 

@@ -18,7 +18,7 @@ def stock_logits(shape, checkpoint, tokens, save, rendezvous, *, tensor_parallel
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core import tensor_parallel as mesh
 
-    from slime_megatron.checkpoint_io import InProcessSave
+    from slime_megatron.checkpoint_writer import InProcessSave
 
     address = f"tcp://{rendezvous.address}:{rendezvous.port}"
     dist.init_process_group("gloo", init_method=address, rank=rendezvous.rank, world_size=rendezvous.world_size)

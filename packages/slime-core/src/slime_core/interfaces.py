@@ -138,7 +138,10 @@ class TrainerWorker(Protocol):
         """Send what ``update`` names through ``channel``. All ranks gather; rank 0 sends."""
 
     def save(self, iteration: int) -> str:
-        """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned."""
+        """Write checkpoint ``iteration`` and return its directory. It is complete when :meth:`saved` says so."""
+
+    def saved(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is complete; with ``wait``, once it is. Raises if it could not be written."""
 
     def load(self, directory: str) -> int:
         """Continue the newest checkpoint of ``directory`` with its optimizer; returns its iteration."""

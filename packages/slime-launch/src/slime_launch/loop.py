@@ -60,8 +60,10 @@ def run_sync(parts: Parts) -> None:
         record(parts, batch, report, sync, seconds)
         parts.state.trained(batch, version)
         catch_up(parts)
+        commit_save(parts)
         save_if_due(parts)
         evaluate_if_due(parts)
+    commit_save(parts, wait=True)
 
 
 def restore_data_position(parts: Parts) -> None:
@@ -154,13 +156,26 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
 
 
 def save_if_due(parts: Parts) -> None:
-    """Write a checkpoint; it counts once the manifest names it."""
+    """Write a checkpoint, with --async-save while the loop goes on; it counts once the manifest names it."""
     if not parts.state.save_due:
         return
-    iteration = parts.state.iteration
-    with parts.console.wait(f"save checkpoint {iteration}", done=f"saved checkpoint {iteration}") as wait:
+    commit_save(parts, wait=True)
+    iteration, in_background = parts.state.iteration, parts.settings.megatron.async_save
+    done = f"{'copied' if in_background else 'saved'} checkpoint {iteration}"
+    with parts.console.wait(f"save checkpoint {iteration}", done=done) as wait:
         checkpoint = parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait))
-        parts.state.commit(checkpoint, parts.rollout.state_dict())
+        parts.state.saving(checkpoint, parts.rollout.state_dict())
+        if not in_background:
+            parts.state.commit()
+
+
+def commit_save(parts: Parts, *, wait: bool = False) -> None:
+    """Have the manifest name the checkpoint that --async-save has written meanwhile; with ``wait``, once it has."""
+    if not parts.state.is_saving:
+        return
+    with parts.console.wait("write the checkpoint") as shown:
+        if parts.trainers.saved(wait=wait, on_poll=watch_trainers(parts, shown)):
+            parts.state.commit()
 
 
 def evaluate_if_due(parts: Parts) -> None:

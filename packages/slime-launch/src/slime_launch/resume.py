@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings, free_flags
@@ -93,7 +93,7 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
     load = megatron.load
     if load is None and megatron.ref_load is None:
         raise ConfigError(
-            "the trainer has no weights to start from: give --load DIR, a checkpoint that "
+            "the trainer has no weights to start from: give --load DIR, a Hugging Face model, a checkpoint that "
             "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
         )
     if megatron.ref_load is not None and (load is None or (load == megatron.save and _is_empty(Path(load)))):
@@ -109,6 +109,15 @@ def _is_empty(directory: Path) -> bool:
     return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
 
 
+class Position(NamedTuple):
+    """Where the run stood when a checkpoint was taken."""
+
+    checkpoint: Path
+    iteration: int
+    weight_version: int
+    source_state: dict[str, Any]
+
+
 class RunState:
     """How far the run is, from its manifest unless it is new. Its files change only here."""
 
@@ -121,6 +130,7 @@ class RunState:
         self._save = Path(settings.megatron.save) if settings.megatron.save is not None else None
         self._committed = manifest.iteration if manifest is not None else 0
         self._checkpoint = manifest.checkpoint if manifest is not None else None
+        self._saving: Position | None = None
         self.iteration = self._committed
         self.weight_version = manifest.weight_version if manifest is not None else 0
         self.source_state = manifest.source_state if manifest is not None else None
@@ -142,7 +152,7 @@ class RunState:
     def begin(self, source_state: dict[str, Any]) -> None:
         """Make a new run one that can be continued, before its first rollout."""
         if self.source_state is None:
-            self._write_manifest(source_state)
+            self._write_manifest(self.iteration, self.weight_version, source_state)
 
     @property
     def store(self) -> RolloutStore | None:
@@ -164,30 +174,41 @@ class RunState:
     @property
     def save_due(self) -> bool:
         """Whether a checkpoint is wanted now: at every ``--save-interval`` and at the end."""
-        if self._save is None or self.iteration == self._committed:
+        taken = self._committed if self._saving is None else self._saving.iteration
+        if self._save is None or self.iteration == taken:
             return False
         interval = self._settings.megatron.save_interval
         at_end = self.iteration >= self._settings.run.num_rollout
         return at_end or (interval is not None and self.iteration % interval == 0)
 
-    def commit(self, checkpoint: Path, source_state: dict[str, Any]) -> None:
-        """Every rank has written ``checkpoint``: from here on the run continues from it and ``source_state``."""
-        if self._save is None:
-            return
-        self._checkpoint = checkpoint.resolve().relative_to(self._save.resolve()).as_posix()
-        self._committed = self.iteration
-        self._write_manifest(source_state)
-        if not self._settings.run.keep_rollouts:
-            self._store.discard_through(self.iteration - 1)
+    def saving(self, checkpoint: Path, source_state: dict[str, Any]) -> None:
+        """The ranks write ``checkpoint`` of the weights as they are now; it counts when :meth:`commit` says so."""
+        self._saving = Position(checkpoint, self.iteration, self.weight_version, source_state)
 
-    def _write_manifest(self, source_state: dict[str, Any]) -> None:
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint was taken that does not count yet."""
+        return self._saving is not None
+
+    def commit(self) -> None:
+        """Every rank has written the checkpoint: from here on the run continues from it and its source state."""
+        position, self._saving = self._saving, None
+        if self._save is None or position is None:
+            return
+        self._checkpoint = position.checkpoint.resolve().relative_to(self._save.resolve()).as_posix()
+        self._committed = position.iteration
+        self._write_manifest(position.iteration, position.weight_version, position.source_state)
+        if not self._settings.run.keep_rollouts:
+            self._store.discard_through(position.iteration - 1)
+
+    def _write_manifest(self, iteration: int, weight_version: int, source_state: dict[str, Any]) -> None:
         self.source_state = source_state
         if self._save is None:
             return
         self._save.mkdir(parents=True, exist_ok=True)
         manifest = Manifest(
-            iteration=self.iteration,
-            weight_version=self.weight_version,
+            iteration=iteration,
+            weight_version=weight_version,
             checkpoint=self._checkpoint,
             source_state=source_state,
             flags=self._settings.flags(),

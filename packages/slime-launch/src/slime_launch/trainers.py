@@ -139,8 +139,12 @@ class TrainerGroup:
         return report
 
     def save(self, iteration: int, *, on_poll: Callable[[], None]) -> Path:
-        """Write a checkpoint; returns its directory when every rank has written its part."""
+        """Write a checkpoint; returns its directory, which is complete when :meth:`saved` says so."""
         return Path(self._rank_0("save", iteration, on_poll=on_poll))
+
+    def saved(self, *, wait: bool, on_poll: Callable[[], None]) -> bool:
+        """Whether every rank has written its part of the last checkpoint; with ``wait``, once it has."""
+        return bool(self._rank_0("saved", wait, on_poll=on_poll))
 
     def check(self) -> None:
         """See whether all ranks live, without waiting. Ask again and again while they have nothing to do.

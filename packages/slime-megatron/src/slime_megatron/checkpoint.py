@@ -12,6 +12,8 @@ from slime_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+OLD = ".old"
+"""What is added to the name of a checkpoint while another takes its place."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,14 @@ class CheckpointInfo:
     """A complete checkpoint.
 
     Attributes:
-        directory: The directory with the ``torch_dist`` files.
+        directory: The directory with the ``torch_dist`` files, or the Hugging Face model.
         iteration: Rollouts trained on; ``None`` for a converted model (``release``), which has no optimizer state.
+        is_hugging_face: It is a Hugging Face model.
     """
 
     directory: Path
     iteration: int | None
+    is_hugging_face: bool = False
 
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
@@ -33,23 +37,42 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> CheckpointInfo:
-    """The newest checkpoint under ``path``, or ``path`` itself if it is an ``iter_*`` or ``release`` directory.
+    """The newest checkpoint under ``path``, or ``path`` itself.
+
+    That is an ``iter_*`` or ``release`` directory, or a Hugging Face model with ``config.json`` and ``*.safetensors``.
 
     Raises:
         CheckpointError: There is none; the message says what was looked for.
     """
     root = Path(path)
     if not root.is_dir():
-        raise CheckpointError(f"checkpoint directory {root} does not exist; give one that slime or slime-convert wrote")
+        raise CheckpointError(
+            f"checkpoint directory {root} does not exist; give one that slime or slime-convert wrote, or a "
+            "Hugging Face model"
+        )
     tracker = root / TRACKER
     if tracker.is_file():
         text = tracker.read_text().strip()
         if text == RELEASE:
             return _complete(root / RELEASE)
         if text.isdecimal():
-            return _complete(iteration_directory(root, int(text)))
+            return _complete(_not_yet_replaced(iteration_directory(root, int(text))))
         raise CheckpointError(f"{tracker} says {text!r}; it must hold a number or {RELEASE!r}")
+    if (root / "config.json").is_file():
+        return _hugging_face(root)
     return _complete(root)
+
+
+def _hugging_face(directory: Path) -> CheckpointInfo:
+    """Check that all files of a Hugging Face model are there; their headers are read."""
+    from slime_convert.errors import ConvertError
+    from slime_convert.formats.safetensors import read_directory
+
+    try:
+        read_directory(directory)
+    except ConvertError as error:
+        raise CheckpointError(str(error)) from error
+    return CheckpointInfo(directory, None, is_hugging_face=True)
 
 
 def reference_source(load: str | None, ref_load: str | None, resume_from: str | Path | None) -> Path | None:
@@ -81,20 +104,26 @@ def checkpoint_root(path: str | Path) -> Path:
     return directory.parent if directory.name == RELEASE or directory.name.startswith("iter_") else directory
 
 
+def _not_yet_replaced(directory: Path) -> Path:
+    """The checkpoint that a run was replacing by another of the same number when it was killed, or the directory."""
+    old = directory.with_name(directory.name + OLD)
+    return old if old.exists() and not directory.exists() else directory
+
+
 def _complete(directory: Path) -> CheckpointInfo:
     """Check that ``directory`` holds a whole ``torch_dist`` checkpoint. Its metadata are written last."""
     for name in ("metadata.json", ".metadata", "common.pt"):
         if not (directory / name).is_file():
             raise CheckpointError(
                 f"{directory} is not a torch_dist checkpoint: it has neither {TRACKER} nor {name}; give a directory "
-                "that slime saved or that `slime-convert hf-to-torch-dist` wrote"
+                "that slime saved or that `slime-convert hf-to-torch-dist` wrote, or a Hugging Face model"
             )
     backend = _backend(directory / "metadata.json")
     if backend != "torch_dist":
         raise CheckpointError(
             f"{directory} is a {backend!r} checkpoint; only torch_dist can be loaded; convert it first"
         )
-    number = re.fullmatch(r"iter_(\d+)", directory.name)
+    number = re.fullmatch(rf"iter_(\d+)(?:{re.escape(OLD)})?", directory.name)
     return CheckpointInfo(directory, int(number.group(1)) if number else None)
 
 

@@ -1,4 +1,4 @@
-"""Write and read checkpoints in Megatron's ``torch_dist`` format, together with the other ranks."""
+"""What a checkpoint in Megatron's ``torch_dist`` format holds, and how it is read, together with the other ranks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
-from slime_megatron.checkpoint import TRACKER, CheckpointInfo, iteration_directory
+from slime_megatron.checkpoint import CheckpointInfo
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
+from slime_megatron.hugging_face import load_hugging_face
 from slime_megatron.model import Chunks
-from slime_megatron.optimizer import load_optimizer
+from slime_megatron.optimizer import load_optimizer, saved_step
 from slime_megatron.parts import VALUE_HEAD
 
 logger = logging.getLogger(__name__)
@@ -41,11 +36,13 @@ _OUTPUT = "output_layer.weight"
 
 # How Megatron lays the distributed optimizer's state out: whole parameters, so that it can be loaded at another
 # parallel size.
-_SHARDING = {
+SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+
+_TENSORS = "optimizer_tensors"
 
 # The layout that random states belong to.
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -72,25 +69,10 @@ _COMPARED = (
 )
 
 
-def save_checkpoint(
+def checkpoint_state(
     config: MegatronConfig, shape: ModelShape, model: Chunks, optimizer: Any, scheduler: Any, iteration: int
-) -> Path:
-    """Write checkpoint ``iteration`` under ``config.save``.
-
-    It is written beside its place and moved there when every rank is done, so a directory named ``iter_*`` is
-    always whole. What was written of one that failed is removed.
-
-    Returns:
-        Its directory.
-
-    Raises:
-        CheckpointError: ``--save`` is not set, or the directory cannot be written.
-    """
-    if config.save is None:
-        raise CheckpointError("a checkpoint was asked for, but --save names no directory")
-    final = iteration_directory(config.save, iteration)
-    temporary = final.with_name(final.name + ".tmp")
-    _rank_0_first(_make_empty, temporary)
+) -> dict[str, Any]:
+    """All that a checkpoint holds. Its tensors are those of the model and the optimizer; all ranks call it together."""
     state = model_state(model)
     state |= {
         "args": _arguments(config, shape),
@@ -98,28 +80,24 @@ def save_checkpoint(
         "checkpoint_version": 3.0,
         "rng_state": _random_state(),
         "opt_param_scheduler": scheduler.state_dict(),
+        "content_metadata": dict(SHARDING),
     }
     if not config.no_save_optim:
-        state["optimizer"] = optimizer.sharded_state_dict(model_state(model), metadata=dict(_SHARDING))
-    try:
-        with _naming_failures(
-            f"cannot write the checkpoint {final}", "make room there and continue the run", temporary
-        ):
-            dist_checkpointing.save(state, str(temporary), InProcessSave(), content_metadata=dict(_SHARDING))
-    except CheckpointError:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    _rank_0_first(_publish, temporary, final, iteration)
-    return final
+        state["optimizer"] = optimizer.sharded_state_dict(model_state(model), metadata=dict(SHARDING))
+    return state
 
 
 def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None:
     """Load a checkpoint's weights, and nothing else, into ``model``, whatever the parallel size it was saved at.
 
+    Of a Hugging Face model, each rank reads its own parts.
+
     Raises:
         CheckpointError: The checkpoint is of a model of another shape, or damaged.
     """
+    if info.is_hugging_face:
+        _check_same_model(info, _hugging_face_arguments(info), shape)
+        return load_hugging_face(info.directory, shape, model)
     _load(info, shape, model, model_state(model))
 
 
@@ -134,7 +112,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: It has no optimizer state, its kind of optimizer or its shape is another, or it is damaged.
     """
-    saved = _saved_arguments(info)
+    saved = {} if info.is_hugging_face else _saved_arguments(info)
     if info.iteration is None or saved.get("no_save_optim", True):
         raise CheckpointError(
             f"{info.directory} holds no optimizer state, so no run can continue from it; give it as --load to start a "
@@ -147,25 +125,33 @@ def load_checkpoint(
                 "use the same to continue it"
             )
     state = model_state(model)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(_SHARDING))
+    # Under a name of its own: what rank 0 saved as "optimizer" beside the tensors may be of other optimizers.
+    state[_TENSORS] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(SHARDING))
     same_layout = all(saved.get(name) == getattr(config, name) for name in _LAYOUT)
+    by_tensor_rank = "context_parallel_size" not in saved
     if same_layout:
         state["rng_state"] = _random_state()
     loaded = _load(info, shape, model, state)
-    load_optimizer(optimizer, loaded["optimizer"])
-    for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = config.lr, config.min_lr
+    load_optimizer(optimizer, loaded[_TENSORS], saved_step(loaded["optimizer"]))
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if same_layout:
         _restore_random_state(loaded["rng_state"])
-    else:
-        logger.warning("the parallel layout has changed, so random states start from --seed again")
+    elif dist.get_rank() == 0:
+        why = "an older slime saved no random states that fit" if by_tensor_rank else "the parallel layout has changed"
+        logger.warning("%s, so random states start from --seed again", why)
     return info.iteration
 
 
 def model_state(model: Chunks) -> dict[str, Any]:
     """The model's part of a checkpoint's state dict: ``model``, or ``model0`` … for virtual stages, as in Megatron."""
-    return {key: chunk.sharded_state_dict(metadata=dict(_SHARDING)) for key, chunk in _keys(model)}
+    metadata = ensure_metadata_has_dp_cp_group(dict(SHARDING))
+    state = {}
+    for key, chunk in _keys(model):
+        # So that a last stage's copy of the embedding, which prediction modules bring along, is not a second original.
+        chunk.mtp_process = hasattr(chunk, "mtp")
+        state[key] = chunk.sharded_state_dict(metadata=metadata)
+        chunk.mtp_process = False
+    return state
 
 
 def _keys(model: Chunks) -> Iterator[tuple[str, Any]]:
@@ -173,17 +159,7 @@ def _keys(model: Chunks) -> Iterator[tuple[str, Any]]:
 
 
 def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[str, Any]) -> dict[str, Any]:
-    saved = _saved_arguments(info)
-    wanted = shape.to_megatron_args()
-    wrong = [
-        f"{name} is {saved[name]} in the checkpoint and {wanted[name]} here"
-        for name in _COMPARED
-        if name in saved and saved[name] != wanted[name]
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{info.directory} is of another model: {'; '.join(wrong)}; give the checkpoint of this one"
-        )
+    _check_same_model(info, _saved_arguments(info), shape)
     heads = {key for key, _ in _keys(model) if _OUTPUT in state[key] and state[key][_OUTPUT].key == VALUE_HEAD}
     with _reading(info):
         if heads and VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(info.directory)):
@@ -195,6 +171,26 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[st
     return loaded
 
 
+def _check_same_model(info: CheckpointInfo, saved: dict[str, Any], shape: ModelShape) -> None:
+    wanted = shape.to_megatron_args()
+    wrong = [
+        f"{name} is {saved[name]} in the checkpoint and {wanted[name]} here"
+        for name in _COMPARED
+        if name in saved and saved[name] != wanted[name]
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{info.directory} is of another model: {'; '.join(wrong)}; give the checkpoint of this one"
+        )
+
+
+def _hugging_face_arguments(info: CheckpointInfo) -> dict[str, Any]:
+    try:
+        return ModelShape.from_hf_config(info.directory).to_megatron_args()
+    except ConvertError as error:
+        raise CheckpointError(f"cannot read the model {info.directory}: {error}") from error
+
+
 def _saved_arguments(info: CheckpointInfo) -> dict[str, Any]:
     with _reading(info):
         saved = dist_checkpointing.load_common_state_dict(str(info.directory)).get("args", {})
@@ -202,11 +198,11 @@ def _saved_arguments(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _reading(info: CheckpointInfo) -> contextlib.AbstractContextManager[None]:
-    return _naming_failures(f"cannot read the checkpoint {info.directory}", "give one that is whole")
+    return naming_failures(f"cannot read the checkpoint {info.directory}", "give one that is whole")
 
 
 @contextlib.contextmanager
-def _naming_failures(what: str, advice: str, written: Path | None = None) -> Iterator[None]:
+def naming_failures(what: str, advice: str, written: Path | None = None) -> Iterator[None]:
     """Make one line of what torch and Megatron raise over files; it says if the disk of what is written is full.
 
     torch's own is no ``Exception``, so that it would end a worker instead of failing a call, and holds the tracebacks
@@ -281,60 +277,3 @@ def _restore_random_state(states: list[dict[str, Any]]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-
-def _rank_0_first(action: Any, *args: Any) -> None:
-    """Let rank 0 do something while the others wait; all of them raise what went wrong there."""
-    problem: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action(*args)
-        except OSError as error:
-            problem = [f"cannot write the checkpoint: {error}"]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise CheckpointError(problem[0])
-
-
-def _make_empty(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-
-
-def _publish(temporary: Path, final: Path, iteration: int) -> None:
-    """Move a finished checkpoint to its place and name it the newest."""
-    if final.exists():
-        replaced = final.with_name(final.name + ".old")
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        temporary.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        temporary.rename(final)
-    tracker = final.parent / TRACKER
-    newer = tracker.with_name(tracker.name + ".tmp")
-    newer.write_text(str(iteration))
-    newer.replace(tracker)
-
-
-class InProcessSave(SaveShardedStrategy):  # type: ignore[misc]
-    """The same files as Megatron-core's own strategy, written by torch's plain writer.
-
-    Megatron-core's starts a manager process, which stays for as long as the rank lives, and forks writers; when one of
-    them fails, the other ranks wait for it forever. Here no process is started, and a failure is raised on every rank.
-    """
-
-    can_handle_sharded_objects = True
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write this rank's part; all ranks together."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )

@@ -162,6 +162,9 @@ class MegatronConfig(Config):
     save_interval: int | None = flag(
         None, unit="rollouts", help="rollouts between two checkpoints", least=1, may_change=True
     )
+    async_save: bool = flag(
+        False, help="copy a checkpoint to host memory, and write it while training goes on", may_change=True
+    )
     no_save_optim: bool = flag(False, help="leave the optimizer's state out of checkpoints; they cannot be resumed")
     ckpt_format: str = flag(
         "torch_dist", choices=CKPT_FORMATS, help="format of checkpoints; slime-convert makes others"

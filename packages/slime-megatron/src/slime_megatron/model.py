@@ -79,10 +79,10 @@ def output_weight(chunk: Any) -> torch.Tensor:
     return weight
 
 
-def named_weights(chunks: Chunks) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(chunks: Chunks, *, with_copies: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and the routers' biases, by Megatron's names with layers and experts numbered in the whole model.
 
-    A last stage's copy of the embedding is left out.
+    A last stage's copy of the embedding is left out, unless asked for.
     """
     for chunk in chunks:
         model = bare(chunk)
@@ -90,7 +90,7 @@ def named_weights(chunks: Chunks) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             words = name.split(".")
             is_copy = words[0] == "embedding" and not model.pre_process
-            if is_copy or words[-1] not in ("weight", "bias", "expert_bias"):
+            if (is_copy and not with_copies) or words[-1] not in ("weight", "bias", "expert_bias"):
                 continue
             if words[0] == "output_layer" and isinstance(model.output_layer, ValueHead):
                 words = VALUE_HEAD.split(".")

@@ -84,19 +84,43 @@ def _check_norm_before_step(optimizer: Any) -> None:
     optimizer.get_grad_norm = finite_norm
 
 
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a checkpoint's optimizer state, as ``optimizer.sharded_state_dict`` asked for it."""
-    parts = [state] if len(optimizer.chained_optimizers) == 1 else list(state.values())
-    for part in parts:
-        inner = part.get("optimizer", part)
-        if "state" in inner:
-            # Megatron-core 0.16.1 leaves a step of 0 out.
-            inner["state"].setdefault("common_step", torch.zeros(()))
-    optimizer.load_state_dict(state)
-    for part in optimizer.chained_optimizers:
+def load_optimizer(optimizer: Any, tensors: dict[Any, Any], step: float) -> None:
+    """Put a checkpoint's state into the optimizer.
+
+    Hyperparameters stay as they are: a checkpoint holds those of rank 0's optimizers alone, and another pipeline stage,
+    or another layout, has other ones.
+
+    Args:
+        optimizer: Of :func:`build_optimizer`.
+        tensors: What ``optimizer.sharded_state_dict`` asked for.
+        step: Optimizer steps that were taken.
+    """
+    chain = optimizer.chained_optimizers
+    for part, found in zip(
+        chain, [tensors] if len(chain) == 1 else [tensors[key] for key in range(len(chain))], strict=True
+    ):
+        state = part.state_dict()
+        inner = state.get("optimizer", state)
+        if isinstance(part, DistributedOptimizer):
+            for group in inner["param_groups"]:
+                group["step"] = step
+            state |= {"param_state": found["param_state"], "param_state_sharding_type": "fully_reshardable"}
+        else:
+            inner["state"] = found.get("optimizer", found)["state"] | {"common_step": torch.tensor(step)}
+            if "fp32_from_fp16_params" in found:
+                state["fp32_from_fp16_params"] = found["fp32_from_fp16_params"]
+        part.load_state_dict(state)
         for param_state in part.optimizer.state.values():
             # Megatron-core 0.16.1 gives all parameters one step tensor, which each of them would then count up.
             param_state["step"] = param_state["step"].clone()
+
+
+def saved_step(state: Any) -> float:
+    """The optimizer steps that were taken, from a checkpoint's common state; Megatron-core 0.16.1 leaves 0 out."""
+    if isinstance(state, dict):
+        own = [float(state[name]) for name in ("common_step", "step") if name in state]
+        return max(own + [saved_step(value) for value in state.values()], default=0.0)
+    return max(map(saved_step, state), default=0.0) if isinstance(state, list) else 0.0
 
 
 def _keep_step_on_load(part: DistributedOptimizer) -> None:

@@ -13,7 +13,8 @@ import torch
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint
-from slime_megatron.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
+from slime_megatron.checkpoint_io import load_checkpoint, load_weights
+from slime_megatron.checkpoint_writer import Background, save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
 from slime_megatron.model import Chunks, build_model
@@ -138,14 +139,18 @@ class TrainedModel:
         self.scheduler.step(increment=1)
         return {"grad_norm": float(grad_norm), "lr": learning_rate}
 
-    def save(self, iteration: int) -> Path:
-        """Write checkpoint ``iteration`` to this role's directory, and frozen weights that have changed beside it."""
+    def save(self, iteration: int, background: Background | None = None) -> Path:
+        """Write checkpoint ``iteration`` to this role's directory, and frozen weights that have changed beside it.
+
+        With ``background``, the last of them is written there while training goes on.
+        """
         self.gather_weights()
+        parts = (self.shape, self.model, self.optimizer, self.scheduler, iteration)
         if self.config.ref_update_interval and "reference" in self.frozen and self.config.save:
             only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/reference", no_save_optim=True)
             with self.as_role("reference"):
-                save_checkpoint(only_weights, self.shape, self.model, self.optimizer, self.scheduler, iteration)
-        return save_checkpoint(self.config, self.shape, self.model, self.optimizer, self.scheduler, iteration)
+                save_checkpoint(only_weights, *parts, background=background)
+        return save_checkpoint(self.config, *parts, background=background)
 
     def load(self, directory: str | Path) -> int:
         """Continue a checkpoint, with its optimizer, schedule and random state, and frozen weights that had changed."""

@@ -20,6 +20,7 @@ from slime_core.interfaces import Role, WeightChannel
 from slime_core.ops import AdvantageEstimator
 from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source
+from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
@@ -90,6 +91,7 @@ class MegatronWorker:
             self._critic = TrainedModel(own, shape, device, source=critic_source, resumed=resumed, value_head=True)
         self._export: WeightExport | None = None
         self._moved: list[HostCopy] | None = None
+        self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
         if resume_from is not None:
@@ -175,12 +177,17 @@ class MegatronWorker:
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.
 
-        The actor's comes last: a run continues from its newest.
+        With ``--async-save`` it is complete once :meth:`saved` says so. An earlier one is waited for; that it could not
+        be written is raised by the next call. The actor's comes last: a run continues from its newest.
         """
         self._check_awake("save")
-        *_, directory = [model.save(iteration) for model in self.trained]
+        *_, directory = [model.save(iteration, self._background) for model in self.trained]
         self.iteration = iteration
         return str(directory)
+
+    def saved(self, wait: bool = False) -> bool:
+        """Whether the last checkpoint is complete; with ``wait``, once it is. All ranks call it together."""
+        return self._background is None or self._background.finished(wait=wait)
 
     def load(self, directory: str | Path) -> int:
         """Continue a checkpoint (or the newest in a directory of them) with its optimizer and random state.
@@ -216,8 +223,11 @@ class MegatronWorker:
         self._moved = None
 
     def close(self) -> None:
-        """Leave the process groups."""
-        leave_ranks()
+        """Finish a save that is under way, then leave the process groups."""
+        try:
+            self.saved(wait=True)
+        finally:
+            leave_ranks()
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What stays on the device between calls, without the gradient buffers."""
@@ -227,6 +237,7 @@ class MegatronWorker:
     def _check_awake(self, verb: str) -> None:
         if self._moved is not None:
             raise TrainingError(f"{verb} was called while the trainer sleeps; call wake first")
+        self.saved()  # raises what became of one that was under way
 
     @contextlib.contextmanager
     def _model(self, role: Role) -> Iterator[Chunks]:
