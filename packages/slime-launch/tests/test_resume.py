@@ -2,7 +2,9 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from slime_core.errors import ConfigError
 from slime_core.types import RolloutBatch, Sample
@@ -10,7 +12,7 @@ from slime_launch.config import free_flags
 from slime_launch.errors import ManifestError
 from slime_launch.flags import parse_train
 from slime_launch.preflight import preflight
-from slime_launch.resume import RunState, StartWeights, changed_flags, find_run
+from slime_launch.resume import RunState, StartWeights, changed_flags, find_run, start_weights
 from slime_megatron.errors import CheckpointError
 from slime_rollout.engine.config import EngineConfig
 
@@ -38,6 +40,18 @@ def checkpoint(workspace, iteration):
     directory = workspace / "save" / f"iter_{iteration:07d}"
     directory.mkdir(parents=True)
     return directory
+
+
+def test_the_weights_may_be_a_hugging_face_model(settings, workspace):
+    model = workspace / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    save_file({"w": np.zeros(2, np.float32)}, model / "model.safetensors")
+    found = start_weights(settings(load=model), None)
+    assert found == StartWeights(load=str(model.resolve()), ref_load=str(model.resolve()))
+    (model / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        start_weights(settings(load=model), None)
 
 
 def test_a_new_run_can_be_continued_before_its_first_checkpoint(settings, workspace):
