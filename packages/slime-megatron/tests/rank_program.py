@@ -153,7 +153,8 @@ class Rank:
             return dataclasses.replace(random_state(), global_shape=(size,), global_offset=(rank,))
 
         def without_context_parallelism(*given):
-            return {name: value for name, value in arguments(*given).items() if name != "context_parallel_size"}
+            new = ("context_parallel_size", "random_states")
+            return {name: value for name, value in arguments(*given).items() if name not in new}
 
         checkpoint_io._random_state, checkpoint_io._arguments = by_tensor_rank, without_context_parallelism
         try:
@@ -199,7 +200,7 @@ class Rank:
         weights = [tensor for chunk in worker.model for tensor in (*chunk.parameters(), *chunk.buffers())]
         states = [
             tensor
-            for part in worker._optimizer.chained_optimizers
+            for part in worker._actor.optimizer.chained_optimizers
             for group in part.optimizer.param_groups
             for param in group["params"]
             for tensor in (param, *(value.reshape(-1) for _, value in sorted(part.optimizer.state[param].items())))

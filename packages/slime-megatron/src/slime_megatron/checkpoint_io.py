@@ -44,7 +44,6 @@ SHARDING = {
 
 _TENSORS = "optimizer_tensors"
 
-# The layout that random states belong to.
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 # Arguments that make a model another one. (Megatron leaves num_query_groups at 1 where it is not used.)
@@ -127,8 +126,8 @@ def load_checkpoint(
     state = model_state(model)
     # Under a name of its own: what rank 0 saved as "optimizer" beside the tensors may be of other optimizers.
     state[_TENSORS] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(SHARDING))
-    same_layout = all(saved.get(name) == getattr(config, name) for name in _LAYOUT)
-    by_tensor_rank = "context_parallel_size" not in saved
+    same_layout = saved.get("random_states") == _random_layout()
+    by_tensor_rank = "random_states" not in saved
     if same_layout:
         state["rng_state"] = _random_state()
     loaded = _load(info, shape, model, state)
@@ -238,14 +237,33 @@ def _arguments(config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
         **shape.to_megatron_args(),
         "padded_vocab_size": shape.padded_vocab_size(config.tensor_model_parallel_size),
         **{name: getattr(config, name) for name in _LAYOUT},
+        "random_states": _random_layout(),
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "bf16": config.bf16,
         "no_save_optim": config.no_save_optim,
     }
 
 
+def _random_layout() -> list[int]:
+    """Over how many pipeline, tensor, and context ranks random states are told apart, and how experts are split.
+
+    Ranks of experts have a random state of their own, and are data-parallel replicas otherwise: with them, the third
+    number is that of all these.
+    """
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    return [
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        if experts > 1
+        else parallel_state.get_context_parallel_world_size(),
+        experts,
+    ]
+
+
 def _random_state() -> ShardedObject:
-    """This rank's random states, by pipeline, tensor and context rank; data-parallel replicas have the same."""
+    """This rank's random states; data-parallel replicas have the same, unless they hold different experts."""
+    *sizes, experts = _random_layout()
     state = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -256,17 +274,15 @@ def _random_state() -> ShardedObject:
     return ShardedObject(
         "rng_state",
         [state],
-        (
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_context_parallel_world_size(),
-        ),
+        tuple(sizes),
         (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            if experts > 1
+            else parallel_state.get_context_parallel_rank(),
         ),
-        replica_id=parallel_state.get_data_parallel_rank(),
+        replica_id=0 if experts > 1 else parallel_state.get_data_parallel_rank(),
     )
 
 
