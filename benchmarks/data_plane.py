@@ -194,7 +194,7 @@ class TrainerSide:
         def fetch() -> None:
             shard = ray.get(references[0])
             samples = [shard.samples[at] for at in shard.steps[0].micro_batches[0]]
-            packed = MicroBatch(samples, share_prompts=False).pack()
+            packed = MicroBatch(samples, share_prompts="off").pack()
             assert len(packed.targets_M) == len(samples) * (TOKENS - PROMPT)
 
         return with_peak(fetch, ("RssAnon",))[1]  # the shard is shared with the worker, where it was counted

@@ -48,7 +48,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
-    worker = start_worker(MegatronConfig(bf16=True, share_prompts=True), AlgorithmConfig(), SHAPE, meeting)
+    worker = start_worker(MegatronConfig(bf16=True, share_prompts="on"), AlgorithmConfig(), SHAPE, meeting)
     from slime_megatron.model import output_weight
     from slime_megatron.step import Head
 

@@ -115,7 +115,7 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
     )
     with torch.no_grad():
         model = worker.model
-        rows = model.hidden_states(MicroBatch([sample], share_prompts=False).pack()) @ model.output_weight.t()
+        rows = model.hidden_states(MicroBatch([sample], share_prompts="off").pack()) @ model.output_weight.t()
     return rows.float()[:, : worker.shape.vocab_size].tolist()
 
 

@@ -75,7 +75,7 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(
         custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
     )
     shape = ModelShape.from_hf_config(qwen3.hf)
-    with ranks.Ranks(1, _config(qwen3, share_prompts=True), ALGORITHM, shape) as trainer:
+    with ranks.Ranks(1, _config(qwen3, share_prompts="on"), ALGORITHM, shape) as trainer:
         manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
         channel = TensorWeightChannel(external_fleet.engine_urls)
         for version in range(3):

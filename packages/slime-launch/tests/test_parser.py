@@ -12,6 +12,7 @@ SPECS = (
     FlagSpec(name="--colocate", dest="colocate", type=bool, default=False, help="share"),
     FlagSpec(name="--eval-prompt-data", dest="eval_prompt_data", type=str, default=(), help="sets", nargs="+"),
     FlagSpec(name="--kind", dest="kind", type=str, default="a", help="kind", choices=("a", "b")),
+    FlagSpec(name="--share", dest="share", type=str, default="auto", help="s", choices=("auto", "on"), bare="on"),
 )
 GROUPS = [FlagGroup("all", SPECS)]
 
@@ -37,6 +38,11 @@ def test_a_repeated_flag_with_several_values_appends():
         "eval_prompt_data": ("a", "1", "b", "3"),
         "lr": 2.0,
     }
+
+
+def test_a_flag_may_stand_without_its_value():
+    assert read("--share", "--lr", "2") == {"share": "on", "lr": 2.0}
+    assert read("--share", "auto") == {"share": "auto"}
 
 
 def test_the_last_of_a_repeated_single_value_counts():

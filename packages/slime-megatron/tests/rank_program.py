@@ -272,7 +272,7 @@ class Rank:
                 param.copy_(weight_map.split_tp(name, full, world)[rank] if world > 1 else full)
         trainer._actor.optimizer.reload_model_params()
 
-    def logits(self, samples, share_prompts=False):
+    def logits(self, samples, share_prompts="off"):
         """Logits of every position that predicts a response token; whole vocabulary."""
         import torch
         import torch.distributed as dist
@@ -302,7 +302,7 @@ class Rank:
         trainer = self.worker
         model = trainer.model[0]
         multiple_of = trainer.config.tensor_model_parallel_size
-        batch = packed(samples, True, multiple_of)
+        batch = packed(samples, "on", multiple_of)
         trainer._actor.wrapped[0].zero_grad_buffer()
         if through_logits:
             from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -345,7 +345,7 @@ class Rank:
         def watched(batch, device):
             packed = pack(batch, device)
             alive[:] = [reference for reference in alive if reference() is not None]
-            alive.append(weakref.ref(packed.attention.output_rows_T))
+            alive.append(weakref.ref(packed.tokens_T))
             most.append(len(alive))
             return packed
 

@@ -124,7 +124,7 @@ def plain_entropies(model, samples):
 @pytest.mark.parametrize("name", EVERY)
 def test_two_steps_in_micro_batches(ranks, tiny_model, tiny_config, near_samples, make_shards, name):
     model, algorithm, samples = tiny_model("qwen3"), AlgorithmConfig(**ALGORITHMS[name]), near_samples()
-    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, share_prompts=True)
+    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, share_prompts="on")
     expected = expected_training(model.hf, [samples[:6], samples[6:]], config=config, algorithm=algorithm)
     ranks.start(1, config, model.shape, algorithm)
     report = ranks.first("train", make_shards(samples, steps=2, micro_batch_size=4, temperature=TEMPERATURE))

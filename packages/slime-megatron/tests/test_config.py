@@ -15,7 +15,7 @@ from slime_megatron.config import MegatronConfig
 def test_flags_carry_megatron_names_and_defaults():
     specs = {spec.name: spec for spec in flag_specs(MegatronConfig)}
     assert specs["--tensor-model-parallel-size"].default == 1
-    assert specs["--share-prompts"].is_switch
+    assert (specs["--share-prompts"].default, specs["--share-prompts"].bare) == ("auto", "on")
     assert specs["--balance-data"].is_switch
     assert specs["--recompute-activations"].is_switch
     assert specs["--clip-grad"].default == 1.0
@@ -28,7 +28,11 @@ def test_flags_carry_megatron_names_and_defaults():
     [
         ({"virtual_pipeline_model_parallel_size": 2}, "there is none; give --pipeline-model-parallel-size too"),
         ({"virtual_pipeline_model_parallel_size": 1}, "--virtual-pipeline-model-parallel-size 1 must be 2 or more"),
-        ({"context_parallel_size": 2, "share_prompts": True}, "--share-prompts does not work with --context-parallel"),
+        (
+            {"context_parallel_size": 2, "share_prompts": "on"},
+            "--share-prompts on does not work with --context-parallel",
+        ),
+        ({"share_prompts": True}, "--share-prompts True is unknown; allowed: auto, on, off"),
         (
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
             "--expert-tensor-parallel-size 1 differs from --tensor-model-parallel-size 2, which needs --expert-model",

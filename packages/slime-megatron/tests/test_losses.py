@@ -18,7 +18,7 @@ LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}, 4),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, 2),
     "cp2": (2, {"context_parallel_size": 2}, 4),
-    "shared prompts": (1, {"share_prompts": True}, 4),
+    "shared prompts": (1, {"share_prompts": "on"}, 4),
 }
 
 

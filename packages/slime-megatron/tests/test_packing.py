@@ -26,20 +26,24 @@ def sample(prompt, response, group=0, index=0, mask=None, **values):
 
 
 def visible(batch):
-    """For each packed token, the packed tokens that its attention output is made of, read from the blocks."""
-    flat = []
-    for block in batch.attention.blocks:
-        for row, queries in enumerate(block.query_rows_GQ.tolist()):
-            keys = block.key_rows_GK[row].tolist()
-            for number in range(len(queries)):
-                if block.mask_G1QK is None:
-                    seen = keys[: number + 1]
-                else:
-                    seen = [
-                        key for key, kept in zip(keys, block.mask_G1QK[row, 0, number].tolist(), strict=True) if kept
-                    ]
-                flat.append((queries[number], seen))
-    return [flat[place] for place in batch.attention.output_rows_T.tolist()]
+    """For each packed token, itself and the tokens that its attention output is made of, read from the products."""
+    tokens = len(batch.tokens_T)
+    seen = {}
+    for product in batch.attention.products:
+        queries, keys = (
+            (np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()).reshape(product.pieces, -1)
+            for rows in (product.query_rows, product.key_rows)
+        )
+        hidden = np.zeros((*queries.shape, keys.shape[1]), bool)
+        if product.hidden_GQW is not None:
+            hidden[..., product.seen :] = product.hidden_GQW.numpy()
+        for piece, number in np.ndindex(queries.shape):
+            if queries[piece, number] < tokens:
+                own = keys[piece][~hidden[piece, number]].tolist()
+                before = seen.get(queries[piece, number], [])
+                assert bool(before) == product.continues
+                seen[queries[piece, number]] = own + before
+    return [(place, seen[place]) for place in range(tokens)]
 
 
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
@@ -58,7 +62,7 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
         for response in responses:
             mask = data.draw(st.lists(st.integers(0, 1), min_size=len(response), max_size=len(response)))
             samples.append(sample(prompt, response, number, len(samples), mask))
-    micro_batch = MicroBatch(samples, share_prompts=share, multiple_of=multiple_of)
+    micro_batch = MicroBatch(samples, share_prompts="on" if share else "off", multiple_of=multiple_of)
     batch = micro_batch.pack()
 
     tokens, positions = batch.tokens_T.tolist(), batch.positions_T.tolist()
@@ -95,7 +99,7 @@ def test_context_parallel_ranks_have_a_part_of_each_sample(samples, size, multip
         for n in [len(response)]
     ]
     batches = [
-        MicroBatch(samples, share_prompts=False, multiple_of=multiple_of, context=ContextParallel(rank, size)).pack()
+        MicroBatch(samples, share_prompts="off", multiple_of=multiple_of, context=ContextParallel(rank, size)).pack()
         for rank in range(size)
     ]
     assert len({len(batch.tokens_T) for batch in batches}) == 1
@@ -124,15 +128,22 @@ def test_sharing_computes_a_prompt_once():
     samples = [
         sample(range(40), range(100, 106), group, group * 8 + member) for group in range(16) for member in range(8)
     ]
-    assert MicroBatch(samples, share_prompts=False).pack().computed_tokens == 16 * 8 * 45
-    assert MicroBatch(samples, share_prompts=True).pack().computed_tokens == 16 * (40 + 8 * 5)
+    assert MicroBatch(samples, share_prompts="off").pack().computed_tokens == 16 * 8 * 45
+    assert MicroBatch(samples, share_prompts="on").pack().computed_tokens == 16 * (40 + 8 * 5)
 
 
 def test_only_equal_prompts_of_one_group_are_shared():
     other_group = [sample([1, 2], [3, 4]), sample([1, 2], [3, 4], group=1)]
     other_prompt = [sample([1, 2], [3, 4]), sample([1, 5], [3, 4])]
     for samples in (other_group, other_prompt):
-        assert MicroBatch(samples, share_prompts=True).pack().computed_tokens == 6
+        assert MicroBatch(samples, share_prompts="on").pack().computed_tokens == 6
+
+
+def test_auto_shares_where_that_saves_a_tenth():
+    long = [sample([1] * 10, [2] * 90, index=index) for index in range(2)]
+    short = [sample([1] * 20, [2] * 60, index=index) for index in range(2)]
+    assert MicroBatch(long).pack().computed_tokens == 2 * 99
+    assert MicroBatch(short).pack().computed_tokens == 20 + 2 * 59
 
 
 def test_values_go_to_targets_and_back():
@@ -140,7 +151,7 @@ def test_values_go_to_targets_and_back():
         sample([1], [2, 3, 4], mask=[1, 0, 1], rollout_log_probs=[0.5, 9.0, 0.25]),
         sample([1], [5], index=1, rollout_log_probs=[2.0]),
     ]
-    batch = MicroBatch(samples, share_prompts=True)
+    batch = MicroBatch(samples, share_prompts="on")
     picked = batch.values("rollout_log_probs")
     torch.testing.assert_close(picked, torch.tensor([0.5, 0.25, 2.0]))
     assert [row.tolist() for row in batch.per_sample(picked)] == [[0.5, 0.0, 0.25], [2.0]]
@@ -150,7 +161,7 @@ def test_values_go_to_targets_and_back():
 
 @pytest.mark.parametrize("multiple_of", [1, 2])
 def test_a_filler_computes_one_token_and_trains_none(multiple_of):
-    batch = MicroBatch([], share_prompts=True, multiple_of=multiple_of).pack()
+    batch = MicroBatch([], share_prompts="on", multiple_of=multiple_of).pack()
     assert (len(batch.tokens_T), batch.computed_tokens, len(batch.targets_M)) == (multiple_of, 1, 0)
     assert visible(batch)[0] == (0, [0])
 
@@ -158,4 +169,4 @@ def test_a_filler_computes_one_token_and_trains_none(multiple_of):
 @pytest.mark.parametrize("broken", [[sample([], [1])], [sample([1], [])]])
 def test_what_cannot_be_trained_on_is_refused(broken):
     with pytest.raises(DataError):
-        MicroBatch(broken, share_prompts=True)
+        MicroBatch(broken, share_prompts="on")

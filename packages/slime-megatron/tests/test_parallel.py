@@ -16,7 +16,7 @@ EP2 = {"expert_model_parallel_size": 2}
 DO = {"use_distributed_optimizer": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
-SHARED = {"share_prompts": True}
+SHARED = {"share_prompts": "on"}
 # Ranks, settings, samples in a micro-batch.
 LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}, 3),

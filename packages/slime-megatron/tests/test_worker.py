@@ -48,7 +48,7 @@ def plain_training(hf, steps, *, config, algorithm, temperature):
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
-@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("share_prompts", ["off", "on"])
 def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samples, make_shards, name, share_prompts):
     model = tiny_model(name)
     config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, share_prompts=share_prompts)
@@ -113,7 +113,7 @@ def test_the_optimizer_is_adamw_on_fp32_weights(ranks, tiny_model, tiny_config, 
 
 DIVISIONS = {
     "micro-batches": (1, {}, 3),
-    "shared prompts": (1, {"share_prompts": True}, 4),
+    "shared prompts": (1, {"share_prompts": "on"}, 4),
     "full recomputation": (
         1,
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -125,7 +125,7 @@ DIVISIONS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}, 3),
     "tp2 + sp + shared prompts": (
         2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "share_prompts": True},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "share_prompts": "on"},
         5,
     ),
 }
@@ -246,7 +246,7 @@ def test_every_rank_runs_equally_many_micro_batches(
         np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
 
 
-@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("share_prompts", ["off", "on"])
 def test_batches_are_packed_when_they_are_due(ranks, tiny_model, tiny_config, make_samples, make_shards, share_prompts):
     """Three passes over eight micro-batches: reference, old log-probs, training. One is computed, the next packed."""
     model = tiny_model("qwen3")
@@ -260,7 +260,7 @@ def test_batches_are_packed_when_they_are_due(ranks, tiny_model, tiny_config, ma
 def test_log_probs_and_their_distance_from_the_engine(ranks, tiny_model, tiny_config, make_samples, make_shards):
     model = tiny_model("llama3-rope")
     samples = make_samples(masks=True)
-    ranks.start(1, tiny_config(load=model.checkpoint, share_prompts=True), model.shape)
+    ranks.start(1, tiny_config(load=model.checkpoint, share_prompts="on"), model.shape)
     shards = make_shards(samples, micro_batch_size=5, temperature=0.7)
     with torch.no_grad():
         expected = [plain_log_probs(model.hf, sample, 0.7) * torch.tensor(sample.loss_mask) for sample in samples]

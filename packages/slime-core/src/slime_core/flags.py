@@ -65,6 +65,7 @@ class FlagSpec:
         metavar: Placeholder in the help text, or ``None``.
         range: Which numbers are allowed.
         may_change: Whether it may differ when a run is continued.
+        bare: Value when the flag is given without one; ``None`` if it needs one.
     """
 
     name: str
@@ -78,6 +79,7 @@ class FlagSpec:
     metavar: str | None = None
     range: Range = Range()
     may_change: bool = False
+    bare: str | None = None
 
     @property
     def is_switch(self) -> bool:
@@ -87,7 +89,7 @@ class FlagSpec:
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value: what was given, what is allowed, what to do; ``None`` if nothing is."""
         for item in value if isinstance(value, tuple) else (value,):
-            if item is None or isinstance(item, bool):
+            if item is None or (isinstance(item, bool) and self.choices is None):
                 continue
             if self.choices is not None and item not in self.choices:
                 return f"{self.name} {item} is unknown; allowed: {', '.join(self.choices)}"
@@ -174,6 +176,7 @@ def flag(
     below: float | None = None,
     advice: str = "",
     may_change: bool = False,
+    bare: str | None = None,
 ) -> Any:
     """A dataclass field that is also a flag.
 
@@ -190,6 +193,7 @@ def flag(
         below: See ``most``.
         advice: What to give instead of a number out of range, or why.
         may_change: Whether a run may be continued with another value: what the run is does not depend on it.
+        bare: Value when the flag is given without one.
     """
     allowed = Range(least=least, above=above, most=most, below=below, advice=advice)
     metadata = {
@@ -200,6 +204,7 @@ def flag(
         "metavar": metavar,
         "range": allowed,
         "may_change": may_change,
+        "bare": bare,
     }
     return dataclasses.field(default=default, metadata={"flag": metadata})
 
@@ -227,7 +232,7 @@ def flag_specs(config: type[Any]) -> tuple[FlagSpec, ...]:
             type=item,
             default=field.default,
             nargs=nargs,
-            **{key: meta[key] for key in ("help", "unit", "choices", "metavar", "range", "may_change")},
+            **{key: meta[key] for key in ("help", "unit", "choices", "metavar", "range", "may_change", "bare")},
         )
         specs.append(spec)
     return _SPECS.setdefault(config, tuple(specs))

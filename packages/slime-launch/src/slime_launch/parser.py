@@ -136,6 +136,8 @@ def _add(section: argparse._ArgumentGroup, spec: FlagSpec, *, hidden: bool) -> N
         section.add_argument(spec.name, dest=spec.dest, action="store_true", help=text)
         return
     several: dict[str, Any] = {"nargs": spec.nargs, "action": "extend"} if spec.nargs else {}
+    if spec.bare is not None:
+        several = {"nargs": "?", "const": spec.bare}
     section.add_argument(
         spec.name,
         dest=spec.dest,

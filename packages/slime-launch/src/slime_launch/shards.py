@@ -187,7 +187,7 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         micro_batch_size=megatron.micro_batch_size,
         global_batch_size=global_batch_size(settings),
         reward_key=settings.rollout.rewards.reward_key,
-        keep_groups_together=megatron.share_prompts,
+        keep_groups_together=megatron.may_share_prompts,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
         context_parallel_size=megatron.context_parallel_size,

@@ -200,6 +200,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, device: Device
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         # The load is balanced neither by a loss nor by a moving bias: both change the policy behind the loss's back.
+        # Sharing prompts relies on it: a router would count a shared prompt once.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
