@@ -23,6 +23,18 @@ def random_weights(weight_map, seed):
     }
 
 
+def test_rows_of_another_matrix_are_cut_as_the_weights_are(made):
+    """As a LoRA adapter's factor B is: the same columns of the weight give the same parts."""
+    weight_map = WeightMap(ModelShape.from_hf_config(made("qwen3-moe")))
+    for name, tensor in random_weights(weight_map, 3).items():
+        if tensor.dim() == 2 and "word_embeddings" not in name and "output_layer" not in name:
+            wanted = [part[:, :3] for _, part in weight_map.to_hf(name, tensor)]
+            found = weight_map.cut_rows(name, tensor[:, :3])
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    with pytest.raises(WeightError, match="has shape"):
+        weight_map.cut_rows(name, torch.zeros(3, 3))
+
+
 @settings(max_examples=60, deadline=None)
 @given(configs(), st.integers(0, 2**31))
 def test_to_hf_and_back_is_the_identity(config, seed):

@@ -431,7 +431,7 @@ class Rank:
             return _plain(masters), _plain(params)
 
         def step():
-            grads = _plain({name: param.main_grad for name, param in params.items()})
+            grads = _plain({name: param.main_grad for name, param in params.items() if param.requires_grad})
             result = take_step()
             seen.append((grads, *weights()))
             return result
@@ -443,6 +443,45 @@ class Rank:
         finally:
             optimizer.step = take_step
         return first, seen
+
+    def move_adapters(self):
+        """Give both factors of every adapter random values that do not depend on the layout."""
+        import zlib
+
+        import torch
+
+        from slime_convert.mapping import WeightMap
+        from slime_megatron.lora import FACTORS, adapted_layers
+
+        trainer = self.worker
+        weight_map = WeightMap(trainer.shape)
+        with torch.no_grad():
+            for name, _, layer in adapted_layers(trainer.model):
+                rank = layer.lora_A.shape[0]
+                outputs, inputs = weight_map.megatron_shape(name)
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                for factor, whole in zip(
+                    FACTORS,
+                    (torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)),
+                    strict=True,
+                ):
+                    whole = whole * 0.1
+                    if factor == layer.split_factor and layer.tp_group.size() > 1:
+                        whole = weight_map.split_tp(name, whole, layer.tp_group.size())[layer.tp_group.rank()]
+                    getattr(layer, factor).copy_(whole)
+        trainer._actor.optimizer.reload_model_params()
+
+    def trainable_numbers(self):
+        """Numbers that train on this rank, and all."""
+        params = [param for chunk in self.worker.model for param in chunk.parameters()]
+        return sum(param.numel() for param in params if param.requires_grad), sum(param.numel() for param in params)
+
+    def optimizer_numbers(self):
+        """Numbers of Adam's state that this rank keeps, without the counts of steps."""
+        states = [
+            state for part in self.worker._actor.optimizer.chained_optimizers for state in part.optimizer.state.values()
+        ]
+        return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
     def stock_logits(self, *args, **kwargs):
         from stock_model import stock_logits

@@ -325,6 +325,11 @@ def _refuse_unused(checkpoint: Weights, found: Mapping[str, TensorInfo], weight_
                 f"{output} of {checkpoint.directory} differs from {embedding}, but tie_word_embeddings of the config "
                 "is true; give a config in which it is false to keep both"
             )
+    if any(name.endswith((".lora_A", ".lora_B")) for name in unused):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds LoRA adapters beside the base model's weights; merge its adapter/ into the "
+            "Hugging Face model by slime-convert merge-lora"
+        )
     if unused:
         raise CheckpointError(
             f"{checkpoint.directory} has {len(unused)} weights that the given Hugging Face config does not describe, "

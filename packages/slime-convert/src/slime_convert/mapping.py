@@ -143,6 +143,17 @@ class WeightMap:
         copies = [copy for copy, original in hf_copies(self.shape).items() if original == parts[0][0]]
         return parts + [(copy, parts[0][1]) for copy in copies]
 
+    def cut_rows(self, name: str, matrix: AnyTensor) -> list[AnyTensor]:
+        """The rows of a matrix, cut as those of a Megatron weight are into :meth:`hf_parts`; it may have any columns.
+
+        Such is the factor B of a LoRA adapter. Another number of rows than the weight's is a :class:`WeightError`.
+        """
+        rule: Rule = self._find(name).rule
+        _check_shape(name, matrix, (*self._lengths(rule.dims)[:1], *matrix.shape[1:]))
+        rows = [self._lengths(part.dims)[0] for part in rule.hf]
+        parts: list[AnyTensor] = rule.layout.cut(matrix, rows, self._sizes)
+        return parts
+
     def huggingface(self, hf_name: str, load: Callable[[str], AnyTensor]) -> AnyTensor:
         """A Hugging Face weight from the Megatron weights that it lies in; ``load`` gives these, whole, by name.
 

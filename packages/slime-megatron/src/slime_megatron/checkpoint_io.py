@@ -26,9 +26,11 @@ from slime_megatron.checkpoint import CheckpointInfo
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 from slime_megatron.hugging_face import load_hugging_face
+from slime_megatron.lora import loadable_adapters, without_adapters
 from slime_megatron.model import Chunks
 from slime_megatron.optimizer import load_optimizer, saved_step
 from slime_megatron.parts import VALUE_HEAD
+from slime_megatron.peft import lora_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,11 @@ def load_checkpoint(
             f"{info.directory} holds no optimizer state, so no run can continue from it; give it as --load to start a "
             "new run with its weights"
         )
+    if config.lora is not None and saved.get("lora") is None:
+        raise CheckpointError(
+            f"{info.directory} holds no adapters, so no run with --lora-rank can continue from it; give it as --load "
+            "to start one from its weights"
+        )
     for name in ("use_distributed_optimizer", "bf16"):
         if saved[name] != getattr(config, name):
             raise CheckpointError(
@@ -131,7 +138,7 @@ def load_checkpoint(
     if same_layout:
         state["rng_state"] = _random_state()
     loaded = _load(info, shape, model, state)
-    load_optimizer(optimizer, loaded[_TENSORS], saved_step(loaded["optimizer"]))
+    load_optimizer(optimizer, loaded.get(_TENSORS, {}), saved_step(loaded["optimizer"]))
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if same_layout:
         _restore_random_state(loaded["rng_state"])
@@ -158,15 +165,20 @@ def _keys(model: Chunks) -> Iterator[tuple[str, Any]]:
 
 
 def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[str, Any]) -> dict[str, Any]:
-    _check_same_model(info, _saved_arguments(info), shape)
+    saved = _saved_arguments(info)
+    _check_same_model(info, saved, shape)
     heads = {key for key, _ in _keys(model) if _OUTPUT in state[key] and state[key][_OUTPUT].key == VALUE_HEAD}
+    has_adapters = loadable_adapters(saved.get("lora"), model, info.directory)
+    if not has_adapters and _TENSORS not in state:
+        state |= {key: without_adapters(state[key]) for key, _ in _keys(model)}
     with _reading(info):
         if heads and VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(info.directory)):
             heads = set()
         new = {key: state[key].pop(_OUTPUT).data for key in heads}  # a language model's checkpoint: they stay as made
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
     for key, chunk in _keys(model):
-        chunk.load_state_dict(loaded[key] | ({_OUTPUT: new[key]} if key in new else {}))
+        complete = has_adapters or lora_of(model) is None
+        chunk.load_state_dict(loaded[key] | ({_OUTPUT: new[key]} if key in new else {}), strict=complete)
     return loaded
 
 
@@ -241,6 +253,7 @@ def _arguments(config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "bf16": config.bf16,
         "no_save_optim": config.no_save_optim,
+        "lora": None if config.lora is None else config.lora.saved(),
     }
 
 

@@ -34,6 +34,7 @@ from slime_megatron.checkpoint_io import checkpoint_state, naming_failures
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 from slime_megatron.model import Chunks
+from slime_megatron.peft import DIRECTORY, gather_adapters, lora_of, write_adapter
 
 
 class Background:
@@ -124,22 +125,29 @@ def save_checkpoint(
     temporary = final.with_name(final.name + ".tmp")
     with _naming(final, temporary):
         _rank_0_first(None, _make_empty, temporary)
+    adapters = None
+    if (lora := lora_of(model)) is not None:
+        adapters = partial(write_adapter, temporary / DIRECTORY, gather_adapters(model, shape), lora)
     sharded, common = save_preprocess(checkpoint_state(config, shape, model, optimizer, scheduler, iteration))
     if background is None:
-        _write(sharded, common, final, None)
+        _write(sharded, common, final, adapters, None)
     else:
         dict_list_map_inplace(_to_host, sharded)
-        background.start(partial(_write, sharded, copy.deepcopy(common), final))
+        background.start(partial(_write, sharded, copy.deepcopy(common), final, adapters))
     return final
 
 
-def _write(sharded: dict[str, Any], common: dict[str, Any], final: Path, group: Any) -> None:
+def _write(
+    sharded: dict[str, Any], common: dict[str, Any], final: Path, adapters: Callable[[], None] | None, group: Any
+) -> None:
     """The files, each rank its own; then the directory gets its name. What was written is removed if a rank fails."""
     temporary = final.with_name(final.name + ".tmp")
     try:
         with _naming(final, temporary):
             _rank_0_first(group, torch.save, common, temporary / COMMON_STATE_FNAME)
             InProcessSave(group).save(sharded, temporary)
+            if adapters is not None:
+                _rank_0_first(group, adapters)
             # Last: it is what makes a directory a checkpoint.
             _rank_0_first(group, save_config, CheckpointingConfig("torch_dist", 1), str(temporary))
             _rank_0_first(group, _publish, temporary, final, common["iteration"])

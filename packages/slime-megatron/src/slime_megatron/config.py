@@ -10,6 +10,7 @@ from typing import Any
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
+from slime_megatron.trained import Lora, Selection
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
@@ -85,6 +86,25 @@ class MegatronConfig(Config):
         "where it saves a tenth of the tokens; without a value, on",
         may_change=True,
         bare="on",
+    )
+
+    only_train_params_name_list: tuple[str, ...] | None = flag(
+        None,
+        metavar="PATTERN",
+        help="train only weights in whose Megatron name one of these regular expressions is found",
+    )
+    freeze_params_name_list: tuple[str, ...] | None = flag(
+        None, metavar="PATTERN", help="do not train weights in whose Megatron name one of these is found"
+    )
+    lora_rank: int | None = flag(
+        None, help="train adapters of this rank (LoRA) instead of the weights; needs --lora-alpha", least=1
+    )
+    lora_alpha: float | None = flag(None, help="the adapters' product is multiplied by this over --lora-rank", above=0)
+    lora_target_modules: tuple[str, ...] | None = flag(
+        None,
+        metavar="MODULE",
+        help="layers that get adapters: Megatron's names, such as linear_qkv, or Hugging Face's of all that one holds; "
+        "every linear layer unless given, but those of routed experts",
     )
 
     bf16: bool = flag(False, help="compute in bfloat16, with fp32 master weights and gradients; without it, fp32")
@@ -229,6 +249,23 @@ class MegatronConfig(Config):
         return self.share_prompts != "off" and self.context_parallel_size == 1
 
     @property
+    def selection(self) -> Selection:
+        """Which weights train."""
+        return Selection(self.only_train_params_name_list, self.freeze_params_name_list)
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that train instead of the weights."""
+        if self.lora_rank is None or self.lora_alpha is None:
+            return None
+        return Lora(self.lora_rank, self.lora_alpha, self.lora_target_modules)
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the model without its adapters."""
+        return self.lora is not None and (self.load is None or self.ref_load in (None, self.load))
+
+    @property
     def lr_warmup_steps(self) -> float:
         """Optimizer steps of warm-up, from either of the two flags that say it. Need not be whole."""
         if self.lr_warmup_fraction is None or self.lr_decay_iters is None:
@@ -238,6 +275,7 @@ class MegatronConfig(Config):
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
         yield from self._learning_rate_contradictions()
+        yield from self._training_contradictions()
         if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
             yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
         if self.save_interval is not None and self.save is None:
@@ -270,6 +308,19 @@ class MegatronConfig(Config):
             yield (
                 "--recompute-granularity full, --recompute-method and --recompute-num-layers go together; "
                 "give all three or none"
+            )
+
+    def _training_contradictions(self) -> Iterator[str]:
+        """Of the flags that say which weights train."""
+        yield from self.selection.contradictions()
+        if (self.lora_rank is None) != (self.lora_alpha is None):
+            yield "--lora-rank and --lora-alpha go together; give both or none"
+        if self.lora_target_modules is not None and self.lora_rank is None:
+            yield "--lora-target-modules needs --lora-rank and --lora-alpha; give them too"
+        if self.lora_rank is not None and self.selection != Selection():
+            yield (
+                "--lora-rank trains adapters alone, so no weights can be chosen to train; leave out "
+                "--only-train-params-name-list and --freeze-params-name-list"
             )
 
     def _learning_rate_contradictions(self) -> Iterator[str]:
@@ -334,6 +385,9 @@ class MegatronConfig(Config):
                 f"the model is of the family {shape.family} and has {', '.join(others)}, which cannot be trained yet; "
                 "give --hf-checkpoint a model without (slime-convert converts both kinds)"
             )
+        else:
+            yield from self.selection.misfits(shape)
+            yield from self.lora.misfits(shape) if self.lora is not None else ()
         heads = {"num_attention_heads": shape.num_attention_heads, "ffn_hidden_size": shape.ffn_hidden_size}
         if not shape.multi_latent_attention:
             heads["num_query_groups"] = shape.num_query_groups

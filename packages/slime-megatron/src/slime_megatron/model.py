@@ -102,6 +102,20 @@ def named_weights(chunks: Chunks, *, with_copies: bool = False) -> Iterator[tupl
             yield ".".join(words), tensor
 
 
+def freeze_weights(chunks: Chunks, config: MegatronConfig) -> None:
+    """Leave the weights out of training that the settings say do not train."""
+    for chunk in chunks:
+        model = bare(chunk)
+        config.selection.freeze(named_weights([model]), tied=model.share_embeddings_and_output_weights)
+        if config.recompute == "full" and model.pre_process:
+            model.embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(embedding: Any, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Of a frozen embedding: layers that are computed again get gradients only if what goes into them does."""
+    return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden
+
+
 def _first_expert(config: TransformerConfig) -> int:
     """The number of this rank's first expert in a layer."""
     own: int = config.num_moe_experts // config.expert_model_parallel_size

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime_megatron.config import MegatronConfig
@@ -55,6 +56,8 @@ def build_optimizer(wrapped: Chunks, config: MegatronConfig) -> Any:
         ),
         wrapped,
     )
+    # With all dense weights or all experts frozen, the optimizer of one of them is none, on every rank.
+    optimizer = ChainedOptimizer([part for part in optimizer.chained_optimizers if part.optimizer is not None])
     for part in optimizer.chained_optimizers:
         _prepare_adam(part.optimizer)
         if isinstance(part, DistributedOptimizer):
@@ -97,16 +100,18 @@ def load_optimizer(optimizer: Any, tensors: dict[Any, Any], step: float) -> None
     """
     chain = optimizer.chained_optimizers
     for part, found in zip(
-        chain, [tensors] if len(chain) == 1 else [tensors[key] for key in range(len(chain))], strict=True
+        chain, [tensors] if len(chain) == 1 else [tensors.get(key, {}) for key in range(len(chain))], strict=True
     ):
         state = part.state_dict()
         inner = state.get("optimizer", state)
         if isinstance(part, DistributedOptimizer):
             for group in inner["param_groups"]:
                 group["step"] = step
-            state |= {"param_state": found["param_state"], "param_state_sharding_type": "fully_reshardable"}
+            state |= {"param_state": found.get("param_state", {}), "param_state_sharding_type": "fully_reshardable"}
         else:
-            inner["state"] = found.get("optimizer", found)["state"] | {"common_step": torch.tensor(step)}
+            own: dict[Any, Any] = {_STEPS: {}} if _STEPS in part.optimizer.state else {}
+            own |= found.get("optimizer", found).get("state", {})
+            inner["state"] = own | {"common_step": torch.tensor(step)}
             if "fp32_from_fp16_params" in found:
                 state["fp32_from_fp16_params"] = found["fp32_from_fp16_params"]
         part.load_state_dict(state)
@@ -121,6 +126,15 @@ def saved_step(state: Any) -> float:
         own = [float(state[name]) for name in ("common_step", "step") if name in state]
         return max(own + [saved_step(value) for value in state.values()], default=0.0)
     return max(map(saved_step, state), default=0.0) if isinstance(state, list) else 0.0
+
+
+_STEPS = "steps of a rank that trains nothing"
+
+
+def _count_steps(adam: torch.optim.Optimizer) -> None:
+    """Count a rank's steps: Megatron takes them from a parameter's state, and this rank has none that trains."""
+    adam.state[_STEPS] = {"step": torch.zeros(())}  # type: ignore[index]
+    adam.register_step_post_hook(lambda own, *unused: own.state[_STEPS]["step"].add_(1))
 
 
 def _keep_step_on_load(part: DistributedOptimizer) -> None:
@@ -152,6 +166,8 @@ def _prepare_adam(adam: torch.optim.Optimizer | None) -> None:
                 "exp_avg": torch.zeros_like(param.data),
                 "exp_avg_sq": torch.zeros_like(param.data),
             }
+    if not adam.state:
+        _count_steps(adam)
 
 
 def build_scheduler(optimizer: Any, config: MegatronConfig) -> Any:

@@ -17,7 +17,8 @@ from slime_megatron.checkpoint_io import load_checkpoint, load_weights
 from slime_megatron.checkpoint_writer import Background, save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
-from slime_megatron.model import Chunks, build_model
+from slime_megatron.lora import add_adapters, base_weights, reset_adapters
+from slime_megatron.model import Chunks, build_model, freeze_weights
 from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
 from slime_megatron.parallel import seed_everything
 
@@ -28,6 +29,12 @@ _SHARED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
 )
+
+_CHOSEN = (
+    *("lora_rank", "lora_alpha", "lora_target_modules"),
+    *("only_train_params_name_list", "freeze_params_name_list"),
+)
+"""What trains of the actor; the critic trains whole unless overrides say otherwise."""
 
 
 def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
@@ -48,6 +55,7 @@ def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mappi
             raise ConfigError(f"overrides of the role {role}: {name} is the same for all roles; give it as a flag")
     if role == "critic":
         critic: dict[str, Any] = {
+            **dict.fromkeys(_CHOSEN),
             "load": config.critic_load or config.load or config.ref_load,
             "save": config.critic_save or (config.save and f"{config.save}/critic"),
             "lr": config.lr if config.critic_lr is None else config.critic_lr,
@@ -64,7 +72,7 @@ class TrainedModel:
     Attributes:
         config: Settings of this role.
         model: The chunks of this rank.
-        frozen: Weights of other models of the same shape, by role.
+        frozen: Weights of other models of the same shape, by role; ``None`` is this one without its adapters.
         wrapped: The chunks with their gradient buffers.
     """
 
@@ -88,9 +96,19 @@ class TrainedModel:
         self.model = build_model(
             shape, config, device, random_weights=source is None and not resumed, value_head=value_head
         )
+        if config.lora is not None:
+            if value_head:
+                raise ConfigError(
+                    "--lora-rank trains adapters alone, and this model has a new head to train; leave it out"
+                )
+            add_adapters(self.model, shape, config.lora, config.seed)
         if source is not None:
             load_weights(find_checkpoint(source), shape, self.model)
-        self.frozen = {role: self._frozen(directory) for role, directory in (frozen or {}).items()}
+        self.frozen = {
+            role: None if role == "reference" and config.base_is_reference else self._frozen(directory)
+            for role, directory in (frozen or {}).items()
+        }
+        freeze_weights(self.model, config)
         self.wrapped = wrap_model(self.model, config)
         self.optimizer = build_optimizer(self.wrapped, config)
         self.scheduler = build_scheduler(self.optimizer, config)
@@ -99,6 +117,7 @@ class TrainedModel:
         own = HostWeights(self.model)
         if directory is None:
             return own
+        reset_adapters(self.model)
         load_weights(find_checkpoint(directory), self.shape, self.model)
         found = HostWeights(self.model)
         own.put(self.model)
@@ -108,8 +127,13 @@ class TrainedModel:
     def as_role(self, role: str) -> Iterator[Chunks]:
         """Have a frozen role's weights in the model's place while the block runs."""
         self.gather_weights()
+        held = self.frozen[role]
+        if held is None:
+            with base_weights(self.model):
+                yield self.wrapped
+            return
         own = HostWeights(self.model)
-        self.frozen[role].put(self.model)
+        held.put(self.model)
         try:
             yield self.wrapped
         finally:
@@ -146,7 +170,7 @@ class TrainedModel:
         """
         self.gather_weights()
         parts = (self.shape, self.model, self.optimizer, self.scheduler, iteration)
-        if self.config.ref_update_interval and "reference" in self.frozen and self.config.save:
+        if self.config.ref_update_interval and self.frozen.get("reference") is not None and self.config.save:
             only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/reference", no_save_optim=True)
             with self.as_role("reference"):
                 save_checkpoint(only_weights, *parts, background=background)

@@ -16,10 +16,13 @@ from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import SyncReport, WeightUpdate
+from slime_megatron.lora import FACTORS, adapted_layers
 from slime_megatron.model import Chunks, named_weights
 from slime_megatron.parts import VALUE_HEAD
 
 NamedTensor = tuple[str, torch.Tensor]
+_Local = tuple[str, str, torch.Tensor, bool]
+"""A tensor's name, that of the weight it belongs to, this rank's part, and whether other ranks have other parts."""
 _Described = tuple[str, tuple[int, ...], torch.dtype]
 
 
@@ -28,11 +31,13 @@ class WeightExport:
 
     A weight is merged over its tensor-parallel ranks by the first replica that has it, and sent to rank 0 from where it
     is: another pipeline stage, another rank of experts. Nobody holds more than one whole weight for it at a time.
+    Weights come with LoRA adapters merged in; with ``adapters``, only these come, under PEFT's names.
     """
 
-    def __init__(self, model: Chunks, shape: ModelShape) -> None:
+    def __init__(self, model: Chunks, shape: ModelShape, *, adapters: bool = False) -> None:
         self._model = model
         self._map = WeightMap(shape)
+        self._adapters = adapters
         self._kept: list[list[list[_Described]]] = []
         for experts in (False, True):
             whole = self._whole_weights(experts, meta=True)
@@ -57,7 +62,9 @@ class WeightExport:
 
     def _hugging_face(self, name: str, whole: torch.Tensor) -> Iterator[NamedTensor]:
         """A weight as Hugging Face has it; a value head is that of a sequence classifier with one class."""
-        if name == VALUE_HEAD:
+        if self._adapters:
+            yield from self._peft(name, whole)
+        elif name == VALUE_HEAD:
             yield "score.weight", whole
         else:
             yield from self._map.to_hf(name, whole)
@@ -71,17 +78,37 @@ class WeightExport:
 
     def _whole_weights(self, experts: bool, *, meta: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
         """This rank's weights, merged; ``None`` where another rank has the same. With ``meta``, shapes alone."""
-        for name, weight in named_weights(self._model):
+        for name, weight, local, is_split in self._factors() if self._adapters else self._local_weights(meta):
             if ("local_experts" in name) != experts or _replica(experts):
                 continue
             group = _tensor_group(experts)
-            local = weight.detach()
-            if group.size() > 1 and (experts or getattr(weight, "tensor_model_parallel", False)):
+            if group.size() > 1 and is_split:
                 shards = [torch.empty_like(local, device="meta" if meta else None) for _ in range(group.size())]
                 if not meta:
                     dist.all_gather(shards, local.contiguous(), group=group)
-                local = self._map.merge_tp(name, shards)
+                local = self._map.merge_tp(weight, shards)
             yield name, local if group.rank() == 0 else None
+
+    def _local_weights(self, meta: bool) -> Iterator[_Local]:
+        layers = {weight: layer for _, weight, layer in adapted_layers(self._model)}
+        for name, weight in named_weights(self._model):
+            is_split = "local_experts" in name or getattr(weight, "tensor_model_parallel", False)
+            merge = weight in layers and not meta
+            yield name, name, layers[weight].merged_weight().detach() if merge else weight.detach(), is_split
+
+    def _factors(self) -> Iterator[_Local]:
+        for name, _, layer in adapted_layers(self._model):
+            for factor in FACTORS:
+                local = getattr(layer, factor).detach()
+                yield f"{name.removesuffix('weight')}{factor}", name, local, factor == layer.split_factor
+
+    def _peft(self, name: str, whole: torch.Tensor) -> list[NamedTensor]:
+        layer, _, factor = name.rpartition(".")
+        weight = f"{layer}.weight"
+        parts = self._map.hf_parts(weight)
+        cut = self._map.cut_rows(weight, whole) if factor == "lora_B" else [whole] * len(parts)
+        modules = (part.removesuffix(".weight") for part in parts)
+        return [(f"base_model.model.{part}.{factor}.weight", own) for part, own in zip(modules, cut, strict=True)]
 
 
 def _replica(experts: bool) -> int:

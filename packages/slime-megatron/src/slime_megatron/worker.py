@@ -101,7 +101,10 @@ class MegatronWorker:
         """Where the weights of the roles that are not trained come from; ``None`` for the random ones of the start."""
         sources: dict[str, Path | None] = {}
         if self._loss.needs_reference(self.algorithm):
-            sources["reference"] = reference_source(self.config.load, self.config.ref_load, resume_from)
+            own = self.config.base_is_reference
+            sources["reference"] = (
+                None if own else reference_source(self.config.load, self.config.ref_load, resume_from)
+            )
         if self._loss.uses_advantages and self.config.opd_teacher_load is not None:
             sources["teacher"] = Path(self.config.opd_teacher_load)
         return sources
