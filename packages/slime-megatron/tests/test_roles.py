@@ -288,7 +288,7 @@ def test_the_policy_becomes_the_reference(ranks, tiny_model, tiny_config, make_s
     ("overrides", "message"),
     [
         ({"judge": {}}, "overrides of the role judge: no such role is trained; give actor or critic"),
-        ({"critic": {"learning_rate": 1.0}}, "overrides of the role critic: there is no setting learning_rate"),
+        ({"critic": {"learning_rate": 1.0}}, "overrides of the role critic: unknown setting learning_rate"),
         ({"critic": {"tensor_model_parallel_size": 2}}, "tensor_model_parallel_size is the same for all roles"),
     ],
 )

@@ -371,7 +371,7 @@ def test_a_user_defined_loss(ranks, tiny_model, tiny_config, make_samples, make_
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("value", "loss value trains a critic beside the policy; give --advantage-estimator ppo instead"),
+        ("value", "loss value trains a critic together with the policy; give --advantage-estimator ppo instead"),
         ("grpo", "loss grpo names no function"),
     ],
 )

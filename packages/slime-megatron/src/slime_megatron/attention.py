@@ -2,7 +2,7 @@
 
 A row is cut into runs: samples, or with shared prompts, prompts and responses. Every token sees its own run up to
 itself. Runs that continue others (responses a prompt; under context parallelism, a chunk the chunks before it) also see
-all tokens of those. So there are one or two variable-length calls, of which the second needs no mask.
+all tokens of those. So there are one or two variable-length calls; the second needs no mask.
 
 Notation: T packed tokens, U of all context-parallel ranks, R of them in runs that continue others, C keys of those
     others, H query heads, J key/value heads (J divides H), E channels of queries and keys, F of values.

@@ -131,7 +131,7 @@ def load_checkpoint(
                 "use the same to continue it"
             )
     state = model_state(model)
-    # Under a name of its own: what rank 0 saved as "optimizer" beside the tensors may be of other optimizers.
+    # Under a name of its own: "optimizer" of the common part is rank 0's, whose optimizers may be others.
     state[_TENSORS] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(SHARDING))
     same_layout = saved.get("random_states") == _random_layout()
     by_tensor_rank = "random_states" not in saved
@@ -258,7 +258,7 @@ def _arguments(config: MegatronConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 def _random_layout() -> list[int]:
-    """Over how many pipeline, tensor, and context ranks random states are told apart, and how experts are split.
+    """The pipeline, tensor and context ranks that each have random states, and how experts are split.
 
     Ranks of experts have a random state of their own, and are data-parallel replicas otherwise: with them, the third
     number is that of all these.

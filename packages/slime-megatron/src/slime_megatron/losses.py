@@ -207,7 +207,7 @@ def loss_named(name: str) -> Loss:
         ConfigError: There is none, or it is the critic's.
     """
     if name == "value":
-        raise ConfigError("loss value trains a critic beside the policy; give --advantage-estimator ppo instead")
+        raise ConfigError("loss value trains a critic together with the policy; give --advantage-estimator ppo instead")
     if name in LOSSES:
         return LOSSES[name]
     return Loss(load_function(name, "loss", arguments=("inputs",)), uses_advantages=True)

@@ -50,7 +50,7 @@ def role_config(config: MegatronConfig, role: str, overrides: Mapping[str, Mappi
     known = {field.name for field in dataclasses.fields(config)}
     for name in own:
         if name not in known:
-            raise ConfigError(f"overrides of the role {role}: there is no setting {name}")
+            raise ConfigError(f"overrides of the role {role}: unknown setting {name}")
         if name in _SHARED:
             raise ConfigError(f"overrides of the role {role}: {name} is the same for all roles; give it as a flag")
     if role == "critic":
@@ -164,7 +164,7 @@ class TrainedModel:
         return {"grad_norm": float(grad_norm), "lr": learning_rate}
 
     def save(self, iteration: int, background: Background | None = None) -> Path:
-        """Write checkpoint ``iteration`` to this role's directory, and frozen weights that have changed beside it.
+        """Write checkpoint ``iteration`` to this role's directory, and next to it the frozen weights that have changed.
 
         With ``background``, the last of them is written there while training goes on.
         """

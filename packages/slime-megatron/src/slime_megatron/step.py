@@ -79,7 +79,7 @@ def _whole(values_M: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 class _SumOfRanks(torch.autograd.Function):
-    """A sum over the context-parallel ranks, all of which then compute the same loss of it."""
+    """A sum over the context-parallel ranks; all of them then compute the same loss."""
 
     @staticmethod
     def forward(ctx: Any, values_N: torch.Tensor) -> torch.Tensor:
