@@ -101,6 +101,7 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
     """Logits that predict every token of a text but the first, over the true vocabulary."""
     import torch
 
+    from slime_megatron.model import output_weight, run
     from slime_megatron.packing import MicroBatch
 
     sample = TrainSample(
@@ -114,8 +115,8 @@ def logits(worker: MegatronWorker, tokens: list[int]) -> list[list[float]]:
         raw_reward=0.0,
     )
     with torch.no_grad():
-        model = worker.model
-        rows = model.hidden_states(MicroBatch([sample], share_prompts="off").pack()) @ model.output_weight.t()
+        [chunk], batch = worker.model, MicroBatch([sample], share_prompts="off").pack()
+        rows = run(chunk, batch)[0].index_select(0, batch.logit_rows_M) @ output_weight(chunk).t()
     return rows.float()[:, : worker.shape.vocab_size].tolist()
 
 
