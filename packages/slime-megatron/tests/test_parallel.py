@@ -53,7 +53,7 @@ def suits(name, layout):
 
 def is_shown(name, layout):
     """In the normal run: all layouts of a dense model and of one with experts and latent attention, two of others."""
-    return name in ("qwen3/4", "deepseek/4") or layout in ("tp2+sp", "pp2+vpp2")
+    return name in ("qwen3/4", "deepseek/4") or layout in ("tp2+sp", "pp2+vpp2", "tp2+sp, pp2")
 
 
 def train(ranks, model, config, shards, world):

@@ -91,7 +91,10 @@ class WeightExport:
 
     def _local_weights(self, meta: bool) -> Iterator[_Local]:
         layers = {weight: layer for _, weight, layer in adapted_layers(self._model)}
+        tied = not self._map.shape.untie_embeddings_and_output_weights
         for name, weight in named_weights(self._model):
+            if tied and name == "output_layer.weight":  # a last stage's copy of the embedding
+                continue
             is_split = "local_experts" in name or getattr(weight, "tensor_model_parallel", False)
             merge = weight in layers and not meta
             yield name, name, layers[weight].merged_weight().detach() if merge else weight.detach(), is_split
