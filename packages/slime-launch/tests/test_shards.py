@@ -72,7 +72,7 @@ def test_what_trains_nothing_is_left_out(batch, flags, to_words):
 
 def test_balance_by_operations(batch, flags, to_words):
     by_tokens, by_flops = (
-        split(batch, flags, to_words, use_dynamic_batch_size=True, max_tokens_per_gpu=5000, **more)
+        split(batch, flags, to_words, use_dynamic_batch_size=True, max_tokens_per_gpu=5000, share_prompts="off", **more)
         for more in ({}, {"balance_by_flops": True})
     )
     loads = [sorted(len(shard.samples) for shard in shards) for shards in (by_tokens, by_flops)]
