@@ -15,6 +15,7 @@ from slime_core.types import Sample
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 # Flags of other packages that the page names; a test of the whole command line looks for them there.
 ELSEWHERE = {
+    "--opd-teacher-load",
     "--opd-type",
     "--rm-url",
     "--balance-by-flops",

@@ -117,8 +117,13 @@ def test_distillation_needs_a_teacher_and_a_teacher_distillation():
         check_settings(settings(use_opd=None))
     with pytest.raises(ConfigError, match="--opd-type sglang asks for log-probs that nothing uses; add --use-opd"):
         check_settings(settings(**teacher))
-    with pytest.raises(ConfigError, match=r"--opd-type megatron, .* is not built yet; .* give --opd-type sglang"):
-        settings(use_opd=None, opd_type="megatron")
+    in_the_trainer = {"use_opd": None, "opd_type": "megatron", "opd_teacher_load": "big"}
+    check_settings(settings(**in_the_trainer))
+    for left_out in ("opd_type", "opd_teacher_load"):
+        some = {name: value for name, value in in_the_trainer.items() if name != left_out}
+        other = {"custom_rm_path": "own.py:sets_them"} if left_out == "opd_type" else {}
+        with pytest.raises(ConfigError, match=r"a teacher in the trainer is --opd-type megatron with --opd-teacher-lo"):
+            check_settings(settings(**some, **other))
 
 
 def test_speculative_engines_cut_off_what_they_have_not_looked_at(monkeypatch):

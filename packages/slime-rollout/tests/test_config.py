@@ -71,8 +71,8 @@ def test_every_field_is_a_flag_with_help():
         ({"rm_type": "remote_rm", "rm_url": "http://a:8O/score"}, "--rm-url http://a:8O/score is not an address"),
         ({"opd_type": "sglang"}, "--opd-type sglang needs --rm-url, the address of a SGLang server"),
         ({"opd_type": "sglang", "rm_url": "a:80"}, "--rm-url a:80 is not an address"),
-        ({"opd_type": "megatron"}, "--opd-type megatron, a teacher inside the trainer, is not built yet"),
-        ({"opd_type": "vllm"}, "--opd-type vllm is unknown; allowed: sglang"),
+        ({"opd_type": "megatron", "rm_url": "http://a"}, "--rm-type remote_rm and --rm-url belong together"),
+        ({"opd_type": "vllm"}, "--opd-type vllm is unknown; allowed: sglang, megatron"),
         (
             {"opd_type": "sglang", "rm_type": "remote_rm", "rm_url": "http://a"},
             "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too",

@@ -153,9 +153,7 @@ class AlgorithmConfig(OffPolicyConfig):
         False, help="whiten advantages over all trained tokens of a rollout; REINFORCE++ asks for it"
     )
     kl_coef: float = flag(0.0, help="coefficient of the KL penalty in the reward, for every estimator", least=0)
-    use_opd: bool = flag(
-        False, help="on-policy distillation: add the teacher's log-probs, which the samples carry, to the advantages"
-    )
+    use_opd: bool = flag(False, help="on-policy distillation: add the teacher's log-probs to the advantages")
     opd_kl_coef: float = flag(1.0, help="weight of on-policy distillation", least=0)
     eps_clip: float = flag(
         0.2, help="lower clip range of the policy ratio; the upper one too unless --eps-clip-high is given", least=0

@@ -19,6 +19,7 @@ from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
+from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.engine.router import check_router_port
@@ -69,6 +70,9 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         problems.attempt(settings.megatron.check_fits, shape)
     problems.attempt(check_prompt_data, settings.rollout)
     run = problems.attempt(find_weights, settings)
+    for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):
+        if path is not None:
+            problems.attempt(find_checkpoint, path)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None:
             problems.attempt(check_writable, Path(path), flag)

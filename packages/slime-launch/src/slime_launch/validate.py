@@ -129,10 +129,17 @@ def _check_distillation(settings: Settings) -> None:
     if wanted and teacher is None and own is None:
         raise ConfigError(
             "--use-opd needs the teacher's log-probs: give --opd-type sglang and --rm-url, the address of a SGLang "
-            "server with the teacher, or a custom reward or generate function that sets sample.teacher_log_probs"
+            "server with the teacher, --opd-type megatron and --opd-teacher-load, its checkpoint, or a custom reward "
+            "or generate function that sets sample.teacher_log_probs"
         )
     if teacher is not None and not wanted:
         raise ConfigError(f"--opd-type {teacher} asks for log-probs that nothing uses; add --use-opd")
+    directory = settings.megatron.opd_teacher_load
+    if wanted and (teacher == "megatron") != (directory is not None):
+        raise ConfigError(
+            f"--opd-type {teacher} and --opd-teacher-load {directory}: a teacher in the trainer is --opd-type megatron "
+            "with --opd-teacher-load, its checkpoint; give both or neither"
+        )
 
 
 def _check_engine_gpus(settings: Settings) -> None:

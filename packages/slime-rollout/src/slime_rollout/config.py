@@ -15,6 +15,7 @@ COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1",
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
 RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), *REMOTE_RULES, "random")
 DEFAULT_RULE = "exact"
+TEACHERS = ("sglang", "megatron")
 # What rendering a prompt decides itself.
 _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}
 
@@ -245,7 +246,10 @@ class RewardConfig(Config):
         "trained on (drop); one that gets no log-probs from the teacher ends the run, or is not trained on (drop)",
     )
     opd_type: str | None = flag(
-        None, help="teacher of on-policy distillation; sglang is a SGLang server at --rm-url", metavar="TYPE"
+        None,
+        choices=TEACHERS,
+        help="teacher of on-policy distillation: a SGLang server at --rm-url (sglang), or a copy of the model in the "
+        "trainer with the weights of --opd-teacher-load (megatron)",
     )
     reward_key: str | None = flag(None, help="entry to train on when the reward is a dictionary")
 
@@ -289,21 +293,14 @@ class RewardConfig(Config):
         for name, given in (("group-rm", self.group_rm), ("custom-rm-kwargs", self.custom_rm_kwargs is not None)):
             if given and self.custom_rm_path is None:
                 yield f"--{name} is for a custom reward function; give --custom-rm-path"
-        if self.opd_type is None and (self.rm_type in REMOTE_RULES) != (self.rm_url is not None):
+        if self.opd_type != "sglang" and (self.rm_type in REMOTE_RULES) != (self.rm_url is not None):
             yield "--rm-type remote_rm and --rm-url belong together; give both or neither"
         if self.rm_url is not None and not _is_address(self.rm_url):
             yield f"--rm-url {self.rm_url} is not an address; write http://HOST:PORT/PATH"
         if self.rule in ("dapo", "boxed_dapo") and self.reward_key not in ("score", "acc"):
             yield f"--rm-type {self.rule} gives score (1 or -1) and acc (1 or 0); choose one with --reward-key"
-        if self.opd_type is None:
+        if self.opd_type != "sglang":
             return
-        if self.opd_type == "megatron":
-            yield (
-                "--opd-type megatron, a teacher inside the trainer, is not built yet; start a SGLang server with the "
-                "teacher, and give --opd-type sglang --rm-url http://HOST:PORT"
-            )
-        elif self.opd_type != "sglang":
-            yield f"--opd-type {self.opd_type} is unknown; allowed: sglang"
         if self.rm_type in REMOTE_RULES:
             yield (
                 "--rm-url is the teacher's address with --opd-type sglang, so --rm-type remote_rm cannot have it too; "

@@ -153,7 +153,7 @@ def _pairs(config: RolloutConfig) -> list[tuple[str, str]]:
 def _settings_of_flags(config: RolloutConfig) -> dict[str, Any]:
     """The settings of a set that has none itself: of the flag of evaluation, of rows and rewards, or of rollouts."""
     flags, settings = flag_values(config), {}
-    if config.rewards.opd_type is not None:
+    if config.rewards.opd_type == "sglang":
         flags["rm_url"] = None  # the teacher's
     for key in KEYS:
         if values := [flags[name] for name in (f"eval_{key}", key, f"rollout_{key}") if name in flags]:

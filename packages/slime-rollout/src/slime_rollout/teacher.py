@@ -147,8 +147,11 @@ def _refusal(error: HttpError) -> str:
 
 
 def make_teacher(config: RolloutConfig) -> TeacherLogProbs | None:
-    """The checked teacher of ``--opd-type``, if any; `TeacherError` if it has no log-probs or another vocabulary."""
-    if config.rewards.opd_type is None or config.rewards.rm_url is None:
+    """The checked teacher of ``--opd-type sglang``; `TeacherError` if it has no log-probs or another vocabulary.
+
+    ``None`` if there is no such teacher: one in the trainer needs nothing of a rollout.
+    """
+    if config.rewards.opd_type != "sglang" or config.rewards.rm_url is None:
         return None
     url, timeout = generate_url(config.rewards.rm_url), config.rewards.teacher_timeout
     name = _name(url, timeout)
