@@ -69,6 +69,7 @@ def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data
     assert len(tokens) % multiple_of == 0
     assert batch.computed_tokens <= len(tokens) < batch.computed_tokens + multiple_of
     seen = visible(batch)
+    assert batch.computed_pairs == sum(len(keys) for _, keys in seen[: batch.computed_tokens])
     for place in range(batch.computed_tokens):
         query, keys = seen[place]
         assert query == place
@@ -111,6 +112,8 @@ def test_context_parallel_ranks_have_a_part_of_each_sample(samples, size, multip
     ends = [(one.prompt_length + number, one) for one in samples for number, kept in enumerate(one.loss_mask) if kept]
     assert sorted(place for batch in batches for place in batch.places_M.tolist()) == list(range(len(ends)))
     assert sum(batch.computed_tokens for batch in batches) == sum(len(one.tokens) - 1 for one in samples) or not samples
+    pairs = sum(len(one.tokens) * (len(one.tokens) - 1) // 2 for one in samples)
+    assert sum(batch.computed_pairs for batch in batches) == pairs or not samples
     for rank, batch in enumerate(batches):
         assert batch.num_targets == len(ends)
         seen, start = visible(batch), rank * len(batch.tokens_T)
@@ -163,6 +166,7 @@ def test_values_go_to_targets_and_back():
 def test_a_filler_computes_one_token_and_trains_none(multiple_of):
     batch = MicroBatch([], share_prompts="on", multiple_of=multiple_of).pack()
     assert (len(batch.tokens_T), batch.computed_tokens, len(batch.targets_M)) == (multiple_of, 1, 0)
+    assert batch.computed_pairs == 1
     assert visible(batch)[0] == (0, [0])
 
 

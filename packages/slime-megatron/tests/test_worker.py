@@ -239,6 +239,10 @@ def test_every_rank_runs_equally_many_micro_batches(
     (first, *counts), (second, *others) = ranks.call("train_and_watch_packing", shards)
     assert counts == others == [4, counts[1], 4]
     reports = [first, second]
+    assert reports[0].performance == reports[1].performance
+    tokens = sum(report.tokens["forward_backward"] for report in reports)
+    slowest = max(report.seconds["forward_backward"] for report in reports)
+    assert close(reports[0].performance["forward_backward_tok_per_s"], tokens / slowest)
     same_step(reports[0].steps, expected, ("loss", "pg_loss", "grad_norm"))
     assert reports[1].steps == reports[0].steps
     assert reports[1].tokens["forward_backward"] < reports[0].tokens["forward_backward"]
@@ -284,6 +288,9 @@ def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, 
     # The course is 0, 0.1, 0.075, 0.05, 0.025, 0: of five decay steps the last is one fourth above the end.
     assert [round(step["lr"], 6) for step in report.steps] == [0.0, 0.1, 0.075, 0.05]
     assert report.seconds.keys() == {"log_probs", "forward_backward", "optimizer"}
+    rates = {f"{phase}_{unit}" for phase in ("log_probs", "forward_backward") for unit in ("tok_per_s", "tflops")}
+    assert report.performance.keys() == {*rates, "peak_memory_bytes"}
+    assert 1e8 < report.performance["peak_memory_bytes"] < 1e10
     assert all(0 < step["entropy_loss"] < np.log(500) for step in report.steps)
     assert ranks.first("threads") == 1
 

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_convert.shape import ModelShape
-from slime_core.flops import FlopsModel
 from slime_core.schedule import build_shards
-from slime_core.step_plan import Cost, token_count
+from slime_core.step_plan import token_count
 from slime_core.types import RolloutBatch, RolloutColumns, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
 from slime_launch.validate import global_batch_size
+from slime_megatron.operations import flops_model
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.store import RolloutStore
 
@@ -191,27 +191,6 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
         context_parallel_size=megatron.context_parallel_size,
-        cost=training_flops(recipe.shape) if megatron.balance_by_flops else token_count,
+        cost=flops_model(recipe.shape).training if megatron.balance_by_flops else token_count,
         drop_untrained=True,
     )
-
-
-def training_flops(shape: ModelShape) -> Cost:
-    """What training on a sequence of so many tokens costs this model, in floating-point operations.
-
-    Of layers with experts those count that a token goes through, as one MLP; latent attention counts as plain one.
-    """
-    experts = (shape.moe_router_topk or 0) * (shape.moe_ffn_hidden_size or 0)
-    routed = experts + (shape.moe_shared_expert_intermediate_size or 0)
-    widths = [
-        routed if shape.has_layer("experts", layer) else shape.ffn_hidden_size for layer in range(shape.num_layers)
-    ]
-    return FlopsModel(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=sum(widths) // shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        head_dim=shape.kv_channels,
-        vocab_size=shape.vocab_size,
-    ).training

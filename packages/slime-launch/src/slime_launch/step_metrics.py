@@ -31,6 +31,7 @@ def rollout_row(
     phases = {**batch.seconds, **report.seconds, **seconds}
     row |= {f"perf/{name}_time": value for name, value in phases.items()}
     row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}
+    row |= {f"perf/{name}": value for name, value in report.performance.items()}
     row["perf/update_weights_bytes"] = float(sync.bytes)
     row["perf/step_time"] = sum(seconds.values())
     if "tokens_per_second" in batch.metrics:

@@ -44,6 +44,7 @@ class PackedBatch:
         places_M: Which of the N targets they are; ``None`` where this rank has all of them.
         num_targets: N.
         computed_tokens: T without padding.
+        computed_pairs: Pairs of such a token and one that it sees, or itself.
     """
 
     tokens_T: torch.Tensor
@@ -54,6 +55,7 @@ class PackedBatch:
     places_M: torch.Tensor | None
     num_targets: int
     computed_tokens: int
+    computed_pairs: int
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class MicroBatch:
             places_M=torch.from_numpy(places_M).to(device) if parallel else None,
             num_targets=len(rows_N),
             computed_tokens=row.computed,
+            computed_pairs=row.pairs,
         )
 
     def _shared_row(self) -> _Row:
@@ -152,6 +155,7 @@ class MicroBatch:
         if not self._shared:
             start = 1
         row.length = row.computed = start
+        row.pairs = sum(int(positions.sum()) for positions in row.positions) + start
         return row
 
 
@@ -197,6 +201,7 @@ class _Row:
     continuations: list[Continuation] = field(default_factory=list)
     length: int = 0
     computed: int = 0
+    pairs: int = 0
 
 
 def _mask(sample: TrainSample) -> NDArray[np.bool_]:
@@ -244,7 +249,9 @@ def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_
         own = _zigzag(length, context, context.rank)
         row.tokens.append(np.pad(tokens, (0, length - len(tokens)))[own])
         row.positions.append(own)
-        row.computed += int((own < len(tokens)).sum())
+        real = own[own < len(tokens)]
+        row.computed += len(real)
+        row.pairs += int(real.sum()) + len(real)
         half = len(own) // 2
         for first in (0, half):
             row.runs.append(half)

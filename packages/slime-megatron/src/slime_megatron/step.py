@@ -25,8 +25,8 @@ from slime_megatron.packing import MicroBatch, PackedBatch
 from slime_megatron.pairs import margins
 from slime_megatron.plan import PlannedBatch, StepPlan
 
-Packed = Callable[[], Iterator[PackedBatch]]
-"""Gives the micro-batches on the device, each packed when it is asked for; called once for each chunk of the model."""
+Packed = Callable[[int], Iterator[PackedBatch]]
+"""Gives the micro-batches on the device, each packed when it is asked for; called with the number of each chunk."""
 
 # The loss and its terms are sums under the token weights. Every other metric is a mean over the tokens, or the pairs,
 # that were computed: samples that contribute nothing are not, and what they would have given is unknown.
@@ -147,7 +147,7 @@ def _schedule(forward_step: Any, packed: Packed, model: Chunks, count: int, **ho
     """Run Megatron's schedule; what the loss function gave for each micro-batch, on the last stage."""
     if count == 0:
         return []
-    iterators = [packed() for _ in model]
+    iterators = [packed(number) for number in range(len(model))]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],

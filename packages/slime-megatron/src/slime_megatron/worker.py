@@ -26,6 +26,7 @@ from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
 from slime_megatron.losses import LOSSES, Loss, loss_named
 from slime_megatron.model import Chunks
+from slime_megatron.operations import flops_model
 from slime_megatron.optimizer import check_finite
 from slime_megatron.packing import ContextParallel, MicroBatch, PackedBatch, trained_samples
 from slime_megatron.pairs import score_row, scored
@@ -34,7 +35,7 @@ from slime_megatron.plan import Planner, StepPlan
 from slime_megatron.roles import TrainedModel, role_config
 from slime_megatron.step import Head, ValueReader, evaluate, forward_backward
 from slime_megatron.sync import WeightExport, push_weights
-from slime_megatron.timer import PhaseTimer
+from slime_megatron.timer import PhaseTimer, reset_peak_memory
 
 _PHASES: dict[Role, str] = {
     "actor": "log_probs",
@@ -127,7 +128,8 @@ class MegatronWorker:
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout: its optimizer steps, in order."""
         self._check_awake("train")
-        timer = PhaseTimer(self._device.synchronize)
+        timer = self._timer()
+        reset_peak_memory(self._device)
         plans = self._planner(shard.temperature, timer).plan(shard)
         steps: list[dict[str, float]] = [{} for _ in plans]
         if self._critic is not None:
@@ -141,7 +143,11 @@ class MegatronWorker:
         if interval and "reference" in self._actor.frozen and (shard.rollout_id + 1) % interval == 0:
             self._actor.update_frozen("reference")
         return TrainReport(
-            rollout_id=shard.rollout_id, steps=steps, seconds=dict(timer.seconds), tokens=dict(timer.tokens)
+            rollout_id=shard.rollout_id,
+            steps=steps,
+            seconds=dict(timer.seconds),
+            tokens=dict(timer.tokens),
+            performance=timer.performance(self._device, bf16=self.config.bf16),
         )
 
     def forward(self, shard: TrainShard, role: Role = "actor") -> list[NDArray[np.float32]]:
@@ -155,7 +161,7 @@ class MegatronWorker:
         """
         self._check_awake("forward")
         self._check_role(role)
-        timer = PhaseTimer(self._device.synchronize)
+        timer = self._timer()
         seen = scored(shard) if self._loss.scores else shard
         kept = {id(sample) for sample in trained_samples(seen)}
         steps = self._planner(shard.temperature, timer).micro_batches(seen, kept)
@@ -288,9 +294,28 @@ class MegatronWorker:
             return ValueReader()
         return Head(vocab_size=self.shape.vocab_size, temperature=temperature)
 
-    def _packed(self, batches: Sequence[MicroBatch], timer: PhaseTimer, phase: str) -> Iterator[PackedBatch]:
-        """The batches on the device, each packed when it is asked for: those before it can be freed by then."""
-        return (timer.counted(phase, batch.pack(self._device.torch_device)) for batch in batches)
+    def _timer(self) -> PhaseTimer:
+        return PhaseTimer(self._device.synchronize, flops_model(self.shape))
+
+    def _packed(
+        self,
+        batches: Sequence[MicroBatch],
+        timer: PhaseTimer,
+        phase: str,
+        head: Head | ValueReader,
+        passes: int,
+        chunk: int,
+    ) -> Iterator[PackedBatch]:
+        """The batches on the device, each packed when it is asked for: those before it can be freed by then.
+
+        They are counted under ``phase`` with so many ``passes``, each as costly as a forward pass, for the first chunk.
+        """
+        for batch in batches:
+            packed = batch.pack(self._device.torch_device)
+            if chunk == 0:
+                logits = len(packed.targets_M) if isinstance(head, Head) else 0
+                timer.count(phase, packed, logits=logits, passes=passes)
+            yield packed
 
     def _evaluate(
         self, temperature: float, timer: PhaseTimer, role: Role, batches: Sequence[MicroBatch]
@@ -298,7 +323,7 @@ class MegatronWorker:
         phase = _PHASES[role]
         head = ValueReader() if role == "critic" else self._head(temperature)
         with timer.phase(phase), self._model(role) as model:
-            return evaluate(model, partial(self._packed, batches, timer, phase), batches, head)
+            return evaluate(model, partial(self._packed, batches, timer, phase, head, 1), batches, head)
 
     def _optimize(
         self, role: TrainedModel, loss: Loss, plan: StepPlan, head: Head | ValueReader, timer: PhaseTimer
@@ -308,7 +333,8 @@ class MegatronWorker:
         with timer.phase(f"{prefix}forward_backward"):
             role.zero_gradients()
             batches = [planned.batch for planned in plan.batches]
-            packed = partial(self._packed, batches, timer, f"{prefix}forward_backward")
+            passes = 3 if role.config.lora is None else 2  # adapters cost little; the base's weights have no gradient
+            packed = partial(self._packed, batches, timer, f"{prefix}forward_backward", head, passes)
             metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head)
         with timer.phase(f"{prefix}optimizer"):
             check_finite(metrics)

@@ -150,13 +150,15 @@ class TrainReport:
     Attributes:
         steps: Metrics of each optimizer step, equal on all ranks: ``loss``, ``grad_norm``, ``lr`` …
         seconds: Wall time per phase on this rank.
-        tokens: Tokens computed per phase on this rank (padding and shared prompts counted as computed).
+        tokens: Tokens computed per phase on this rank, without padding; a shared prompt counts once.
+        performance: Tokens per second, operations per second and memory over all ranks, by metric name.
     """
 
     rollout_id: int
     steps: list[dict[str, float]]
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    performance: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
