@@ -5,7 +5,7 @@ import pytest
 
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
-from slime_core.flags import Config, Range, collected_problems, flag, flag_specs, flag_values
+from slime_core.flags import Config, Range, collected_problems, flag, flag_specs, flag_values, template_problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,3 +119,20 @@ def test_problems_are_collected_instead_of_raised_within_a_block():
     assert [line.split(" must")[0] for line in found] == ["--rate 3", "--size 0"]
     with pytest.raises(ConfigError, match="--size 0 must be"):
         Outer.of(rate=0.5, size=0)
+
+
+@pytest.mark.parametrize(
+    ("template", "fine"),
+    [
+        ("a/{rollout_id:07d}-{rank}.npz", True),
+        (None, True),
+        ("a/{rollout_id}.npz", False),
+        ("a/{rollout_id}-{rank}-{step}.npz", False),
+        ("a/{rollout_id}-{rank}-{}.npz", False),
+        ("a/{rollout_id}-{rank", False),
+    ],
+)
+def test_templates_of_paths(template, fine):
+    problem = template_problem("--save-it", template, ("rollout_id", "rank"))
+    wanted = f"--save-it {template} must hold {{rollout_id}} and {{rank}}, which are filled in, and no other braces"
+    assert problem == (None if fine else wanted)

@@ -21,6 +21,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import slime_launch.run
+from slime_core.errors import DataError
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.calls import Watch
@@ -30,6 +31,7 @@ from slime_launch.flags import parse_train
 from slime_launch.loop import Parts, next_batch
 from slime_launch.preflight import preflight, with_output
 from slime_launch.report import report_if_finished
+from slime_launch.rollouts import RecordedHost
 from slime_launch.shards import check_scored, check_versions, prepare_rollout, read_rollout
 from slime_launch.tracking import Tracker, read_rows
 from slime_rollout.generation_service import Progress
@@ -289,6 +291,48 @@ def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkey
         assert not launch(home), f"killed at {place}: {point}"  # the same command once more does nothing
         assert not [name for name in clock.names if not name.endswith("Path.replace")]
     print(f"killed at each of {len(points)} points")
+
+
+def test_recorded_rollouts_train_the_same_without_engines(flags, launch, to_words, tmp_path, monkeypatch):
+    template = str(tmp_path / "recorded" / "{rollout_id}.npz")
+    flags["--save-debug-rollout-data"] = template
+    assert launch(tmp_path / "generated")
+    del flags["--save-debug-rollout-data"]
+    flags["--load-debug-rollout-data"] = template
+    monkeypatch.setattr("slime_launch.rollouts.prepare", lambda *_, **__: None)
+    settings = parse_train(to_words(flags))
+
+    class Recorded(Rollout):
+        host = RecordedHost("", "", (), types.SimpleNamespace(engine=settings.engine, flags=settings.flags()))
+
+        def begin_update(self, *, only_behind=False):
+            assert only_behind
+            return super().begin_update(only_behind=True)
+
+        def generated(self, rollout_id):
+            return self.host.generate(rollout_id)
+
+        def state_dict(self):
+            return self.host.state_dict()
+
+        evaluate = confirm_update = None
+
+    monkeypatch.setitem(globals(), "Rollout", Recorded)
+    assert launch(tmp_path / "recorded")
+    for kind in ("train", "rollout"):
+        generated, recorded = (
+            [
+                {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")}
+                for row in read_rows(tmp_path / run / "out")
+                if row["kind"] == kind
+            ]
+            for run in ("generated", "recorded")
+        )
+        assert generated == recorded and len(generated) == 4
+    last = "save/iter_0000004/weights.json"
+    assert (tmp_path / "recorded" / last).read_text() == (tmp_path / "generated" / last).read_text()
+    with pytest.raises(DataError, match=r"recorded/9\.npz, rollout 9, does not exist"):
+        Recorded.host.generate(9)
 
 
 def test_killed_twice_it_ends_the_same(clock, launch, tmp_path):

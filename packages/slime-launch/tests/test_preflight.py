@@ -14,6 +14,7 @@ from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train, read_train
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
+from slime_launch.validate import notices
 
 ENGINES = """
 sglang:
@@ -81,6 +82,20 @@ def test_engines_of_others_need_no_sglang_here(flags, to_words, monkeypatch):
         check_engines(parse_train([*to_words(flags), "--rollout-num-gpus", "1"]))
     result = preflight(parse_train([*to_words(flags), "--rollout-external-engine-addrs", "10.0.0.1:30000"]))
     assert result.num_engines == 0
+
+
+def test_recorded_rollouts_need_no_engines_and_no_prompts(flags, to_words, monkeypatch, tmp_path):
+    monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: False)
+    Path(flags["--prompt-data"]).unlink()
+    del flags["--colocate"]
+    flags |= {"--load-debug-rollout-data": str(tmp_path / "{rollout_id:03d}.npz"), "--debug-train-only": None}
+    with pytest.raises(PreflightError, match=r"--load-debug-rollout-data: .*/000\.npz does not exist; give what"):
+        preflight(parse_train(to_words(flags)))
+    (tmp_path / "000.npz").touch()
+    checked = preflight(parse_train(to_words(flags)))
+    assert checked.settings.placed.rollout_gpus == 0
+    assert checked.settings.placed.actor_gpus == 1
+    assert f"rollouts come from {tmp_path}/{{rollout_id:03d}}.npz: no engines are started" in notices(checked.settings)
 
 
 def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_path):

@@ -48,6 +48,13 @@ class Part:
     def sleep(self) -> None:
         time.sleep(60)
 
+    def lose(self) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2461")
+
+    def die_later(self) -> None:
+        time.sleep(1.5)
+        self.die()
+
     def where(self) -> tuple[str, str]:
         return str(Path.cwd()), sys.path[0]
 
@@ -108,6 +115,25 @@ def test_the_first_failure_ends_the_wait(group, part, tmp_path):
     with pytest.raises(DataError):
         gather({other.start_call("sleep"): other, part.start_call("refuse"): part})
     assert time.monotonic() - start < 30
+    other.kill()
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("die_later", r"^part 1 died; the last lines of"),
+        ("sleep", r"^part 1 did not end, and others have waited in vain: part 0 failed with RuntimeError: \[gloo"),
+        ("lose", r"^part [01] failed with RuntimeError: \[gloo"),
+    ],
+)
+def test_what_befell_the_other_comes_first(part, tmp_path, monkeypatch, end, message):
+    import ray
+
+    monkeypatch.setattr("slime_launch.calls.CAUSE_SECONDS", 5.0)
+    path = tmp_path / "other.log"
+    other = Worker("part 1", ray.remote(Part).options(num_cpus=0).remote(str(path)), path, part.watch)
+    with pytest.raises(RunError, match=message):
+        gather({part.start_call("lose"): part, other.start_call(end): other})
     other.kill()
 
 

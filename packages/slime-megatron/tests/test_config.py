@@ -37,6 +37,15 @@ def test_flags_carry_megatron_names_and_defaults():
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
             "--expert-tensor-parallel-size 1 differs from --tensor-model-parallel-size 2, which needs --expert-model",
         ),
+        (
+            {"profile": True, "profile_step_start": 3, "profile_step_end": 3},
+            "--profile-step-end 3 must be above --profile-step-start 3",
+        ),
+        ({"profile_ranks": (0, -1)}, "--profile-ranks -1 must be 0 or more"),
+        (
+            {"save_debug_train_data": "a/{rollout_id}"},
+            "--save-debug-train-data a/{rollout_id} must hold {rollout_id} and {rank}",
+        ),
         ({"overlap_param_gather": True}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),

@@ -209,6 +209,20 @@ def flag(
     return dataclasses.field(default=default, metadata={"flag": metadata})
 
 
+def template_problem(name: str, template: str | None, fields: Sequence[str]) -> str | None:
+    """What is wrong with a flag's template of paths; ``None`` if it has each of ``fields`` and no other."""
+    if template is None:
+        return None
+    values = dict.fromkeys(fields, 0)
+    with contextlib.suppress(KeyError, IndexError, ValueError):
+        if len({template.format(**values | {field: 1}) for field in fields} | {template.format(**values)}) > len(
+            fields
+        ):
+            return None
+    shown = " and ".join(f"{{{field}}}" for field in fields)
+    return f"{name} {template} must hold {shown}, which are filled in, and no other braces"
+
+
 _SPECS: dict[type[Any], tuple[FlagSpec, ...]] = {}
 """The flags of the classes that were asked for. Type hints take long to resolve, and every config is checked."""
 

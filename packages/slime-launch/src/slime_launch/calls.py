@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
-from slime_launch.errors import RunError, Stopped
+from slime_launch.errors import LostContactError, RunError, Stopped
 
 Result = TypeVar("Result")
 
 POLL_SECONDS = 0.2
+CAUSE_SECONDS = 10.0
 LOG_LINES = 15
+# What torch says on a rank that waits in vain for another: gloo's source files, and NCCL's functions and errors.
+LOST_CONTACT = ("gloo/transport", "NCCL", "nccl")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -131,17 +135,42 @@ class Call(Generic[Result]):
         Raises:
             SlimeError: As raised by the worker.
             Stopped: A signal asked the run to stop.
-            RunError: A worker died, or failed in another way; with the last lines of its log.
+            RunError: A worker died, or failed in another way; with the last lines of its log. Of workers that wait for
+                each other, that is the one that the others lost, or the names of those that hang.
         """
         import ray
 
         ready, waiting = ray.wait(self._waiting, num_returns=len(self._waiting), timeout=seconds)
-        for ref in ready:
-            self._results[ref] = _result(ref, self._pending[ref])
         self._waiting = waiting
+        lost = self._take(ready)
         for worker in self._pending.values():
             worker.watch.check()
+        if lost is not None:
+            self._raise_cause(lost)
         return not self._waiting
+
+    def _take(self, ready: list[Any]) -> LostContactError | None:
+        """Keep what has ended; the error of a worker that another one left alone, if nothing worse has happened."""
+        lost = None
+        for ref in ready:
+            try:
+                self._results[ref] = _result(ref, self._pending[ref])
+            except LostContactError as error:
+                lost = error
+        return lost
+
+    def _raise_cause(self, lost: LostContactError) -> NoReturn:
+        """A worker lost another: raise what befell that one, which may take a moment to be known."""
+        import ray
+
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while self._waiting and time.monotonic() < deadline:
+            ready, self._waiting = ray.wait(self._waiting, num_returns=1, timeout=POLL_SECONDS)
+            self._take(ready)
+            for worker in self._pending.values():
+                worker.watch.check()
+        silent = ", ".join(self._pending[ref].name for ref in self._waiting)
+        raise RunError(f"{silent} did not end, and others have waited in vain: {lost}") if silent else lost
 
     def results(self) -> list[Result]:
         """The results, in the workers' order, once all have ended."""
@@ -191,7 +220,8 @@ def _result(ref: Any, worker: Worker) -> Any:
         cause = error.cause
         if isinstance(cause, SlimeError):
             raise cause from None
-        raise RunError(f"{worker.name} failed with {type(cause).__name__}: {cause}{_where(worker)}") from error
+        kind = LostContactError if any(mark in str(cause) for mark in LOST_CONTACT) else RunError
+        raise kind(f"{worker.name} failed with {type(cause).__name__}: {cause}{_where(worker)}") from error
     except RayActorError as error:
         raise RunError(f"{worker.name} died{_where(worker)}") from error
     except RayError as error:  # a result that is lost, a placement group that is gone …

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slime_core.config import AlgorithmConfig
-from slime_core.flags import Config, flag, flag_specs, flag_values
+from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
@@ -89,12 +90,34 @@ class RunConfig(Config):
         help="where logs, metrics and the report go; a new directory in outputs/ unless given",
         may_change=True,
     )
+    load_debug_rollout_data: str | None = flag(
+        None,
+        metavar="TEMPLATE",
+        help="train on rollouts from files, with {rollout_id} in their name, such as --save-debug-rollout-data wrote; "
+        "no engines are started, and no weights sent",
+    )
+    debug_train_only: bool = flag(False, help="no effect beside --load-debug-rollout-data, which it needs")
+    save_debug_rollout_data: str | None = flag(
+        None,
+        metavar="TEMPLATE",
+        help="file, with {rollout_id} in its name, that each rollout is written to",
+        may_change=True,
+    )
     keep_rollouts: bool = flag(
         False, help="keep the file of every rollout, not only of those since the last checkpoint", may_change=True
     )
     disable_tensorboard: bool = flag(
         False, help="write no TensorBoard files; metrics.jsonl is always written", may_change=True
     )
+
+    def contradictions(self) -> Iterator[str]:
+        """Settings of debugging that need each other."""
+        if self.debug_train_only and self.load_debug_rollout_data is None:
+            yield "--debug-train-only starts no engines; give --load-debug-rollout-data, the rollouts to train on"
+        for name in ("--load-debug-rollout-data", "--save-debug-rollout-data"):
+            template = getattr(self, name.removeprefix("--").replace("-", "_"))
+            if problem := template_problem(name, template, ("rollout_id",)):
+                yield problem
 
 
 CONFIGS: dict[str, type[Any]] = {
@@ -122,6 +145,18 @@ class Settings:
     algorithm: AlgorithmConfig
     cluster: ClusterConfig
     run: RunConfig
+
+    @property
+    def generates(self) -> bool:
+        """Whether engines generate; else rollouts come from files, and nobody takes weights."""
+        return self.run.load_debug_rollout_data is None
+
+    @property
+    def placed(self) -> ClusterConfig:
+        """What has to find room on the cluster."""
+        if self.generates:
+            return self.cluster
+        return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=None)
 
     def flags(self) -> dict[str, Any]:
         """Every flag by its name in Python, given or not, as plain values that JSON can hold."""

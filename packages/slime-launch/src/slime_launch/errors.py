@@ -57,6 +57,10 @@ class RunError(SlimeError):
     """A part of a started run failed. The command line exits with 1 instead of 2."""
 
 
+class LostContactError(RunError):
+    """A worker waited in vain for another one, which is a consequence of what befell that."""
+
+
 class RayDiedError(RunError):
     """Ray itself is gone, so nothing can be stopped in order."""
 

@@ -115,6 +115,8 @@ def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
 
 def push_weights(parts: Parts, *, version: int) -> SyncReport:
     """Send the trainer's weights to every engine; again, if one failed meanwhile that is being replaced."""
+    if not parts.settings.generates:
+        return SyncReport(version=version, tensors=0, bytes=0, seconds=0.0)
     with parts.console.wait(f"send weights, version {version}") as wait:
         report = None
         while report is None:
@@ -181,7 +183,8 @@ def commit_save(parts: Parts, *, wait: bool = False) -> None:
 def evaluate_if_due(parts: Parts) -> None:
     """Score the held-out prompts: before the first rollout, at every interval, at the end; never twice at one place."""
     run, iteration = parts.settings.run, parts.state.iteration
-    if not parts.settings.rollout.evaluation.has_eval_sets or parts.tracker.has_eval(iteration):
+    has_sets = parts.settings.rollout.evaluation.has_eval_sets and parts.settings.generates
+    if not has_sets or parts.tracker.has_eval(iteration):
         return
     at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0
     due = not run.skip_eval_before_train if iteration == 0 else at_interval or iteration == run.num_rollout

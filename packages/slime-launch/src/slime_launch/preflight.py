@@ -62,13 +62,13 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     problems.attempt(check_settings, settings)
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
-        problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
+        if settings.generates:
+            problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
     directory = Path(settings.rollout.data.hf_checkpoint)
     problems.attempt(check_hf_directory, directory)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
         problems.attempt(settings.megatron.check_fits, shape)
-    problems.attempt(check_prompt_data, settings.rollout)
     run = problems.attempt(find_weights, settings)
     for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):
         if path is not None:
@@ -77,9 +77,14 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         if path is not None:
             problems.attempt(check_writable, Path(path), flag)
     problems.attempt(check_room, settings)
-    if settings.engine.sglang_router_port is not None:
-        problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
-    plan = problems.attempt(check_engines, settings)
+    plan = None
+    if settings.generates:
+        problems.attempt(check_prompt_data, settings.rollout)
+        if settings.engine.sglang_router_port is not None:
+            problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
+        plan = problems.attempt(check_engines, settings)
+    elif run is not None:
+        problems.attempt(check_recorded, settings, run[0])
     problems.report()
     assert shape is not None and run is not None  # their problems were reported
     manifest, weights = run
@@ -108,6 +113,21 @@ def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights]:
     """
     manifest = find_run(settings)
     return manifest, start_weights(settings, manifest)
+
+
+def check_recorded(settings: Settings, manifest: Manifest | None) -> None:
+    """The file of the first rollout is there; those of later ones may be written meanwhile.
+
+    Raises:
+        PreflightError: It is not.
+    """
+    first = 0 if manifest is None else manifest.iteration
+    path = Path(str(settings.run.load_debug_rollout_data).format(rollout_id=first))
+    if first < settings.run.num_rollout and not path.is_file():
+        raise PreflightError(
+            f"--load-debug-rollout-data: {path} does not exist; give what --save-debug-rollout-data was, or "
+            "SAVE/rollouts/rollout_{rollout_id:07d}.npz of a run with --keep-rollouts"
+        )
 
 
 def look_again(checked: Checked) -> Checked:

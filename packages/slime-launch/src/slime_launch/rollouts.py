@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_core.types import EvalReport
+from slime_core.errors import DataError
+from slime_core.types import EvalReport, RolloutBatch, RolloutColumns
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.placement import KEEP_CHILDREN, Placement
 from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout
@@ -39,6 +41,38 @@ class RolloutHost(GenerationService):
         return read_rollout(rollout_id, recipe, load_state_dict=self.load_state_dict, put=ray.put)
 
 
+class RecordedHost(RolloutHost):
+    """The same with rollouts from the files of ``--load-debug-rollout-data``: no engines, router or data source."""
+
+    def start(self) -> None:
+        """Nothing has to be started."""
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """The rollout in the file of this number, as if it had just been generated.
+
+        Raises:
+            DataError: The file is missing, torn, or not a rollout.
+        """
+        path = Path(str(self._spec.flags["load_debug_rollout_data"]).format(rollout_id=rollout_id))
+        if not path.is_file():
+            raise DataError(f"--load-debug-rollout-data: {path}, rollout {rollout_id}, does not exist")
+        return dataclasses.replace(RolloutColumns.read(path), rollout_id=rollout_id).batch()
+
+    def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
+        """No engine needs weights."""
+        checkpoint = self._spec.rollout.data.hf_checkpoint
+        return ChannelSpec(
+            sync=self._spec.engine, engine_urls=(), tp_size=1, hf_checkpoint=checkpoint, receivers=(), colocate=False
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the rollout says all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As :meth:`state_dict`."""
+
+
 class RolloutWorker:
     """The rollout actor, from outside. Its methods are those of :class:`RolloutHost`."""
 
@@ -52,7 +86,8 @@ class RolloutWorker:
         import ray
 
         log_path = log_dir / "rollout.log"
-        actor = ray.remote(RolloutHost).options(
+        recorded = spec.flags.get("load_debug_rollout_data") is not None
+        actor = ray.remote(RecordedHost if recorded else RolloutHost).options(
             scheduling_strategy=place.strategy(place.rollout_worker),
             num_cpus=0.5,
             max_concurrency=2,

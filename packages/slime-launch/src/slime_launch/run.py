@@ -146,14 +146,14 @@ def start(
         PlacementError: No cluster, no room, or GPUs would be shared.
         SlimeError: A part does not come up, with the end of its log.
     """
-    settings, cluster = checked.settings, checked.settings.cluster
+    settings, cluster = checked.settings, checked.settings.placed
     with console.wait("start Ray", done="started Ray"):
         runtime = stack.enter_context(ray_runtime(cluster, address=os.environ.get("RAY_ADDRESS")))
         watch.add(runtime.check)
         watch.listen(at_once=False)
     layout = plan_layout(cluster, cuda=runtime.cuda)
     check_layout(layout)
-    console.line(describe(layout))
+    console.line(describe(layout, external=settings.generates))
     with console.wait("wait for room on the Ray cluster") as wait:
         place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
     if not layout.cuda:
@@ -167,8 +167,10 @@ def start(
         algorithm=settings.algorithm,
         shape=checked.shape,
         resume_from=str(resume_from) if resume_from is not None else None,
+        output_dir=str(log_dir.parent.resolve()),
     )
-    with console.wait("start engines, router and trainers", done="engines, router and trainers are up") as wait:
+    what = "engines, router and trainers" if settings.generates else "trainers"
+    with console.wait(f"start {what}", done=f"{what} are up") as wait:
         gather(rollout.open() | trainers.build(spec), on_poll=lambda: wait.update(rollout.progress().note))
     return trainers, rollout
 
@@ -202,10 +204,10 @@ def limit_threads(settings: Settings, *, engines: int) -> Settings:
     return dataclasses.replace(settings, megatron=megatron, engine=engine)
 
 
-def describe(layout: Layout) -> str:
-    """Where the run lives, in one line."""
+def describe(layout: Layout, *, external: bool) -> str:
+    """Where the run lives, in one line; engines that have no room in it are ``external`` or not there."""
     kind = "GPUs" if layout.cuda else "CPU worker processes, because there is no CUDA"
     if not layout.rollout:
-        return f"placement: {len(layout.trainer)} for training ({kind}); external engines"
+        return f"placement: {len(layout.trainer)} for training ({kind}); {'external' if external else 'no'} engines"
     shared = " taking turns" if layout.shared else ""
     return f"placement: {len(layout.trainer)} for training, {len(layout.rollout)} for generation{shared} ({kind})"

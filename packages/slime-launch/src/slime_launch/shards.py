@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,16 +77,30 @@ def prepare_rollout(
         DataError: A sample cannot be written down or trained on.
     """
     columns = batch.columns()
-    check_versions(columns, may_lag=recipe.settings.rollout.may_lag)
+    settings = recipe.settings
+    if settings.generates:
+        check_versions(columns, may_lag=settings.rollout.may_lag)
     check_scored(columns)
     if recipe.store is not None:
-        try:
+        with said_of_files():
             recipe.store.write(columns, state_dict() if recipe.can_resume else None)
-        except OSError as error:  # a full disk, a directory that was taken away
-            raise RunError(f"a file of the run can't be written or read: {error}") from None
+    if settings.run.save_debug_rollout_data is not None:
+        path = Path(settings.run.save_debug_rollout_data.format(rollout_id=columns.rollout_id))
+        with said_of_files():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            columns.write(path)
     ready, shards = summary(columns), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
+
+
+@contextlib.contextmanager
+def said_of_files() -> Iterator[None]:
+    """Within the block, a full disk or a directory that was taken away is a `RunError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"a file of the run can't be written or read: {error}") from None
 
 
 def read_rollout(

@@ -28,6 +28,7 @@ class TrainerSpec(NamedTuple):
     algorithm: AlgorithmConfig
     shape: ModelShape
     resume_from: str | None
+    output_dir: str
 
 
 class Shards(NamedTuple):
@@ -58,7 +59,14 @@ class TrainerRank:
         """Build the model, meet the other ranks and load weights."""
         from slime_megatron.start import start_worker
 
-        self._worker = start_worker(spec.config, spec.algorithm, spec.shape, rendezvous, resume_from=spec.resume_from)
+        self._worker = start_worker(
+            spec.config,
+            spec.algorithm,
+            spec.shape,
+            rendezvous,
+            resume_from=spec.resume_from,
+            output_dir=spec.output_dir,
+        )
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Call a method of the worker. :class:`Shards` become this rank's shard, a channel's settings the channel."""

@@ -114,6 +114,9 @@ def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
     algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
     lines = list(algorithm.notices)
+    if not settings.generates:
+        unscored = "; held-out prompts are not scored" if settings.rollout.evaluation.has_eval_sets else ""
+        lines.append(f"rollouts come from {settings.run.load_debug_rollout_data}: no engines are started{unscored}")
     relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
     if size == 1 and relative and algorithm.custom_advantage_function_path is None:
         lines.append(
@@ -144,6 +147,8 @@ def _check_distillation(settings: Settings) -> None:
 
 def _check_engine_gpus(settings: Settings) -> None:
     cluster, engine = settings.cluster, settings.engine
+    if not settings.generates:
+        return
     if engine.rollout_external_engine_addrs:
         if cluster.rollout_num_gpus is not None or cluster.colocate:
             raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_core.flags import Config, flag
+from slime_core.flags import Config, flag, template_problem
 from slime_megatron.trained import Lora, Selection
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
@@ -208,6 +208,24 @@ class MegatronConfig(Config):
         may_change=True,
     )
 
+    profile: bool = flag(
+        False, help="write traces of torch's profiler, a file per rank and rollout in profile/", may_change=True
+    )
+    profile_step_start: int = flag(
+        10, unit="rollouts", help="first rollout that --profile is about, from 0", least=0, may_change=True
+    )
+    profile_step_end: int = flag(
+        12, unit="rollouts", help="first rollout after those that --profile is about", least=1, may_change=True
+    )
+    profile_ranks: tuple[int, ...] = flag((0,), help="ranks that --profile is about", least=0, may_change=True)
+    save_debug_train_data: str | None = flag(
+        None,
+        metavar="TEMPLATE",
+        help="file, with {rollout_id} and {rank} in its name, of what a rank trains on: its shard with advantages and "
+        "log-probs",
+        may_change=True,
+    )
+
     attention_dropout: float = _only(
         0.0, "dropout of attention weights; only 0 is supported (Megatron has 0.1)", _EXACT
     )
@@ -303,6 +321,13 @@ class MegatronConfig(Config):
                 f"--expert-tensor-parallel-size {self.expert_tensor_size} differs from --tensor-model-parallel-size "
                 f"{self.tensor_model_parallel_size}, which needs --expert-model-parallel-size 2 or more"
             )
+        if self.profile and self.profile_step_end <= self.profile_step_start:
+            yield (
+                f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "
+                f"{self.profile_step_start}"
+            )
+        if problem := template_problem("--save-debug-train-data", self.save_debug_train_data, ("rollout_id", "rank")):
+            yield problem
         full = self.recompute_granularity == "full"
         if full != (self.recompute_method is not None) or full != (self.recompute_num_layers is not None):
             yield (

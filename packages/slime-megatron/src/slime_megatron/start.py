@@ -53,6 +53,7 @@ def start_worker(
     loss: str = "policy",
     resume_from: str | Path | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    output_dir: str | Path = ".",
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -67,6 +68,7 @@ def start_worker(
         resume_from: Checkpoint (or directory of checkpoints) to continue, with optimizer and random state. Without it,
             weights come from ``config.load``, then ``config.ref_load``, and are random if neither is given.
         overrides: Settings of ``config`` that are others for a role, ``actor`` or ``critic``, by role and name.
+        output_dir: Where the run's outputs go; traces of ``--profile`` in ``profile`` there.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, or the
@@ -83,4 +85,11 @@ def start_worker(
         from slime_megatron.worker import MegatronWorker
 
     given = (config, algorithm, shape, rendezvous, device)
-    return MegatronWorker(*given, loss=loss, estimator=estimator, resume_from=resume_from, overrides=overrides or {})
+    return MegatronWorker(
+        *given,
+        loss=loss,
+        estimator=estimator,
+        resume_from=resume_from,
+        overrides=overrides or {},
+        output_dir=output_dir,
+    )

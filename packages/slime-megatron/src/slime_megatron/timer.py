@@ -54,8 +54,9 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block under ``name``."""
         start = time.perf_counter()
-        yield
-        self._synchronize()
+        with torch.profiler.record_function(name):
+            yield
+            self._synchronize()
         self.seconds[name] += time.perf_counter() - start
 
     def count(self, name: str, packed: PackedBatch, *, logits: int, passes: int) -> None:

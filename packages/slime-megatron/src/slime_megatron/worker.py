@@ -22,6 +22,7 @@ from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, T
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source
 from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
+from slime_megatron.debugging import profiled, write_train_data
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
 from slime_megatron.losses import LOSSES, Loss, loss_named
@@ -66,8 +67,10 @@ class MegatronWorker:
         estimator: AdvantageEstimator | None,
         resume_from: str | Path | None,
         overrides: Mapping[str, Mapping[str, Any]],
+        output_dir: str | Path,
     ) -> None:
         self.config = config
+        self._output_dir = Path(output_dir)
         self.algorithm = algorithm
         self.shape = shape
         self._device = device
@@ -128,9 +131,15 @@ class MegatronWorker:
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout: its optimizer steps, in order."""
         self._check_awake("train")
+        with profiled(self.config, shard.rollout_id, self._output_dir / "profile"):
+            return self._train(shard)
+
+    def _train(self, shard: TrainShard) -> TrainReport:
         timer = self._timer()
         reset_peak_memory(self._device)
         plans = self._planner(shard.temperature, timer).plan(shard)
+        if self.config.save_debug_train_data is not None:
+            write_train_data(self.config.save_debug_train_data, shard, plans)
         steps: list[dict[str, float]] = [{} for _ in plans]
         if self._critic is not None:
             for plan, metrics in zip(plans, steps, strict=True):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from slime_core.types.arrays import Columns, Ragged
+from slime_core.errors import DamagedError
+from slime_core.types.arrays import Columns, Ragged, read_npz, write_npz
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,28 @@ class TrainShard:
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def write(self, path: Path) -> None:
+        """Write an ``.npz`` file (:mod:`slime_core.types.arrays`), whole or not at all. Its directory must exist."""
+        head = {
+            "rollout_id": self.rollout_id,
+            "temperature": self.temperature,
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+        }
+        write_npz(path, head, self.columns)
+
+    @classmethod
+    def read(cls, path: Path) -> TrainShard:
+        """The reverse of :meth:`write`. Executes nothing, whatever the file is.
+
+        Raises:
+            FormatVersionError: The file is in a version of the format that this slime does not know.
+            DamagedError: It was cut off or altered, or is something else.
+        """
+        head, columns = read_npz(path, "a file of train data")
+        if head.keys() != {"rollout_id", "temperature", "steps"} or not columns.keys() >= {*_NUMBERS, *_ROWS}:
+            raise DamagedError("a file of train data lacks some of its entries; train on that rollout again")
+        return cls(**(head | {"steps": [TrainStep(**step) for step in head["steps"]]}), columns=columns)
 
 
 def _extra(values: list[Any]) -> Ragged | NDArray[Any]:

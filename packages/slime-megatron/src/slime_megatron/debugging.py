@@ -1,0 +1,72 @@
+"""What a rank writes for those who look for a defect: its profiler's traces, and the data that it trains on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity
+
+from slime_core.types import TrainShard
+from slime_core.types.arrays import Columns, Ragged
+from slime_megatron.config import MegatronConfig
+from slime_megatron.plan import StepPlan
+
+COMPUTED = {
+    "advantages": "advantages_N",
+    "returns": "returns_N",
+    "values": "old_values_N",
+    "log_probs": "old_log_probs_N",
+    "ref_log_probs": "ref_log_probs_N",
+    "teacher_log_probs": "teacher_log_probs_N",
+}
+"""Columns of train data that the trainer computes, and where a planned micro-batch has them."""
+
+
+@contextlib.contextmanager
+def profiled(config: MegatronConfig, rollout_id: int, directory: Path) -> Iterator[None]:
+    """Write a Chrome trace of the block, if this rank and rollout are among those that ``--profile`` names.
+
+    The file is ``rollout_0000010-rank_0.json.gz``; the phases of reports are ranges in it.
+    """
+    rank = dist.get_rank()
+    chosen = config.profile and config.profile_step_start <= rollout_id < config.profile_step_end
+    if not chosen or rank not in config.profile_ranks:
+        yield
+        return
+    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *cuda]) as found:
+        yield
+    directory.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(directory / f"rollout_{rollout_id:07d}-rank_{rank}.json.gz"))
+
+
+def write_train_data(template: str, shard: TrainShard, plans: Sequence[StepPlan]) -> Path:
+    """Write what this rank trains on, before it does: the shard, and what was computed for it, by response token.
+
+    Samples that are left out of the steps, because they add nothing, have no row of what was computed. Returns the
+    file, which :meth:`slime_core.types.TrainShard.read` reads; what was computed is in the samples' ``extras``.
+    """
+    path = Path(template.format(rollout_id=shard.rollout_id, rank=dist.get_rank()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dataclasses.replace(shard, columns=shard.columns | _computed(shard, plans)).write(path)
+    return path
+
+
+def _computed(shard: TrainShard, plans: Sequence[StepPlan]) -> Columns:
+    columns: Columns = {}
+    for name, attribute in COMPUTED.items():
+        rows: dict[int, NDArray[np.float32]] = {}
+        for planned in (planned for plan in plans for planned in plan.batches):
+            values_N = getattr(planned, attribute)
+            if values_N is not None:
+                rows |= dict(zip(map(id, planned.batch.samples), planned.batch.per_sample(values_N), strict=True))
+        if rows:
+            columns[name] = Ragged.of([rows.get(id(sample)) for sample in shard.samples], np.float32)
+    return columns

@@ -1,0 +1,47 @@
+"""What a rank writes for those who look for a defect."""
+
+import gzip
+import json
+
+import numpy as np
+
+from slime_core.config import AlgorithmConfig
+from slime_core.types import TrainShard
+
+KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+
+
+def test_a_trace_of_chosen_rollouts_and_what_they_trained_on(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path
+):
+    model = tiny_model("qwen3")
+    config = tiny_config(
+        load=model.checkpoint,
+        profile=True,
+        profile_step_start=1,
+        profile_step_end=2,
+        save_debug_train_data=f"{tmp_path}/data/{{rollout_id}}-{{rank}}.npz",
+        pipeline_model_parallel_size=2,
+    )
+    ranks.start(2, config, model.shape, KL, output_dir=str(tmp_path))
+    rollouts = [make_shards(make_samples(groups=2, masks=True), rollout_id=number) for number in range(3)]
+    for number, shards in enumerate(rollouts):
+        if number == 1:
+            log_probs = ranks.first("forward", shards, "reference")
+        ranks.call("train", shards)
+
+    [trace] = (tmp_path / "profile").iterdir()
+    assert trace.name == "rollout_0000001-rank_0.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"ref_log_probs", "forward_backward", "optimizer", "aten::mm"} <= names
+
+    written = sorted(path.name for path in (tmp_path / "data").iterdir())
+    assert written == [f"{number}-{rank}.npz" for number in range(3) for rank in (0, 1)]
+    given = rollouts[1][0]
+    for rank in (0, 1):
+        shard = TrainShard.read(tmp_path / "data" / f"1-{rank}.npz")
+        assert (shard.rollout_id, shard.steps) == (1, given.steps)
+        for one, other, expected in zip(shard.samples, given.samples, log_probs, strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            np.testing.assert_array_equal(one.extras["advantages"], other.reward * other.loss_mask.astype(np.float32))
+            np.testing.assert_allclose(one.extras["ref_log_probs"], expected, atol=1e-6)
