@@ -18,23 +18,18 @@ def flops_model(shape: ModelShape) -> FlopsModel:
     routers = sum(shape.has_layer("experts", layer) for layer in layers)
     widths = [visited if shape.has_layer("experts", layer) else shape.ffn_hidden_size for layer in layers]
     width, rest = divmod(sum(widths), shape.num_layers)
-    latent = {}
-    if shape.multi_latent_attention:
-        latent = {
-            "value_dim": shape.v_head_dim,
-            "latent_dim": shape.kv_lora_rank,
-            "rotary_dim": shape.qk_pos_emb_head_dim or 0,
-            "query_latent_dim": shape.q_lora_rank,
-        }
-    head_dim = (shape.qk_head_dim or 0) + (shape.qk_pos_emb_head_dim or 0) if latent else shape.kv_channels
+    unrotated, rotary = shape.qk_head_dim or 0, shape.qk_pos_emb_head_dim or 0
     return FlopsModel(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=width,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
-        head_dim=head_dim,
+        head_dim=unrotated + rotary if shape.multi_latent_attention else shape.kv_channels,
         vocab_size=shape.vocab_size,
         further_weights=shape.hidden_size * (3 * rest + routers * (shape.num_experts or 0)),
-        **latent,
+        value_dim=shape.v_head_dim,
+        latent_dim=shape.kv_lora_rank,
+        rotary_dim=rotary,
+        query_latent_dim=shape.q_lora_rank,
     )
