@@ -196,7 +196,9 @@ def test_a_second_launcher_starts_nothing(tmp_path, holder, capsys, monkeypatch)
     words += ["--rollout-batch-size", "2", "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "out")]
     weights = StartWeights(load="l", ref_load="l")
     settings = parse_train(words)
-    checked = Checked(settings=settings, shape=Mock(), manifest=None, weights=weights, topology=None, num_engines=1)
+    checked = Checked(
+        settings=settings, shape=Mock(), manifest=None, weights=weights, overrides={}, topology=None, num_engines=1
+    )
     assert run(checked, Watch()) == 2
     said = capsys.readouterr().err
     assert said.startswith("slime-launch: --save") and f"in use by another run (process {holder.pid}" in said

@@ -6,6 +6,7 @@ import sys
 CODE = """
 import sys
 import slime_megatron, slime_megatron.start, slime_megatron.config, slime_megatron.checkpoint
+import slime_megatron.operations, slime_megatron.overrides
 assert "torch" not in sys.modules and "megatron" not in sys.modules
 import torch
 def parts():

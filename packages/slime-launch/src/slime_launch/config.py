@@ -74,6 +74,12 @@ class RunConfig(Config):
     num_steps_per_rollout: int = flag(
         1, unit="steps", help="optimizer steps that train on one rollout, in order", least=1
     )
+    megatron_config_path: str | None = flag(
+        None,
+        metavar="FILE",
+        help="YAML file with settings of the actor or the critic that differ from the flags: "
+        "`megatron: [{role: critic, overrides: {lr: 1e-5}}]`",
+    )
     eval_interval: int | None = flag(
         None,
         unit="rollouts",

@@ -17,6 +17,7 @@ from slime_core.hooks import HookArgs
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
+from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
 from slime_megatron.checkpoint import find_checkpoint
@@ -38,6 +39,7 @@ class Checked:
     Attributes:
         manifest: The run in ``--save`` that it continues, if there is one.
         weights: The weights that the run begins with.
+        overrides: Settings of roles that differ from the flags.
         topology: What ``--sglang-config`` holds.
     """
 
@@ -45,6 +47,7 @@ class Checked:
     shape: ModelShape
     manifest: Manifest | None
     weights: StartWeights
+    overrides: Overrides
     topology: Topology | None
     num_engines: int
 
@@ -69,6 +72,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
         problems.attempt(settings.megatron.check_fits, shape)
+    overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings)
     for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):
         if path is not None:
@@ -93,6 +97,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         shape=shape,
         manifest=manifest,
         weights=weights,
+        overrides=overrides or {},
         topology=read_topology(settings.engine.sglang_config) if settings.engine.sglang_config is not None else None,
         num_engines=num_engines(settings) if plan is None else plan.num_engines,
     )

@@ -168,6 +168,7 @@ def start(
         shape=checked.shape,
         resume_from=str(resume_from) if resume_from is not None else None,
         output_dir=str(log_dir.parent.resolve()),
+        overrides=checked.overrides,
     )
     what = "engines, router and trainers" if settings.generates else "trainers"
     with console.wait(f"start {what}", done=f"{what} are up") as wait:

@@ -16,6 +16,7 @@ from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:
     from slime_convert.shape import ModelShape
+    from slime_launch.overrides import Overrides
     from slime_megatron.config import MegatronConfig
 
 CLOSE_SECONDS = 5.0
@@ -29,6 +30,7 @@ class TrainerSpec(NamedTuple):
     shape: ModelShape
     resume_from: str | None
     output_dir: str
+    overrides: Overrides
 
 
 class Shards(NamedTuple):
@@ -66,6 +68,7 @@ class TrainerRank:
             rendezvous,
             resume_from=spec.resume_from,
             output_dir=spec.output_dir,
+            overrides=spec.overrides,
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:

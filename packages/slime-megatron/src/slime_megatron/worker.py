@@ -29,11 +29,12 @@ from slime_megatron.losses import LOSSES, Loss, loss_named
 from slime_megatron.model import Chunks
 from slime_megatron.operations import flops_model
 from slime_megatron.optimizer import check_finite
+from slime_megatron.overrides import role_config
 from slime_megatron.packing import ContextParallel, MicroBatch, PackedBatch, trained_samples
 from slime_megatron.pairs import score_row, scored
 from slime_megatron.parallel import join_ranks, leave_ranks
 from slime_megatron.plan import Planner, StepPlan
-from slime_megatron.roles import TrainedModel, role_config
+from slime_megatron.roles import TrainedModel
 from slime_megatron.step import Head, ValueReader, evaluate, forward_backward
 from slime_megatron.sync import WeightExport, push_weights
 from slime_megatron.timer import PhaseTimer, reset_peak_memory
