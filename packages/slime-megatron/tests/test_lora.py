@@ -49,7 +49,17 @@ LAYOUTS = {
     },
     "deepseek/4": {"tp2+sp": (2, TP2_SP), "pp2": (2, PP2)},
 }
-RUNS = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+SHOWN = {
+    "qwen3/4": ("tp2+sp", "pp2+vpp2", "dp2+do", "cp2", "recompute"),
+    "qwen2-tied/4": ("pp2",),
+    "qwen3-moe/4": ("tp2+sp,etp1,ep2", "dp2+do,ep2"),
+    "deepseek/4": ("tp2+sp",),
+}
+RUNS = [
+    pytest.param(name, layout, marks=[] if layout in SHOWN[name] else [pytest.mark.full])
+    for name, layouts in LAYOUTS.items()
+    for layout in layouts
+]
 
 
 def settings(name):

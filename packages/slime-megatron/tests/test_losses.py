@@ -119,7 +119,10 @@ def plain_training(tiny_model, tiny_config, make_pairs):
     return compute
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=pytest.mark.full if layout in ("tp2", "shared prompts") else []) for layout in LAYOUTS],
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_equals_plain_pytorch(
     ranks, plain_training, tiny_model, tiny_config, make_pairs, make_shards, name, layout

@@ -19,8 +19,10 @@ LAYOUTS = {
     "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 3),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, 2),
     "cp2": (2, {"context_parallel_size": 2}, 3),
+    "dp2+do": (2, {"use_distributed_optimizer": True}, 2),
     "dp2+do+overlap": (2, OVERLAP, 2),
 }
+FROZEN_SHOWN = (("one", False), ("dp2+do+overlap", True), ("pp2", False))
 
 
 def marked(sample):
@@ -98,7 +100,9 @@ def expected_ppo(tiny_model, tiny_config, make_samples):
     return compute
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.full if layout == "dp2+do" else []) for layout in LAYOUTS]
+)
 def test_ppo_equals_plain_pytorch(ranks, expected_ppo, tiny_model, tiny_config, make_shards, layout):
     """The second rollout has a critic that has learned."""
     world, settings, micro_batch_size = LAYOUTS[layout]
@@ -202,26 +206,23 @@ def other_weights(tiny_model, tiny_config, make_samples, make_shards, rank_pool,
     return directory
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("world", "settings"),
+    ("layout", "bf16"),
     [
-        (1, {}),
-        (2, {"use_distributed_optimizer": True}),
-        (2, OVERLAP),
-        (2, {"pipeline_model_parallel_size": 2}),
+        pytest.param(layout, bf16, marks=[] if (layout, bf16) in FROZEN_SHOWN else [pytest.mark.full])
+        for layout in ("one", "dp2+do", "dp2+do+overlap", "pp2")
+        for bf16 in (False, True)
     ],
-    ids=["one", "dp2+do", "dp2+do+overlap", "pp2"],
 )
 def test_frozen_roles_are_resident_models_bit_by_bit(
-    ranks, other_weights, tiny_model, tiny_config, make_samples, make_shards, world, settings, bf16
+    ranks, other_weights, tiny_model, tiny_config, make_samples, make_shards, layout, bf16
 ):
     """Reference and teacher are what a worker computes that has these weights alone, before and after training.
 
     Having them in the actor's place leaves the actor as it was: a run that is asked for them between and after steps
     ends with the same weights as one that is not.
     """
-    model = tiny_model("qwen3")
+    (world, settings, _), model = LAYOUTS[layout], tiny_model("qwen3")
     config = tiny_config(load=model.checkpoint, bf16=bf16, **settings)
     data_parallel = config.data_parallel_size(world)
     shards = make_shards(make_samples(masks=True), data_parallel=data_parallel, steps=2, micro_batch_size=4)

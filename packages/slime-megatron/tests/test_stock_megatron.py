@@ -10,8 +10,14 @@ from slime_convert.convert import torch_dist_to_hf
 
 LAYOUTS = {"one": {}, "tp2": {"tensor_parallel": 2}, "ep2": {"expert_parallel": 2}}
 WITH_EXPERTS = ("qwen3-moe", "glm4-moe-mtp", "glm4-air", "glm4-flash", "deepseek-mtp", "moonlight", "kimi-k2")
-CASES = [("qwen2-tied", "one"), ("qwen2-tied", "tp2")]
-CASES += [(name, layout) for name in WITH_EXPERTS for layout in LAYOUTS]
+# Every family once; the product in the full run.
+SHOWN = ["one", "tp2", "ep2"]
+CASES = [("qwen2-tied", "one"), pytest.param("qwen2-tied", "tp2", marks=pytest.mark.full)]
+CASES += [
+    pytest.param(name, layout, marks=[] if SHOWN[number % 3] == layout else [pytest.mark.full])
+    for number, name in enumerate(WITH_EXPERTS)
+    for layout in LAYOUTS
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2-tied", "qwen3", "glm4"])
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel"),
+    [("llama-tied", 1), ("qwen2-tied", 2), ("glm4", 2), pytest.param("qwen3", 1, marks=pytest.mark.full)],
+)
 def test_push_sends_the_hugging_face_weights(ranks, tiny_model, tiny_config, name, tensor_parallel):
     model = tiny_model(name)
     limit = 100_000

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_convert import inspect_checkpoint, torch_dist_to_hf, verify
 
-MODELS = ("qwen3", "llama-tied")
+MODELS = ("llama-tied", pytest.param("qwen3", marks=pytest.mark.full))
 SPLIT = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 + sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},

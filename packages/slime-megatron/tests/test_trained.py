@@ -39,7 +39,18 @@ CASES = {
         {"ep2": (2, {"expert_model_parallel_size": 2}), "dp2+do": (2, DO)},
     ),
 }
-RUNS = [(case, layout) for case, (*_, layouts) in CASES.items() for layout in layouts]
+SHOWN = {
+    "the last layer": ("pp2",),
+    "the first layer": ("pp2,dp2+do",),
+    "all but the embedding": ("pp2", "recompute"),
+    "experts alone": ("ep2",),
+    "all but experts": ("dp2+do",),
+}
+RUNS = [
+    pytest.param(case, layout, marks=[] if layout in SHOWN[case] else [pytest.mark.full])
+    for case, (*_, layouts) in CASES.items()
+    for layout in layouts
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +114,12 @@ def test_the_optimizer_keeps_nothing_for_frozen_weights(trained, tiny_model, cas
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [(2, PP2), (2, PP2 | {"bf16": True}), (4, PP2 | DO), (2, DO)],
-    ids=["pp2", "pp2, bf16", "pp2,dp2+do", "dp2+do"],
+    [
+        pytest.param(2, PP2, id="pp2"),
+        pytest.param(2, PP2 | {"bf16": True}, id="pp2, bf16", marks=pytest.mark.full),
+        pytest.param(4, PP2 | DO, id="pp2,dp2+do", marks=pytest.mark.full),
+        pytest.param(2, DO, id="dp2+do"),
+    ],
 )
 def test_a_stage_that_trains_nothing_continues_from_a_checkpoint(
     ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, world, settings

@@ -111,57 +111,6 @@ def test_the_optimizer_is_adamw_on_fp32_weights(ranks, tiny_model, tiny_config, 
     assert moved[matrix] > (1.5 * at_once[matrix] if bf16 else 0.99)
 
 
-DIVISIONS = {
-    "micro-batches": (1, {}, 3),
-    "shared prompts": (1, {"share_prompts": "on"}, 4),
-    "full recomputation": (
-        1,
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        None,
-    ),
-    "selective recomputation": (1, {"recompute_activations": True, "sequence_parallel": True}, None),
-    "dp2": (2, {}, 3),
-    "dp2 + distributed optimizer": (2, {"use_distributed_optimizer": True}, 3),
-    "tp2": (2, {"tensor_model_parallel_size": 2}, 3),
-    "tp2 + sp + shared prompts": (
-        2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "share_prompts": "on"},
-        5,
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def one_worker(tiny_model, tiny_config, make_samples, make_shards, rank_pool, rank_group):
-    """Two rollouts of two steps each on one rank, in one micro-batch per step."""
-    group = rank_group(rank_pool)
-    model = tiny_model("qwen3")
-    samples = make_samples(masks=True)
-    group.start(1, tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS), model.shape, GRPO_WITH_KL)
-    reports = [group.first("train", make_shards(samples, steps=2)) for _ in range(2)]
-    result = samples, [step for report in reports for step in report.steps], group.first("weights")
-    group.close()
-    return result
-
-
-@pytest.mark.parametrize("division", DIVISIONS)
-def test_how_the_work_is_divided_changes_nothing(ranks, one_worker, tiny_model, tiny_config, make_shards, division):
-    world, values, micro_batch_size = DIVISIONS[division]
-    samples, expected, weights = one_worker
-    model = tiny_model("qwen3")
-    config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **values)
-    ranks.start(world, config, model.shape, GRPO_WITH_KL)
-    shards = make_shards(
-        samples, data_parallel=config.data_parallel_size(world), micro_batch_size=micro_batch_size, steps=2
-    )
-    for number in range(2):
-        reports = ranks.call("train", shards)
-        same_step(reports[0].steps, expected[2 * number : 2 * number + 2])
-        assert all(report.steps == reports[0].steps for report in reports)
-    for key, value in ranks.first("weights").items():
-        np.testing.assert_allclose(value, weights[key], atol=1e-5, rtol=0, err_msg=key)
-
-
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 
 
