@@ -483,6 +483,20 @@ class Rank:
         ]
         return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
+    def held_bytes(self):
+        """Bytes of the actor's weights, gradient buffers and optimizer on this rank."""
+        actor = self.worker._actor
+
+        def size(tensors):
+            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+            return sum(storages.values()), storages.keys()
+
+        weights, own = size(tensor for chunk in actor.model for tensor in (*chunk.parameters(), *chunk.buffers()))
+        buffers = [buffer for chunk in actor.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        gradients, _ = size(buffer.grad_data for buffer in buffers)
+        kept = [tensor for tensor in actor.tensors() if tensor.untyped_storage().data_ptr() not in own]
+        return weights, gradients, size(kept)[0]
+
     def stock_logits(self, *args, **kwargs):
         from stock_model import stock_logits
 

@@ -188,6 +188,10 @@ class WeightMap:
         padded: AnyTensor = concat([whole, zeros])
         return padded
 
+    def split_axis(self, name: str) -> int | None:
+        """The axis along which tensor-parallel ranks share a Megatron weight out; ``None`` if each holds it whole."""
+        return self._find(name).rule.split
+
     def split_tp(self, name: str, tensor: AnyTensor, tp: int) -> list[AnyTensor]:
         """The shards of a Megatron weight for each of ``tp`` tensor-parallel ranks, over which it must divide."""
         rule = self._find(name).rule

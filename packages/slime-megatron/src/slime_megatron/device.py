@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,11 +32,15 @@ class DeviceError(SlimeError):
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device that a trainer rank runs on; ``synchronize`` waits until its queued work is done."""
+    """A kind of device that a trainer rank runs on; ``synchronize`` waits until its queued work is done.
+
+    ``memory_bytes`` is all that the device has; a CPU's is shared by all ranks of a machine.
+    """
 
     torch_device: torch.device
     backend: str
     synchronize: Callable[[], None]
+    memory_bytes: int
 
     @property
     def is_cpu(self) -> bool:
@@ -56,9 +61,11 @@ def select_device(threads: int | None = None) -> Device:
         torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
-        return Device(torch.device("cuda", 0), "nccl", torch.cuda.synchronize)
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return Device(torch.device("cuda", 0), "nccl", torch.cuda.synchronize, memory)
     install_cpu_device()
-    return Device(torch.device("cpu"), "gloo", lambda: None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(torch.device("cpu"), "gloo", lambda: None, memory)
 
 
 HostCopy = tuple[torch.UntypedStorage, torch.UntypedStorage]

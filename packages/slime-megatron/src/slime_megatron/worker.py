@@ -26,6 +26,7 @@ from slime_megatron.debugging import profiled, write_train_data
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
 from slime_megatron.losses import LOSSES, Loss, loss_named
+from slime_megatron.memory import check_memory, role_memory
 from slime_megatron.model import Chunks
 from slime_megatron.operations import flops_model
 from slime_megatron.optimizer import check_finite
@@ -77,11 +78,15 @@ class MegatronWorker:
         self._device = device
         self._loss = loss_named(loss)
         self._estimator = estimator
+        actor = self._fitting("actor", overrides, rendezvous.world_size)
+        critic = None
+        if self._loss.needs_critic(algorithm):
+            critic = self._fitting("critic", overrides, rendezvous.world_size)
         join_ranks(config, rendezvous, device)
         resumed = resume_from is not None
         source = None if resumed else config.load or config.ref_load
         self._actor = TrainedModel(
-            role_config(config, "actor", overrides),
+            actor,
             shape,
             device,
             source=source,
@@ -90,10 +95,9 @@ class MegatronWorker:
             resumed=resumed,
         )
         self._critic: TrainedModel | None = None
-        if self._loss.needs_critic(algorithm):
-            own = role_config(config, "critic", overrides)
-            critic_source = None if resumed else own.load
-            self._critic = TrainedModel(own, shape, device, source=critic_source, resumed=resumed, value_head=True)
+        if critic is not None:
+            critic_source = None if resumed else critic.load
+            self._critic = TrainedModel(critic, shape, device, source=critic_source, resumed=resumed, value_head=True)
         self._export: WeightExport | None = None
         self._moved: list[HostCopy] | None = None
         self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
@@ -101,6 +105,14 @@ class MegatronWorker:
         # Last, because building a model draws from the random states that this restores.
         if resume_from is not None:
             self.load(resume_from)
+
+    def _fitting(self, role: str, overrides: Mapping[str, Mapping[str, Any]], world_size: int) -> MegatronConfig:
+        """The settings of a role that is trained, which fits on the device."""
+        own = role_config(self.config, role, overrides)
+        own.check_fits(self.shape)
+        head = role == "critic" or self._loss.value_head
+        check_memory(role, role_memory(self.shape, own, world_size, value_head=head), self._device.memory_bytes)
+        return own
 
     def _frozen_sources(self, resume_from: str | Path | None) -> dict[str, Path | None]:
         """Where the weights of the roles that are not trained come from; ``None`` for the random ones of the start."""

@@ -1,0 +1,108 @@
+"""How much device memory a role that is trained takes, before anything is built. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slime_convert.mapping import WeightMap
+from slime_convert.shape import ModelShape
+from slime_core.errors import ConfigError
+from slime_megatron.config import MegatronConfig
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What a rank holds of a role between two steps, in bytes; activations come on top.
+
+    Gradients are fp32. Adam keeps two fp32 numbers for each that trains, and with bf16 the fp32 weight; the distributed
+    optimizer shares them out over the ranks that hold the same weights.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def role_memory(shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False) -> RoleMemory:
+    """The memory of the pipeline stage that holds most."""
+    stages = range(config.pipeline_model_parallel_size)
+    return max((_stage(shape, config, world_size, stage, value_head) for stage in stages), key=lambda own: own.total)
+
+
+def check_memory(role: str, memory: RoleMemory, available: int) -> None:
+    """Check that a role alone fits on a device: while it trains, others can be moved to host memory.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if memory.total > available:
+        raise ConfigError(
+            f"the {role} takes {_gib(memory.total)} on each device ({_gib(memory.weights)} weights, "
+            f"{_gib(memory.gradients)} gradients, {_gib(memory.optimizer)} optimizer), which has {_gib(available)}; "
+            "split it further (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+            "--expert-model-parallel-size), or give --use-distributed-optimizer, --bf16 or --lora-rank"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _stage(shape: ModelShape, config: MegatronConfig, world_size: int, stage: int, value_head: bool) -> RoleMemory:
+    weights = gradients = optimizer = 0
+    for count, is_trained, copies in _numbers(shape, config, world_size, stage, value_head):
+        weights += count * (2 if config.bf16 else 4)  # the routers' few fp32 biases count like the others
+        if is_trained:
+            gradients += 4 * count
+            kept = count * (12 if config.bf16 else 8)
+            optimizer += math.ceil(kept / copies) if config.use_distributed_optimizer else kept
+    return RoleMemory(weights, gradients, optimizer)
+
+
+def _numbers(
+    shape: ModelShape, config: MegatronConfig, world_size: int, stage: int, value_head: bool
+) -> Iterator[tuple[int, bool, int]]:
+    """Of each weight of a stage: the numbers that a rank holds, whether they train, and the ranks that hold them."""
+    tensor = config.tensor_model_parallel_size
+    weight_map = WeightMap(shape, shape.padded_vocab_size(tensor))
+    dense_copies = world_size // (tensor * config.pipeline_model_parallel_size)
+    expert_ranks = config.expert_tensor_size * config.expert_model_parallel_size
+    expert_copies = world_size // (expert_ranks * config.pipeline_model_parallel_size)
+    lora = config.lora
+    adapted = set(lora.weights(shape)) if lora is not None else set()
+    for name in weight_map.megatron_names():
+        if stage not in _stages(name, shape, config) or (value_head and name == "output_layer.weight"):
+            continue
+        lengths, is_expert = weight_map.megatron_shape(name), ".local_experts." in name
+        split = config.expert_tensor_size if is_expert else tensor
+        axis = weight_map.split_axis(name)
+        own = tuple(length // split if place == axis else length for place, length in enumerate(lengths))
+        held = math.prod(own) / (config.expert_model_parallel_size if is_expert else 1)
+        copies = expert_copies if is_expert else dense_copies
+        is_copy = name.startswith("embedding.") and stage > 0 and shape.untie_embeddings_and_output_weights
+        is_trained = lora is None and not is_copy and config.selection.is_trained(name)
+        yield round(held), is_trained, copies
+        if lora is not None and name in adapted:
+            yield lora.rank * sum(own), True, copies
+    if value_head and stage == config.pipeline_model_parallel_size - 1:
+        yield shape.hidden_size, True, dense_copies
+
+
+def _stages(name: str, shape: ModelShape, config: MegatronConfig) -> set[int]:
+    """The pipeline stages that hold a weight."""
+    ranks, last = config.pipeline_model_parallel_size, config.pipeline_model_parallel_size - 1
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        chunks = ranks * (config.virtual_pipeline_model_parallel_size or 1)
+        return {int(words[2]) * chunks // shape.num_layers % ranks}
+    if words[0] == "embedding":
+        tied = not shape.untie_embeddings_and_output_weights
+        return {0, last} if tied or shape.mtp_num_layers else {0}
+    return {last}

@@ -1,0 +1,56 @@
+"""The memory of a role, said before it is built, is what its ranks then hold."""
+
+import dataclasses
+
+import pytest
+
+from slime_convert.published import PUBLISHED
+from slime_convert.shape import ModelShape
+from slime_core.errors import ConfigError
+from slime_megatron.config import MegatronConfig
+from slime_megatron.memory import check_memory, role_memory
+from test_parallel import DO, EP2, PP2, TP2_SP, VPP2
+
+LORA = {"lora_rank": 4, "lora_alpha": 4.0}
+CASES = {
+    "llama-tied, pp2": ("llama-tied/4", 2, PP2),
+    "qwen3, tp2, bf16, dp1": ("qwen3/4", 2, TP2_SP | {"bf16": True}),
+    "qwen3, dp2, bf16": ("qwen3/4", 2, DO | {"bf16": True}),
+    "qwen3, pp2+vpp2": ("qwen3/4", 2, VPP2),
+    "qwen3, lora": ("qwen3/4", 2, TP2_SP | LORA),
+    "qwen3, frozen": ("qwen3/4", 1, {"freeze_params_name_list": ("mlp",)}),
+    "deepseek, ep2": ("deepseek-mtp/4", 2, EP2),
+    "deepseek, ep2, dp2, pp2": ("deepseek-mtp/4", 4, EP2 | PP2 | DO),
+}
+SHOWN = ("qwen3, dp2, bf16", "qwen3, lora", "deepseek, ep2", "llama-tied, pp2")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in SHOWN else pytest.mark.full) for case in CASES]
+)
+def test_it_is_what_the_ranks_hold(ranks, tiny_model, tiny_config, case):
+    name, world, values = CASES[case]
+    model = tiny_model(name)
+    config = tiny_config(load=model.checkpoint, **values)
+    expected = role_memory(model.shape, config, world)
+    ranks.start(world, config, model.shape)
+    held = max(ranks.call("held_bytes"), key=sum)
+    # Core pads its buffers, and Adam counts its steps.
+    assert held == pytest.approx(dataclasses.astuple(expected), rel=0.02)
+
+
+def test_a_critic_has_a_head_of_one_row(tiny_model):
+    shape = tiny_model("qwen3").shape
+    actor, critic = (role_memory(shape, MegatronConfig(), 1, value_head=head) for head in (False, True))
+    assert actor.weights - critic.weights == 4 * (shape.padded_vocab_size(1) - 1) * shape.hidden_size
+
+
+def test_what_does_not_fit_is_named_with_its_parts():
+    shape = ModelShape.from_hf_config(PUBLISHED["qwen3-4B"].config)
+    memory = role_memory(shape, MegatronConfig(bf16=True), 1)
+    assert memory.weights == 2 * memory.gradients / 4
+    with pytest.raises(ConfigError, match=r"the actor takes 67\.\d GiB on each device .*; split it") as caught:
+        check_memory("actor", memory, 40 * 2**30)
+    assert "\n" not in str(caught.value)
+    split = MegatronConfig(bf16=True, use_distributed_optimizer=True)
+    check_memory("actor", role_memory(shape, split, 8), 40 * 2**30)
