@@ -86,6 +86,8 @@ def test_merging_the_shards_of_tensor_parallel_ranks_is_the_identity(config, tp,
             continue
         assert len(shards) == tp and len({shard.shape for shard in shards}) == 1
         assert torch.equal(weight_map.merge_tp(name, shards), tensor)
+        axis = weight_map.split_axis(name)
+        assert list(shards[0].shape) == [n // tp if place == axis else n for place, n in enumerate(tensor.shape)]
         if shards[0].numel() == tensor.numel():
             whole_anyway.add(name.split(".")[-2] + ".bias" * name.endswith(".bias"))
     assert tp == 1 or whole_anyway <= WHOLE, whole_anyway - WHOLE
