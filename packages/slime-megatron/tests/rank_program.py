@@ -90,6 +90,31 @@ class Rank:
         """Several shards, one per data-parallel rank: this rank takes its own."""
         return self.worker.train(shards[self.worker.data_parallel_rank])
 
+    def core_settings(self, names):
+        """Fields of Megatron's configs: the model's, the gradient buffers', the optimizer's."""
+        actor = self.worker._actor
+        configs = (actor.model[0].config, actor.wrapped[0].ddp_config, actor.optimizer.config)
+        return {name: next(getattr(one, name) for one in configs if hasattr(one, name)) for name in names}
+
+    def core_settings_on_a_gpu(self, names):
+        """The same, as they would be on one."""
+        import torch
+
+        from slime_megatron import core_configs
+        from slime_megatron.device import Device
+
+        worker, gpu = self.worker, Device(torch.device("cuda", 0), "nccl", lambda: None, 1)
+        given = (worker.shape, worker.config, gpu)
+        configs = (core_configs.transformer_config(*given), core_configs.ddp_config(*given))
+        return {name: next(getattr(one, name) for one in configs if hasattr(one, name)) for name in names}
+
+    def is_deterministic(self):
+        import os
+
+        import torch
+
+        return torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
     def train_and_fail(self, shards):
         """What the error says, and whether the weights are as before."""
         import numpy as np

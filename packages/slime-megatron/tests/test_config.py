@@ -46,7 +46,26 @@ def test_flags_carry_megatron_names_and_defaults():
             {"save_debug_train_data": "a/{rollout_id}"},
             "--save-debug-train-data a/{rollout_id} must hold {rollout_id} and {rank}",
         ),
-        ({"overlap_param_gather": True}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        ({"overlap_param_gather": "on"}, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        (
+            {"use_distributed_optimizer": True, "overlap_param_gather": "on", "overlap_grad_reduce": "off"},
+            "needs --use-distributed-optimizer and --overlap-grad-reduce",
+        ),
+        ({"overlap_grad_reduce": "maybe"}, "--overlap-grad-reduce maybe is unknown; allowed: auto, on, off"),
+        (
+            {"share_prompts": "on", "megatron_args": {"moe_aux_loss_coeff": 0.1}},
+            "--share-prompts on does not work with moe_aux_loss_coeff 0.1, which counts a shared prompt once",
+        ),
+        ({"recompute_modules": ("mlp",)}, "--recompute-modules needs --recompute-granularity selective"),
+        ({"recompute_modules": ("attention",)}, "--recompute-modules attention is unknown; allowed: core_attn, mlp"),
+        (
+            {"recompute_activations": True, "recompute_modules": ("core_attn", "layernorm")},
+            "--recompute-modules layernorm needs Transformer Engine's layers, which are not used yet; allowed: core",
+        ),
+        (
+            {"recompute_activations": True, "recompute_modules": ("mla_up_proj",)},
+            "--recompute-modules mla_up_proj needs Transformer Engine's layers",
+        ),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
         ({"optimizer": "sgd"}, "--optimizer sgd is unknown; allowed: adam"),
@@ -96,6 +115,20 @@ def test_recompute_activations_is_megatrons_short_form():
     assert MegatronConfig(recompute_activations=True, recompute_granularity="selective").recompute == "selective"
     full = MegatronConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
     assert full.recompute == "full"
+
+
+def test_overlap_is_for_gpus_unless_it_is_asked_for():
+    def overlaps(on_gpu, **values):
+        config = MegatronConfig(**values)
+        return config.overlaps_gradients(on_gpu), config.overlaps_weights(on_gpu)
+
+    distributed = {"use_distributed_optimizer": True}
+    assert overlaps(True) == (True, False)
+    assert overlaps(True, **distributed) == (True, True)
+    assert overlaps(True, **distributed, overlap_grad_reduce="off") == (False, False)
+    assert overlaps(True, **distributed, overlap_param_gather="off") == (True, False)
+    assert overlaps(False, **distributed) == (False, False)
+    assert overlaps(False, **distributed, overlap_param_gather="on") == (True, True)
 
 
 def test_sequence_parallelism_over_one_rank_splits_nothing():
@@ -181,11 +214,26 @@ TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
             EXPERTS,
             "--tensor-model-parallel-size 3 of a model with experts needs --sequence-parallel; add it",
         ),
+        (
+            {"tensor_model_parallel_size": 3},
+            {"multi_latent_attention": True},
+            "--tensor-model-parallel-size 3 of a model with latent attention needs --sequence-parallel; add it",
+        ),
+        (
+            {"recompute_activations": True, "recompute_modules": ("mlp", "moe")},
+            {},
+            "--recompute-modules moe: the model has no experts; leave it out",
+        ),
+        (
+            {"recompute_activations": True, "recompute_modules": ("shared_experts",)},
+            EXPERTS,
+            "--recompute-modules shared_experts: the model has no shared experts; leave it out",
+        ),
     ],
 )
 def test_a_model_that_does_not_divide_is_named(values, experts, words):
     with pytest.raises(ConfigError, match=words):
-        MegatronConfig(**values).check_fits(shape("qwen3_moe" if experts else "llama", **experts))
+        MegatronConfig(**values).check_fits(shape("qwen3_moe" if "num_experts" in experts else "llama", **experts))
 
 
 def test_what_divides_fits():

@@ -14,6 +14,7 @@ VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DO = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": "on", "overlap_param_gather": "on"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 SHARED = {"share_prompts": "on"}
@@ -25,7 +26,8 @@ LAYOUTS = {
     "pp2+vpp2": (2, VPP2, 2),
     "dp2": (2, {}, 3),
     "dp2+dist-opt": (2, DO, 3),
-    "dp2+dist-opt+overlap": (2, DO | {"overlap_grad_reduce": True, "overlap_param_gather": True}, 2),
+    "dp2+dist-opt+overlap": (2, DO | OVERLAP, 2),
+    "pp2+vpp2, dp2+dist-opt+overlap": (4, VPP2 | DO | OVERLAP, 2),
     "cp2": (2, CP2, 3),
     "ep2": (2, EP2, 3),
     "tp2+sp+etp1+ep2": (2, TP2_SP | EP2 | {"expert_tensor_parallel_size": 1}, 3),
@@ -38,6 +40,10 @@ LAYOUTS = {
     "micro-batches": (1, {}, 3),
     "full recomputation": (1, FULL, None),
     "selective recomputation": (1, SELECTIVE, None),
+    "recomputed mlp": (1, SELECTIVE | {"recompute_modules": ("core_attn", "mlp")}, None),
+    "recomputed experts": (1, SELECTIVE | {"recompute_modules": ("core_attn", "mlp", "moe")}, None),
+    "recomputed shared experts": (1, SELECTIVE | {"recompute_modules": ("shared_experts",)}, None),
+    "fused activations": (1, {"megatron_args": {"bias_activation_fusion": True, "bias_dropout_fusion": True}}, None),
     "shared prompts": (1, SHARED, 4),
     "shared prompts, pp2+vpp2": (2, VPP2 | SHARED, 4),
     "shared prompts, tp2+sp": (2, TP2_SP | SHARED, None),
@@ -48,13 +54,24 @@ WITH_EXPERTS = ["qwen3-moe/4", "glm4-moe/4", "deepseek/4"]
 
 def suits(name, layout):
     """Experts with tensor parallelism need sequence parallelism; other models have no experts to place."""
-    return layout != "tp2" if name in WITH_EXPERTS else "ep2" not in layout
+    if "shared experts" in layout:
+        return name in ("glm4-moe/4", "deepseek/4")
+    return layout != "tp2" if name in WITH_EXPERTS else "ep2" not in layout and "experts" not in layout
 
 
 def is_shown(name, layout):
     """In the normal run: every layout, of a model with experts and latent attention if it has to do with them; and two
     layouts of every family."""
-    with_experts = "ep2" in layout or layout in ("cp2", "tp2+sp, pp2", "tp2+sp, cp2", "dp2+dist-opt")
+    if layout == "pp2+vpp2, dp2+dist-opt+overlap":
+        return False
+    of_experts = "experts" in layout or layout in (
+        "cp2",
+        "tp2+sp, pp2",
+        "tp2+sp, cp2",
+        "dp2+dist-opt",
+        "fused activations",
+    )
+    with_experts = "ep2" in layout or of_experts
     return name == ("deepseek/4" if with_experts else "qwen3/4") or layout in ("tp2+sp", "pp2+vpp2")
 
 

@@ -13,7 +13,7 @@ from slime_core.types import TrainSample
 
 PPO = AlgorithmConfig(advantage_estimator="ppo", gamma=0.9, lambd=0.8, eps_clip=0.05, value_clip=0.05)
 KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
-OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": "on", "overlap_param_gather": "on"}
 LAYOUTS = {
     "one": (1, {}, None),
     "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 3),
@@ -290,7 +290,10 @@ def test_the_policy_becomes_the_reference(ranks, tiny_model, tiny_config, make_s
     [
         ({"judge": {}}, "overrides of the role judge: no such role is trained; give actor or critic"),
         ({"critic": {"learning_rate": 1.0}}, "overrides of the role critic: unknown setting learning_rate"),
+        ({"critic": {"lrs": 1.0}}, "overrides of the role critic: unknown setting lrs; near names: lr"),
         ({"critic": {"tensor_model_parallel_size": 2}}, "tensor_model_parallel_size is the same for all roles"),
+        ({"critic": {"lr": "fast"}}, "overrides of the role critic: lr 'fast' must be float"),
+        ({"actor": {"lr": -1.0}}, "overrides of the role actor: --lr -1.0 must be 0 or more"),
     ],
 )
 def test_overrides_that_cannot_be(ranks, tiny_model, tiny_config, rank_error, overrides, message):
@@ -298,6 +301,11 @@ def test_overrides_that_cannot_be(ranks, tiny_model, tiny_config, rank_error, ov
     with pytest.raises(rank_error, match=message) as caught:
         ranks.start(1, tiny_config(load=model.checkpoint), model.shape, PPO, overrides=overrides)
     assert caught.value.kind == "ConfigError"
+
+
+def test_overrides_of_a_critic_that_is_not_there(ranks, tiny_model, tiny_config, rank_error):
+    with pytest.raises(rank_error, match="overrides of the role critic: there is none; add --advantage-estimator ppo"):
+        ranks.start(1, tiny_config(), tiny_model("qwen3").shape, overrides={"critic": {"lr": 0.5}})
 
 
 def test_a_role_takes_overrides(ranks, tiny_model, tiny_config, make_samples, make_shards):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from slime_convert.shape import ModelShape
@@ -15,7 +15,8 @@ from slime_megatron.trained import Lora, Selection
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
 RECOMPUTE_METHODS = ("uniform", "block")
-SHARE_PROMPTS = ("auto", "on", "off")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act")
+AUTO_ON_OFF = ("auto", "on", "off")
 OPTIMIZERS = ("adam",)
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 CKPT_FORMATS = ("torch_dist",)
@@ -34,6 +35,10 @@ class MegatronConfig(Config):
 
     Flags that many Megatron command lines carry, and that say what is so here anyway, are accepted; their help says
     so. A value that would change something is refused.
+
+    Attributes:
+        megatron_args: Megatron's other arguments, by the names of their fields in its configs; only those that were
+            given. They are checked, and merged, when a worker starts. They are no flags.
 
     Raises:
         ConfigError: A value, or a combination of values, cannot work; the message says which and what to do.
@@ -81,7 +86,7 @@ class MegatronConfig(Config):
     balance_data: bool = flag(False, help="no effect: the work is always balanced over the data-parallel ranks")
     share_prompts: str = flag(
         "auto",
-        choices=SHARE_PROMPTS,
+        choices=AUTO_ON_OFF,
         help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same; auto: "
         "where it saves a tenth of the tokens; without a value, on",
         may_change=True,
@@ -121,6 +126,17 @@ class MegatronConfig(Config):
         None, unit="layers", help="layers per block of a full recomputation", least=1, may_change=True
     )
     recompute_activations: bool = flag(False, help="the same as --recompute-granularity selective", may_change=True)
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        choices=RECOMPUTE_MODULES,
+        metavar="MODULE",
+        help="what a selective recomputation covers: core_attn unless given, mlp, moe (whole layers of experts), "
+        "shared_experts; the others need Transformer Engine",
+        may_change=True,
+    )
+    deterministic_mode: bool = flag(
+        False, help="compute every sum in the same order in each run; slower on a GPU", may_change=True
+    )
 
     optimizer: str = flag("adam", choices=OPTIMIZERS, help="adam is AdamW: the weight decay is decoupled")
     lr: float = flag(1e-6, help="peak learning rate", least=0)
@@ -150,9 +166,20 @@ class MegatronConfig(Config):
     )
     clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping", least=0)
     use_distributed_optimizer: bool = flag(False, help="split the optimizer's state over the data-parallel ranks")
-    overlap_grad_reduce: bool = flag(False, help="reduce gradients while others are still computed", may_change=True)
-    overlap_param_gather: bool = flag(
-        False, help="gather the distributed optimizer's weights while the forward pass runs", may_change=True
+    overlap_grad_reduce: str = flag(
+        "auto",
+        choices=AUTO_ON_OFF,
+        help="reduce gradients while others are still computed; auto: on a GPU; without a value, on",
+        may_change=True,
+        bare="on",
+    )
+    overlap_param_gather: str = flag(
+        "auto",
+        choices=AUTO_ON_OFF,
+        help="gather the distributed optimizer's weights while the forward pass runs; auto: on a GPU, where gradients "
+        "overlap too; without a value, on",
+        may_change=True,
+        bare="on",
     )
     seed: int = flag(
         1234, help="seed of everything random: initial weights, dropout, the samples drawn", least=0, most=MAX_SEED
@@ -237,7 +264,9 @@ class MegatronConfig(Config):
         False, help="no effect: attention's softmax is computed in fp32 always", may_change=True
     )
     no_gradient_accumulation_fusion: bool = flag(
-        False, help="no effect: gradient accumulation is never fused", may_change=True
+        False,
+        help="do not add weights' gradients up in the matrix product; done on a GPU with Apex's kernels alone",
+        may_change=True,
     )
     attention_backend: str = flag(
         "auto",
@@ -245,6 +274,8 @@ class MegatronConfig(Config):
         help="no effect: the attention over packed rows is slime's own",
         may_change=True,
     )
+
+    megatron_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recompute(self) -> str | None:
@@ -264,7 +295,25 @@ class MegatronConfig(Config):
     @property
     def may_share_prompts(self) -> bool:
         """Whether a micro-batch may compute a prompt once for several samples."""
-        return self.share_prompts != "off" and self.context_parallel_size == 1
+        return self.share_prompts != "off" and not self.sharing_obstacles
+
+    @property
+    def sharing_obstacles(self) -> list[str]:
+        """Settings under which a prompt that is computed once gives another result, and why."""
+        cut = [f"--context-parallel-size {self.context_parallel_size}, which cuts each sample by itself"]
+        counted = [f"{given}, which counts a shared prompt once" for given in regulating(self.megatron_args)]
+        return (cut if self.context_parallel_size > 1 else []) + counted
+
+    def overlaps_gradients(self, on_gpu: bool) -> bool:
+        """Whether gradients are reduced while others are still computed."""
+        return self.overlap_grad_reduce == "on" or (
+            self.overlap_grad_reduce == "auto" and (on_gpu or self.overlap_param_gather == "on")
+        )
+
+    def overlaps_weights(self, on_gpu: bool) -> bool:
+        """Whether the distributed optimizer's weights are gathered while the forward pass runs."""
+        follows = on_gpu and self.use_distributed_optimizer and self.overlaps_gradients(on_gpu)
+        return self.overlap_param_gather == "on" or (self.overlap_param_gather == "auto" and follows)
 
     @property
     def selection(self) -> Selection:
@@ -303,18 +352,18 @@ class MegatronConfig(Config):
                 "--recompute-activations means --recompute-granularity selective, but full is given; "
                 "leave one of the two out"
             )
-        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+        if self.overlap_param_gather == "on" and (
+            not self.use_distributed_optimizer or self.overlap_grad_reduce == "off"
+        ):
             yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; give them too"
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
             yield (
                 f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} divides the "
                 "stages of a pipeline, and there is none; give --pipeline-model-parallel-size too, or leave it out"
             )
-        if self.share_prompts == "on" and self.context_parallel_size > 1:
-            yield (
-                "--share-prompts on does not work with --context-parallel-size, which cuts each sample by itself; "
-                "leave one of the two out"
-            )
+        if self.share_prompts == "on":
+            for obstacle in self.sharing_obstacles:
+                yield f"--share-prompts on does not work with {obstacle}; leave one of the two out"
         if self.expert_tensor_size != self.tensor_model_parallel_size and self.expert_model_parallel_size == 1:
             # Megatron-core 0.16.1 then never sums the experts' gradients over the ranks that have copies.
             yield (
@@ -334,6 +383,21 @@ class MegatronConfig(Config):
                 "--recompute-granularity full, --recompute-method and --recompute-num-layers go together; "
                 "give all three or none"
             )
+        yield from self._recompute_contradictions()
+
+    def _recompute_contradictions(self) -> Iterator[str]:
+        """Of --recompute-modules."""
+        if self.recompute_modules is None:
+            return
+        if self.recompute != "selective":
+            yield "--recompute-modules needs --recompute-granularity selective; give it too"
+        # Megatron-core 0.16.1 crashes at the first two without Transformer Engine, and refuses the third.
+        for module in self.recompute_modules:
+            if module in ("layernorm", "mla_up_proj", "moe_act"):
+                yield (
+                    f"--recompute-modules {module} needs Transformer Engine's layers, which are not used yet; allowed: "
+                    "core_attn, mlp, moe, shared_experts"
+                )
 
     def _training_contradictions(self) -> Iterator[str]:
         """Of the flags that say which weights train."""
@@ -436,6 +500,10 @@ class MegatronConfig(Config):
             yield from _not_divided("expert_model_parallel_size", experts, {"num_experts": shape.num_experts})
             ffn = {"moe_ffn_hidden_size": shape.moe_ffn_hidden_size or 0}
             yield from _not_divided("expert_tensor_parallel_size", self.expert_tensor_size, ffn)
+        there = {"moe": shape.num_experts, "shared_experts": shape.moe_shared_expert_intermediate_size}
+        for module in self.recompute_modules or ():
+            if there.get(module, 1) is None:
+                yield f"--recompute-modules {module}: the model has no {_PARTS[module]}; leave it out"
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             # Without it, Megatron-core 0.16.1 counts gradients of latent attention's norms once per rank, and refuses
             # to train experts.
@@ -445,6 +513,16 @@ class MegatronConfig(Config):
                     f"--tensor-model-parallel-size {self.tensor_model_parallel_size} of a model with "
                     f"{' and '.join(found)} needs --sequence-parallel; add it"
                 )
+
+
+_PARTS = {"moe": "experts", "shared_experts": "shared experts"}
+
+
+def regulating(megatron_args: Mapping[str, Any]) -> list[str]:
+    """Those of Megatron's arguments, with their values, that regulate how evenly experts are loaded."""
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_expert_capacity_factor")
+    given = {name: megatron_args[name] for name in names if name in megatron_args}
+    return [f"{name} {value}" for name, value in given.items() if isinstance(value, int | float) and value > 0]
 
 
 def _flag_name(dest: str) -> str:

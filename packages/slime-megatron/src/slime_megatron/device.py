@@ -48,7 +48,7 @@ class Device:
         return self.torch_device.type == "cpu"
 
 
-def select_device(threads: int | None = None) -> Device:
+def select_device(threads: int | None = None, *, deterministic: bool = False) -> Device:
     """Make this process ready for Megatron: call it once, before anything imports Megatron.
 
     With CUDA, the process takes the first GPU it may see (the launcher gives each rank one) and NCCL; this branch
@@ -56,9 +56,15 @@ def select_device(threads: int | None = None) -> Device:
 
     Args:
         threads: CPU threads of this rank; torch's own choice unless given.
+        deterministic: Let torch refuse kernels whose result differs from run to run, and have cuBLAS and NCCL sum in
+            one order; what they read must be set before their first use.
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(deterministic)
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
         memory = torch.cuda.get_device_properties(0).total_memory

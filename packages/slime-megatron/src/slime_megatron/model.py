@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,16 +9,27 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from slime_convert.shape import ModelShape
 from slime_megatron.attention import PackedAttention, PackedParams
 from slime_megatron.config import MegatronConfig
+from slime_megatron.core_configs import transformer_config
 from slime_megatron.device import Device
 from slime_megatron.packing import PackedBatch
-from slime_megatron.parts import VALUE_HEAD, HiddenOutput, PostNormLayer, RMSNorm, Rotary, ValueHead, WholeLinear
+from slime_megatron.parts import (
+    VALUE_HEAD,
+    HiddenOutput,
+    LoadRouter,
+    PostNormLayer,
+    RMSNorm,
+    Rotary,
+    ValueHead,
+    WholeLinear,
+)
 
 Chunks = list[Any]
 """The parts of the model that this pipeline rank holds: one, or one per virtual stage. GPTModel, or wrapped in DDP."""
@@ -62,8 +72,21 @@ def build_model(
 def run(chunk: Any, batch: PackedBatch) -> torch.Tensor:
     """Run a packed batch through a chunk; the last one gives hidden states, 1 × T × D, or a value head's 1 × T × 1."""
     packed = PackedParams(qkv_format="sbhd", layout=batch.attention, positions_T=batch.positions_T)
-    output: torch.Tensor = chunk(batch.tokens_T[None], None, None, packed_seq_params=packed)
+    model, padding_1T = bare(chunk), None
+    if _regulates_load(model.config):
+        padding_1T = batch.padding_T[None]
+        if model.config.sequence_parallel and not model.pre_process:
+            # Megatron-core 0.16.1 gives a rank its part on the first stage alone.
+            padding_1T = scatter_to_sequence_parallel_region(batch.padding_T[:, None]).T
+    output: torch.Tensor = chunk(batch.tokens_T[None], None, None, packed_seq_params=packed, padding_mask=padding_1T)
     return output
+
+
+def _regulates_load(config: TransformerConfig) -> bool:
+    """Whether it matters which tokens are padding: routers count the others."""
+    if config.num_moe_experts is None:
+        return False
+    return bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff or config.moe_router_bias_update_rate)
 
 
 def bare(chunk: Any) -> GPTModel:
@@ -107,7 +130,8 @@ def freeze_weights(chunks: Chunks, config: MegatronConfig) -> None:
     for chunk in chunks:
         model = bare(chunk)
         config.selection.freeze(named_weights([model]), tied=model.share_embeddings_and_output_weights)
-        if config.recompute == "full" and model.pre_process:
+        covers_weights = config.recompute == "full" or set(config.recompute_modules or ()) > {"core_attn"}
+        if covers_weights and model.pre_process:
             model.embedding.register_forward_hook(_with_gradient)
 
 
@@ -162,8 +186,10 @@ def _build_chunk(
 
 
 def _replace_parts(layer: Any, shape: ModelShape) -> None:
-    """Put our core attention, norms and down-projections into the spec of a layer."""
+    """Put our core attention, norms, routers and down-projections into the spec of a layer."""
     parts = layer.submodules
+    if hasattr(parts.mlp.submodules, "router"):
+        parts.mlp.submodules.router = LoadRouter
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.multi_latent_attention:
@@ -178,51 +204,3 @@ def _replace_parts(layer: Any, shape: ModelShape) -> None:
     if shape.post_self_attn_layernorm or shape.post_mlp_layernorm:
         layer.module = PostNormLayer
         layer.params = {"after_attention": shape.post_self_attn_layernorm, "after_mlp": shape.post_mlp_layernorm}
-
-
-def transformer_config(shape: ModelShape, config: MegatronConfig, device: Device) -> TransformerConfig:
-    """Megatron's configuration of the model and of its parallel layout."""
-    kind = MLATransformerConfig if shape.multi_latent_attention else TransformerConfig
-    known = {field.name for field in dataclasses.fields(kind)}
-    values = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name in known}
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
-    virtual = config.virtual_pipeline_model_parallel_size
-    values |= {
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_epsilon,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "num_moe_experts": shape.num_experts,
-        "mtp_num_layers": shape.mtp_num_layers or None,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "bf16": config.bf16,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual,
-        "context_parallel_size": config.context_parallel_size,
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_size,
-        "sequence_parallel": config.splits_sequences,
-        # Micro-batches differ in length. Megatron-core then wants this dispatcher, also of models without experts.
-        "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
-        # With core's default, batched messages, two stages of virtual pipelines compute something else.
-        "overlap_p2p_comm": virtual is not None,
-        "batch_p2p_comm": virtual is None,
-        # The load is balanced neither by a loss nor by a moving bias: both change the policy behind the loss's back.
-        # Sharing prompts relies on it: a router would count a shared prompt once.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_dtype": "fp32",
-        "recompute_granularity": config.recompute,
-        "recompute_method": config.recompute_method,
-        "recompute_num_layers": config.recompute_num_layers,
-        "use_cpu_initialization": device.is_cpu,
-        "gradient_accumulation_fusion": False,
-    }
-    return kind(**values)

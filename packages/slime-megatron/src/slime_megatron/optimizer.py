@@ -7,55 +7,38 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from slime_convert.shape import ModelShape
 from slime_megatron.config import MegatronConfig
+from slime_megatron.core_configs import ddp_config, optimizer_config
+from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
 from slime_megatron.model import Chunks
 
 
-def wrap_model(model: Chunks, config: MegatronConfig) -> Chunks:
+def wrap_model(model: Chunks, shape: ModelShape, config: MegatronConfig, device: Device) -> Chunks:
     """Give the model Megatron's fp32 gradient buffers, reduced over the data-parallel ranks."""
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-    )
+    settings = ddp_config(shape, config, device)
     transformer = model[0].config
     wrapped = [
         DistributedDataParallel(transformer, settings, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model)
     ]
     transformer.finalize_model_grads_func = finalize_model_grads
-    if config.overlap_grad_reduce:
+    if settings.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 
-def build_optimizer(wrapped: Chunks, config: MegatronConfig) -> Any:
+def build_optimizer(wrapped: Chunks, shape: ModelShape, config: MegatronConfig) -> Any:
     """Megatron's optimizer with AdamW inside."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad,
-            bf16=config.bf16,
-            params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-            use_distributed_optimizer=config.use_distributed_optimizer,
-        ),
-        wrapped,
-    )
+    optimizer = get_megatron_optimizer(optimizer_config(shape, config), wrapped)
     # With all dense weights or all experts frozen, the optimizer of one of them is none, on every rank.
     optimizer = ChainedOptimizer([part for part in optimizer.chained_optimizers if part.optimizer is not None])
     for part in optimizer.chained_optimizers:

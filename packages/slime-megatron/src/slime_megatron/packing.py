@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class PackedBatch:
     Attributes:
         tokens_T: Input token ids.
         positions_T: Position of each token in its own sample, from 0.
+        padding_T: Which tokens are of no sample.
         attention: Who attends to whom.
         logit_rows_M: Packed token whose hidden state predicts each target of this rank.
         targets_M: The targets themselves: trained response tokens, sample by sample.
@@ -49,6 +51,7 @@ class PackedBatch:
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
+    padding_T: torch.Tensor
     attention: AttentionLayout
     logit_rows_M: torch.Tensor
     targets_M: torch.Tensor
@@ -119,6 +122,7 @@ class MicroBatch:
         return PackedBatch(
             tokens_T=_joined(row.tokens, length).to(device),
             positions_T=_joined(row.positions, length).to(device),
+            padding_T=~_joined(row.real, length).to(device),
             attention=layout(
                 row.runs, row.continuations, length, device, rank=self._context.rank, ranks=self._context.size
             ),
@@ -152,6 +156,7 @@ class MicroBatch:
                 if end > keys[-1] + 1:
                     row.continuations.append(Continuation(start + prompt, end - start - prompt, keys))
             start = end
+        row.real = [np.ones(start, bool)]
         if not self._shared:
             start = 1
         row.length = row.computed = start
@@ -191,10 +196,12 @@ _NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 @dataclass
 class _Row:
-    """Parts of a packed row. ``logit_rows`` is −1 for targets of other ranks; ``length`` is T before padding."""
+    """Parts of a packed row. ``real`` is false for padding, ``logit_rows`` −1 for targets of other ranks; ``length`` is
+    T before padding."""
 
     tokens: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
     positions: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
+    real: list[NDArray[np.bool_]] = field(default_factory=list)
     logit_rows: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
     targets: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
     runs: list[int] = field(default_factory=list)
@@ -208,7 +215,7 @@ def _mask(sample: TrainSample) -> NDArray[np.bool_]:
     return sample.loss_mask.astype(bool)
 
 
-def _joined(parts: Sequence[NDArray[np.int64]], length: int = 0) -> torch.Tensor:
+def _joined(parts: Sequence[NDArray[Any]], length: int = 0) -> torch.Tensor:
     """The parts as one tensor, filled up with zeros to ``length``."""
     joined = np.concatenate(parts)
     return torch.from_numpy(np.pad(joined, (0, max(length - len(joined), 0))))
@@ -249,6 +256,7 @@ def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_
         own = _zigzag(length, context, context.rank)
         row.tokens.append(np.pad(tokens, (0, length - len(tokens)))[own])
         row.positions.append(own)
+        row.real.append((own < len(tokens)) & bool(samples))
         real = own[own < len(tokens)]
         row.computed += len(real)
         row.pairs += int(real.sum()) + len(real)

@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -152,6 +154,26 @@ for _name in ("TELinear", "TEColumnParallelLinear"):
         setattr(multi_latent_attention, _name, type(_name, (), {}))
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+
+class LoadRouter(TopKRouter):  # type: ignore[misc]
+    """A router that counts no padding as load. Megatron-core 0.16.1 crashes at padding where routers have a bias."""
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
+
+
+def _some_tokens(count: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's count of tokens, at least 1: a balance loss is divided by it, and a filler has padding alone."""
+
+    def count_some(*args: Any, **kwargs: Any) -> Any:
+        per_expert, own, total = count(*args, **kwargs)
+        return per_expert, own, total.clamp(min=1) if torch.is_tensor(total) else total
+
+    return count_some
+
+
+router_module.get_tokens_per_expert_and_token_count = _some_tokens(router_module.get_tokens_per_expert_and_token_count)
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]

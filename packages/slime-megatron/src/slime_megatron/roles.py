@@ -16,8 +16,9 @@ from slime_megatron.checkpoint_io import load_checkpoint, load_weights
 from slime_megatron.checkpoint_writer import Background, save_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_megatron.device import Device
+from slime_megatron.errors import TrainingError
 from slime_megatron.lora import add_adapters, base_weights, reset_adapters
-from slime_megatron.model import Chunks, build_model, freeze_weights
+from slime_megatron.model import Chunks, build_model, freeze_weights, named_weights
 from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
 from slime_megatron.parallel import seed_everything
 
@@ -65,8 +66,8 @@ class TrainedModel:
             for role, directory in (frozen or {}).items()
         }
         freeze_weights(self.model, config)
-        self.wrapped = wrap_model(self.model, config)
-        self.optimizer = build_optimizer(self.wrapped, config)
+        self.wrapped = wrap_model(self.model, shape, config, device)
+        self.optimizer = build_optimizer(self.wrapped, shape, config)
         self.scheduler = build_scheduler(self.optimizer, config)
 
     def _frozen(self, directory: Path | None) -> HostWeights:
@@ -102,9 +103,21 @@ class TrainedModel:
 
     def gather_weights(self) -> None:
         """Have all weights of the last step here, which --overlap-param-gather leaves to the next forward pass."""
-        if self.config.overlap_param_gather:
-            for chunk in self.wrapped:
+        for chunk in self.wrapped:
+            if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Put the routers' biases back if the step is not taken: Megatron moves them before the gradient is checked."""
+        biases = [weight for name, weight in named_weights(self.model) if name.endswith(".expert_bias")]
+        before = [bias.clone() for bias in biases]
+        try:
+            yield
+        except TrainingError:
+            for bias, earlier in zip(biases, before, strict=True):
+                bias.copy_(earlier)
+            raise
 
     def zero_gradients(self) -> None:
         """Before a step."""

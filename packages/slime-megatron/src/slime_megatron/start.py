@@ -71,14 +71,14 @@ def start_worker(
         output_dir: Where the run's outputs go; traces of ``--profile`` in ``profile`` there.
 
     Raises:
-        ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, or the
-            loss is not available, or a role is unknown.
+        ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
+            is not available, a role is unknown, or one of Megatron's arguments cannot be given.
         CheckpointError: A checkpoint is missing or does not fit.
     """
     from slime_megatron.device import select_device
 
     estimator = check_algorithm(algorithm, config)
-    device = select_device(config.trainer_threads)
+    device = select_device(config.trainer_threads, deterministic=config.deterministic_mode)
     with warnings.catch_warnings():
         # Megatron warns six times that it goes on without these two, as we mean it to.
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* not installed")

@@ -126,6 +126,7 @@ def forward_backward(
         mis_sums = step_mis_sums(plan, algorithm, next(bare(model[0]).parameters()).device)
     count = len(plan.batches)
     if count == 0:  # on all ranks
+        _start_reducing(model)
         finalize_model_grads(model)
         return step_metrics([])
     scale = count * parallel_state.get_data_parallel_world_size()
@@ -141,6 +142,14 @@ def forward_backward(
         return run(chunk, batch), loss_of
 
     return step_metrics(_schedule(forward_step, packed, model, count))
+
+
+def _start_reducing(model: Chunks) -> None:
+    """What backward passes do where gradients are reduced meanwhile, of which the first does it at its end."""
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if chunk.ddp_config.overlap_grad_reduce and not group.is_first_batch:
+                group.start_grad_sync()
 
 
 def _schedule(forward_step: Any, packed: Packed, model: Chunks, count: int, **how: bool) -> list[Any]:

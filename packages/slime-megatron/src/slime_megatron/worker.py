@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, T
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source
 from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
+from slime_megatron.core_configs import argument_notices, check_arguments
 from slime_megatron.debugging import profiled, write_train_data
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
@@ -39,6 +41,8 @@ from slime_megatron.roles import TrainedModel
 from slime_megatron.step import Head, ValueReader, evaluate, forward_backward
 from slime_megatron.sync import WeightExport, push_weights
 from slime_megatron.timer import PhaseTimer, reset_peak_memory
+
+logger = logging.getLogger(__name__)
 
 _PHASES: dict[Role, str] = {
     "actor": "log_probs",
@@ -80,6 +84,8 @@ class MegatronWorker:
         self._estimator = estimator
         actor = self._fitting("actor", overrides, rendezvous.world_size)
         critic = None
+        if "critic" in overrides and not self._loss.needs_critic(algorithm):
+            raise ConfigError("overrides of the role critic: there is none; add --advantage-estimator ppo")
         if self._loss.needs_critic(algorithm):
             critic = self._fitting("critic", overrides, rendezvous.world_size)
         join_ranks(config, rendezvous, device)
@@ -98,6 +104,8 @@ class MegatronWorker:
         if critic is not None:
             critic_source = None if resumed else critic.load
             self._critic = TrainedModel(critic, shape, device, source=critic_source, resumed=resumed, value_head=True)
+        if rendezvous.rank == 0:
+            self._report_settings()
         self._export: WeightExport | None = None
         self._moved: list[HostCopy] | None = None
         self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
@@ -110,9 +118,21 @@ class MegatronWorker:
         """The settings of a role that is trained, which fits on the device."""
         own = role_config(self.config, role, overrides)
         own.check_fits(self.shape)
+        check_arguments(self.shape, own, self._device)
         head = role == "critic" or self._loss.value_head
         check_memory(role, role_memory(self.shape, own, world_size, value_head=head), self._device.memory_bytes)
         return own
+
+    def _report_settings(self) -> None:
+        """Say once what of the settings is not so."""
+        model = self._actor
+        found = argument_notices(
+            self.shape, model.config, self._device, model.model[0].config, model.wrapped[0].ddp_config
+        )
+        if found:
+            logger.warning("Megatron's arguments: %s", "; ".join(found))
+        if self.config.share_prompts == "auto" and (obstacles := self.config.sharing_obstacles):
+            logger.warning("--share-prompts auto shares none: it does not work with %s", "; ".join(obstacles))
 
     def _frozen_sources(self, resume_from: str | Path | None) -> dict[str, Path | None]:
         """Where the weights of the roles that are not trained come from; ``None`` for the random ones of the start."""
@@ -304,7 +324,7 @@ class MegatronWorker:
     def _micro_batch(self, samples: Sequence[TrainSample]) -> MicroBatch:
         return MicroBatch(
             samples,
-            share_prompts=self.config.share_prompts,
+            share_prompts=self.config.share_prompts if self.config.may_share_prompts else "off",
             multiple_of=self.config.tensor_model_parallel_size if self.config.splits_sequences else 1,
             context=ContextParallel(
                 parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -352,12 +372,14 @@ class MegatronWorker:
     ) -> dict[str, float]:
         """One optimizer step, and its metrics."""
         prefix = "critic_" if role is self._critic else ""
-        with timer.phase(f"{prefix}forward_backward"):
-            role.zero_gradients()
-            batches = [planned.batch for planned in plan.batches]
-            passes = 3 if role.config.lora is None else 2  # adapters cost little; the base's weights have no gradient
-            packed = partial(self._packed, batches, timer, f"{prefix}forward_backward", head, passes)
-            metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head)
-        with timer.phase(f"{prefix}optimizer"):
-            check_finite(metrics)
-            return metrics | role.step()
+        with role.undone_on_error():
+            with timer.phase(f"{prefix}forward_backward"):
+                role.zero_gradients()
+                batches = [planned.batch for planned in plan.batches]
+                # Adapters cost little; the base's weights have no gradient.
+                passes = 3 if role.config.lora is None else 2
+                packed = partial(self._packed, batches, timer, f"{prefix}forward_backward", head, passes)
+                metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head)
+            with timer.phase(f"{prefix}optimizer"):
+                check_finite(metrics)
+                return metrics | role.step()

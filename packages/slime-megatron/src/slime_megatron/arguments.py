@@ -1,0 +1,184 @@
+"""Megatron-core's arguments that are no flags here: which may be given by name, and what becomes of them.
+
+A name is a field of one of core's configs. Some are refused, because slime sets them or because they would break what
+it computes; some are accepted without effect, because the result is the same; all others are core's affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from slime_convert.shape import ModelShape
+from slime_core.flags import flag_specs
+from slime_megatron.config import MegatronConfig, regulating
+from slime_megatron.overrides import has_type, shown
+
+_TE = "it needs Transformer Engine's layers, which are not used yet"
+_PART = "the models that are trained have no such part"
+_INFERENCE = "it is for inference"
+# Fields, * for any end of the name, that have one value: the one that slime sets, or else core's default.
+_FIXED = {
+    "fp16 params_dtype pipeline_dtype *autocast* fp32_residual_* main_* exp_avg*": "precision follows --bf16",
+    "fp8* fp4* first_last_layers_bf16 num_layers_at_* *kitchen* tp_only_amax_red quant_recipe": _TE,
+    "moe_router_padding_* *cpu_offloading* fine_grained_* offload_modules delay_wgrad_compute ep_overlap_*": _TE,
+    "activation_func_fp8_* reuse_grad_buf_* defer_embedding_* wgrad_deferral_limit overlap_moe_*": _TE,
+    "variable_seq_lengths *cuda_graph*": "micro-batches differ in length",
+    "num_layers_in_* account_for_* *_parallel_layout": "all stages of a pipeline have equally many layers",
+    "mtp_standalone": "prediction modules are not run",
+    "overlap_p2p_comm batch_p2p_comm use_ring_*": "the pipeline's schedule decides how its stages exchange messages",
+    "num_microbatches_with_* microbatch_group_*": "slime divides a step into micro-batches",
+    "hierarchical_context_* hybrid_context_* max_seqlen_*": "each sample is cut over all context-parallel ranks",
+    "apply_residual_* qk_l2_norm qk_clip* log_max_* no_rope_freq activation_func moe_latent_size": _PART,
+    "moe_apply_probs_* dsa_* linear_* mrope_section is_hybrid_model *mamba* heter*": _PART,
+    "moe_input_jitter_eps moe_router_force_* moe_enable_routing_* moe_token_dropping": "engines route otherwise",
+    "flash_decode inference_* use_inference_* cache_mla_* mlp_chunks_* batch_invariant_* symmetric_*": _INFERENCE,
+    "calculate_per_token_loss": "the loss of a step has its weights already",
+    "moe_layer_recompute": "give --recompute-modules moe",
+    "moe_router_topk_limited_devices": "groups of experts are of the model's shape",
+    "use_cpu_initialization init_model_with_* perform_initialization": "the device decides",
+    "grad_reduce_in_fp32": "gradients are accumulated and reduced in fp32 always",
+    "gradient_accumulation_fusion": "it is on where it can be; --no-gradient-accumulation-fusion switches it off",
+    "num_distributed_optimizer_*": "the optimizer's state is split over all data-parallel ranks",
+    "*_fsdp *_sharding_strategy fsdp_* nccl_ub": "FSDP is not supported",
+    "decoupled_weight_decay sgd_* muon_*": "the optimizer is AdamW",
+}
+# Fields without effect here.
+_UNREAD = {
+    "moe_token_dispatcher_type moe_enable_deepep moe_flex_* moe_deepep_* moe_hybridep_*": "alltoall dispatches tokens",
+    "moe_grouped_gemm moe_use_legacy_* moe_permute_fusion moe_router_fusion": "experts are computed one by one",
+    "moe_shared_expert_overlap": "shared experts are computed before the others",
+    "masked_softmax_fusion apply_query_key_* cp_comm_type": "the attention is slime's own",
+    "apply_rope_fusion fused_single_qkv_rope": "rotary angles go by explicit position",
+    "persist_layer_norm memory_efficient_*": "norms are torch's",
+    "cross_entropy_*": "log-probs are computed from hidden states",
+    "tp_comm_* use_te_* disable_parameter_* transformer_impl": "Transformer Engine's layers are not used yet",
+    "mtp_loss_*": "prediction modules are not trained",
+    "*loss_scale loss_scale_window hysteresis": "it is for fp16",
+    "moe_per_layer_logging log_num_zeros_*": "it is not reported",
+    "check_for_*": "each gradient is checked before the optimizer's step",
+    "optimizer_* overlap_cpu_* use_torch_* pin_cpu_*": "the optimizer's state stays on the device",
+    "use_precision_aware_* store_param_*": "the optimizer's state is fp32",
+    "*_comm_backend": "process groups have the device's backend",
+}
+# What a shape calls otherwise.
+_SHAPE_NAMES = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon", "gated_linear_unit": "swiglu"}
+_BALANCING = ("none", "aux_loss", "seq_aux_loss")
+_NOT_NEGATIVE = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+
+
+def core_fields() -> dict[str, tuple[Any, Any]]:
+    """The type and the default of every field of core's configs, by name."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for kind in (OptimizerConfig, DistributedDataParallelConfig, MLATransformerConfig, TransformerConfig):
+        hints = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            found[field.name] = (hints[field.name], default)
+    return found
+
+
+def passed_on(kind: type[Any], given: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """Those of the arguments that one of core's configs gets."""
+    known = {field.name for field in dataclasses.fields(kind)} - _of_shape(shape).keys()
+    return {name: value for name, value in given.items() if name in known and _unread(name, shape) is None}
+
+
+def notices(given: Mapping[str, Any], shape: ModelShape, made: Sequence[Any], values: Mapping[str, Any]) -> list[str]:
+    """What has no effect, and what core made something else of."""
+    fields, found = core_fields(), []
+    for name, value in given.items():
+        if reason := _unread(name, shape):
+            if not _is_so(name, value, fields, values):
+                found.append(f"{name} {value} has no effect ({reason})")
+        elif name not in _of_shape(shape):
+            found += [
+                f"{name} {value} became {getattr(one, name)}" for one in made if getattr(one, name, value) != value
+            ]
+    return found
+
+
+def problems(
+    given: Mapping[str, Any], shape: ModelShape, config: MegatronConfig, values: Mapping[str, Any]
+) -> Iterator[str]:
+    """What is wrong with arguments, a line each; ``values`` are those that slime sets."""
+    flags = {spec.dest: spec.name for spec in flag_specs(MegatronConfig)}
+    fields, of_shape = core_fields(), _of_shape(shape)
+    for name, value in given.items():
+        fixed = _found(_FIXED, name)
+        if name in flags:
+            yield f"{name} {value} is a setting of its own; give it as {flags[name]}"
+        elif name in of_shape:
+            if (_plain(value) or None) != (of_shape[name] or None):
+                yield f"{name} {value}: the model has {of_shape[name]}; leave it out, its shape is its config's"
+        elif name not in fields:
+            near = difflib.get_close_matches(name, [*fields, *flags], n=3)
+            close = f"near names: {', '.join(near)}" if near else "leave it out"
+            yield f"{name} {value} is unknown to Megatron-core; {close}"
+        elif callable(value) or "Callable" in str(fields[name][0]):
+            yield f"{name} is a function, which slime sets; leave it out"
+        elif not has_type(value, fields[name][0]) or (name in _NOT_NEGATIVE and not _is_amount(value)):
+            allowed = "a number, 0 or more" if name in _NOT_NEGATIVE else shown(fields[name][0])
+            yield f"{name} {value!r} must be {allowed}"
+        elif fixed and not _is_so(name, value, fields, values):
+            yield f"{name} {value} cannot be given: {fixed}; leave it out"
+    yield from _balance_problems(given, shape, config)
+
+
+def _balance_problems(given: Mapping[str, Any], shape: ModelShape, config: MegatronConfig) -> Iterator[str]:
+    """Of what regulates the load of experts."""
+    kind, coefficient = given.get("moe_router_load_balancing_type", "aux_loss"), given.get("moe_aux_loss_coeff")
+    if kind not in _BALANCING:
+        # Core's sinkhorn routes otherwise than engines do, and its global loss divides by batches without samples.
+        yield f"moe_router_load_balancing_type {kind} is not supported; allowed: {', '.join(_BALANCING)}"
+    elif coefficient and kind != "aux_loss":
+        # To core a packed row is one sequence.
+        yield f"moe_aux_loss_coeff {coefficient} needs moe_router_load_balancing_type aux_loss, not {kind}; give that"
+    if shape.num_experts is None:
+        yield from (f"{argument}: the model has no experts; leave it out" for argument in regulating(given))
+    elif rate := given.get("moe_router_bias_update_rate"):
+        if not shape.moe_router_enable_expert_bias:
+            yield f"moe_router_bias_update_rate {rate}: the model's routers have no bias; leave it out"
+        if config.lora is not None:
+            yield f"moe_router_bias_update_rate {rate} changes the model, and --lora-rank adapters alone; give one"
+
+
+def _of_shape(shape: ModelShape) -> dict[str, Any]:
+    """What describes the model, by the names of shapes and of core."""
+    own = {field.name: _plain(getattr(shape, field.name)) for field in dataclasses.fields(shape)}
+    del own["family"], own["max_position_embeddings"]
+    return own | {name: own[other] for name, other in _SHAPE_NAMES.items()} | {"normalization": shape.normalization}
+
+
+def _unread(name: str, shape: ModelShape) -> str | None:
+    """Why an argument has no effect."""
+    if name.startswith("moe_") and shape.num_experts is None and name not in _of_shape(shape):
+        return "the model has no experts"
+    return _found(_UNREAD, name)
+
+
+def _found(table: Mapping[str, str], name: str) -> str | None:
+    reasons = (reason for names, reason in table.items() if any(fnmatchcase(name, part) for part in names.split()))
+    return next(reasons, None)
+
+
+def _is_so(name: str, value: Any, fields: Mapping[str, tuple[Any, Any]], values: Mapping[str, Any]) -> bool:
+    """Whether an argument says what is so without it."""
+    return bool(_plain(value) == _plain(values.get(name, fields[name][1])))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_amount(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
