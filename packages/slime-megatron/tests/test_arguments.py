@@ -11,6 +11,7 @@ from plain import ADAM_EPS
 from slime_core.config import AlgorithmConfig
 
 BIAS = "moe_router_bias_update_rate"
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -185,8 +186,8 @@ REGULATED = {"moe_aux_loss_coeff": 0.5, BIAS: 0.01}
         pytest.param(2, TP2_SP, id="tp2+sp"),
         pytest.param(2, {"expert_model_parallel_size": 2}, id="dp2+ep2"),
         pytest.param(2, {"context_parallel_size": 2}, id="cp2", marks=pytest.mark.full),
-        pytest.param(4, TP2_SP | {"pipeline_model_parallel_size": 2}, id="tp2+sp, pp2"),
-        pytest.param(1, {"recompute_granularity": "selective", "recompute_modules": ("moe",)}, id="recomputed"),
+        pytest.param(4, TP2_SP | {"pipeline_model_parallel_size": 2}, id="tp2+sp, pp2", marks=pytest.mark.full),
+        pytest.param(1, RECOMPUTED, id="recomputed", marks=pytest.mark.full),
     ],
 )
 def test_a_layout_regulates_load_as_one_process_does(
@@ -218,7 +219,7 @@ def test_the_routers_biases_move_by_the_load_alone(ranks, tiny_model, tiny_confi
     """By the rate, up for experts that had less than the mean; not where a rank runs fillers, nor if a step fails."""
     model, samples = tiny_model("deepseek"), make_samples(groups=2)
     samples = [dataclasses.replace(s, reward=0.0) if number % 2 else s for number, s in enumerate(samples)]
-    config = tiny_config(load=model.checkpoint, megatron_args={BIAS: 0.125})
+    config = tiny_config(load=model.checkpoint, megatron_args={BIAS: 0.125, "moe_aux_loss_coeff": 0.1})
     [name] = [name for name, _ in model.hf.named_buffers() if name.endswith("e_score_correction_bias")]
     before, moved = dict(model.hf.named_buffers())[name].numpy(), []
     for world in (1, 2):

@@ -13,6 +13,7 @@ TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 DO = {"use_distributed_optimizer": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 # A model, what trains, a pattern of the Hugging Face names of all that trains, and layouts: ranks and settings.
 LAST_STAGE = {"only_train_params_name_list": (r"layers\.3\.mlp", "final_layernorm")}
 FIRST_STAGE = {"only_train_params_name_list": (r"layers\.0\.self_attention",)}
@@ -30,7 +31,12 @@ CASES = {
         "qwen3-moe/4",
         {"only_train_params_name_list": ("local_experts",)},
         ("mlp.experts",),
-        {"ep2": (2, {"expert_model_parallel_size": 2}), "tp2+sp": (2, TP2_SP), "dp2+do": (2, DO)},
+        {
+            "ep2": (2, {"expert_model_parallel_size": 2}),
+            "tp2+sp": (2, TP2_SP),
+            "dp2+do": (2, DO),
+            "recompute": (1, MOE),
+        },
     ),
     "all but experts": (
         "qwen3-moe/4",
@@ -43,7 +49,7 @@ SHOWN = {
     "the last layer": ("pp2",),
     "the first layer": ("pp2,dp2+do",),
     "all but the embedding": ("pp2", "recompute"),
-    "experts alone": ("ep2",),
+    "experts alone": ("ep2", "recompute"),
     "all but experts": ("dp2+do",),
 }
 RUNS = [

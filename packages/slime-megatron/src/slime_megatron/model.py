@@ -130,7 +130,7 @@ def freeze_weights(chunks: Chunks, config: MegatronConfig) -> None:
     for chunk in chunks:
         model = bare(chunk)
         config.selection.freeze(named_weights([model]), tied=model.share_embeddings_and_output_weights)
-        covers_weights = config.recompute == "full" or set(config.recompute_modules or ()) > {"core_attn"}
+        covers_weights = config.recompute == "full" or bool(set(config.recompute_modules or ()) - {"core_attn"})
         if covers_weights and model.pre_process:
             model.embedding.register_forward_hook(_with_gradient)
 

@@ -174,6 +174,8 @@ def _some_tokens(count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 router_module.get_tokens_per_expert_and_token_count = _some_tokens(router_module.get_tokens_per_expert_and_token_count)
+# Megatron would keep sums of these losses for its log, for as many layers as the process's first model had.
+router_module.save_to_aux_losses_tracker = lambda *args, **kwargs: None
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
