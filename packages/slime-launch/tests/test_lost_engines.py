@@ -77,7 +77,7 @@ class Trainers:
 def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
     rollout = Rollout(*urls)
     return Parts(
-        settings=None,
+        settings=types.SimpleNamespace(generates=True),
         shape=None,
         trainers=Trainers(rollout),
         rollout=rollout,
