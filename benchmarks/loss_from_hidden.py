@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from slime_core.config import AlgorithmConfig
 from slime_core.ops import log_probs_and_entropy
 from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
 from slime_megatron.config import MegatronConfig
-from slime_megatron.packing import PackedBatch
 from slime_megatron.start import start_worker
+
+if TYPE_CHECKING:  # it imports Megatron, which a worker does once the device is chosen
+    from slime_megatron.packing import PackedBatch
 
 SHAPE = ModelShape(
     family="llama",

@@ -124,6 +124,38 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The normalised input. A GPU has fused kernels for it (not run on CUDA)."""
+        if input.device.type != "cpu":
+            return super().forward(input)
+        output: torch.Tensor = _Normalise.apply(input, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Normalise(torch.autograd.Function):
+    """RMSNorm whose backward pass takes fewer passes over memory than torch's on a CPU, which is made of small parts.
+
+    With x̂ = x · r and r = 1 / √(mean(x²) + eps), the gradient of x is (g · w − x̂ · mean(g · w · x̂)) · r, all in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        output, scale = torch.ops.aten._fused_rms_norm(input, list(weight_D.shape), weight_D, eps)
+        ctx.save_for_backward(input, weight_D, scale)
+        return output  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Gradients of input and weight."""
+        input, weight_D, scale = ctx.saved_tensors
+        exact_D = weight_D.to(scale.dtype)
+        normalised = torch.mul(input, scale)
+        slope = torch.mul(grad, normalised)
+        grad_weight_D = slope.reshape(-1, len(exact_D)).sum(0)
+        mean = torch.matmul(slope, exact_D / len(exact_D)).unsqueeze(-1)
+        grad_input = torch.mul(grad, exact_D).sub_(normalised.mul_(mean)).mul_(scale)
+        return grad_input.to(input.dtype), grad_weight_D.to(weight_D.dtype), None
+
 
 class WholeLinear(torch.nn.Module):
     """A linear layer that every tensor-parallel rank has whole, for the down-projections of latent attention.

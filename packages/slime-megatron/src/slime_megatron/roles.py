@@ -89,12 +89,8 @@ class TrainedModel:
             with base_weights(self.model):
                 yield self.wrapped
             return
-        own = HostWeights(self.model)
-        held.put(self.model)
-        try:
+        with held.in_place(self.model):
             yield self.wrapped
-        finally:
-            own.put(self.model)
 
     def update_frozen(self, role: str) -> None:
         """Take the model's weights of now for a frozen role."""
@@ -188,6 +184,30 @@ class HostWeights:
         """Write them into the model's own tensors."""
         for tensor, copy in zip(_weights(model), self._copies, strict=True):
             tensor.copy_(copy)
+
+    @contextlib.contextmanager
+    def in_place(self, model: Chunks) -> Iterator[None]:
+        """Have them in the model while the block runs, which must not train: on a CPU the tensors just change hands."""
+        tensors = list(_weights(model))
+        if not all(tensor.device.type == "cpu" for tensor in tensors):
+            own = HostWeights(model)
+            self.put(model)
+            try:
+                yield
+            finally:
+                own.put(model)
+            return
+        data = [tensor.data for tensor in tensors]
+        _hand_over(tensors, self._copies)
+        try:
+            yield
+        finally:
+            _hand_over(tensors, data)
+
+
+def _hand_over(tensors: list[torch.Tensor], data: list[torch.Tensor]) -> None:
+    for tensor, own in zip(tensors, data, strict=True):
+        tensor.data = own
 
 
 def _weights(model: Chunks) -> Iterator[torch.Tensor]:
