@@ -71,12 +71,37 @@ def is_shown(name, layout):
 BF16_SHOWN = (("qwen3/4", "tp2+sp"), ("qwen3/4", "shared prompts"), ("deepseek/4", "pp2+vpp2"))
 
 
-def train(ranks, model, config, shards, world):
+def train(ranks, model, config, shards, world, mutation=None):
     """Each step's metrics and gradients, and the weights after the last."""
     ranks.start(world, config, model.shape, GRPO)
-    answers = ranks.call("train_and_watch_gradients", shards)
-    assert all(report.steps == answers[0][0].steps for report, _ in answers)
+    answers = ranks.call("train_and_watch_gradients", shards, mutation)
+    assert all(report.steps == answers[0][0].steps for report, _ in answers), "metrics of ranks"
     return answers[0][0].steps, answers[0][1], ranks.first("weights")
+
+
+def largest_differences(found, expected, *, with_gradients):
+    """The largest difference of each kind, relative; AssertionError where one is beyond its bound."""
+    (steps, grads, weights), (expected_steps, expected_grads, expected_weights) = found, expected
+    largest = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "weight": 0.0}
+    for step, wanted in zip(steps, expected_steps, strict=True):
+        for metric in ("loss", "grad_norm", "kl_loss"):
+            assert step[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-6), metric
+        for metric in ("loss", "grad_norm"):
+            largest[metric] = max(largest[metric], abs(step[metric] - wanted[metric]) / max(1, abs(wanted[metric])))
+    assert weights.keys() == expected_weights.keys()
+    if with_gradients:
+        # The later gradients are those of weights that float32 has rounded.
+        assert grads[0].keys() == expected_grads[0].keys()
+        for key, wanted in expected_grads[0].items():
+            scale = np.abs(wanted).max()
+            difference = np.abs(grads[0][key] - wanted).max()
+            assert difference <= 1e-5 * scale + 1e-9, (key, difference, scale)
+            largest["gradient"] = max(largest["gradient"], float(difference / (scale or 1)))
+    for key, value in expected_weights.items():
+        difference = float(np.abs(weights[key] - value).max())
+        largest["weight"] = max(largest["weight"], difference)
+        assert difference <= 3e-5, key  # of steps of 1e-2
+    return largest
 
 
 @pytest.fixture(scope="session")
@@ -130,9 +155,12 @@ def test_a_layout_equals_one_process_in_bf16(
         if suits(name, layout)
     ],
 )
-def test_a_layout_equals_one_process(ranks, alone, tiny_model, tiny_config, make_samples, make_shards, name, layout):
+def test_a_layout_equals_one_process(
+    ranks, alone, tiny_model, tiny_config, make_samples, make_shards, name, layout, record_property
+):
+    """The table in the README shows the differences: see scripts/equality_table.py."""
     world, settings, micro_batch_size = LAYOUTS[layout]
-    expected_steps, expected_grads, expected = alone(name)
+    expected = alone(name)
     model = tiny_model(name)
     config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **settings)
     shards = make_shards(
@@ -141,24 +169,34 @@ def test_a_layout_equals_one_process(ranks, alone, tiny_model, tiny_config, make
         steps=STEPS,
         micro_batch_size=micro_batch_size,
     )
-    steps, grads, weights = train(ranks, model, config, shards, world)
-    largest = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "weight": 0.0}
-    for step, wanted in zip(steps, expected_steps, strict=True):
-        for metric in ("loss", "grad_norm", "kl_loss"):
-            assert step[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-6), metric
-        for metric in ("loss", "grad_norm"):
-            largest[metric] = max(largest[metric], abs(step[metric] - wanted[metric]) / max(1, abs(wanted[metric])))
-    assert weights.keys() == expected.keys()
-    if not config.use_distributed_optimizer or config.data_parallel_size(world) == 1:
-        # The later gradients are those of weights that float32 has rounded.
-        assert grads[0].keys() == expected_grads[0].keys()
-        for key, wanted in expected_grads[0].items():
-            scale = np.abs(wanted).max()
-            difference = np.abs(grads[0][key] - wanted).max()
-            assert difference <= 1e-5 * scale + 1e-9, (key, difference, scale)
-            largest["gradient"] = max(largest["gradient"], float(difference / (scale or 1)))
-    for key, value in expected.items():
-        difference = float(np.abs(weights[key] - value).max())
-        largest["weight"] = max(largest["weight"], difference)
-        assert difference <= 3e-5, key  # of steps of 1e-2
-    print(name, layout, {key: f"{value:.0e}" for key, value in largest.items()})
+    largest = largest_differences(
+        train(ranks, model, config, shards, world),
+        expected,
+        with_gradients=not config.use_distributed_optimizer or config.data_parallel_size(world) == 1,
+    )
+    record_property("family", name)
+    record_property("layout", layout)
+    for kind, value in largest.items():
+        record_property(kind, value)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layout", "name", "seen_in"),
+    [
+        ("swapped chunks", "cp2", "qwen3/4", "grad_norm"),
+        ("skipped experts", "dp2", "qwen3-moe/4", "grad_norm"),
+        ("dropped broadcast", "pp2", "qwen3/4", "metrics of ranks"),
+    ],
+)
+def test_what_breaks_between_ranks_is_seen(
+    ranks, alone, tiny_model, tiny_config, make_samples, make_shards, mutation, layout, name, seen_in
+):
+    world, settings, micro_batch_size = LAYOUTS[layout]
+    config = tiny_config(load=tiny_model(name).checkpoint, adam_eps=ADAM_EPS, **settings)
+    samples = make_samples(groups=6, per_group=4, masks=True)
+    data_parallel = config.data_parallel_size(world)
+    shards = make_shards(samples, data_parallel=data_parallel, steps=STEPS, micro_batch_size=micro_batch_size)
+    expected = alone(name)
+    with pytest.raises(AssertionError, match=seen_in):
+        found = train(ranks, tiny_model(name), config, shards, world, mutation)
+        largest_differences(found, expected, with_gradients=True)

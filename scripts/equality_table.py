@@ -1,0 +1,41 @@
+"""Print the trainer's equality table, which its README shows, from the results of its tests.
+
+scripts/test --full megatron
+python scripts/equality_table.py outputs/test/megatron.xml
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+KINDS = ("loss", "grad_norm", "gradient", "weight")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table of one file; returns the exit code."""
+    if len(argv) != 1:
+        print(__doc__)
+        return 2
+    print(table(Path(argv[0]).read_text(encoding="utf-8")))
+    return 0
+
+
+def table(results: str) -> str:
+    """The Markdown table of a JUnit file: a row for each layout, a column for each family."""
+    cells: dict[str, dict[str, str]] = {}
+    for case in ElementTree.fromstring(results).iter("testcase"):
+        found = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        if "layout" in found:
+            family = found["family"].partition("/")[0]
+            cells.setdefault(found["layout"], {})[family] = " ".join(f"{float(found[kind]):.0e}" for kind in KINDS)
+    families = list(dict.fromkeys(family for row in cells.values() for family in row))
+    lines = [["layout", *families], ["---"] * (len(families) + 1)]
+    lines += [[layout, *(row.get(family, "") for family in families)] for layout, row in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
