@@ -16,10 +16,8 @@ import signal
 import sys
 import threading
 import traceback
-import types
 from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest import mock
 
 
 class Channel:
@@ -423,8 +421,9 @@ class Rank:
     def train_and_watch_gradients(self, shards, mutation=None):
         """Train; the report, and each step's reduced gradients, whole and under Hugging Face names, on rank 0.
 
-        With a mutation of ``MUTATIONS``, something between the ranks is broken meanwhile.
+        With a mutation, something between the ranks is broken meanwhile.
         """
+        from mutations import MUTATIONS
         from slime_megatron import sync
 
         worker, named, seen = self.worker, sync.named_weights, []
@@ -553,53 +552,6 @@ class Rank:
         import torch
 
         return torch.get_num_threads()
-
-
-def swapped_chunks(worker):
-    """Of two context-parallel ranks, the second takes its two chunks of each sample for one another."""
-    import numpy as np
-
-    from slime_megatron import packing
-
-    cut = packing._cut_row
-
-    def swapped(samples, context, multiple_of):
-        row = cut(samples, context, multiple_of)
-        if context.rank == 1:
-            row.tokens = [np.roll(tokens, len(tokens) // 2) for tokens in row.tokens]
-        return row
-
-    return mock.patch.object(packing, "_cut_row", swapped)
-
-
-def skipped_experts(worker):
-    """The second rank adds nothing to the sum of the experts' gradients."""
-    config = worker.model[0].config
-    finalize = config.finalize_model_grads_func
-
-    def without_experts(model, *args, **kwargs):
-        if worker.data_parallel_rank == 1:
-            for name, weight in model[0].named_parameters():
-                if "local_experts" in name:
-                    weight.main_grad.zero_()
-        finalize(model, *args, **kwargs)
-
-    return mock.patch.object(config, "finalize_model_grads_func", without_experts)
-
-
-def dropped_broadcast(worker):
-    """The last pipeline stage keeps its results for itself."""
-    from slime_megatron import step
-
-    silent = dict.fromkeys(("broadcast", "broadcast_object_list"), lambda *args, **kwargs: None)
-    return mock.patch.object(step, "dist", types.SimpleNamespace(**(vars(step.dist) | silent)))
-
-
-MUTATIONS = {
-    "swapped chunks": swapped_chunks,
-    "skipped experts": skipped_experts,
-    "dropped broadcast": dropped_broadcast,
-}
 
 
 def hidden(chunk, batch):

@@ -1,0 +1,198 @@
+"""The quick start's train step against an earlier commit's, transformers' and bare Megatron-core's, steps in turn.
+
+SmolLM2-135M's shape with random weights, bf16, all cores: 128 samples of 16 prompts, one micro-batch, with the pass of
+a reference model. All sides start from the same weights and take the same loss and AdamW with fp32 weights;
+transformers computes every sample whole, the others a shared prompt once. Each side is a process; steps alternate, and
+the median of each counts. CPU seconds are the process's, which other work on the machine disturbs less than clock time.
+
+`products` is the part of the step's operations, by time, that are matrix products. `rate` is what the layers' matrices
+reach alone, forward and backward; `rate in the step` what all products of the step come to, over the whole step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from _quickstart_step import GROUP_SIZE, GROUPS, PROMPT, RESPONSE, SHAPE
+from _records import Record
+
+from slime_convert.convert import hf_to_torch_dist
+
+ROOT = Path(__file__).resolve().parents[1]
+EARLIER = "d07c591"
+"""The trainer before pipelines, experts and context parallelism; left out where git does not have the commit."""
+GOALS = {EARLIER: 0.85, "transformers": 1.0, "bare core": 1.05}
+TOKENS, TARGETS = GROUPS * (PROMPT + GROUP_SIZE * (RESPONSE - 1)), GROUPS * GROUP_SIZE * RESPONSE
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Run all sides.
+
+    Args:
+        out: For the model, and the earlier commit's tree.
+        quick: Four layers, one thread and two rounds instead of 30, all cores and nine.
+    """
+    layers, threads, rounds = (4, 1, 2) if quick else (SHAPE.num_layers, len(os.sched_getaffinity(0)), 9)
+    write_model(out, layers)
+    sides = {name: Side(name, tree, out, threads) for name, tree in trees(out).items()}
+    times: dict[str, dict[str, list[float]]] = {name: {"time": [], "CPU time": []} for name in sides}
+    for number in range(rounds):
+        for name, side in sides.items():
+            taken = side.ask("step")
+            print(f"round {number}: {name}: {taken['time']:.2f} s, CPU {taken['CPU time']:.2f} s", flush=True)
+            for metric, seconds in taken.items():
+                times[name][metric].append(seconds)
+    shares = {name: side.ask("profile")["products"] for name, side in sides.items()}
+    for side in sides.values():
+        side.close()
+    remove_tree(out)
+    medians = {name: {metric: statistics.median(row) for metric, row in found.items()} for name, found in times.items()}
+    records = figures(sides, medians, shares)
+    alone = rate_of_products(threads, layers)
+    within = products_flops(layers) / medians["trainer"]["time"]
+    return [
+        *records,
+        Record("matrix products", "rate", alone / 1e9, "GFLOP/s", True),
+        Record("matrix products", "rate in the step", within / 1e9, "GFLOP/s", True),
+    ]
+
+
+def figures(
+    sides: Mapping[str, Side], medians: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]
+) -> list[Record]:
+    """Each side's numbers, and the trainer's over those of the others."""
+    records = []
+    for name, found in medians.items():
+        records += [Record(name, metric, seconds, "s", False) for metric, seconds in found.items()]
+        goal = 0.55 if name == "trainer" else None
+        records.append(Record(name, "products", shares[name], "of the step", True, goal))
+        difference = abs(sides[name].first["grad_norm"] / sides["trainer"].first["grad_norm"] - 1)
+        records.append(Record(name, "difference of the gradient norm", difference, "relative", False, 0.02))
+    for name in medians:
+        if name != "trainer":
+            case = f"trainer / {name}"
+            for metric, goal in (("time", None), ("CPU time", GOALS[name])):
+                records.append(
+                    Record(case, metric, medians["trainer"][metric] / medians[name][metric], "x", False, goal)
+                )
+    return records
+
+
+class Side:
+    """A process that takes steps."""
+
+    def __init__(self, name: str, tree: Path, directory: Path, threads: int) -> None:
+        packages = ("core", "rollout", "megatron", "convert", "launch")
+        path = [str(tree / "packages" / f"slime-{package}" / "src") for package in packages]
+        program = Path(__file__).with_name("_train_step_side.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), name, str(directory), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        )
+        self.first = self._answer()
+
+    def ask(self, what: str) -> dict[str, float]:
+        """Have it do that; the numbers."""
+        assert self._process.stdin is not None
+        print(what, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # others are libraries'
+                numbers: dict[str, float] = json.loads(line)
+                return numbers
+        raise RuntimeError(f"a side ended: {self._process.wait()}")
+
+
+def trees(out: Path) -> dict[str, Path]:
+    """Which sources each side takes."""
+    found = dict.fromkeys(("trainer", "bare core", "transformers"), ROOT)
+    added = subprocess.run(
+        ["git", "worktree", "add", "--force", "--detach", str(out / "earlier"), EARLIER], cwd=ROOT, capture_output=True
+    )
+    return found | ({EARLIER: out / "earlier"} if added.returncode == 0 else {})
+
+
+def remove_tree(out: Path) -> None:
+    """Forget the earlier commit's."""
+    subprocess.run(["git", "worktree", "remove", "--force", str(out / "earlier")], cwd=ROOT, capture_output=True)
+
+
+def write_model(out: Path, layers: int) -> None:
+    """Random weights, for transformers in `hf` and for Megatron in `torch_dist`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=SHAPE.vocab_size,
+        hidden_size=SHAPE.hidden_size,
+        intermediate_size=SHAPE.ffn_hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=SHAPE.num_attention_heads,
+        num_key_value_heads=SHAPE.num_query_groups,
+        max_position_embeddings=SHAPE.max_position_embeddings,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(out / "hf")
+    hf_to_torch_dist(out / "hf", out / "torch_dist")
+
+
+def layer_matrices() -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's matrices."""
+    hidden, heads = SHAPE.hidden_size, SHAPE.num_attention_heads + 2 * SHAPE.num_query_groups
+    channels = SHAPE.kv_channels
+    return [
+        (hidden, heads * channels),
+        (SHAPE.num_attention_heads * channels, hidden),
+        (hidden, 2 * SHAPE.ffn_hidden_size),
+        (SHAPE.ffn_hidden_size, hidden),
+    ]
+
+
+def products_flops(layers: int) -> float:
+    """Operations of a step's products with weights: two forward passes and a backward one, which makes logits again."""
+    in_layers = layers * sum(2.0 * TOKENS * rows * columns for rows, columns in layer_matrices())
+    return 4 * in_layers + 5 * 2.0 * TARGETS * SHAPE.hidden_size * SHAPE.vocab_size
+
+
+def rate_of_products(threads: int, layers: int) -> float:
+    """Operations per second of the layers' products alone: two forward passes and both gradients."""
+    torch.set_num_threads(threads)
+    seconds = operations = 0.0
+    for inputs, outputs in layer_matrices():
+        input_TI, weight_OI, grad_TO = (
+            torch.randn(*size).bfloat16() for size in ((TOKENS, inputs), (outputs, inputs), (TOKENS, outputs))
+        )
+        products = (
+            lambda a=input_TI, b=weight_OI: a @ b.t(),
+            lambda a=input_TI, b=weight_OI: a @ b.t(),
+            lambda a=grad_TO, b=weight_OI: a @ b,
+            lambda a=grad_TO, b=input_TI: a.t() @ b,
+        )
+        for product in products:
+            taken = []
+            for _ in range(9):
+                start = time.perf_counter()
+                product()
+                taken.append(time.perf_counter() - start)
+            seconds += statistics.median(taken)
+            operations += 2.0 * TOKENS * inputs * outputs
+    return operations / seconds
