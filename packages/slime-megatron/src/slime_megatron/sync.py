@@ -35,7 +35,9 @@ class WeightExport:
     """
 
     def __init__(self, model: Chunks, shape: ModelShape, *, adapters: bool = False) -> None:
-        self._model = model
+        # Going through a model's modules takes a tenth as long as copying its weights.
+        self._named = list(named_weights(model))
+        self._adapted = list(adapted_layers(model))
         self._map = WeightMap(shape)
         self._adapters = adapters
         self._kept: list[list[list[_Described]]] = []
@@ -90,9 +92,9 @@ class WeightExport:
             yield name, local if group.rank() == 0 else None
 
     def _local_weights(self, meta: bool) -> Iterator[_Local]:
-        layers = {weight: layer for _, weight, layer in adapted_layers(self._model)}
+        layers = {weight: layer for _, weight, layer in self._adapted}
         tied = not self._map.shape.untie_embeddings_and_output_weights
-        for name, weight in named_weights(self._model):
+        for name, weight in self._named:
             if tied and name == "output_layer.weight":  # a last stage's copy of the embedding
                 continue
             is_split = "local_experts" in name or getattr(weight, "tensor_model_parallel", False)
@@ -100,7 +102,7 @@ class WeightExport:
             yield name, name, layers[weight].merged_weight().detach() if merge else weight.detach(), is_split
 
     def _factors(self) -> Iterator[_Local]:
-        for name, _, layer in adapted_layers(self._model):
+        for name, _, layer in self._adapted:
             for factor in FACTORS:
                 local = getattr(layer, factor).detach()
                 yield f"{name.removesuffix('weight')}{factor}", name, local, factor == layer.split_factor
