@@ -24,13 +24,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(results: str) -> str:
-    """The Markdown table of a JUnit file: a row for each layout, a column for each family."""
+    """The Markdown table of a JUnit file: a row for each layout, a column for each family; – is not compared."""
     cells: dict[str, dict[str, str]] = {}
     for case in ElementTree.fromstring(results).iter("testcase"):
         found = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
         if "layout" in found:
             family = found["family"].partition("/")[0]
-            cells.setdefault(found["layout"], {})[family] = " ".join(f"{float(found[kind]):.0e}" for kind in KINDS)
+            cells.setdefault(found["layout"], {})[family] = " ".join(
+                f"{float(found[kind]):.0e}".replace("e-0", "e-").replace("0e+00", "0") if kind in found else "–"
+                for kind in KINDS
+            )
     families = list(dict.fromkeys(family for row in cells.values() for family in row))
     lines = [["layout", *families], ["---"] * (len(families) + 1)]
     lines += [[layout, *(row.get(family, "") for family in families)] for layout, row in cells.items()]

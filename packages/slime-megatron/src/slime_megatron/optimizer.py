@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import local_multi_tensor_scale
 
 from slime_convert.shape import ModelShape
 from slime_megatron.config import MegatronConfig
@@ -68,6 +69,16 @@ def _check_norm_before_step(optimizer: Any) -> None:
         return found
 
     optimizer.get_grad_norm = finite_norm
+
+
+def _scale(chunk_size: int, unused: torch.Tensor, tensors: list[list[torch.Tensor]], factor: float) -> None:
+    for source, target in zip(*tensors, strict=True):
+        torch.mul(source, factor, out=target)
+
+
+# Without Transformer Engine and Apex, Megatron-core 0.16.1 clips every gradient by way of a copy of it.
+if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+    clip_grads.multi_tensor_scale_impl = _scale
 
 
 def load_optimizer(optimizer: Any, tensors: dict[Any, Any], step: float) -> None:
