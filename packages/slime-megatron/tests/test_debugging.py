@@ -14,7 +14,7 @@ KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
 def test_a_trace_of_chosen_rollouts_and_what_they_trained_on(
     ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path
 ):
-    model = tiny_model("qwen3")
+    model = tiny_model("qwen3/4")
     config = tiny_config(
         load=model.checkpoint,
         profile=True,
@@ -22,13 +22,21 @@ def test_a_trace_of_chosen_rollouts_and_what_they_trained_on(
         profile_step_end=2,
         save_debug_train_data=f"{tmp_path}/data/{{rollout_id}}-{{rank}}.npz",
         pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        share_prompts="off",
     )
     ranks.start(2, config, model.shape, KL, output_dir=str(tmp_path))
-    rollouts = [make_shards(make_samples(groups=2, masks=True), rollout_id=number) for number in range(3)]
+    rollouts = [
+        make_shards(make_samples(groups=2, masks=True), rollout_id=number, micro_batch_size=4) for number in range(3)
+    ]
     for number, shards in enumerate(rollouts):
         if number == 1:
             log_probs = ranks.first("forward", shards, "reference")
-        ranks.call("train", shards)
+        reports = ranks.call("train", shards)
+
+    tokens = sum(len(sample.tokens) - 1 for sample in rollouts[2][0].samples)
+    counted = {name: count for name, count in reports[1].tokens.items() if count}
+    assert counted == {"ref_log_probs": tokens, "forward_backward": tokens}  # once, not for each virtual stage
 
     [trace] = (tmp_path / "profile").iterdir()
     assert trace.name == "rollout_0000001-rank_0.json.gz"
