@@ -25,7 +25,7 @@ PAGES = {
 OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"},
     "slime-launch": {"--help", "--help-sglang"},
-    "scripts": {"--dry-run", "--full", "--quick", "--steps"},
+    "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
     "TensorBoard, uv, Ray": {"--generate", "--logdir", "--python"},
 }
 

@@ -9,6 +9,7 @@ import dataclasses
 import faulthandler
 import gc
 import logging
+import os
 import pickle
 import resource
 import shutil
@@ -71,6 +72,21 @@ class Rank:
         self.worker = start_worker(config, algorithm, shape, rendezvous, **how)
         assert isinstance(self.worker, TrainerWorker)
         return self.worker.iteration
+
+    def chosen_kernels(self, config, found, rendezvous):
+        """What would be used of what a process finds, and whether prompts could be shared."""
+        from slime_megatron.device import select_device
+
+        select_device(1)
+        from slime_megatron.kernels import Found, choose_kernels
+
+        chosen = choose_kernels(config, Found(*found))
+        return (*dataclasses.astuple(chosen), chosen.shares_prompts)
+
+    def engine_attention_calls(self):
+        import engine_stand_in
+
+        return engine_stand_in.DotProductAttention.calls
 
     def close(self):
         if self.worker is not None:
@@ -554,6 +570,25 @@ class Rank:
         return torch.get_num_threads()
 
 
+def pretend_engine():
+    """Have Transformer Engine's layers and attention, of stand-ins; before anything imports Megatron."""
+    import engine_stand_in
+
+    engine_stand_in.install()
+    from slime_megatron.device import select_device
+
+    select_device(1)
+    from slime_megatron import kernels
+
+    def choose(config, found, choose=kernels.choose_kernels):
+        """The stand-in for Transformer Engine's attention needs no 16 bit."""
+        chosen = choose(config, found)
+        return dataclasses.replace(chosen, engine_attention=chosen.engine_layers)
+
+    kernels.found_kernels = lambda device: kernels.Found(cuda=True, transformer_engine=True)
+    kernels.choose_kernels = choose
+
+
 def hidden(chunk, batch):
     """The hidden states that predict the targets."""
     from slime_megatron.model import run
@@ -588,6 +623,8 @@ def main():
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection = Connection(int(sys.argv[1]))
     rank = Rank()
+    if os.environ.get("ENGINE_STAND_IN"):
+        pretend_engine()
     while True:
         try:
             name, args, kwargs = connection.recv()

@@ -23,7 +23,7 @@ from slime_core.flags import flag_specs
 from slime_megatron.config import MegatronConfig, regulating
 from slime_megatron.overrides import has_type, shown
 
-_TE = "it needs Transformer Engine's layers, which are not used yet"
+_TE = "it is a setting of Transformer Engine's layers, which are used as they are"
 _PART = "the models that are trained have no such part"
 _INFERENCE = "it is for inference"
 # Fields, * for any end of the name, that have one value: the one that slime sets, or else core's default.
@@ -61,7 +61,7 @@ _UNREAD = {
     "apply_rope_fusion fused_single_qkv_rope": "rotary angles go by explicit position",
     "persist_layer_norm memory_efficient_*": "norms are torch's",
     "cross_entropy_*": "log-probs are computed from hidden states",
-    "tp_comm_* use_te_* disable_parameter_* transformer_impl": "Transformer Engine's layers are not used yet",
+    "tp_comm_* use_te_* disable_parameter_*": _TE,
     "mtp_loss_*": "prediction modules are not trained",
     "*loss_scale loss_scale_window hysteresis": "it is for fp16",
     "moe_per_layer_logging log_num_zeros_*": "it is not reported",

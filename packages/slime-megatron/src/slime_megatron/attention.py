@@ -122,16 +122,22 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
-    """Megatron's ``core_attention`` for :class:`AttentionLayout`, without dropout.
+    """Megatron's ``core_attention`` for :class:`AttentionLayout`, without dropout, by flash attention if wanted.
 
     Over context-parallel ranks, keys and values are gathered from all of them.
     """
 
     def __init__(
-        self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
+        self,
+        config: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        flash: bool = False,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self._flash = flash
         self.context_group = pg_collection.cp
 
     def forward(
@@ -153,7 +159,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 gather_from_sequence_parallel_region(tensor, group=self.context_group)
                 for tensor in (key_TJE, value_TJF)
             )
-        output_THF = attend(query_THE, key_TJE, value_TJF, packed_seq_params.layout, self.softmax_scale)
+        given = query_THE, key_TJE, value_TJF
+        output_THF = attend(*given, packed_seq_params.layout, self.softmax_scale, flash=self._flash)
         return output_THF.reshape(len(output_THF), 1, -1)
 
 
@@ -163,8 +170,10 @@ def attend(
     value_UJF: torch.Tensor,
     layout: AttentionLayout,
     scale: float | None = None,
+    *,
+    flash: bool = False,
 ) -> torch.Tensor:
-    """Softmax attention with grouped queries: flash attention for 16-bit numbers on CUDA, else batched products.
+    """Softmax attention with grouped queries, by batched products or flash attention.
 
     Args:
         query_THE: Queries of this rank's tokens.
@@ -172,6 +181,7 @@ def attend(
         value_UJF: Values.
         layout: Which query sees which key.
         scale: Factor on the scores; 1/√E unless given.
+        flash: By variable-length flash attention, for 16-bit numbers on CUDA.
 
     Returns:
         T × H × F, in the queries' type.
@@ -179,7 +189,7 @@ def attend(
     scale = scale or query_THE.shape[-1] ** -0.5
     given = query_THE, key_UJE, value_UJF
     output: torch.Tensor
-    if query_THE.is_cuda and query_THE.element_size() == 2:
+    if flash:
         output = FlashAttention.apply(*given, layout.flash_calls, scale, TorchFlash())  # type: ignore[no-untyped-call]
     else:
         output = ProductAttention.apply(*given, layout.products, scale)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -24,6 +24,7 @@ from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_megatron.checkpoint import CheckpointInfo
 from slime_megatron.config import MegatronConfig
+from slime_megatron.engine import checkpoint_key
 from slime_megatron.errors import CheckpointError
 from slime_megatron.hugging_face import load_hugging_face
 from slime_megatron.lora import loadable_adapters, without_adapters
@@ -157,6 +158,10 @@ def model_state(model: Chunks) -> dict[str, Any]:
         chunk.mtp_process = hasattr(chunk, "mtp")
         state[key] = chunk.sharded_state_dict(metadata=metadata)
         chunk.mtp_process = False
+        latent = chunk.config.multi_latent_attention
+        for part in state[key].values():
+            if isinstance(part, ShardedTensor):
+                part.key = checkpoint_key(part.key, latent_attention=latent)
     return state
 
 
@@ -171,6 +176,8 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[st
     has_adapters = loadable_adapters(saved.get("lora"), model, info.directory)
     if not has_adapters and _TENSORS not in state:
         state |= {key: without_adapters(state[key]) for key, _ in _keys(model)}
+    # Layers of other kinds have others; they hold nothing without fp8.
+    state |= {key: _extra_states(state[key], are_kept=False) for key, _ in _keys(model)}
     with _reading(info):
         if heads and VALUE_HEAD in dist_checkpointing.load_tensors_metadata(str(info.directory)):
             heads = set()
@@ -178,8 +185,14 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[st
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(info.directory))
     for key, chunk in _keys(model):
         complete = has_adapters or lora_of(model) is None
-        chunk.load_state_dict(loaded[key] | ({_OUTPUT: new[key]} if key in new else {}), strict=complete)
+        own = _extra_states(chunk.state_dict(), are_kept=True) | ({_OUTPUT: new[key]} if key in new else {})
+        chunk.load_state_dict(loaded[key] | own, strict=complete)
     return loaded
+
+
+def _extra_states(state: dict[str, Any], *, are_kept: bool) -> dict[str, Any]:
+    """The layers' own objects among a model's weights, or everything else."""
+    return {name: value for name, value in state.items() if name.endswith("_extra_state") == are_kept}
 
 
 def _check_same_model(info: CheckpointInfo, saved: dict[str, Any], shape: ModelShape) -> None:

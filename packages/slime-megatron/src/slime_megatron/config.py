@@ -17,6 +17,7 @@ RECOMPUTE_GRANULARITIES = ("full", "selective")
 RECOMPUTE_METHODS = ("uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act")
 AUTO_ON_OFF = ("auto", "on", "off")
+TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 OPTIMIZERS = ("adam",)
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 CKPT_FORMATS = ("torch_dist",)
@@ -113,6 +114,13 @@ class MegatronConfig(Config):
     )
 
     bf16: bool = flag(False, help="compute in bfloat16, with fp32 master weights and gradients; without it, fp32")
+    transformer_impl: str = flag(
+        "auto",
+        choices=TRANSFORMER_IMPLS,
+        help="the layers: Megatron-core's own, or Transformer Engine's; auto: the latter on CUDA where they are "
+        "installed, with --bf16 and without LoRA",
+        may_change=True,
+    )
     recompute_granularity: str | None = flag(
         None,
         choices=RECOMPUTE_GRANULARITIES,
@@ -271,7 +279,7 @@ class MegatronConfig(Config):
     attention_backend: str = flag(
         "auto",
         choices=ATTENTION_BACKENDS,
-        help="no effect: the attention over packed rows is slime's own",
+        help="no effect: what computes attention over packed rows follows from the layers and the precision",
         may_change=True,
     )
 
@@ -406,6 +414,11 @@ class MegatronConfig(Config):
             yield "--lora-rank and --lora-alpha go together; give both or none"
         if self.lora_target_modules is not None and self.lora_rank is None:
             yield "--lora-target-modules needs --lora-rank and --lora-alpha; give them too"
+        if self.lora_rank is not None and self.transformer_impl == "transformer_engine":
+            yield (
+                "--lora-rank puts adapters on Megatron-core's own layers, but --transformer-impl transformer_engine is "
+                "given; give auto or local"
+            )
         if self.lora_rank is not None and self.selection != Selection():
             yield (
                 "--lora-rank trains adapters alone, so no weights can be chosen to train; leave out "

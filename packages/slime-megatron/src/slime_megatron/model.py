@@ -13,12 +13,15 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime_convert.shape import ModelShape
 from slime_megatron.attention import PackedAttention, PackedParams
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import transformer_config
 from slime_megatron.device import Device
+from slime_megatron.engine import EngineAttention, local_name, mark_whole_weights
+from slime_megatron.kernels import Kernels, choose_kernels, found_kernels
 from slime_megatron.packing import PackedBatch
 from slime_megatron.parts import (
     VALUE_HEAD,
@@ -48,16 +51,18 @@ def build_model(
         value_head: In place of the output layer; the last chunk then gives a number per token.
 
     Raises:
-        ConfigError: The model does not fit the parallel layout, or has parts that are not supported.
+        ConfigError: The model does not fit the parallel layout, or has parts that are not supported, or the layers
+            that are asked for cannot be used here.
     """
     config.check_fits(shape)
+    kernels = choose_kernels(config, found_kernels(device))
     transformer = transformer_config(shape, config, device)
     if not random_weights:
         for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
             setattr(transformer, name, torch.nn.init.zeros_)
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual else [None]
-    chunks = [_build_chunk(shape, config, transformer, stage, value_head) for stage in stages]
+    chunks = [_build_chunk(shape, config, transformer, stage, value_head, kernels) for stage in stages]
     for chunk in chunks:
         # Prediction modules are loaded, saved and exported; they are neither run nor trained.
         chunk.mtp_process = False
@@ -105,13 +110,14 @@ def output_weight(chunk: Any) -> torch.Tensor:
 def named_weights(chunks: Chunks, *, with_copies: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and the routers' biases, by Megatron's names with layers and experts numbered in the whole model.
 
-    A last stage's copy of the embedding is left out, unless asked for.
+    Names are those of local layers, also of norms that Transformer Engine's hold in the linear layer after them. A last
+    stage's copy of the embedding is left out, unless asked for.
     """
     for chunk in chunks:
         model = bare(chunk)
         offsets = {str(place): layer.layer_number - 1 for place, layer in enumerate(model.decoder.layers)}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            words = name.split(".")
+            words = local_name(name).split(".")
             is_copy = words[0] == "embedding" and not model.pre_process
             if (is_copy and not with_copies) or words[-1] not in ("weight", "bias", "expert_bias"):
                 continue
@@ -147,17 +153,24 @@ def _first_expert(config: TransformerConfig) -> int:
 
 
 def _build_chunk(
-    shape: ModelShape, config: MegatronConfig, transformer: Any, stage: int | None, value_head: bool
+    shape: ModelShape,
+    config: MegatronConfig,
+    transformer: Any,
+    stage: int | None,
+    value_head: bool,
+    kernels: Kernels,
 ) -> GPTModel:
+    engine = kernels.engine_layers
     spec = get_gpt_decoder_block_spec(
-        transformer, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+        transformer, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage
     )
     for layer in spec.layer_specs:
-        _replace_parts(layer, shape)
-    spec.layer_norm = RMSNorm
+        _replace_parts(layer, shape, kernels)
     prediction = None
     if shape.mtp_num_layers:
-        prediction = get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False, vp_stage=stage)
+        prediction = get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=engine, vp_stage=stage)
+    if not engine:
+        spec.layer_norm = RMSNorm
         for layer in prediction.layer_specs if prediction is not None else ():
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
@@ -174,6 +187,8 @@ def _build_chunk(
         mtp_block_spec=prediction,
         vp_stage=stage,
     )
+    if engine:
+        mark_whole_weights(model.modules())
     rotary = Rotary(shape)
     for module in (model, *model.modules()):
         if isinstance(module, GPTModel | MLASelfAttention):
@@ -185,13 +200,23 @@ def _build_chunk(
     return model
 
 
-def _replace_parts(layer: Any, shape: ModelShape) -> None:
-    """Put our core attention, norms, routers and down-projections into the spec of a layer."""
+def _replace_parts(layer: Any, shape: ModelShape, kernels: Kernels) -> None:
+    """Put our core attention and router into the spec of a layer, and into a local one our norms and projections."""
     parts = layer.submodules
     if hasattr(parts.mlp.submodules, "router"):
         parts.mlp.submodules.router = LoadRouter
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(
+        module=EngineAttention if kernels.engine_attention else PackedAttention, params={"flash": kernels.flash}
+    )
+    if not kernels.engine_layers:
+        _replace_local_parts(parts, attention, shape)
+    if shape.post_self_attn_layernorm or shape.post_mlp_layernorm:
+        layer.module = PostNormLayer
+        layer.params = {"after_attention": shape.post_self_attn_layernorm, "after_mlp": shape.post_mlp_layernorm}
+
+
+def _replace_local_parts(parts: Any, attention: Any, shape: ModelShape) -> None:
     if shape.multi_latent_attention:
         attention.linear_kv_down_proj = attention.linear_q_down_proj = WholeLinear
     for owner, names in (
@@ -201,6 +226,3 @@ def _replace_parts(layer: Any, shape: ModelShape) -> None:
         for name in names:
             if getattr(owner, name, IdentityOp) is not IdentityOp:
                 setattr(owner, name, RMSNorm)
-    if shape.post_self_attn_layernorm or shape.post_mlp_layernorm:
-        layer.module = PostNormLayer
-        layer.params = {"after_attention": shape.post_self_attn_layernorm, "after_mlp": shape.post_mlp_layernorm}

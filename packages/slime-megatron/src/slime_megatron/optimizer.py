@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,6 +21,11 @@ from slime_megatron.core_configs import ddp_config, optimizer_config
 from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
 from slime_megatron.model import Chunks
+
+# Also where Transformer Engine or Apex bring an Adam, torch's is used: what is done to it below is of that one, and a
+# checkpoint's step lies elsewhere in theirs.
+core_optimizer.USING_PYTORCH_OPTIMIZER = True
+distrib_optimizer.HAVE_APEX_OR_TE = False
 
 
 def wrap_model(model: Chunks, shape: ModelShape, config: MegatronConfig, device: Device) -> Chunks:

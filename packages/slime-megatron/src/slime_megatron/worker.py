@@ -27,6 +27,7 @@ from slime_megatron.core_configs import argument_notices, check_arguments
 from slime_megatron.debugging import profiled, write_train_data
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
+from slime_megatron.kernels import choose_kernels, found_kernels
 from slime_megatron.losses import LOSSES, Loss, loss_named
 from slime_megatron.memory import check_memory, role_memory
 from slime_megatron.model import Chunks
@@ -104,6 +105,7 @@ class MegatronWorker:
         if critic is not None:
             critic_source = None if resumed else critic.load
             self._critic = TrainedModel(critic, shape, device, source=critic_source, resumed=resumed, value_head=True)
+        self._share_prompts = self._sharing()
         if rendezvous.rank == 0:
             self._report_settings()
         self._export: WeightExport | None = None
@@ -145,6 +147,16 @@ class MegatronWorker:
         if self._loss.uses_advantages and self.config.opd_teacher_load is not None:
             sources["teacher"] = Path(self.config.opd_teacher_load)
         return sources
+
+    def _sharing(self) -> str:
+        """``--share-prompts``, but off where a model's attention kernel cannot do it."""
+        found = found_kernels(self._device)
+        wanted = self.config.share_prompts if self.config.may_share_prompts else "off"
+        if wanted == "off" or all(choose_kernels(model.config, found).shares_prompts for model in self.trained):
+            return wanted
+        if torch.distributed.get_rank() == 0:
+            logger.warning("prompts are not shared: Transformer Engine's attention cannot, and this GPU has no other")
+        return "off"
 
     @property
     def model(self) -> Chunks:
@@ -324,7 +336,7 @@ class MegatronWorker:
     def _micro_batch(self, samples: Sequence[TrainSample]) -> MicroBatch:
         return MicroBatch(
             samples,
-            share_prompts=self.config.share_prompts if self.config.may_share_prompts else "off",
+            share_prompts=self._share_prompts,
             multiple_of=self.config.tensor_model_parallel_size if self.config.splits_sequences else 1,
             context=ContextParallel(
                 parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()

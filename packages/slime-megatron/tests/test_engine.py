@@ -1,0 +1,143 @@
+"""Which kernels are chosen; Transformer Engine's layers, of stand-ins, compute, name and save what local layers do."""
+
+import numpy as np
+import pytest
+import torch
+
+from plain import ADAM_EPS, same_step
+from slime_convert.mapping import WeightMap
+from slime_core.config import AlgorithmConfig
+from slime_core.errors import ConfigError
+from slime_megatron.config import MegatronConfig
+
+GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+ENGINE = {"transformer_impl": "transformer_engine"}
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+GPU, OLD_GPU, NO_ENGINE = (True, True, True), (True, True, False), (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "expected", "shares"),
+    [
+        ((), {"bf16": True}, (False, False, False), True),
+        (GPU, {"bf16": True}, (True, True, True), True),
+        (OLD_GPU, {"bf16": True}, (True, True, False), False),
+        (NO_ENGINE, {"bf16": True}, (False, False, True), True),
+        (GPU, {}, (False, False, False), True),
+        (GPU, ENGINE, (True, False, False), True),
+        (GPU, {"bf16": True, "transformer_impl": "local"}, (False, False, True), True),
+        (GPU, {"bf16": True, **LORA}, (False, False, True), True),
+        (GPU, {"bf16": True, "context_parallel_size": 2}, (True, False, True), True),
+        (GPU, {"bf16": True, **ENGINE}, (True, True, True), True),
+    ],
+)
+def test_which_kernels_are_chosen(ranks, found, settings, expected, shares):
+    chosen = ranks.call_apart(1, "chosen_kernels", MegatronConfig(**settings), found)
+    assert chosen == [(*expected, shares)]
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "message"),
+    [
+        ((), ENGINE, "--transformer-impl transformer_engine: there is no GPU for its layers; give auto or local"),
+        (NO_ENGINE, ENGINE, "Transformer Engine is not installed"),
+        (OLD_GPU, {"bf16": True, "share_prompts": "on"}, "--share-prompts on needs PyTorch's flash attention"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(ranks, rank_error, found, settings, message):
+    with pytest.raises(rank_error, match=message) as caught:
+        ranks.call_apart(1, "chosen_kernels", MegatronConfig(**settings), found)
+    assert caught.value.kind == "ConfigError" and "\n" not in caught.value.text
+
+
+def test_adapters_need_local_layers():
+    with pytest.raises(ConfigError, match="--lora-rank puts adapters on Megatron-core's own layers"):
+        MegatronConfig(**LORA, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def engine_pool():
+    pool = []
+    yield pool
+    for member in pool:
+        member.stop()
+
+
+@pytest.fixture
+def engine_ranks(rank_group, engine_pool, monkeypatch):
+    """Ranks that have stand-ins for Transformer Engine, also those that are started later."""
+    monkeypatch.setenv("ENGINE_STAND_IN", "1")
+    group = rank_group(engine_pool)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("glm4", {}),
+        ("deepseek-mtp", TP2_SP),
+        pytest.param("qwen3-moe", TP2_SP, marks=pytest.mark.full),
+        pytest.param("qwen2-tied", {"tensor_model_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("moonlight", {}, marks=pytest.mark.full),
+    ],
+)
+def test_engine_layers_do_what_local_ones_do(
+    engine_ranks, tiny_model, tiny_config, make_samples, make_shards, hf_logits, tmp_path, name, layout
+):
+    """Logits, steps, exported weights, and checkpoints, each of which the other kind of layers continues."""
+    model, ranks, size = tiny_model(name), engine_ranks, layout.get("tensor_model_parallel_size", 1)
+    samples = make_samples(groups=2, per_group=3)
+    shards = make_shards(samples)
+    found = {}
+    for kind in ("local", "transformer_engine"):
+        own = {**layout, "transformer_impl": kind, "save": str(tmp_path / kind), "adam_eps": ADAM_EPS}
+        ranks.start(size, tiny_config(load=model.checkpoint, **own), model.shape, GRPO)
+        calls = ranks.first("engine_attention_calls")
+        logits = ranks.first("logits", samples)
+        assert (ranks.first("engine_attention_calls") > calls) == (kind == "transformer_engine")
+        with torch.no_grad():
+            assert (torch.from_numpy(logits) - hf_logits(model.hf, samples)).abs().max() < 1e-4
+        step = ranks.first("train", shards).steps
+        ranks.call("save", 1)
+        found[kind] = step, ranks.first("weights")
+    check(*found.values())
+    continued = {}
+    for kind, other in (("transformer_engine", "local"), ("local", "transformer_engine")):
+        config = tiny_config(load=model.checkpoint, **layout, transformer_impl=kind, adam_eps=ADAM_EPS)
+        ranks.start(size, config, model.shape, GRPO, resume_from=str(tmp_path / other))
+        assert ranks.iteration == 1
+        continued[kind] = ranks.first("train", shards).steps, ranks.first("weights")
+    check(*continued.values())
+
+
+def check(one, other):
+    same_step(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    for key, value in one[1].items():
+        assert np.abs(other[1][key] - value).max() <= 3e-5, key
+
+
+def test_fused_norms_are_frozen_by_their_own_names(engine_ranks, tiny_model, tiny_config, make_samples, make_shards):
+    model, samples = tiny_model("qwen3"), make_samples(groups=2, per_group=3)
+    config = tiny_config(load=model.hf_directory, freeze_params_name_list=("layernorm",), **ENGINE)
+    engine_ranks.start(1, config, model.shape)
+    before = engine_ranks.first("weights")
+    engine_ranks.call("train", make_shards(samples))
+    after = engine_ranks.first("weights")
+    assert before.keys() == set(WeightMap(model.shape).hf_names())
+    assert {name for name in before if np.array_equal(before[name], after[name])} == {
+        name for name in before if "norm" in name
+    }
+
+
+def test_prompts_are_not_shared_where_attention_cannot(
+    engine_ranks, tiny_model, tiny_config, make_samples, make_shards
+):
+    model, samples = tiny_model("qwen3"), make_samples(groups=2, per_group=4, prompt=20)
+    engine_ranks.start(1, tiny_config(load=model.checkpoint, **ENGINE), model.shape)
+    [warning] = [text for text in engine_ranks.first("warnings") if "prompts" in text]
+    assert warning.startswith("prompts are not shared: Transformer Engine's attention cannot")
+    report = engine_ranks.first("train", make_shards(samples))
+    assert report.tokens["forward_backward"] == sum(len(sample.tokens) - 1 for sample in samples)

@@ -1,0 +1,283 @@
+"""The checks of `scripts/gpu-check`: what is computed, what it is compared with, and how far it may be off."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu_check import ranks, speed
+from gpu_check.machine import KINDS, Cases, Machine, NotRunError, Verdict, samples, shards
+from gpu_check.processes import Ranks
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_megatron.config import MegatronConfig
+
+GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+FP32_BOUND, SUM_BOUND, WEIGHT_BOUND = 1e-4, 1e-5, 3e-5
+# bf16 has 8 bits of mantissa: a product is off by 0.4 %, four layers of them (measured on a CPU) by 2 %.
+BF16_BOUND, BF16_SUM_BOUND = 0.05, 1e-2
+FREED_PART, SPEED_PART = 0.9, 0.95
+
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2, CP2, EP2 = ({f"{kind}_parallel_size": 2} for kind in ("pipeline_model", "context", "expert_model"))
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": "on", "overlap_param_gather": "on"}
+# Ranks, settings, samples in a micro-batch; as in slime-megatron's tests/test_parallel.py.
+LAYOUTS: Mapping[str, tuple[int, dict[str, Any], int | None]] = {
+    "micro-batches": (1, {}, 3),
+    "full recomputation": (
+        1,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        None,
+    ),
+    "shared prompts": (1, {"share_prompts": "on"}, 4),
+    "tp2+sp": (2, TP2_SP, 3),
+    "pp2": (2, PP2, 2),
+    "pp2+vpp2": (2, VPP2, 2),
+    "dp2": (2, {}, 3),
+    "dp2+dist-opt+overlap": (2, OVERLAP, 2),
+    "cp2": (2, CP2, 3),
+    "ep2": (2, EP2, 3),
+    "shared prompts, pp2+vpp2": (2, VPP2 | {"share_prompts": "on"}, 4),
+    "tp2+sp, pp2": (4, TP2_SP | PP2, 2),
+    "pp2, dp2": (4, PP2, 2),
+    "cp2, pp2": (4, CP2 | PP2, 2),
+    "tp2+sp, cp2": (4, TP2_SP | CP2, 3),
+    "tp2+sp, dp2, ep2": (4, TP2_SP | EP2, 3),
+    "pp2, dp2, ep2": (4, PP2 | EP2, 2),
+}
+
+
+def difference(got: NDArray[np.float32], wanted: NDArray[np.float32], *, bf16: bool) -> Verdict:
+    """Of logits: the largest in fp32. In bf16 a token's root mean square as a part of its logits' own, the median.
+
+    In bf16 a token may choose other experts, and is then far off; half of all tokens cannot be.
+    """
+    if bf16:
+        found = np.median(np.sqrt(((got - wanted) ** 2).mean(1) / (wanted**2).mean(1)))
+        return f"{found:.1e} of rms", f"{BF16_BOUND:.0e} of rms", bool(found <= BF16_BOUND)
+    found = np.abs(got - wanted).max()
+    return f"{found:.1e}", f"{FP32_BOUND:.0e}", bool(found <= FP32_BOUND)
+
+
+def device_cases(machine: Machine) -> Cases:
+    """On a GPU the stand-ins for CPUs replace nothing."""
+
+    def compute() -> Verdict:
+        if machine.device == "cpu":
+            raise NotRunError("needs a GPU")
+        replaced = machine.facts["replaced"]
+        return f"{len(replaced)} functions", "0 functions", not replaced
+
+    yield "torch stays as it is", compute
+
+
+def logits_cases(machine: Machine) -> Cases:
+    """Every kind of layers gives transformers' logits (fp32, on the CPU)."""
+    for name in ("qwen3", "deepseek"):
+        for kind in KINDS:
+
+            def compute(name: str = name, kind: str = kind) -> Verdict:
+                own, model = machine.settings(kind), machine.model(name)
+                found = machine.first(1, "logits", machine.config(name, **own), model.shape, [samples()])
+                return difference(found, model.logits, bf16="bf16" in own)
+
+            yield f"{name}, {kind} = transformers", compute
+
+
+def row_cases(machine: Machine) -> Cases:
+    """A packed row gives the logits of its samples one at a time."""
+    for kind in KINDS:
+
+        def compute(kind: str = kind) -> Verdict:
+            own, shape = machine.settings(kind), machine.model("qwen3").shape
+            config = machine.config("qwen3", **own)
+            packed = machine.first(1, "logits", config, shape, [samples()])
+            single = machine.first(1, "logits", config, shape, [[sample] for sample in samples()])
+            return difference(packed, single, bf16="bf16" in own)
+
+        yield f"{kind}: packed = one by one", compute
+
+
+def sharing_cases(machine: Machine) -> Cases:
+    """Shared prompts change neither logits nor the gradient's norm."""
+    for kind in KINDS:
+
+        def sides(kind: str = kind) -> list[MegatronConfig]:
+            own = machine.settings(kind)
+            if "Engine" in kind and not machine.facts["flash"]:
+                raise NotRunError("needs PyTorch's flash attention")
+            return [machine.config("qwen3", **own, share_prompts=share) for share in ("on", "off")]
+
+        def same_logits(kind: str = kind) -> Verdict:
+            shape, given = machine.model("qwen3").shape, [samples()]
+            shared, alone = (machine.first(1, "logits", config, shape, given) for config in sides(kind))
+            return difference(shared, alone, bf16="bf16" in kind)
+
+        def same_gradient(kind: str = kind) -> Verdict:
+            shape = machine.model("qwen3").shape
+            given = (shape, GRPO, shards(steps=1))
+            shared, alone = (machine.first(1, "train", config, *given)[0][0]["grad_norm"] for config in sides(kind))
+            found, bound = abs(shared - alone) / alone, BF16_SUM_BOUND if "bf16" in kind else SUM_BOUND
+            return f"{found:.1e}", f"{bound:.0e}", found <= bound
+
+        yield f"{kind}: logits", same_logits
+        yield f"{kind}: gradient norm", same_gradient
+
+
+def layout_cases(machine: Machine) -> Cases:
+    """At every layout losses, gradient norms and weights of three steps are those of one process, in fp32.
+
+    In bf16, with Transformer Engine's layers, the first step's loss and gradient norm.
+    """
+    for kind in ("local, fp32", "Transformer Engine, bf16"):
+        for name in ("qwen3", "deepseek"):
+            alone = functools.cache(functools.partial(_train, machine, kind, name, 1, {}, None))
+            for layout, (world, settings, micro_batch_size) in LAYOUTS.items():
+                if name == "qwen3" and "ep2" in layout:
+                    continue
+                here = functools.partial(_train, machine, kind, name, world, settings, micro_batch_size)
+                compare = _same_first_step if "bf16" in kind else _same_steps
+                yield f"{name}, {kind}, {layout}", functools.partial(compare, here, alone)
+
+
+Trained = tuple[list[dict[str, float]], dict[str, NDArray[np.float32]]]
+
+
+def _train(
+    machine: Machine, kind: str, name: str, world: int, layout: Mapping[str, Any], micro_batch_size: int | None
+) -> Trained:
+    """Each step's metrics, and the weights after the last."""
+    config = machine.config(name, **{**machine.settings(kind), **layout})
+    if config.share_prompts == "on" and "Engine" in kind and not machine.facts["flash"]:
+        raise NotRunError("needs PyTorch's flash attention")
+    if world > machine.most_ranks:
+        raise NotRunError(f"needs {world} ranks")
+    given = shards(config.data_parallel_size(world), micro_batch_size)
+    found: Trained = machine.first(world, "train", config, machine.model(name).shape, GRPO, given)
+    return found
+
+
+def _same_steps(here: Callable[[], Trained], alone: Callable[[], Trained]) -> Verdict:
+    (steps, weights), (wanted, expected) = here(), alone()
+    sums = max(_furthest(step, other) for step, other in zip(steps, wanted, strict=True))
+    furthest = max(float(np.abs(weights[key] - value).max()) for key, value in expected.items())
+    good = sums <= SUM_BOUND and furthest <= WEIGHT_BOUND and weights.keys() == expected.keys()
+    return f"{sums:.1e}, weights {furthest:.1e}", f"{SUM_BOUND:.0e}, weights {WEIGHT_BOUND:.0e}", good
+
+
+def _same_first_step(here: Callable[[], Trained], alone: Callable[[], Trained]) -> Verdict:
+    ([step, *_], _), ([wanted, *_], _) = here(), alone()
+    found = _furthest(step, wanted)
+    return f"{found:.1e}", f"{BF16_SUM_BOUND:.0e}", found <= BF16_SUM_BOUND
+
+
+def _furthest(step: Mapping[str, float], wanted: Mapping[str, float]) -> float:
+    """The largest difference of a metric, as a part of what it should be where that is above 1."""
+    metrics = ("loss", "grad_norm", "kl_loss")
+    return max(abs(step[metric] - wanted[metric]) / max(1.0, abs(wanted[metric])) for metric in metrics)
+
+
+def offload_cases(machine: Machine) -> Cases:
+    """Sleep frees the device's memory, and wake brings every tensor back as it was."""
+
+    def compute() -> Verdict:
+        shape = (
+            speed.tiny() if machine.device == "cpu" else speed.fitting("smollm2-135M", machine.facts["gpu_bytes"])[1]
+        )
+        config = MegatronConfig(bf16=True, trainer_threads=1)
+        found = machine.first(1, "offload", config, shape, shards(steps=1))
+        freed = 1 - found["left"] / found["held"]
+        equal = "bit-equal" if found["equal"] else "changed"
+        return f"{freed:.0%} freed, {equal}", f"{FREED_PART:.0%}, bit-equal", freed >= FREED_PART and found["equal"]
+
+    yield "sleep and wake", compute
+
+
+def push_cases(machine: Machine) -> Cases:
+    """Weights that another process reads where they are: through CUDA IPC, or shared memory on a CPU."""
+
+    def compute() -> Verdict:
+        try:
+            import slime_rollout.weights.buckets  # noqa: F401
+        except ImportError as error:
+            raise NotRunError("needs slime-rollout") from error
+        found = machine.first(1, "push", machine.config("qwen3", bf16=True), machine.model("qwen3").shape)
+        good = found["equal"] and found["device"] == machine.device and found["tensors"] > 0
+        equal = "bit-equal" if found["equal"] else "changed"
+        return f"{found['tensors']} on {found['device']}, {equal}", f"on {machine.device}, bit-equal", good
+
+    yield "CUDA IPC" if machine.device == "cuda" else "shared memory", compute
+
+
+def determinism_cases(machine: Machine) -> Cases:
+    """Two runs with --deterministic-mode give the same bits."""
+    for kind in KINDS:
+
+        def compute(kind: str = kind) -> Verdict:
+            own = {**machine.settings(kind), "share_prompts": "auto", "deterministic_mode": True}
+            config = machine.config("qwen3", **own)
+            shape = machine.model("qwen3").shape
+            group = Ranks(1, machine.device)  # the mode is the process's
+            with contextlib.ExitStack() as stack:
+                stack.callback(group.stop)
+                (one, first), (two, second) = (
+                    group.call(ranks.__name__, "train", config, shape, GRPO, shards())[0] for _ in range(2)
+                )
+            good = one == two and all(np.array_equal(first[key], value) for key, value in second.items())
+            return "bit-equal" if good else "different", "bit-equal", good
+
+        yield f"{kind}: two runs", compute
+
+
+def speed_cases(machine: Machine) -> Cases:
+    """A step of the trainer takes hardly longer than one of bare Megatron-core. On a CPU only that both run."""
+    on_gpu, tokens = machine.device == "cuda", speed.TOKENS if machine.device == "cuda" else 256
+    impl = "transformer_engine" if machine.facts["transformer_engine"] else "local"
+    shapes = [speed.fitting(name, machine.facts["gpu_bytes"]) for name in speed.MODELS if on_gpu] or [
+        ("tiny", speed.tiny())
+    ]
+
+    def text(found: Mapping[str, Any], shape: ModelShape) -> str:
+        rate = speed.ROWS * tokens / found["seconds"]
+        parts = [f"{rate:,.0f} tokens/s"]
+        if found["peak_tflops"]:
+            done = speed.ROWS * speed.flops(shape, tokens) / 1e12
+            parts.append(f"MFU {done / found['seconds'] / found['peak_tflops']:.1%}")
+        if found["peak_bytes"]:
+            parts.append(f"{found['peak_bytes'] / 2**30:.1f} GiB")
+        return ", ".join(parts)
+
+    for label, shape in shapes:
+
+        def compute(shape: ModelShape = shape) -> Verdict:
+            # Processes of their own: what one side leaves in the caching allocator is not the other's.
+            found = []
+            for side in ("trainer", "bare"):
+                group = Ranks(1, machine.device)
+                with contextlib.ExitStack() as stack:
+                    stack.callback(group.stop)
+                    found += group.call(speed.__name__, side, impl, shape, tokens)
+            own, other = found
+            good = not on_gpu or own["seconds"] * SPEED_PART <= other["seconds"]
+            return text(own, shape), f"bare: {text(other, shape)}", good
+
+        yield f"{label}, {impl}", compute
+
+
+CHECKS: Mapping[str, Callable[[Machine], Cases]] = {
+    "device": device_cases,
+    "logits": logits_cases,
+    "rows": row_cases,
+    "sharing": sharing_cases,
+    "layouts": layout_cases,
+    "offload": offload_cases,
+    "push": push_cases,
+    "determinism": determinism_cases,
+    "speed": speed_cases,
+}
