@@ -98,8 +98,8 @@ def bare_core_side(directory: Path, threads: int) -> Step:
     seed_everything(config.seed)
     chunks = build_model(shape, config, device, random_weights=False)
     load_weights(find_checkpoint(directory / "torch_dist"), shape, chunks)
-    [model] = wrapped = wrap_model(chunks, config)
-    optimizer, head = build_optimizer(wrapped, config), Head(vocab_size=shape.vocab_size, temperature=1.0)
+    [model] = wrapped = wrap_model(chunks, shape, config, device)
+    optimizer, head = build_optimizer(wrapped, shape, config), Head(vocab_size=shape.vocab_size, temperature=1.0)
     batch = MicroBatch(shard.samples, share_prompts="on").pack()
     advantages_N = torch.tensor([sample.reward for sample in shard.samples]).repeat_interleave(RESPONSE)
 

@@ -27,7 +27,7 @@ FLAGS = {spec.name for config in (RolloutConfig, EngineConfig) for spec in flag_
 # Those of the launcher and the trainer (a test of the whole command line looks for them there), of check-hooks, SGLang
 # and receive-weights.
 ELSEWHERE = {
-    *("--colocate", "--opd-kl-coef", "--rollout-num-gpus", "--use-opd", "--use-tis"),
+    *("--colocate", "--opd-kl-coef", "--opd-teacher-load", "--rollout-num-gpus", "--use-opd", "--use-tis"),
     *("--reply", "--run", "--time-limit"),
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
     *("--from", "--listen", "--to"),
