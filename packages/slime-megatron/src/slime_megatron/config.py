@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag, template_problem
+from slime_megatron.fits import flag_name, misfits
 from slime_megatron.trained import Lora, Selection
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
@@ -403,8 +404,8 @@ class MegatronConfig(Config):
         for module in self.recompute_modules:
             if module in ("layernorm", "mla_up_proj", "moe_act"):
                 yield (
-                    f"--recompute-modules {module} needs Transformer Engine's layers, which are not used yet; allowed: "
-                    "core_attn, mlp, moe, shared_experts"
+                    f"--recompute-modules {module} works with Transformer Engine's layers alone, and was not run with "
+                    "them; allowed: core_attn, mlp, moe, shared_experts"
                 )
 
     def _training_contradictions(self) -> Iterator[str]:
@@ -451,7 +452,7 @@ class MegatronConfig(Config):
             ConfigError: ``world_size`` is not a multiple of the model-parallel size, or of the experts'.
         """
         dense = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        sizes = {_flag_name(name): getattr(self, name) for name in dense}
+        sizes = {flag_name(name): getattr(self, name) for name in dense}
         experts = {
             "--expert-tensor-parallel-size": self.expert_tensor_size,
             "--expert-model-parallel-size": self.expert_model_parallel_size,
@@ -470,65 +471,8 @@ class MegatronConfig(Config):
             ConfigError: It has parts that :mod:`slime_megatron.model` lacks, or a size does not divide: everything that
                 is wrong, a line each, with the numbers that would do.
         """
-        if problems := list(self._misfits(shape)):
+        if problems := list(misfits(self, shape)):
             raise ConfigError("\n".join(problems))
-
-    def _misfits(self, shape: ModelShape) -> Iterator[str]:
-        others = [
-            f"{field.name} {getattr(shape, field.name)}"
-            for field in fields(shape)
-            if field.default is not MISSING
-            and field.name not in _TRAINED
-            and getattr(shape, field.name) != field.default
-        ]
-        if others or shape.position_embedding_type != "rope":
-            others = others or [f"position_embedding_type {shape.position_embedding_type}"]
-            yield (
-                f"the model is of the family {shape.family} and has {', '.join(others)}, which cannot be trained yet; "
-                "give --hf-checkpoint a model without (slime-convert converts both kinds)"
-            )
-        else:
-            yield from self.selection.misfits(shape)
-            yield from self.lora.misfits(shape) if self.lora is not None else ()
-        heads = {"num_attention_heads": shape.num_attention_heads, "ffn_hidden_size": shape.ffn_hidden_size}
-        if not shape.multi_latent_attention:
-            heads["num_query_groups"] = shape.num_query_groups
-        if shape.moe_shared_expert_intermediate_size is not None:
-            heads["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
-        yield from _not_divided("tensor_model_parallel_size", self.tensor_model_parallel_size, heads)
-        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
-        name = "virtual_pipeline_model_parallel_size" if stages > self.pipeline_model_parallel_size else ""
-        yield from _not_divided(
-            "pipeline_model_parallel_size",
-            stages,
-            {"num_layers": shape.num_layers},
-            f" × {_flag_name(name)} {self.virtual_pipeline_model_parallel_size}" if name else "",
-            self.pipeline_model_parallel_size,
-        )
-        experts = self.expert_model_parallel_size
-        if shape.num_experts is None:
-            if experts > 1:
-                yield f"--expert-model-parallel-size {experts}: the model has no experts; leave it out"
-        else:
-            yield from _not_divided("expert_model_parallel_size", experts, {"num_experts": shape.num_experts})
-            ffn = {"moe_ffn_hidden_size": shape.moe_ffn_hidden_size or 0}
-            yield from _not_divided("expert_tensor_parallel_size", self.expert_tensor_size, ffn)
-        there = {"moe": shape.num_experts, "shared_experts": shape.moe_shared_expert_intermediate_size}
-        for module in self.recompute_modules or ():
-            if there.get(module, 1) is None:
-                yield f"--recompute-modules {module}: the model has no {_PARTS[module]}; leave it out"
-        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
-            # Without it, Megatron-core 0.16.1 counts gradients of latent attention's norms once per rank, and refuses
-            # to train experts.
-            kinds = {"experts": shape.num_experts is not None, "latent attention": shape.multi_latent_attention}
-            if found := [kind for kind, is_there in kinds.items() if is_there]:
-                yield (
-                    f"--tensor-model-parallel-size {self.tensor_model_parallel_size} of a model with "
-                    f"{' and '.join(found)} needs --sequence-parallel; add it"
-                )
-
-
-_PARTS = {"moe": "experts", "shared_experts": "shared experts"}
 
 
 def regulating(megatron_args: Mapping[str, Any]) -> list[str]:
@@ -536,38 +480,3 @@ def regulating(megatron_args: Mapping[str, Any]) -> list[str]:
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_expert_capacity_factor")
     given = {name: megatron_args[name] for name in names if name in megatron_args}
     return [f"{name} {value}" for name, value in given.items() if isinstance(value, int | float) and value > 0]
-
-
-def _flag_name(dest: str) -> str:
-    return f"--{dest.replace('_', '-')}"
-
-
-def _not_divided(
-    dest: str, parts: int, sizes: dict[str, int], further: str = "", given: int | None = None
-) -> Iterator[str]:
-    for name, size in sizes.items():
-        if size % parts:
-            limit = min(sizes.values())
-            fitting = [str(n) for n in range(1, limit + 1) if all(s % n == 0 for s in sizes.values())]
-            shown = ", ".join(fitting if len(fitting) <= 16 else [*fitting[:15], "…"])
-            product = " in all" if further else ""
-            yield (
-                f"{_flag_name(dest)} {parts if given is None else given}{further} does not divide the model's {name} "
-                f"{size}; allowed{product}: {shown}"
-            )
-            return
-
-
-# What a shape may say and the model here does; all else must be as it is by default.
-_TRAINED = {
-    *("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor"),
-    *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings"),
-    *("norm_epsilon", "add_qkv_bias", "qk_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
-    *("untie_embeddings_and_output_weights", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
-    *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias"),
-    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_shared_expert_intermediate_size", "moe_layer_freq", "mtp_num_layers"),
-    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    *("mscale", "mscale_all_dim", "yarn_rounds_range"),
-}
