@@ -17,6 +17,7 @@ from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
+from slime_megatron.fits import check_fits
 from slime_megatron.trained import Lora
 
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
@@ -299,7 +300,7 @@ def test_contradictions_are_named(values, words):
 )
 def test_targets_that_fit_nothing_are_named(tiny_model, target, words):
     with pytest.raises(ConfigError, match=f"--lora-target-modules {words}") as caught:
-        MegatronConfig(**LORA, lora_target_modules=(target,)).check_fits(tiny_model("qwen3").shape)
+        check_fits(MegatronConfig(**LORA, lora_target_modules=(target,)), tiny_model("qwen3").shape)
     assert "\n" not in str(caught.value)
 
 

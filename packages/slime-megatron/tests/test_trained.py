@@ -7,6 +7,7 @@ from plain import ADAM_EPS
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
+from slime_megatron.fits import check_fits
 
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -172,7 +173,7 @@ def test_it_continues_at_another_layout(ranks, tiny_model, tiny_config, make_sam
 )
 def test_patterns_that_do_not_fit_the_model_are_named(tiny_model, values, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        MegatronConfig(**values).check_fits(tiny_model("qwen3").shape)
+        check_fits(MegatronConfig(**values), tiny_model("qwen3").shape)
     assert "\n" not in str(caught.value)
 
 

@@ -21,6 +21,7 @@ from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
 from slime_megatron.checkpoint import find_checkpoint
+from slime_megatron.fits import check_fits
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.engine.router import check_router_port
@@ -71,7 +72,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     problems.attempt(check_hf_directory, directory)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
-        problems.attempt(settings.megatron.check_fits, shape)
+        problems.attempt(check_fits, settings.megatron, shape)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings)
     for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):

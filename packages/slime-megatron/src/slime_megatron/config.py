@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag, template_problem
-from slime_megatron.fits import flag_name, misfits
 from slime_megatron.trained import Lora, Selection
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
@@ -464,19 +462,14 @@ class MegatronConfig(Config):
                 raise ConfigError(f"{world_size} trainer ranks are not a multiple of {product}; change one of them")
         return world_size // int(math.prod(sizes.values()))
 
-    def check_fits(self, shape: ModelShape) -> None:
-        """Check that the model can be trained and divides over the ranks. Can be asked before a run.
-
-        Raises:
-            ConfigError: It has parts that :mod:`slime_megatron.model` lacks, or a size does not divide: everything that
-                is wrong, a line each, with the numbers that would do.
-        """
-        if problems := list(misfits(self, shape)):
-            raise ConfigError("\n".join(problems))
-
 
 def regulating(megatron_args: Mapping[str, Any]) -> list[str]:
     """Those of Megatron's arguments, with their values, that regulate how evenly experts are loaded."""
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_expert_capacity_factor")
     given = {name: megatron_args[name] for name in names if name in megatron_args}
     return [f"{name} {value}" for name, value in given.items() if isinstance(value, int | float) and value > 0]
+
+
+def flag_name(dest: str) -> str:
+    """The flag of a setting."""
+    return f"--{dest.replace('_', '-')}"

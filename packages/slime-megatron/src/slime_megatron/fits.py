@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING
 
 from slime_convert.shape import ModelShape
-
-if TYPE_CHECKING:
-    from slime_megatron.config import MegatronConfig
+from slime_core.errors import ConfigError
+from slime_megatron.config import MegatronConfig, flag_name
 
 # What a shape may say and the model here does; all else must be as it is by default.
 _TRAINED = {
@@ -25,6 +23,17 @@ _TRAINED = {
     *("mscale", "mscale_all_dim", "yarn_rounds_range"),
 }
 _PARTS = {"moe": "experts", "shared_experts": "shared experts"}
+
+
+def check_fits(config: MegatronConfig, shape: ModelShape) -> None:
+    """Check that a model can be trained and divides over the ranks. Can be asked before a run.
+
+    Raises:
+        ConfigError: It has parts that :mod:`slime_megatron.model` lacks, or a size does not divide: everything that
+            is wrong, a line each, with the numbers that would do.
+    """
+    if problems := list(misfits(config, shape)):
+        raise ConfigError("\n".join(problems))
 
 
 def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
@@ -95,8 +104,3 @@ def _not_divided(
                 f"{size}; allowed{product}: {shown}"
             )
             return
-
-
-def flag_name(dest: str) -> str:
-    """The flag of a setting."""
-    return f"--{dest.replace('_', '-')}"

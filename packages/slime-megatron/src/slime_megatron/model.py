@@ -21,6 +21,7 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import transformer_config
 from slime_megatron.device import Device
 from slime_megatron.engine import EngineAttention, local_name, mark_whole_weights
+from slime_megatron.fits import check_fits
 from slime_megatron.kernels import Kernels, choose_kernels, found_kernels
 from slime_megatron.packing import PackedBatch
 from slime_megatron.parts import (
@@ -54,7 +55,7 @@ def build_model(
         ConfigError: The model does not fit the parallel layout, or has parts that are not supported, or the layers
             that are asked for cannot be used here.
     """
-    config.check_fits(shape)
+    check_fits(config, shape)
     kernels = choose_kernels(config, found_kernels(device))
     transformer = transformer_config(shape, config, device)
     if not random_weights:

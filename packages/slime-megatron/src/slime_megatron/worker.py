@@ -27,6 +27,7 @@ from slime_megatron.core_configs import argument_notices, check_arguments
 from slime_megatron.debugging import profiled, write_train_data
 from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
+from slime_megatron.fits import check_fits
 from slime_megatron.kernels import choose_kernels, found_kernels
 from slime_megatron.losses import LOSSES, Loss, loss_named
 from slime_megatron.memory import check_memory, role_memory
@@ -119,7 +120,7 @@ class MegatronWorker:
     def _fitting(self, role: str, overrides: Mapping[str, Mapping[str, Any]], world_size: int) -> MegatronConfig:
         """The settings of a role that is trained, which fits on the device."""
         own = role_config(self.config, role, overrides)
-        own.check_fits(self.shape)
+        check_fits(own, self.shape)
         check_arguments(self.shape, own, self._device)
         head = role == "critic" or self._loss.value_head
         check_memory(role, role_memory(self.shape, own, world_size, value_head=head), self._device.memory_bytes)

@@ -1,0 +1,129 @@
+"""Commands of a rank for tests: what it saves, how saving fails, and what it holds then."""
+
+import resource
+import shutil
+import threading
+
+
+class Checkpoints:
+    """Of the rank's worker."""
+
+    worker = None
+
+    def save(self, iteration):
+        return self.worker.save(iteration)
+
+    def saved(self, wait=False):
+        return self.worker.saved(wait)
+
+    def hold_saves(self):
+        """Have what writes in the background wait until it may go on."""
+        from slime_megatron import checkpoint_writer
+
+        write, self._may_write = checkpoint_writer._write, threading.Event()
+
+        def held(*args):
+            self._may_write.wait()
+            write(*args)
+
+        checkpoint_writer._write, self._write = held, write
+
+    def let_saves_go(self):
+        from slime_megatron import checkpoint_writer
+
+        checkpoint_writer._write = self._write
+        self._may_write.set()
+
+    def save_as_before(self, iteration):
+        """Save as slime did when it knew tensor and data parallelism alone: random states by tensor rank."""
+        import dataclasses
+
+        from megatron.core import parallel_state
+
+        from slime_megatron import checkpoint_io
+
+        random_state, arguments = checkpoint_io._random_state, checkpoint_io._arguments
+
+        def by_tensor_rank():
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            return dataclasses.replace(random_state(), global_shape=(size,), global_offset=(rank,))
+
+        def without_context_parallelism(*given):
+            new = ("context_parallel_size", "random_states")
+            return {name: value for name, value in arguments(*given).items() if name not in new}
+
+        checkpoint_io._random_state, checkpoint_io._arguments = by_tensor_rank, without_context_parallelism
+        try:
+            return self.worker.save(iteration)
+        finally:
+            checkpoint_io._random_state, checkpoint_io._arguments = random_state, arguments
+
+    def bytes_read(self, directory):
+        """Bytes of the files that are read when a Hugging Face directory is loaded once more."""
+        from slime_convert.files.reading import TensorReader
+        from slime_megatron.checkpoint import find_checkpoint
+        from slime_megatron.checkpoint_io import load_weights
+
+        read, count = TensorReader._read, []
+
+        def counted(reader, source, start, target):
+            count.append(len(target))
+            read(reader, source, start, target)
+
+        TensorReader._read = counted
+        try:
+            load_weights(find_checkpoint(directory), self.worker.shape, self.worker.model)
+        finally:
+            TensorReader._read = read
+        return sum(count)
+
+    def hashes(self):
+        """Of this rank's weights, of its optimizer's state, and of its random states."""
+        import hashlib
+        import random
+
+        import numpy as np
+        import torch
+        from megatron.core import tensor_parallel
+
+        def of(tensors):
+            found = hashlib.sha256()
+            for tensor in tensors:
+                found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            return found.hexdigest()
+
+        worker = self.worker
+        weights = [tensor for chunk in worker.model for tensor in (*chunk.parameters(), *chunk.buffers())]
+        states = [
+            tensor
+            for part in worker._actor.optimizer.chained_optimizers
+            for group in part.optimizer.param_groups
+            for param in group["params"]
+            for tensor in (param, *(value.reshape(-1) for _, value in sorted(part.optimizer.state[param].items())))
+        ]
+        trackers = tensor_parallel.get_cuda_rng_tracker().get_states()
+        chance = [torch.get_rng_state(), torch.cuda.get_rng_state(), *trackers.values()]
+        others = hashlib.sha256(repr((random.getstate(), np.random.get_state())).encode()).hexdigest()
+        return of(weights), of(states), of(chance), others
+
+    def save_on_a_full_disk(self, iteration, full_rank, free=None):
+        """Save while one rank can write only the first few kilobytes of a file; ``free`` bytes are said to be left."""
+        import torch.distributed as dist
+
+        old, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        usage = shutil.disk_usage
+        if free is not None:
+            shutil.disk_usage = lambda path: usage(path)._replace(free=free)
+        try:
+            directory = self.worker.save(iteration)
+            if self.worker._background is not None:
+                self.worker._background._thread.join()
+            return directory
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            shutil.disk_usage = usage
+            resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard))
