@@ -15,6 +15,7 @@ from tiny import VOCAB_SIZE
 
 from slime_core.types import RolloutBatch, Sample, TrainShard
 
+TIMEOUT = 60.0  # --distributed-timeout-minutes 1
 ENDED = 30.0
 # A step's advantages on rank 3 of 4, where the others are in the pipeline's schedule already.
 TROUBLE = """
@@ -31,6 +32,11 @@ def advantages(inputs):
 TROUBLES = {
     "raises": ("1 / 0", 0.0, "slime-launch: trainer rank 3 failed with ZeroDivisionError: division by zero"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 0.0, "slime-launch: trainer rank 3 died"),
+    "hangs": (
+        "time.sleep(10_000)",
+        TIMEOUT,
+        "slime-launch: trainer rank 3 did not end, and others have waited in vain: trainer rank ",
+    ),
 }
 
 
