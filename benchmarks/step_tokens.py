@@ -30,7 +30,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Not used.
-        quick: One mix instead of five, of which the worst counts.
+        quick: One mix; otherwise five, and the worst counts.
     """
     useful, imbalance, before = [], [], []
     for seed in range(1 if quick else 5):

@@ -61,5 +61,5 @@ def test_a_file_that_cannot_be_used(read, text, message):
 
 
 def test_a_critic_that_is_not_there(read):
-    with pytest.raises(ConfigError, match="there is no critic; add --advantage-estimator ppo"):
+    with pytest.raises(ConfigError, match="this run has no critic; add --advantage-estimator ppo"):
         read("megatron: [{role: critic}]", {})

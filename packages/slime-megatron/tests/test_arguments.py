@@ -193,7 +193,7 @@ REGULATED = {"moe_aux_loss_coeff": 0.5, BIAS: 0.01}
 def test_a_layout_regulates_load_as_one_process_does(
     ranks, tiny_model, tiny_config, make_samples, make_shards, world, settings
 ):
-    """With the same micro-batches, of which the balance loss is a mean. Padding is no load."""
+    """With the same micro-batches: the balance loss is a mean over them. Padding does not count."""
     model, samples = tiny_model("deepseek/4"), make_samples(groups=4, masks=True)
     halves = samples[0::2] + samples[1::2]
     found = []

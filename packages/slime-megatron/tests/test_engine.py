@@ -86,7 +86,7 @@ def engine_ranks(rank_group, engine_pool, monkeypatch):
 def test_engine_layers_do_what_local_ones_do(
     engine_ranks, tiny_model, tiny_config, make_samples, make_shards, hf_logits, tmp_path, name, layout
 ):
-    """Logits, steps, exported weights, and checkpoints, each of which the other kind of layers continues."""
+    """Logits, steps, exported weights; and a checkpoint of either kind of layers continues with the other."""
     model, ranks, size = tiny_model(name), engine_ranks, layout.get("tensor_model_parallel_size", 1)
     samples = make_samples(groups=2, per_group=3)
     shards = make_shards(samples)

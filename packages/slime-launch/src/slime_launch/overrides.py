@@ -45,7 +45,7 @@ def read_overrides(settings: Settings) -> Overrides:
         except ConfigError as error:
             raise ConfigError(f"{FLAG} {path}: {error}") from None
     if "critic" in found and not settings.algorithm.needs_critic:
-        raise ConfigError(f"{FLAG} {path}: there is no critic; add --advantage-estimator ppo, or leave it out")
+        raise ConfigError(f"{FLAG} {path}: this run has no critic; add --advantage-estimator ppo, or leave it out")
     return found
 
 

@@ -145,7 +145,7 @@ def forward_backward(
 
 
 def _start_reducing(model: Chunks) -> None:
-    """What backward passes do where gradients are reduced meanwhile, of which the first does it at its end."""
+    """Start reducing gradients, as backward passes do with overlap, but for the first, which reduces at its end."""
     for chunk in model:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             if chunk.ddp_config.overlap_grad_reduce and not group.is_first_batch:
