@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -170,6 +171,30 @@ class Rank(Checkpoints):
             self.worker.push(WeightUpdate(version=1), Channel(refused=call))
         except SlimeError as error:
             return str(error)
+
+    def gathers_while_sending(self):
+        """Whether the next bucket is gathered before the first is sent."""
+        from slime_core.types import WeightUpdate
+        from slime_megatron.sync import WeightExport, push_weights
+
+        export = WeightExport(self.worker.model, self.worker.shape)
+        gathered = threading.Event()
+        seen = []
+
+        class Watched:
+            def tensors(self):
+                for number, tensor in enumerate(export.tensors()):
+                    if number == 2:  # the first bucket holds tensor 0, and was complete at tensor 1
+                        gathered.set()
+                    yield tensor
+
+        class Waiting(Channel):
+            def send(self, bucket):
+                seen.append(gathered.wait(20))
+                super().send(bucket)
+
+        push_weights(Watched(), Waiting(), WeightUpdate(version=1), 1)
+        return seen[0]
 
     def weights(self):
         """The whole model under Hugging Face names."""

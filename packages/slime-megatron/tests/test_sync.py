@@ -41,6 +41,12 @@ def test_other_replicas_do_nothing(ranks, tiny_model, tiny_config):
     assert (idle.version, idle.tensors, idle.bytes, no_events) == (1, 0, 0, [])
 
 
+def test_the_next_bucket_is_gathered_while_one_is_sent(ranks, tiny_model, tiny_config):
+    model = tiny_model("qwen3")
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape)
+    assert ranks.call("gathers_while_sending") == [True]
+
+
 def test_where_sending_fails_no_rank_waits_and_the_weights_can_be_sent_again(ranks, tiny_model, tiny_config):
     model = tiny_model("qwen3")
     ranks.start(2, tiny_config(load=model.checkpoint, tensor_model_parallel_size=2), model.shape)

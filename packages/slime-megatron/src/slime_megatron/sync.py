@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def _tensor_group(experts: bool) -> Any:
 
 
 def push_weights(export: WeightExport, channel: WeightChannel, update: WeightUpdate, buffer_size: int) -> SyncReport:
-    """Gather every weight and send it from rank 0, bucket by bucket.
+    """Gather every weight and send it from rank 0, bucket by bucket; while one is sent, the next is gathered.
 
     Every rank calls this, only rank 0 uses ``channel``. Where sending fails, rank 0 still gathers to the end: the
     others do not wait for it for ever, and the weights can be sent again. A tensor of more than ``buffer_size`` bytes
@@ -142,13 +143,21 @@ def push_weights(export: WeightExport, channel: WeightChannel, update: WeightUpd
     if dist.get_rank() != 0:
         collections.deque(buckets, maxlen=0)
         return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)
+    sending: Future[None] | None = None
+    # Which device is the current one is a setting of each thread.
+    device = torch.cuda.current_device()
     try:
-        channel.begin(update)
-        for bucket in buckets:
-            tensors += len(bucket)
-            total += sum(tensor.nbytes for _, tensor in bucket)
-            channel.send(bucket)
-        channel.end()
+        with ThreadPoolExecutor(1, "send-weights", torch.cuda.set_device, (device,)) as sender:
+            channel.begin(update)
+            for bucket in buckets:
+                tensors += len(bucket)
+                total += sum(tensor.nbytes for _, tensor in bucket)
+                if sending is not None:
+                    sending.result()
+                sending = sender.submit(channel.send, bucket)
+            if sending is not None:
+                sending.result()
+            channel.end()
     except SlimeError:
         collections.deque(buckets, maxlen=0)  # goes through all that is left
         raise
