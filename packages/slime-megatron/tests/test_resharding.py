@@ -32,7 +32,7 @@ def pairs():
         layouts = [
             layout
             for layout, (_, settings, _) in (ALONE | LAYOUTS).items()
-            if not ("ep2" in layout and name.startswith("llama"))
+            if not (name.startswith("llama") and ("ep2" in layout or "experts" in layout))
             and not (layout == "tp2" and not name.startswith("llama"))
             and (distributed or "use_distributed_optimizer" not in settings)
         ]
