@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime_launch.commands import COMMANDS
 from slime_rollout.engine.config import find_python
 from slime_rollout.engine.sglang_flags import installed_flags
 
@@ -237,7 +238,7 @@ def test_no_sglang(refused, flags, monkeypatch):
 def test_unknown_command():
     done = subprocess.run([*CLI[:-1], "tarin"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.strip() == "slime-launch: unknown command tarin; the one there is: train"
+    assert done.stderr.strip() == f"slime-launch: unknown command tarin; allowed: {', '.join(COMMANDS)}"
 
 
 @pytest.mark.parametrize(

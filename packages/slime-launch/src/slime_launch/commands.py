@@ -1,0 +1,47 @@
+"""The commands of ``slime-launch``: name, what ``--help`` says, and the function that runs it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        function: ``module:name`` of what takes the words after the command and returns the exit code.
+        help: One line for ``slime-launch --help``.
+    """
+
+    function: str
+    help: str
+
+    def __call__(self, argv: list[str]) -> int:
+        """Run it; its module is imported only now."""
+        module, _, name = self.function.partition(":")
+        return cast("Callable[[list[str]], int]", getattr(importlib.import_module(module), name))(argv)
+
+
+COMMANDS = {
+    "train": Command("slime_launch.train:train", "post-train a model"),
+    "train-async": Command("slime_launch.train:train_async", "the same, generating the next rollout meanwhile"),
+}
+
+
+def usage() -> str:
+    """What ``slime-launch --help`` prints."""
+    rows = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: slime-launch COMMAND [flags]",
+            "       slime-launch --version",
+            "",
+            *rows,
+            "",
+            "`slime-launch COMMAND --help` lists the flags of a command.",
+        ]
+    )

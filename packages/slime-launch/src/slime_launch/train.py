@@ -1,0 +1,55 @@
+"""``slime-launch train``: check the command, then run it under supervision."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from slime_launch.flags import command, read_train, sglang_specs
+
+STOP_SECONDS = 10.0
+KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
+ASYNC_BUFFER = "--async-buffer-size"
+
+
+def train_async(argv: list[str]) -> int:
+    """``slime-launch train-async``: as :func:`train`, with one rollout generated ahead unless the command says more."""
+    given = any(word.split("=")[0] == ASYNC_BUFFER for word in argv)
+    return train(argv if given else [ASYNC_BUFFER, "1", *argv])
+
+
+def train(argv: list[str]) -> int:
+    """Check the command, then run it; returns its exit code."""
+    if "--help" in argv or "-h" in argv:
+        command(argv)[1].print_help()
+        return 0
+    if "--help-sglang" in argv:
+        for spec in sglang_specs(argv):
+            value = "" if spec.is_switch else f" VALUE{' …' if spec.nargs else ''}"
+            print(f"{spec.name}{value}  {spec.help}".rstrip())
+        return 0
+    settings, contradictions = read_train(argv)
+    from slime_launch.preflight import preflight, with_output
+    from slime_launch.report import report_if_finished
+    from slime_rollout.supervise import run_under_supervisor
+
+    checked = preflight(settings, contradictions)
+    output_dir = checked.settings.run.output_dir or (checked.manifest.output_dir if checked.manifest else None)
+    output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+    if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
+        return 0
+    with tempfile.NamedTemporaryFile(prefix="slime-launch-", suffix=".pickle") as file:
+        pickle.dump(with_output(checked, output_dir), file)
+        file.flush()
+        driver = [sys.executable, "-m", "slime_launch.driver", file.name]
+        code = run_under_supervisor(driver, grace=STOP_SECONDS)
+    if code in KILLED:
+        print(
+            f"slime-launch: the run's main process was ended by signal {code - 128} (out of memory?); everything it "
+            f"started was stopped, and the same command goes on from --save; logs: {output_dir}/logs",
+            file=sys.stderr,
+        )
+    return code
