@@ -33,7 +33,8 @@ class RoleMemory:
 def role_memory(shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False) -> RoleMemory:
     """The memory of the pipeline stage that holds most."""
     stages = range(config.pipeline_model_parallel_size)
-    return max((_stage(shape, config, world_size, stage, value_head) for stage in stages), key=lambda own: own.total)
+    held = (stage_memory(shape, config, world_size, stage, value_head=value_head) for stage in stages)
+    return max(held, key=lambda own: own.total)
 
 
 def check_memory(role: str, memory: RoleMemory, available: int) -> None:
@@ -55,7 +56,10 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _stage(shape: ModelShape, config: MegatronConfig, world_size: int, stage: int, value_head: bool) -> RoleMemory:
+def stage_memory(
+    shape: ModelShape, config: MegatronConfig, world_size: int, stage: int, *, value_head: bool = False
+) -> RoleMemory:
+    """The memory of one pipeline stage."""
     weights = gradients = optimizer = 0
     for count, is_trained, copies in _numbers(shape, config, world_size, stage, value_head):
         weights += count * (2 if config.bf16 else 4)  # the routers' few fp32 biases count like the others
