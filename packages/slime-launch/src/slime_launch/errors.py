@@ -37,6 +37,11 @@ class Problems:
             # It was not made for the values that were reported already.
         return None
 
+    @property
+    def lines(self) -> list[str]:
+        """What was found, in its order."""
+        return [line for message in self._found for line in message.splitlines()]
+
     def report(self) -> None:
         """Raise if there are problems: the one there is, or one error that names all."""
         if len(self._found) == 1:

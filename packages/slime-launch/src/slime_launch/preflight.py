@@ -63,6 +63,41 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
     problems = Problems(known)
+    found = look(settings, problems)
+    problems.report()
+    assert found.shape is not None and found.run is not None  # their problems were reported
+    manifest, weights = found.run
+    topology = settings.engine.sglang_config
+    return Checked(
+        settings=settings,
+        shape=found.shape,
+        manifest=manifest,
+        weights=weights,
+        overrides=found.overrides or {},
+        topology=read_topology(topology) if topology is not None else None,
+        num_engines=num_engines(settings) if found.engines is None else found.engines.num_engines,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the checks of a command came upon; ``None`` for what has a problem, or is not asked for.
+
+    Attributes:
+        run: The run in ``--save``, if there is one, and the weights to begin with.
+        engines: The engines of ``--sglang-config``.
+        rows: Usable rows of each prompt file that is not streamed.
+    """
+
+    shape: ModelShape | None
+    overrides: Overrides | None
+    run: tuple[Manifest | None, StartWeights] | None
+    engines: EnginePlan | None
+    rows: dict[str, int] | None
+
+
+def look(settings: Settings, problems: Problems) -> Found:
+    """Make all checks, and put what is wrong into ``problems``."""
     problems.attempt(check_settings, settings)
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
@@ -82,26 +117,15 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         if path is not None:
             problems.attempt(check_writable, Path(path), flag)
     problems.attempt(check_room, settings)
-    plan = None
+    engines = rows = None
     if settings.generates:
-        problems.attempt(check_prompt_data, settings.rollout)
+        rows = problems.attempt(check_prompt_data, settings.rollout)
         if settings.engine.sglang_router_port is not None:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
-        plan = problems.attempt(check_engines, settings)
+        engines = problems.attempt(check_engines, settings)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0])
-    problems.report()
-    assert shape is not None and run is not None  # their problems were reported
-    manifest, weights = run
-    return Checked(
-        settings=settings,
-        shape=shape,
-        manifest=manifest,
-        weights=weights,
-        overrides=overrides or {},
-        topology=read_topology(settings.engine.sglang_config) if settings.engine.sglang_config is not None else None,
-        num_engines=num_engines(settings) if plan is None else plan.num_engines,
-    )
+    return Found(shape=shape, overrides=overrides, run=run, engines=engines, rows=rows)
 
 
 def with_output(checked: Checked, output_dir: str | Path) -> Checked:

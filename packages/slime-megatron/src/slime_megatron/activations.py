@@ -131,7 +131,9 @@ def _kept(sizes: list[Layer], config: MegatronConfig) -> Iterator[float]:
             else:
                 yield size.input if place % count == 0 else 0
         if config.recompute_method != "block":  # while a group of layers is computed again
-            yield max((sum(size.all for size in sizes[at : at + count]) for at in range(0, len(sizes), count)), default=0)
+            yield max(
+                (sum(size.all for size in sizes[at : at + count]) for at in range(0, len(sizes), count)), default=0
+            )
         return
     modules = set(config.recompute_modules or ()) if config.recompute == "selective" else set()
     for size in sizes:

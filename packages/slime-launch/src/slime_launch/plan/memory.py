@@ -156,9 +156,7 @@ def engine_memory(settings: Settings, shape: ModelShape, device: Device) -> Engi
     tokens = max(0, static - weights) // per_token
     if "max-total-tokens" in args:
         tokens = min(tokens, int(str(args["max-total-tokens"])))
-    return EngineMemory(
-        weights=weights, kv_cache=tokens * per_token, rest=CUDA_PROCESS, kv_tokens=tokens, ranks=ranks
-    )
+    return EngineMemory(weights=weights, kv_cache=tokens * per_token, rest=CUDA_PROCESS, kv_tokens=tokens, ranks=ranks)
 
 
 def num_parameters(shape: ModelShape) -> int:
@@ -230,9 +228,7 @@ def _phases_of_host(
     ranks = settings.cluster.actor_num_gpus_per_node
     engines = 0 if engine is None else settings.cluster.rollout_gpus // engine.ranks
     serving = 0 if engine is None else engines * engine.total
-    yield Phase(
-        phase="generate", where="machine", needed=ranks * trainer.resident + serving, available=device.memory
-    )
+    yield Phase(phase="generate", where="machine", needed=ranks * trainer.resident + serving, available=device.memory)
     yield Phase(phase="train", where="machine", needed=ranks * trainer.total + serving, available=device.memory)
 
 
