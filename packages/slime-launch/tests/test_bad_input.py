@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from slime_launch.commands import COMMANDS
-from slime_rollout.engine.config import find_python
+from slime_rollout.engine.python import find_python
 from slime_rollout.engine.sglang_flags import installed_flags
 
 CLI = [sys.executable, "-m", "slime_launch.cli", "train"]

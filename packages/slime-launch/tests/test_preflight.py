@@ -77,6 +77,7 @@ def test_halves_need_gpus(checked, monkeypatch):
 def test_engines_of_others_need_no_sglang_here(flags, to_words, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
     monkeypatch.setattr(sys, "executable", str(Path("/nowhere/python")))
+    monkeypatch.setattr("slime_rollout.engine.python.importable_in", lambda python, module: False)
     del flags["--colocate"]
     with pytest.raises(PreflightError, match="SGLang is not installed in /nowhere/python"):
         check_engines(parse_train([*to_words(flags), "--rollout-num-gpus", "1"]))

@@ -61,6 +61,10 @@ class HookArgs:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"args is read-only, so {name} cannot be deleted")
 
+    def __or__(self, values: Mapping[str, Any]) -> HookArgs:
+        """The same flags with further values, which win."""
+        return HookArgs({**self._values, **values})
+
     def __contains__(self, name: object) -> bool:
         return name in self._values
 

@@ -18,7 +18,8 @@ from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
-from slime_rollout.engine.config import EngineConfig, find_python
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.python import find_python
 from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
 
 PROG = "slime-launch train"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_core.hooks import HookArgs
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
+from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
@@ -24,11 +24,12 @@ from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.fits import check_fits
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
+from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
-from slime_rollout.engine.sglang_flags import importable_in, missing_sglang
+from slime_rollout.engine.sglang_flags import missing_sglang
 from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, read_topology
-from slime_rollout.hooks import check_hooks
+from slime_rollout.hooks import check_hooks, hook_args_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -63,6 +64,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
     problems = Problems(known)
+    settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems)
     problems.report()
     assert found.shape is not None and found.run is not None  # their problems were reported
@@ -102,7 +104,9 @@ def look(settings: Settings, problems: Problems) -> Found:
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
         if settings.generates:
-            problems.attempt(check_hooks, settings.rollout, HookArgs(settings.flags()))
+            args = problems.attempt(hook_args_of, settings.rollout, settings.flags())
+            if args is not None:
+                problems.attempt(check_hooks, settings.rollout, args)
     directory = Path(settings.rollout.data.hf_checkpoint)
     problems.attempt(check_hf_directory, directory)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None

@@ -14,7 +14,7 @@ from slime_core.errors import ConfigError, SlimeError
 from slime_core.flags import FlagSpec, flag_specs
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
-from slime_rollout.hooks import HOOKS, GivenHook, given_hooks
+from slime_rollout.hooks import HOOKS, GivenHook, given_hooks, hook_args_of
 
 CHECK_HOOKS = """\
 Find the hooks that the flags name, and check that each takes the arguments it will be called with.
@@ -50,7 +50,7 @@ def check_hooks_command(given: dict[str, Any]) -> int:
     options = {name: given.pop(name, None) for name in ("run", "reply", "time_limit")}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     config = RolloutConfig.of(**_STAND_INS | values)
-    args, hooks = HookArgs.from_configs(config), given_hooks(config)
+    args, hooks = hook_args_of(config), given_hooks(config)
     if not hooks:
         raise ConfigError(f"no hook is given; give one or more of {', '.join(hook.flag for hook in HOOKS)}")
     if not options.pop("run"):

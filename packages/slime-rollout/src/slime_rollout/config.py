@@ -357,6 +357,17 @@ class EvalConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HookConfig(Config):
+    """User-defined functions that no other record has a place for, and the parameters of all of them."""
+
+    custom_config_path: str | None = flag(
+        None,
+        help="YAML or JSON file of parameters for user-defined functions, which see them as args.NAME",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Config):
     """Everything about prompts, sampling, rewards and evaluation; ``RolloutConfig.of(flag=value, ...)`` makes one.
 
@@ -369,6 +380,7 @@ class RolloutConfig(Config):
     selection: SelectionConfig
     rewards: RewardConfig
     evaluation: EvalConfig
+    hooks: HookConfig
 
     @property
     def takes_messages(self) -> bool:

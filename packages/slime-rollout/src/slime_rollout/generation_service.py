@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.errors import SlimeError
-from slime_core.hooks import HookArgs
 from slime_core.interfaces import WeightChannel
 from slime_core.types import EvalReport, RolloutBatch
 
@@ -141,15 +140,16 @@ class GenerationService:
         from slime_rollout.engine.addresses import require_this_machine, router_args
         from slime_rollout.engine.server import EngineSpec
         from slime_rollout.engine.start import start_engines
-        from slime_rollout.hooks import check_hooks
+        from slime_rollout.hooks import check_hooks, hook_args_of
         from slime_rollout.rollout import RolloutData, RolloutManager
         from slime_rollout.teacher import make_teacher
 
-        spec, flags = self._spec, dict(self._spec.flags)
-        check_hooks(spec.rollout, HookArgs(flags))  # errors of hooks and the teacher come before engines start
+        spec = self._spec
+        args = hook_args_of(spec.rollout, spec.flags)
+        check_hooks(spec.rollout, args)  # errors of hooks and the teacher come before engines start
         teacher = make_teacher(spec.rollout)
         reader = ThreadPoolExecutor(max_workers=1)
-        data = reader.submit(RolloutData.load, spec.rollout, HookArgs(flags))
+        data = reader.submit(RolloutData.load, spec.rollout, args)
         reader.shutdown(wait=False)  # the error of an engine does not wait for the prompts
         self._engines = engines = start_engines(
             spec.engine,
@@ -179,7 +179,7 @@ class GenerationService:
             router_url=engines.router_url,
             run_seed=spec.seed,
             data=data.result(),
-            hook_args=HookArgs(flags | router_args(engines.router_url, engines.model_urls)),
+            hook_args=args | router_args(engines.router_url, engines.model_urls),
             on_progress=self._count_samples,
             teacher=teacher,
             retry_delays=retry_delays(spec.engine),

@@ -21,6 +21,7 @@ from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams
 from slime_rollout.generate.context import with_router
+from slime_rollout.hooks import hook_args_of
 from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
@@ -44,7 +45,7 @@ class RolloutData:
         invalid.
         """
         tokenizer = load_tokenizer(config.data.hf_checkpoint)
-        source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or HookArgs.from_configs(config))
+        source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or hook_args_of(config))
         return cls(source, [HeldOutPrompts.load(held_out, tokenizer) for held_out in read_eval_sets(config)], tokenizer)
 
 
@@ -86,7 +87,7 @@ class RolloutManager:
         cache_namespace: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._config = config
-        hook_args = with_router(hook_args or HookArgs.from_configs(config), router_url)
+        hook_args = with_router(hook_args or hook_args_of(config), router_url)
         data = data or RolloutData.load(config, hook_args)
         scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
         pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config))

@@ -15,7 +15,9 @@ def test_every_field_but_the_pass_through_is_a_flag():
     assert names == {field.name for field in dataclasses.fields(EngineConfig)} - {"sglang_args"}
 
 
-def test_defaults_are_this_interpreter_and_two_threads():
+def test_defaults_are_this_interpreter_and_two_threads(monkeypatch):
+    monkeypatch.setattr("slime_rollout.engine.python.importable_in", lambda python, package: False)
+    monkeypatch.setenv("PYTHONPATH", "another")  # what was found is kept by it
     config = EngineConfig()
     assert config.python == sys.executable
     assert config.threads == 2

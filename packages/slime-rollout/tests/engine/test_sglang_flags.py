@@ -7,7 +7,8 @@ import time
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, check_sglang_args, importable_in, installed_flags
+from slime_rollout.engine.python import find_python, importable_in
+from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, check_sglang_args, installed_flags
 
 FLAGS = {
     flag.name: flag
@@ -184,3 +185,30 @@ def test_something_that_is_no_interpreter(tmp_path, caplog, text, words):
     python.chmod(0o755)
     assert not importable_in(str(python), "sglang")
     assert re.search(words, caplog.text)
+
+
+def test_without_a_name_the_first_that_has_sglang(monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    beside = tmp_path / ".venv-engine" / "bin" / "python"
+    beside.parent.mkdir(parents=True)
+    beside.write_text("")
+    in_path = tmp_path / "bin" / "python3"
+    in_path.parent.mkdir()
+    in_path.write_text("")
+    in_path.chmod(0o755)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("PATH", str(in_path.parent))
+    found: set[str] = set()
+    monkeypatch.setattr("slime_rollout.engine.python.importable_in", lambda python, package: python in found)
+    for number, (has, expected) in enumerate(
+        [
+            ([], sys.executable),
+            ([in_path], in_path),
+            ([in_path, beside], beside),
+            ([beside, sys.executable], sys.executable),
+        ]
+    ):
+        found = {str(python) for python in has}
+        monkeypatch.setenv("PYTHONPATH", str(number))  # what was found is kept by it
+        assert find_python(None) == str(expected)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
-import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
 from slime_rollout.engine.addresses import full_address
+from slime_rollout.engine.python import find_python
 
 MODES = ("full", "delta")
 TRANSPORTS = ("tensor", "nccl", "gloo", "disk")
@@ -116,7 +114,9 @@ class EngineConfig(WeightSyncConfig):
     """
 
     sglang_python: str | None = setting(
-        None, help="Python interpreter that SGLang runs in, path or command; the running one if unset"
+        None,
+        help="Python interpreter that SGLang runs in, path or command; if unset the first that has SGLang: the running "
+        "one, .venv-engine here or above, python3 in PATH",
     )
     rollout_num_gpus_per_engine: int = setting(
         1, help="GPUs of one engine: its tensor parallel size", unit="GPUs", least=1
@@ -190,7 +190,8 @@ class EngineConfig(WeightSyncConfig):
 
     def _invalid_values(self) -> Iterator[str]:
         try:
-            find_python(self.sglang_python)
+            if self.sglang_python is not None:
+                find_python(self.sglang_python)
             for name, value in self.sglang_args.items():
                 _check_pass_through(name, value)
             if self.sglang_router_url is not None:
@@ -229,15 +230,6 @@ class EngineConfig(WeightSyncConfig):
     def threads(self) -> int:
         """CPU threads per engine on a machine without CUDA."""
         return self.engine_threads or 2
-
-
-def find_python(given: str | None) -> str:
-    """The interpreter that ``--sglang-python`` asks for; raises `ConfigError` if it does not exist."""
-    found = sys.executable if given is None else shutil.which(given)
-    if found is None:
-        problem = "is not an executable file" if os.sep in str(given) else "is not a command in PATH"
-        raise ConfigError(f"--sglang-python {given} {problem}; give the Python interpreter that SGLang is installed in")
-    return found
 
 
 def _check_pass_through(name: str, value: SglangValue) -> None:

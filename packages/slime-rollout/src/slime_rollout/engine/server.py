@@ -14,11 +14,11 @@ from typing import Self
 from slime_rollout.engine import EngineDiedError, EngineStartError
 from slime_rollout.engine.addresses import LOOPBACK, Ports, address, check_port_free
 from slime_rollout.engine.config import EngineConfig, SglangValue
+from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.sglang_flags import (
     check_sglang_args,
     engine_device,
     import_environment,
-    importable_in,
     installed_flags,
     missing_sglang,
 )

@@ -21,13 +21,13 @@ import msgspec
 from slime_core.errors import ConfigError
 from slime_core.files import write_whole
 from slime_rollout.engine.config import SglangValue
+from slime_rollout.engine.python import end_of, importable_in, run_python
 
 logger = logging.getLogger(__name__)
 
 # Only engine processes on a CPU import what is there.
 CPU_SHIMS = Path(__file__).parent / "cpu_shims"
-_LOOK_SECONDS, _IMPORT_SECONDS = 60.0, 300.0
-_SHOWN_CHARACTERS = 500
+_IMPORT_SECONDS = 300.0
 # Run in the interpreter of the engines, as `sglang.launch_server` builds its parser; plugins may add choices.
 _REPORT = """
 import argparse, json
@@ -199,28 +199,14 @@ def _check_values(flag: SglangFlag, values: tuple[str, ...]) -> None:
             raise ConfigError(f"--sglang-{flag.name} {value} is unknown; allowed: {', '.join(flag.choices)}")
 
 
-def importable_in(python: str, package: str) -> bool:
-    """Whether an interpreter can find a package; it is not imported. The log says why if the interpreter fails."""
-    # -S would be faster still, but then virtual environments and editable installs are not found.
-    code = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({package!r}) else 9)"
-    try:
-        result = _run(python, code, None, _LOOK_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("%s does not run as a Python interpreter: %s", python, error)
-        return False
-    if result.returncode not in (0, 9):
-        logger.warning("%s ended with exit code %d: %s", python, result.returncode, _end(result.stderr))
-    return result.returncode == 0
-
-
 def missing_sglang(python: str) -> str:
     """The message where an interpreter has no SGLang."""
-    return f"SGLang is not installed in {python}; install it there, or name the one that has it with --sglang-python"
+    return f"SGLang is not installed in {python}; install it there, or name the Python that has it with --sglang-python"
 
 
 def _read_flags(python: str, environment: Mapping[str, str]) -> _Report:
     try:
-        result = _run(python, _REPORT, environment, _IMPORT_SECONDS)
+        result = run_python(python, _REPORT, environment, _IMPORT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"the flags of the SGLang in {python} cannot be read: {error}") from error
     if result.returncode == 0:
@@ -231,29 +217,10 @@ def _read_flags(python: str, environment: Mapping[str, str]) -> _Report:
             return report
     if not importable_in(python, "sglang"):
         raise ConfigError(missing_sglang(python))
-    problem = _end(result.stderr).splitlines()[-1:] or ["no output"]
+    problem = end_of(result.stderr).splitlines()[-1:] or ["no output"]
     raise ConfigError(
         f"the SGLang in {python} does not report its flags (slime was tested with SGLang 0.5.23): {problem[0]}"
     )
-
-
-def _run(
-    python: str, code: str, environment: Mapping[str, str] | None, timeout: float
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [python, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-        timeout=timeout,
-        check=False,
-    )
-
-
-def _end(text: str) -> str:
-    return text.strip()[-_SHOWN_CHARACTERS:]
 
 
 def _cache_file(python: str, environment: Mapping[str, str]) -> Path:

@@ -226,5 +226,4 @@ def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
 def with_router(args: HookArgs, url: str) -> HookArgs:
     """The flags with the actual address of the router in ``sglang_router_ip`` and ``sglang_router_port``."""
     place = urlsplit(url)
-    values = {name: getattr(args, name) for name in args}
-    return HookArgs(values | {"sglang_router_ip": place.hostname, "sglang_router_port": place.port})
+    return args | {"sglang_router_ip": place.hostname, "sglang_router_port": place.port}

@@ -5,7 +5,7 @@ What loads a hook is imported only if the hook is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from slime_core.flags import flag_values
 from slime_core.hooks import HookArgs
 from slime_rollout.config import RolloutConfig
 from slime_rollout.eval_sets import read_eval_sets
+from slime_rollout.strict_yaml import load_yaml
 
-__all__ = ["HOOKS", "GivenHook", "Hook", "check_hooks", "given_hooks"]
+__all__ = ["HOOKS", "GivenHook", "Hook", "check_hooks", "given_hooks", "hook_args_of"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,27 @@ class GivenHook:
             return self.kind.load(self.config, hook_args)
         except ConfigError as error:
             raise ConfigError(f"{self.of}{error}") from error
+
+
+def hook_args_of(config: RolloutConfig, flags: Mapping[str, Any] | None = None) -> HookArgs:
+    """What user-defined functions get as ``args``: flags by name, and the parameters of ``--custom-config-path``.
+
+    ``flags`` are all flags of a run; by default those of ``config``.
+
+    Raises:
+        ConfigError: The file cannot be read, is no mapping from names, or has the name of a flag.
+    """
+    values = HookArgs.from_configs(config) if flags is None else HookArgs(flags)
+    path, flag = config.hooks.custom_config_path, "--custom-config-path"
+    if path is None:
+        return values
+    found = load_yaml(flag, path)
+    if not isinstance(found, dict) or not all(isinstance(name, str) and name.isidentifier() for name in found):
+        raise ConfigError(f"{flag} {path} is not a mapping from names to values; write lines such as `max_calls: 3`")
+    if taken := [name for name in found if name in values]:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in taken)
+        raise ConfigError(f"{flag} {path} sets {', '.join(taken)}, which are flags; give {given}, or rename them")
+    return values | found
 
 
 def given_hooks(config: RolloutConfig) -> list[GivenHook]:

@@ -18,6 +18,7 @@ from slime_core.types import Group, Sample
 from slime_core.user_functions import load_function
 from slime_rollout.errors import Outcome, RewardError, VerifierError, name_samples
 from slime_rollout.rewards.rules import read_reward
+from slime_rollout.rewards.trl import TrlReward, is_trl_form
 from slime_rollout.threads import LoopThread, start_call
 
 CallOutcome = tuple[Any, BaseException | None]
@@ -34,7 +35,7 @@ _THREAD = "slime-reward"
 
 
 class CustomReward:
-    """A custom reward: a function ``(args, sample)`` or ``(args, samples)``, plain or ``async``, or a class.
+    """A custom reward: a function ``(args, sample)`` or ``(args, samples)``, plain or ``async``, TRL's, or a class.
 
     A class has ``compute_reward(prompts, responses)``; its object is made, once, in the first call. A ``model_path``
     that its constructor needs and that is not given is ``--hf-checkpoint``. The path ``file.py`` alone means its
@@ -64,6 +65,8 @@ class CustomReward:
             raise ConfigError(
                 f"--custom-rm-kwargs is for a class; {self._name} is a function, which gets every flag in args"
             )
+        elif is_trl_form(found):
+            function = TrlReward(found, self._name, label_key=getattr(hook_args, "label_key", None))
         else:
             self.is_batched = group or list(inspect.signature(found).parameters)[1:2] == ["samples"]
             arguments = ("args", "samples" if self.is_batched else "sample")

@@ -1,0 +1,84 @@
+"""Which Python SGLang runs in: the launcher's own, or another one that has it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from slime_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ENGINE_ENVIRONMENT = ".venv-engine"
+"""The virtual environment of the engines, beside the launcher's, as the quick start makes it."""
+_LOOK_SECONDS = 60.0
+_SHOWN_CHARACTERS = 500
+
+
+def find_python(given: str | None) -> str:
+    """The interpreter that SGLang runs in: the given one, or the first that has SGLang, or else the running one.
+
+    Raises:
+        ConfigError: The given one does not exist.
+    """
+    if given is None:
+        return _first_with_sglang(sys.executable, os.environ.get("PYTHONPATH"), Path.cwd())
+    found = shutil.which(given)
+    if found is None:
+        problem = "is not an executable file" if os.sep in given else "is not a command in PATH"
+        raise ConfigError(f"--sglang-python {given} {problem}; give the Python interpreter that SGLang is installed in")
+    return found
+
+
+@functools.cache
+def _first_with_sglang(running: str, _path: str | None, directory: Path) -> str:
+    """Looks into each only once: that takes a tenth of a second."""
+    beside = [str(above / ENGINE_ENVIRONMENT / "bin" / "python") for above in (directory, *directory.parents)]
+    candidates = [
+        running,
+        *(path for path in beside if Path(path).is_file()),
+        *map(shutil.which, ("python3", "python")),
+    ]
+    different = dict.fromkeys(candidate for candidate in candidates if candidate is not None)
+    return next((python for python in different if importable_in(python, "sglang")), running)
+
+
+def importable_in(python: str, package: str) -> bool:
+    """Whether an interpreter can find a package; it is not imported. The log says why if the interpreter fails."""
+    # -S would be faster still, but then virtual environments and editable installs are not found.
+    code = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec({package!r}) else 9)"
+    try:
+        result = run_python(python, code, None, _LOOK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("%s does not run as a Python interpreter: %s", python, error)
+        return False
+    if result.returncode not in (0, 9):
+        logger.warning("%s ended with exit code %d: %s", python, result.returncode, end_of(result.stderr))
+    return result.returncode == 0
+
+
+def run_python(
+    python: str, code: str, environment: Mapping[str, str] | None, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """What some code prints in an interpreter, within a time limit in seconds."""
+    return subprocess.run(
+        [python, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def end_of(text: str) -> str:
+    """The end of what a process has printed."""
+    return text.strip()[-_SHOWN_CHARACTERS:]
