@@ -57,7 +57,7 @@ def local_model(name: str) -> str:
             if is_whole(Path(found)):
                 return found
     raise PreflightError(
-        f"--hf-checkpoint {name} is no directory here, is not whole in the cache of the Hub ({constants.HF_HUB_CACHE}), "
+        f"--hf-checkpoint {name} is no directory here, is not whole in the cache of the Hub {constants.HF_HUB_CACHE}, "
         f"and cannot be downloaded ({reason}); give a directory, or run `hf download {name}` where there is a network"
     )
 
