@@ -26,7 +26,7 @@ from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.calls import Watch
 from slime_launch.console import RunConsole
-from slime_launch.errors import RunError
+from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.flags import parse_train
 from slime_launch.loop import Parts, next_batch
 from slime_launch.preflight import preflight, with_output
@@ -48,11 +48,14 @@ class Clock:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.deadly: int | None = None
+        self.losses: list[int] = []
 
     def tick(self, name: str) -> None:
         self.names.append(name)
         if len(self.names) - 1 == self.deadly:
             raise Killed(name)
+        if len(self.names) - 1 in self.losses:
+            raise TrainerLostError(f"trainer rank 0 died: {name}")
 
 
 def digest(*values: object) -> int:
@@ -89,6 +92,9 @@ class Rollout:
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None
         self.version = version
+
+    def cancel(self) -> None:
+        self.clock.tick("cancel")
 
     def prepare(self, rollout_id, recipe):
         self.clock.tick(f"generate {rollout_id}")
@@ -146,7 +152,16 @@ class Trainers:
 
     def __init__(self, clock: Clock, save: Path, resume_from: Path | None) -> None:
         self.clock, self.save_dir, self.checks = clock, save, 0
+        self.load(resume_from)
+
+    def load(self, resume_from):
         self.weights = json.loads((resume_from / "weights.json").read_text()) if resume_from else 1
+
+    def restart(self, resume_from, *, on_poll):
+        self.writing, self.weights = None, None
+        self.clock.tick("restart")
+        on_poll()
+        self.load(resume_from)
 
     def train(self, shards, *, on_poll):
         [shard] = shards
@@ -223,7 +238,7 @@ def launch(clock, flags, to_words, monkeypatch):
     monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: True)
     monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path: path.write_text("a picture"))
 
-    def run(home: Path, rollouts: int = 4, *, driver: bool = False) -> bool:
+    def run(home: Path, rollouts: int = 4, *, driver: bool = False) -> bool | int:
         home.mkdir(exist_ok=True)
         flags.update(
             {"--save": str(home / "save"), "--output-dir": str(home / "out"), "--num-rollout": str(rollouts)}
@@ -238,7 +253,7 @@ def launch(clock, flags, to_words, monkeypatch):
 
         monkeypatch.setattr(slime_launch.run, "start", start)
         if driver:
-            return slime_launch.run.run(with_output(checked, home / "out"), Watch()) == 0
+            return slime_launch.run.run(with_output(checked, home / "out"), Watch())
         (home / "out").mkdir(exist_ok=True)
         slime_launch.run.drive(checked, home / "out", RunConsole(io.StringIO()), Watch())
         return True
@@ -291,6 +306,58 @@ def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkey
         assert not launch(home), f"killed at {place}: {point}"  # the same command once more does nothing
         assert not [name for name in clock.names if not name.endswith("Path.replace")]
     print(f"killed at each of {len(points)} points")
+
+
+OF_TRAINERS = ("train ", "trained ", "push ", "save ", "saved ", "generate ", "evaluate ")
+"""Points at which trainers may be lost: their calls, and where they are only looked at."""
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async save"])
+def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
+    clock, flags, launch, tmp_path, monkeypatch, in_background
+):
+    monkeypatch.setattr(Trainers, "in_background", in_background)
+    if in_background:
+        flags["--async-save"] = None
+    assert launch(tmp_path / "whole")
+    points, expected = clock.names, outcome(tmp_path / "whole")
+    places = [place for place, point in enumerate(points) if point.startswith(OF_TRAINERS)]
+    assert len(places) > 20
+    for place in places:
+        home = tmp_path / f"lost-{place}"
+        clock.names, clock.losses = [], [place]
+        assert launch(home)
+        clock.losses = []
+        names = clock.names
+        assert names[place] == points[place] and names[place + 1] == "restart", f"not lost at {points[place]}"
+        assert outcome(home) == expected, f"lost at {place}: {points[place]}"
+        generated = [name for name in names if name.startswith("generate ") and name != points[place]]
+        assert len(generated) == len(set(generated)), f"lost at {points[place]}"
+    print(f"trainers lost at each of {len(places)} points")
+
+
+def test_trainers_lost_again_and_while_they_start(clock, launch, tmp_path):
+    launch(tmp_path / "whole")
+    place, expected = clock.names.index("train 3"), outcome(tmp_path / "whole")
+    clock.names, clock.losses = [], [place, place + 1, place + 8]  # again when they start, and when they train again
+    assert launch(tmp_path / "lost")
+    assert clock.names[place : place + 3] == ["train 3", "restart", "restart"]
+    assert clock.names.count("restart") == 3
+    assert outcome(tmp_path / "lost") == expected
+
+
+@pytest.mark.parametrize(("most", "code"), [("1", 3), ("0", 1)])
+def test_past_the_budget_one_line_names_the_first_cause(clock, flags, launch, tmp_path, capsys, most, code):
+    flags["--trainer-max-restarts"] = most
+    launch(tmp_path / "whole")
+    place = clock.names.index("train 1")
+    clock.names, clock.losses = [], [place, place + 1]
+    assert launch(tmp_path / "lost", driver=True) == code
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("slime-launch: ") and line.endswith("trainer rank 0 died: train 1")
+    assert ("once more after 1 restarts" in line) == (code == 3)
+    clock.losses = []
+    assert launch(tmp_path / "lost")  # the same command goes on
 
 
 def test_recorded_rollouts_train_the_same_without_engines(flags, launch, to_words, tmp_path, monkeypatch):
@@ -360,7 +427,7 @@ def test_a_longer_run_continues_a_finished_one(clock, launch, tmp_path):
 def test_a_file_that_cannot_be_written_is_one_line(launch, tmp_path, capsys):
     (tmp_path / "home" / "save").mkdir(parents=True)
     (tmp_path / "home" / "save" / "rollouts").write_text("in the way")
-    assert not launch(tmp_path / "home", driver=True)
+    assert launch(tmp_path / "home", driver=True) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("slime-launch: a file of the run can't be written or read: ")
     assert "save/rollouts" in line
@@ -371,7 +438,7 @@ def test_rows_that_are_skipped_are_told_once(flags, launch, tmp_path, caplog):
     prompts = Path(flags["--prompt-data"])
     prompts.write_text(prompts.read_text() + "no json\n")
     flags["--on-bad-data"] = "skip"
-    assert launch(tmp_path / "home", driver=True)
+    assert launch(tmp_path / "home", driver=True) == 0
     told = [record for record in caplog.records if "skipped 1 of" in record.getMessage()]
     assert len(told) == 2  # of the prompts, and of the held-out set, which is the same file
 

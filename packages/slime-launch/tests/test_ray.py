@@ -145,7 +145,7 @@ def test_a_trainer_rank_that_dies_ends_a_wait_for_something_else(part, tmp_path)
         path = tmp_path / f"trainer-{rank}.log"
         actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(path), 1)
         workers.append(Worker(f"trainer rank {rank}", actor, path, part.watch))
-    trainers = TrainerGroup(workers, MegatronConfig())
+    trainers = TrainerGroup(lambda: workers, MegatronConfig())
     pid = workers[1].call("alive")
     polls = []
 

@@ -21,6 +21,8 @@ CAUSE_SECONDS = 10.0
 LOG_LINES = 15
 # What torch says on a rank that waits in vain for another: gloo's source files, and NCCL's functions and errors.
 LOST_CONTACT = ("gloo/transport", "NCCL", "nccl")
+# What torch says of a GPU that no longer works for this process. (Not run on CUDA.)
+DEVICE_FAILED = "CUDA error: "
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -92,13 +94,19 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
 
 
 class Worker:
-    """A Ray actor with a name for messages, such as ``trainer rank 0``, a log, and what ends waits for it."""
+    """A Ray actor with a name for messages, such as ``trainer rank 0``, a log, and what ends waits for it.
 
-    def __init__(self, name: str, handle: Any, log_path: Path, watch: Watch) -> None:
+    ``lost`` is raised where it has died or hangs.
+    """
+
+    def __init__(
+        self, name: str, handle: Any, log_path: Path, watch: Watch, *, lost: type[RunError] = RunError
+    ) -> None:
         self.name = name
         self.handle = handle
         self.log_path = log_path
         self.watch = watch
+        self.lost = lost
 
     def start_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; returns a reference for :func:`gather`."""
@@ -135,8 +143,8 @@ class Call(Generic[Result]):
         Raises:
             SlimeError: As raised by the worker.
             Stopped: A signal asked the run to stop.
-            RunError: A worker died, or failed in another way; with the last lines of its log. Of workers that wait for
-                each other, that is the one that the others lost, or the names of those that hang.
+            RunError: A worker died (its ``lost``), or failed in another way; with the last lines of its log. Of workers
+                that wait for each other, that is the one that the others lost, or the names of those that hang.
         """
         import ray
 
@@ -169,8 +177,11 @@ class Call(Generic[Result]):
             self._take(ready)
             for worker in self._pending.values():
                 worker.watch.check()
-        silent = ", ".join(self._pending[ref].name for ref in self._waiting)
-        raise RunError(f"{silent} did not end, and others have waited in vain: {lost}") if silent else lost
+        silent = [self._pending[ref] for ref in self._waiting]
+        if not silent:
+            raise lost
+        names = ", ".join(worker.name for worker in silent)
+        raise silent[0].lost(f"{names} did not end, and others have waited in vain: {lost}")
 
     def results(self) -> list[Result]:
         """The results, in the workers' order, once all have ended."""
@@ -220,12 +231,16 @@ def _result(ref: Any, worker: Worker) -> Any:
         cause = error.cause
         if isinstance(cause, SlimeError):
             raise cause from None
-        kind = LostContactError if any(mark in str(cause) for mark in LOST_CONTACT) else RunError
+        kind = RunError
+        if any(mark in str(cause) for mark in LOST_CONTACT):
+            kind = LostContactError
+        elif DEVICE_FAILED in str(cause):
+            kind = worker.lost
         raise kind(f"{worker.name} failed with {type(cause).__name__}: {cause}{_where(worker)}") from error
     except RayActorError as error:
-        raise RunError(f"{worker.name} died{_where(worker)}") from error
+        raise worker.lost(f"{worker.name} died{_where(worker)}") from error
     except RayError as error:  # a result that is lost, a placement group that is gone …
-        raise RunError(f"Ray lost {worker.name}: {error}{_where(worker)}") from error
+        raise worker.lost(f"Ray lost {worker.name}: {error}{_where(worker)}") from error
 
 
 def _where(worker: Worker) -> str:

@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line: the words after ``slime-launch``, by default those of this process.
 
     Returns:
-        0; 1 if a part of the run failed; 2 if the command cannot work; 128 + n if signal n stopped it.
+        0; 1 if a part of the run failed; 2 if the command cannot work; 3 if the trainers were lost too often; 128 + n
+        if signal n stopped it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -39,6 +39,13 @@ class ClusterConfig(Config):
     ray_placement_timeout: float = flag(
         120.0, unit="seconds", help="longest wait for room on the Ray cluster", above=0, may_change=True
     )
+    trainer_max_restarts: int = flag(
+        3,
+        help="with --save: how often the trainers may start again from the last checkpoint, where a rank dies or "
+        "hangs, before the run fails; 0 ends the run at once",
+        least=0,
+        may_change=True,
+    )
     ray_object_store_memory: int = flag(
         256 * 2**20,
         unit="bytes",

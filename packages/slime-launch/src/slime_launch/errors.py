@@ -59,11 +59,23 @@ class PlacementError(SlimeError):
 
 
 class RunError(SlimeError):
-    """A part of a started run failed. The command line exits with 1 instead of 2."""
+    """A part of a started run failed. The command line exits with ``exit_code`` instead of 2."""
+
+    exit_code = 1
 
 
-class LostContactError(RunError):
-    """A worker waited in vain for another one, which is a consequence of what befell that."""
+class TrainerLostError(RunError):
+    """A trainer rank died, hangs or lost the others. With ``--save`` the trainers can be started again."""
+
+
+class LostContactError(TrainerLostError):
+    """A trainer rank waited in vain for another one, which is a consequence of what befell that."""
+
+
+class RestartsExhaustedError(RunError):
+    """The trainers were lost once more than they may be started again."""
+
+    exit_code = 3
 
 
 class RayDiedError(RunError):

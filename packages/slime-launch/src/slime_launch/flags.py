@@ -29,7 +29,8 @@ Post-train a language model: SGLang generates, Megatron-core trains, Ray places 
 Flags have units and defaults in brackets. A flag with several values may be repeated; its values add up."""
 EPILOG = """\
 What it prints ends with the run's report. The same command continues a stopped run from its last checkpoint in --save.
-Exit codes: 0 done, 1 a part of the run failed, 2 the command cannot work, 130 Ctrl-C, 143 SIGTERM."""
+Exit codes: 0 done, 1 a part of the run failed, 2 the command cannot work, 3 the trainers were lost too often,
+130 Ctrl-C, 143 SIGTERM."""
 MEGATRON_NOTE = "Megatron's own names, where Megatron has the flag."
 SHAPE_NOTE = "Megatron's own names. What is not given is taken from --hf-checkpoint; what is given must agree with it."
 SGLANG_NOTE = (

@@ -137,6 +137,10 @@ class RunState:
         self._store = RolloutStore((self._save or output_dir) / ROLLOUT_DIR)
         self._writes = self._save is not None or settings.run.keep_rollouts
 
+    def reopen(self) -> RunState:
+        """The run as a new command would find it: where its last checkpoint was taken, or at its beginning."""
+        return RunState(self._settings, find_run(self._settings), self._weights, output_dir=self._output_dir)
+
     @property
     def resume_from(self) -> Path | None:
         """Checkpoint directory to continue from; ``None`` where the run starts from ``--load``."""

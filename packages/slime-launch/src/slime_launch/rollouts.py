@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_core.errors import DataError
+from slime_core.errors import DataError, SlimeError
 from slime_core.types import EvalReport, RolloutBatch, RolloutColumns
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.placement import KEEP_CHILDREN, Placement
@@ -79,6 +80,7 @@ class RolloutWorker:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._progress = Question([worker], "progress")
+        self._begun: Call[Any] | None = None
 
     @classmethod
     def start(cls, place: Placement, spec: GenerationSpec, *, log_dir: Path, watch: Watch) -> RolloutWorker:
@@ -111,6 +113,16 @@ class RolloutWorker:
     def evaluate(self, iteration: int) -> Call[EvalReport]:
         """Begin to score the held-out prompts after ``iteration`` rollouts."""
         return self._begin("evaluate", iteration)
+
+    def cancel(self) -> None:
+        """End what was begun and that nobody waits for any more. A rollout that was complete stays written down."""
+        call, self._begun = self._begun, None
+        if call is None or call.done(0):
+            return
+        self._worker.call("cancel")
+        with contextlib.suppress(SlimeError):  # that it was cancelled
+            while not call.done():
+                pass
 
     def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
         """Where to send weights; an engine that is gone, and that nobody replaces, is an error here."""
@@ -152,4 +164,5 @@ class RolloutWorker:
         self._worker.kill()
 
     def _begin(self, method: str, *args: Any) -> Call[Any]:
-        return Call({self._worker.start_call(method, *args): self._worker})
+        self._begun = Call({self._worker.start_call(method, *args): self._worker})
+        return self._begun

@@ -15,7 +15,8 @@ from slime_launch.calls import Watch, gather, stopped_line
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.errors import RayDiedError, RunError, Stopped
-from slime_launch.loop import Parts, run_sync
+from slime_launch.healing import run_healing
+from slime_launch.loop import Parts
 from slime_launch.manifest import locked
 from slime_launch.placement import Layout, check_layout, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked, look_again
@@ -33,7 +34,8 @@ def run(checked: Checked, watch: Watch) -> int:
     """Run a command that was checked, to its end; ``watch`` listens to signals already.
 
     Returns:
-        0; 1 if a part of the run failed; 2 if it could not be started; 128 + n if signal n stopped it.
+        0; 1 if a part of the run failed; 2 if it could not be started; 3 if the trainers were lost too often; 128 + n
+        if signal n stopped it.
     """
     settings = checked.settings
     try:
@@ -52,7 +54,7 @@ def run(checked: Checked, watch: Watch) -> int:
         return stopped.exit_code
     except RunError as error:
         print(f"slime-launch: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except (SlimeError, ConvertError) as error:
         print(f"slime-launch: {error}", file=sys.stderr)
         return 2
@@ -97,7 +99,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                 tensorboard=not settings.run.disable_tensorboard,
             )
             stack.callback(tracker.close)
-            turn_the_crank(
+            parts = turn_the_crank(
                 Parts(
                     settings=settings,
                     shape=checked.shape,
@@ -115,16 +117,16 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
             trainers.leave()
             stack.close()
     minutes = (time.monotonic() - started) / 60
-    report = make_report(tracker.rows, output_dir=output_dir, checkpoint=state.resume_from, minutes=minutes)
+    report = make_report(tracker.rows, output_dir=output_dir, checkpoint=parts.state.resume_from, minutes=minutes)
     write_report(report)
     for line in report_lines(report):
         console.line(line)
 
 
-def turn_the_crank(parts: Parts) -> None:
+def turn_the_crank(parts: Parts) -> Parts:
     """Run the loop; what goes wrong from here on is a failure of the run, not of the command."""
     try:
-        run_sync(parts)
+        return run_healing(parts)
     except RunError:
         raise
     except SlimeError as error:

@@ -46,18 +46,27 @@ class Tracker:
     """Writes metrics as they come, after those of the first ``iteration`` rollouts; a new run drops all old ones."""
 
     def __init__(self, output_dir: Path, *, iteration: int | None = None, tensorboard: bool = True) -> None:
-        old = read_rows(output_dir) if iteration is not None else []
+        self._output_dir, self._tensorboard = output_dir, tensorboard
+        self._open(iteration)
+
+    def _open(self, iteration: int | None) -> None:
+        old = read_rows(self._output_dir) if iteration is not None else []
         self.rows = [row for row in old if _is_before(row, iteration or 0)]
-        path = output_dir / METRICS_FILE
+        path = self._output_dir / METRICS_FILE
         write_whole(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
         self._events = None
-        if tensorboard:
+        if self._tensorboard:
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(output_dir / TENSORBOARD_DIR)
-            self._events = EventFileWriter(str(output_dir / TENSORBOARD_DIR))
+                shutil.rmtree(self._output_dir / TENSORBOARD_DIR)
+            self._events = EventFileWriter(str(self._output_dir / TENSORBOARD_DIR))
         for row in self.rows:
             self._add_event(row)
+
+    def rewind(self, iteration: int) -> None:
+        """Drop what came after the first ``iteration`` rollouts, as a run that is continued there does."""
+        self.close()
+        self._open(iteration)
 
     def log(self, kind: str, *, step: int, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Write one row; it is on disk when this returns. What is not finite becomes ``null`` in the file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
+from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.placement import KEEP_CHILDREN, Placement, free_port
+from slime_launch.processes import Place, end_processes, on_nodes, own_place
 from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:
@@ -51,11 +54,11 @@ class TrainerRank:
         """This process's id; that it answers is what matters."""
         return os.getpid()
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Address and free port of this process's node, for rank 0."""
+    def introduce(self) -> tuple[Place, str, int]:
+        """Where this process is; address and free port of its node, where ranks may meet."""
         import ray
 
-        return ray.util.get_node_ip_address(), free_port()
+        return own_place(), ray.util.get_node_ip_address(), free_port()
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
@@ -100,30 +103,38 @@ class TrainerRank:
         return self._channel[1]
 
 
-class TrainerGroup:
-    """All ranks, in order. Use :meth:`start`, then :meth:`build`."""
+def start_ranks(place: Placement, threads: int | None, *, log_dir: Path, watch: Watch) -> list[Worker]:
+    """Start one actor per rank."""
+    import ray
 
-    def __init__(self, workers: Sequence[Worker], config: MegatronConfig) -> None:
-        self._workers = list(workers)
+    workers = []
+    for rank, bundle in enumerate(place.trainer):
+        log_path = log_dir / f"trainer-{rank}.log"
+        actor = ray.remote(TrainerRank).options(
+            scheduling_strategy=place.strategy(bundle),
+            runtime_env=KEEP_CHILDREN,
+            **place.layout.trainer_resources(),
+        )
+        handle = actor.remote(str(Path.cwd()), str(log_path), threads)
+        workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch, lost=TrainerLostError))
+    return workers
+
+
+class TrainerGroup:
+    """All ranks, in order. Use :meth:`start`, then :meth:`build`. ``launch`` starts their actors, again and again."""
+
+    def __init__(self, launch: Callable[[], Sequence[Worker]], config: MegatronConfig) -> None:
+        self._launch = launch
         self._config = config
+        self._spec: TrainerSpec | None = None
+        self._places: list[Place] = []
+        self._workers = list(launch())
         self._alive = Question(self._workers, "alive")
 
     @classmethod
     def start(cls, place: Placement, config: MegatronConfig, *, log_dir: Path, watch: Watch) -> TrainerGroup:
         """Start one actor per rank."""
-        import ray
-
-        workers = []
-        for rank, bundle in enumerate(place.trainer):
-            log_path = log_dir / f"trainer-{rank}.log"
-            actor = ray.remote(TrainerRank).options(
-                scheduling_strategy=place.strategy(bundle),
-                runtime_env=KEEP_CHILDREN,
-                **place.layout.trainer_resources(),
-            )
-            handle = actor.remote(str(Path.cwd()), str(log_path), config.trainer_threads)
-            workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch))
-        return cls(workers, config)
+        return cls(functools.partial(start_ranks, place, config.trainer_threads, log_dir=log_dir, watch=watch), config)
 
     @property
     def data_parallel_size(self) -> int:
@@ -132,12 +143,32 @@ class TrainerGroup:
 
     def build(self, spec: TrainerSpec) -> dict[Any, Worker]:
         """Begin to build the model on all ranks; give the result to :func:`gather`."""
-        address, port = self._workers[0].call("meeting_point")
+        self._spec = spec
+        introduced = gather({worker.start_call("introduce"): worker for worker in self._workers})
+        self._places = [place for place, *_ in introduced]
+        _, address, port = introduced[0]
         pending = {}
         for rank, worker in enumerate(self._workers):
             meeting = Rendezvous(rank=rank, world_size=len(self._workers), address=address, port=port)
             pending[worker.start_call("build", spec, meeting)] = worker
         return pending
+
+    def restart(self, resume_from: Path | None, *, on_poll: Callable[[], None]) -> None:
+        """End what is left of the ranks, start others in their places, and have them load a checkpoint.
+
+        ``None`` means the weights that the run began with.
+
+        Raises:
+            TrainerLostError: A rank died again.
+        """
+        assert self._spec is not None
+        self.kill()
+        if left := [pid for pids in on_nodes(self._places, end_processes) for pid in pids]:
+            raise RunError(f"trainer ranks do not end (processes {left}); others may not start beside them")
+        self._workers = list(self._launch())
+        self._alive = Question(self._workers, "alive")
+        spec = self._spec._replace(resume_from=str(resume_from) if resume_from is not None else None)
+        gather(self.build(spec), on_poll=on_poll)
 
     def train(self, shards: list[Any], *, on_poll: Callable[[], None]) -> TrainReport:
         """Train on one rollout, given a reference to the shard of each data-parallel rank."""

@@ -117,7 +117,7 @@ class CacheNamespace:
 class GenerationService:
     """Engines, router, data, rewards and weight versions. Implements `slime_core.interfaces.Rollout`.
 
-    :meth:`progress` may be called from another thread at any time; all others one after the other.
+    :meth:`progress` and :meth:`cancel` may be called from another thread at any time; all others one after the other.
     """
 
     def __init__(self, spec: GenerationSpec) -> None:
@@ -196,6 +196,11 @@ class GenerationService:
         """Score the held-out prompts."""
         with self._blame_engines():
             return self._built.evaluate(rollout_id)
+
+    def cancel(self) -> None:
+        """End a :meth:`generate` or :meth:`evaluate` that is under way, which raises `CancelledError`."""
+        if self._manager is not None:
+            self._manager.cancel()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the data source."""

@@ -176,6 +176,10 @@ class RolloutManager:
         self.close()
         self.source.load_state_dict(state)
 
+    def cancel(self) -> None:
+        """End a :meth:`generate` or :meth:`evaluate` of another thread, which raises `CancelledError`."""
+        self._thread.cancel()
+
     def close(self) -> None:
         """Stop what is in flight and close the connections. Another :meth:`generate` goes on with it."""
         self._thread.run(self._close())

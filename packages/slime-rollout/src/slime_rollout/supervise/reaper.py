@@ -56,7 +56,7 @@ def become_subreaper() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _process(pid: int) -> Process | None:
+def find_process(pid: int) -> Process | None:
     """A process that is there, a zombie included."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123  (pathlib would double the start-up time)
@@ -72,7 +72,7 @@ def descendants(root: int) -> list[Process]:
     """All living processes below ``root``, parents before children. Zombies are left out."""
     children: dict[int, list[Process]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit() and (process := _process(int(name))) is not None:
+        if name.isdigit() and (process := find_process(int(name))) is not None:
             children.setdefault(process.parent, []).append(process)
     order, queue = [], [root]
     while queue:
@@ -105,7 +105,7 @@ def remove_torch_memory(pids: set[int]) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process exists and has not ended; a zombie has."""
-    process = _process(pid)
+    process = find_process(pid)
     return process is not None and process.alive
 
 
@@ -116,7 +116,7 @@ def send_signal(process: Process, signum: int) -> None:
     except OSError:
         return
     try:
-        if _process(process.pid) == process:
+        if find_process(process.pid) == process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(handle, signum)
     finally:
@@ -230,7 +230,7 @@ class Supervisor:
 
     def _ask_command_to_end(self) -> None:
         """Let the command close its own children in order before everybody gets a signal."""
-        if (process := _process(self.child)) is not None:
+        if (process := find_process(self.child)) is not None:
             send_signal(process, self.signals[0] if self.signals else signal.SIGTERM)
         deadline = time.monotonic() + self.grace
         while self.exit_code is None and time.monotonic() < deadline and not self._hurry():
