@@ -35,7 +35,7 @@ def test_nothing_is_left(case: str, qwen3: Assets, tmp_path: Path, request: pyte
         ended = request.getfixturevalue(fixture)
     else:
         end, codes = {**CRASHES, **FULL}[case]
-        command = train_command(qwen3, tmp_path, rollouts=FOREVER)
+        command = train_command(qwen3, tmp_path, "--trainer-max-restarts", "0", rollouts=FOREVER)
         ended = end_run(command, tmp_path, end, ready=trained(tmp_path, 1))
     print(f"{case}: {ended.processes} processes, exit code {ended.code}, {len(ended.left)} left; shared {ended.memory}")
     assert not ended.left, ended.left

@@ -17,10 +17,10 @@ import pytest
 from slime_core.errors import DataError
 from slime_launch.calls import SIGNALS, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
-from slime_launch.errors import PlacementError, RunError, Stopped
+from slime_launch.errors import PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
-from slime_launch.trainers import TrainerGroup, TrainerRank
+from slime_launch.trainers import TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 
 pytestmark = pytest.mark.real
@@ -160,6 +160,45 @@ def test_a_trainer_rank_that_dies_ends_a_wait_for_something_else(part, tmp_path)
         part.call("sleep", on_poll=poll)
     print(f"noticed after {time.monotonic() - start:.1f} s")
     assert time.monotonic() - start < 20
+    trainers.kill()
+
+
+class Rank(TrainerRank):
+    """A rank that builds nothing."""
+
+    def build(self, spec, rendezvous) -> None:
+        self.resume_from, self.rank = spec.resume_from, rendezvous.rank
+
+    def call(self, verb: str, *arguments: object) -> object:
+        return (os.getpid(), self.resume_from, self.rank)
+
+
+def test_trainers_start_again_in_the_place_of_those_that_died_or_hang(group, tmp_path):
+    import ray
+
+    def launch() -> list[Worker]:
+        workers = []
+        for rank in range(2):
+            path = tmp_path / f"trainer-{rank}.log"
+            actor = ray.remote(Rank).options(num_cpus=0).remote(str(tmp_path), str(path), 1)
+            workers.append(Worker(f"trainer rank {rank}", actor, path, Watch(), lost=TrainerLostError))
+        return workers
+
+    def where() -> list[tuple[int, str | None, int]]:
+        return gather({worker.start_call("call", "where"): worker for worker in trainers._workers})
+
+    trainers = TrainerGroup(launch, MegatronConfig())
+    gather(trainers.build(TrainerSpec(None, None, None, "old", str(tmp_path), None)))
+    before = [psutil.Process(pid) for pid, *_ in where()]
+    before[0].suspend()
+    before[1].kill()
+    with pytest.raises(TrainerLostError, match="trainer rank 1 died"):
+        gather({worker.start_call("call", "wait"): worker for worker in trainers._workers})
+    polls = []
+    trainers.restart(tmp_path / "iter_7", on_poll=lambda: polls.append(1))
+    assert not any(process.is_running() and process.status() != "zombie" for process in before)
+    after = where()
+    assert [place[1:] for place in after] == [(str(tmp_path / "iter_7"), 0), (str(tmp_path / "iter_7"), 1)]
     trainers.kill()
 
 

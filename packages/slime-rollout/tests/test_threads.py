@@ -1,4 +1,5 @@
 import asyncio
+import concurrent.futures
 import threading
 import time
 
@@ -54,6 +55,31 @@ def test_work_has_ended_when_the_wait_for_it_was_interrupted(thread, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         thread.run(main())
     assert steps == ["begun", "undone"]
+
+
+def test_another_thread_ends_a_wait_and_the_work_has_ended_then(thread):
+    begun, steps = threading.Event(), []
+
+    async def main():
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            steps.append("undone")
+
+    def cancel():
+        begun.wait(20)
+        thread.cancel()
+
+    thread.cancel()  # nothing was begun
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    with pytest.raises(concurrent.futures.CancelledError):
+        thread.run(main())
+    assert steps == ["undone"]
+    canceller.join()
+    assert thread.run(asyncio.sleep(0, "goes on")) == "goes on"
 
 
 def test_a_thread_that_is_told_to_stop_cancels_what_runs_and_ends():

@@ -1,0 +1,154 @@
+"""A run whose trainer rank dies or hangs goes on with other ranks, and ends as if nothing had happened, to the bit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ended import trained
+from launching import Assets, rows, started, train_command, tree, wait_for, wait_until_gone
+from test_recorded import record
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+
+ROLLOUTS = 4
+RANKS = 2
+SECONDS = 500.0
+# The advantages of a step are computed on every rank. In the rollout of number 2, rank 1 is struck once: at once, or
+# when it saves or sends weights next.
+FAULT = """
+import os, pathlib, signal, time
+import torch
+from slime_core.ops import estimator_named
+
+FIRED = pathlib.Path({fired!r})
+calls = 0
+
+def strike(*args, **kwargs):
+    if not FIRED.exists():
+        FIRED.write_text(str(os.getpid()))
+        {fault}
+
+def before(owner, name):
+    real = getattr(owner, name)
+    def struck(*args, **kwargs):
+        strike()
+        return real(*args, **kwargs)
+    setattr(owner, name, struck)
+
+def advantages(inputs):
+    global calls
+    calls += 1
+    if calls == {call} and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        if {moment!r} == "save":
+            from slime_megatron.checkpoint_writer import InProcessSave
+            before(InProcessSave, "save")
+        elif {moment!r} == "push":
+            from slime_megatron.sync import WeightExport
+            before(WeightExport, "tensors")
+        else:
+            strike()
+    return estimator_named("grpo")(inputs)
+"""
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A run that was struck: its exit code, what it printed, the process that was struck and what is left of it."""
+
+    code: int
+    text: str
+    struck: int | None
+    left: list[str]
+
+
+def strike_run(assets: Assets, work: Path, *extra: str, moment: str = "train", fault: str = DIES) -> Healed:
+    """Run on recorded rollouts with a fault; `moment` "never" lets it be."""
+    work.mkdir()
+    fired = work / "fired"
+    # A start from a checkpoint calls the function less often: the number is counted in a process.
+    call = {"never": -1, "first": 1}.get(moment, 3)
+    (work / "fault.py").write_text(FAULT.format(fired=str(fired), fault=fault, call=call, moment=moment))
+    flags = ["--load-debug-rollout-data", record(work / "recorded", ROLLOUTS), "--debug-train-only"]
+    flags += ["--actor-num-gpus-per-node", str(RANKS), "--save-interval", "2", "--micro-batch-size", "32"]
+    flags += ["--custom-advantage-function-path", f"{work}/fault.py:advantages"]
+    command = train_command(assets, work, *flags, *extra, rollouts=ROLLOUTS)
+    log = work / "log.txt"
+    with started(command, log) as process:
+        wait_for(lambda: process.poll() is not None or trained(work, 1)(), "a step", process=process, log=log, seconds=SECONDS)
+        family = tree(process) if process.poll() is None else []
+        code = process.wait(SECONDS)
+        left = wait_until_gone(family, 30)
+    return Healed(code, log.read_text(errors="replace"), int(fired.read_text()) if fired.exists() else None, left)
+
+
+def weights(work: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint: weights and optimizer state."""
+    directory = work / "save" / f"iter_{ROLLOUTS:07d}"
+    metadata = FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if hasattr(entry, "properties")
+    }
+    load_checkpoint(found, storage_reader=FileSystemReader(str(directory)), no_dist=True)
+    return found
+
+
+def assert_same(work: Path, whole: Path) -> None:
+    """The same weights, optimizer state, metrics but for wall time, and rollouts."""
+    ours, theirs = weights(work), weights(whole)
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])] == []
+    for kind in ("train", "rollout", "eval"):
+        got, expected = (
+            [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in rows(one, kind)]
+            for one in (work, whole)
+        )
+        assert got == expected
+
+
+@pytest.fixture(scope="module")
+def whole(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happens to."""
+    work = tmp_path_factory.mktemp("whole") / "run"
+    healed = strike_run(llama, work, moment="never")
+    assert (healed.code, healed.struck) == (0, None), healed.text[-4000:]
+    return work
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "moment", ["train", pytest.param("first", marks=pytest.mark.full), pytest.param("save", marks=pytest.mark.full)]
+)
+def test_a_rank_that_is_killed_changes_nothing(llama: Assets, whole: Path, tmp_path: Path, moment: str) -> None:
+    healed = strike_run(llama, tmp_path / "run", moment=moment)
+    assert healed.struck is not None
+    assert (healed.code, healed.left) == (0, []), healed.text[-4000:]
+    assert "trainer rank 1 died" in healed.text
+    assert "starting the trainers again (restart 1 of 3)" in healed.text
+    # rollout 2 is trained on first in the third call: the checkpoint of two rollouts is there
+    start = "the weights it began with" if moment == "first" else "checkpoint 2"
+    assert f"the trainers are up again, from {start}" in healed.text
+    assert_same(tmp_path / "run", whole)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_rank_that_dies_again_and_again_ends_the_run(llama: Assets, tmp_path: Path) -> None:
+    fault = f"FIRED.unlink(); {DIES}"
+    healed = strike_run(llama, tmp_path / "run", "--trainer-max-restarts", "2", moment="first", fault=fault)
+    assert (healed.code, healed.left) == (3, [])
+    [line] = [line for line in healed.text.splitlines() if line.startswith("slime-launch: ")]
+    assert re.search(r"lost once more after 2 restarts, .*; the first cause: trainer rank 1 died", line)
+    assert healed.text.count("starting the trainers again") == 2
+
+
+def test_the_comparison_sees_a_difference(whole: Path) -> None:
+    found = weights(whole)
+    assert all(np.isfinite(tensor.float().numpy()).all() for tensor in found.values())
