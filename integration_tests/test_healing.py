@@ -80,8 +80,14 @@ def strike_run(assets: Assets, work: Path, *extra: str, moment: str = "train", f
     command = train_command(assets, work, *flags, *extra, rollouts=ROLLOUTS)
     log = work / "log.txt"
     with started(command, log) as process:
-        wait_for(lambda: process.poll() is not None or trained(work, 1)(), "a step", process=process, log=log, seconds=SECONDS)
-        family = tree(process) if process.poll() is None else []
+        wait_for(
+            lambda: process.poll() is not None or trained(work, 1)(),
+            "a step",
+            process=process,
+            log=log,
+            seconds=SECONDS,
+        )
+        family = tree(process)
         code = process.wait(SECONDS)
         left = wait_until_gone(family, 30)
     return Healed(code, log.read_text(errors="replace"), int(fired.read_text()) if fired.exists() else None, left)
