@@ -1,9 +1,13 @@
+from pathlib import Path
+
 import pytest
 
 from slime_core.flags import FlagSpec, Range
 from slime_launch.errors import FlagError
 from slime_launch.flags import train_groups
-from slime_launch.parser import ELSEWHERE, FlagGroup, build_parser, help_line, nearest, parse, unknown_flag
+from slime_launch.parser import FlagGroup, build_parser, help_line, nearest, parse, suggestions, unknown_flag
+
+DATA = Path(__file__).parent / "data"
 
 SPECS = (
     FlagSpec(name="--num-rollout", dest="num_rollout", type=int, default=1, help="rounds", unit="rollouts"),
@@ -72,7 +76,7 @@ def test_errors_are_one_line(words, message):
 
 
 def test_several_unknown_flags_in_one_message():
-    with pytest.raises(FlagError, match=r"--num-rolout.*--zzz"):
+    with pytest.raises(FlagError, match=r"--num-rolout.*\n.*--zzz"):
         read("--num-rolout", "3", "--zzz")
 
 
@@ -104,10 +108,15 @@ def test_help_shows_unit_and_default():
 KNOWN = {spec.name for group in train_groups() for spec in group.flags}
 
 
-@pytest.mark.parametrize(("name", "ours"), sorted(ELSEWHERE.items()))
-def test_the_names_of_others_lead_to_flags_that_there_are(name, ours):
-    assert ours in KNOWN and name not in KNOWN
-    assert nearest(name, KNOWN) == nearest(name.replace("-", "_").replace("__", "--", 1), KNOWN) == ours
+def test_misspelt_flags_are_refused_and_the_right_one_is_among_three_suggestions():
+    pairs = [line.split() for line in (DATA / "misspellings.txt").read_text().splitlines()]
+    assert len(pairs) == 200
+    missed = [(typed, right) for typed, right in pairs if right not in suggestions(typed, KNOWN)]
+    assert len(missed) <= 10, missed
+    assert max(len(suggestions(typed, KNOWN)) for typed, _ in pairs) <= 3
+    for typed, _ in pairs:
+        assert typed not in KNOWN
+        assert unknown_flag(typed, KNOWN).startswith(f"unknown flag {typed}; ")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +126,6 @@ def test_the_names_of_others_lead_to_flags_that_there_are(name, ours):
         ("--global_batch_size", "--global-batch-size"),
         ("--rollout-batchsize", "--rollout-batch-size"),
         ("--n-sample-per-prompt", "--n-samples-per-prompt"),
-        ("--use-wandb", None),
         ("--something-else", None),
     ],
 )
@@ -125,6 +133,16 @@ def test_a_mistyped_flag(name, ours):
     assert nearest(name, KNOWN) == ours
 
 
-def test_the_line():
-    assert unknown_flag("--learning-rate", KNOWN) == "unknown flag --learning-rate; did you mean --lr?"
-    assert unknown_flag("--use-wandb", KNOWN) == "unknown flag --use-wandb; see --help"
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("--learning-rate", "unknown flag --learning-rate; here it is --lr"),
+        ("--learning_rate", "unknown flag --learning_rate; here it is --lr"),
+        ("--use-vllm", "unknown flag --use-vllm; leave it out: SGLang generates"),
+        ("--multimodal-keys", "--multimodal-keys is not built: models that see images are not built"),
+        ("--save-intervall", "unknown flag --save-intervall; did you mean --save-interval?"),
+        ("--something-else", "unknown flag --something-else; see --help"),
+    ],
+)
+def test_the_line(name, line):
+    assert unknown_flag(name, KNOWN - {"--multimodal-keys"}) == line

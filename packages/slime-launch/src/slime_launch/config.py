@@ -149,6 +149,7 @@ class Settings:
 
     Attributes:
         shape: Flags of the model's shape that were given, by name; the rest comes from the Hugging Face config.
+        notes: What the command line holds that has no effect, or another name here; said once.
     """
 
     shape: Mapping[str, Any]
@@ -158,6 +159,7 @@ class Settings:
     algorithm: AlgorithmConfig
     cluster: ClusterConfig
     run: RunConfig
+    notes: tuple[str, ...] = ()
 
     @property
     def generates(self) -> bool:

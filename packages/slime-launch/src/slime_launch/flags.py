@@ -16,6 +16,7 @@ from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
 from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.translate import translate_upstream
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
@@ -60,7 +61,8 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         FlagError: The command line cannot be read.
     """
     groups, parser = command(argv)
-    given = parse(groups, parser, argv)
+    translated = translate_upstream(argv, {spec.name: spec for group in groups for spec in group.flags})
+    given = parse(groups, parser, translated.words, translated.problems)
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     parts: dict[str, Any] = {}
     for part, config in CONFIGS.items():
@@ -72,7 +74,7 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     with collected_problems() as contradictions:
         configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
-    return Settings(shape=shape, **configs), contradictions
+    return Settings(shape=shape, notes=translated.notes, **configs), contradictions
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:

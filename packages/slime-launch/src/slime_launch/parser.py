@@ -9,33 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from slime_core.flags import FlagSpec
+from slime_launch.answers import flag_line, foreign_answer
 from slime_launch.errors import FlagError
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
-ELSEWHERE = {
-    "--beta": "--kl-loss-coef",
-    "--dataset-name": "--prompt-data",
-    "--epsilon": "--eps-clip",
-    "--epsilon-high": "--eps-clip-high",
-    "--learning-rate": "--lr",
-    "--lr-scheduler-type": "--lr-decay-style",
-    "--max-completion-length": "--rollout-max-response-len",
-    "--max-grad-norm": "--clip-grad",
-    "--max-new-tokens": "--rollout-max-response-len",
-    "--max-prompt-length": "--rollout-max-prompt-len",
-    "--max-steps": "--num-rollout",
-    "--model": "--hf-checkpoint",
-    "--model-name-or-path": "--hf-checkpoint",
-    "--model-path": "--hf-checkpoint",
-    "--num-generations": "--n-samples-per-prompt",
-    "--per-device-train-batch-size": "--micro-batch-size",
-    "--reward-funcs": "--custom-rm-path",
-    "--save-steps": "--save-interval",
-    "--temperature": "--rollout-temperature",
-    "--tensor-parallel-size": "--tensor-model-parallel-size",
-    "--tp": "--tensor-model-parallel-size",
-}
-"""Flags of TRL, Transformers, vLLM and SGLang, and ours with the same meaning."""
+SUGGESTIONS = 3
+"""Flags that the error about an unknown one names, at most."""
+ALIKE = 0.72
+MARGIN = 0.15
+"""How like an unknown flag a suggestion must be, and how much less so than the best one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +55,12 @@ def build_parser(
     return parser
 
 
-def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def parse(
+    groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str], refused: Sequence[str] = ()
+) -> dict[str, Any]:
     """The flags that were given, by ``dest``; one with several values gives a tuple, and all of them if repeated.
+
+    ``refused`` are problems of the command line that were found already; they are reported with the others.
 
     Raises:
         FlagError: Unknown flags, values of the wrong type or out of range, missing values, or flags that must be given
@@ -83,20 +69,20 @@ def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Se
     known = {spec.name: spec for group in groups for spec in group.flags}
     names = dict.fromkeys(word.split("=")[0] for word in argv if word.startswith("--"))
     unknown = [name for name in names if name not in known and name not in ("--help", "--")]
-    problems = ["; ".join(unknown_flag(name, known) for name in unknown)] if unknown else []
-    words = _without(argv, unknown)
+    problems = [*(unknown_flag(name, known) for name in unknown), *refused]
+    words = without(argv, unknown)
     while True:
         try:
             namespace, extras = parser.parse_known_args(words)
             break
         except FlagError as error:
             problems.append(str(error))
-            before, words = words, _without(words, [str(error).partition(":")[0]])
+            before, words = words, without(words, [str(error).partition(":")[0]])
             if words == before:  # not about a flag
                 raise
     given = vars(namespace)
     if extras:
-        problems.append(_unexpected(extras[0], argv))
+        problems.append(_unexpected(extras[0], argv, known))
     several = {spec.dest for spec in known.values() if spec.nargs}
     given = {dest: tuple(value) if dest in several else value for dest, value in given.items()}
     found = (spec.problem(given[spec.dest]) for spec in known.values() if spec.dest in given)
@@ -109,7 +95,7 @@ def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Se
     return given
 
 
-def _without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """The words without some flags and their values."""
     kept, is_kept = [], True
     for word in argv:
@@ -159,26 +145,46 @@ def _reader(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def _unexpected(word: str, argv: Sequence[str]) -> str:
+def _unexpected(word: str, argv: Sequence[str], known: Collection[str]) -> str:
     """Message for a word that belongs to no flag; the flag before it is the likely cause."""
+    setting, equals, value = word.partition("=")
+    if equals and (answer := foreign_answer(setting, known)) is not None:
+        return f"unexpected {word!r}; {answer.why or f'here it is {answer.to} {value}'}"
     before = [other for other in argv[: list(argv).index(word)] if other.startswith("--")]
     if not before:
         return f"unexpected {word!r}; flags start with --"
     return f"unexpected {word!r} after {before[-1]}; that flag takes no such value"
 
 
+def suggestions(name: str, known: Collection[str]) -> list[str]:
+    """The known flags that are most like ``name``, as typed, best first: at most three, none that is far from it."""
+    dashed = "--" + name.replace("_", "-").lower().strip("-") if name.startswith("-") else name.replace("-", "_")
+    if dashed in known:
+        return [dashed]
+    likeness = ((_likeness(dashed, other), other) for other in known)
+    best = sorted((pair for pair in likeness if pair[0] >= ALIKE), key=lambda pair: (-pair[0], pair[1]))
+    return [other for value, other in best[:SUGGESTIONS] if value >= best[0][0] - MARGIN]
+
+
+def _likeness(name: str, other: str) -> float:
+    """From 0 to 1: letters in the order that they have, or in the order that their words have when sorted."""
+    whole = difflib.SequenceMatcher(None, name, other, autojunk=False)
+    if whole.real_quick_ratio() < ALIKE or whole.quick_ratio() < ALIKE:
+        return 0.0
+    words, others = ("-".join(sorted(text.strip("-").split("-"))) for text in (name, other))
+    return max(whole.ratio(), 0.98 * difflib.SequenceMatcher(None, words, others, autojunk=False).ratio())
+
+
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known flag closest to ``name``, as typed; ``None`` if none is close."""
-    dashed = name.replace("_", "-")
-    if dashed in known:
-        return dashed
-    if ELSEWHERE.get(dashed) in known:
-        return ELSEWHERE[dashed]
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return matches[0] if matches else None
+    return next(iter(suggestions(name, known)), None)
 
 
 def unknown_flag(name: str, known: Collection[str]) -> str:
     """The error line about a flag that does not exist."""
-    guess = nearest(name, known)
-    return f"unknown flag {name}; did you mean {guess}?" if guess else f"unknown flag {name}; see --help"
+    if (line := flag_line(name, known)) is not None:
+        return line
+    *others, last = suggestions(name, known) or [""]
+    if not last:
+        return f"unknown flag {name}; see --help"
+    return f"unknown flag {name}; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"

@@ -1,0 +1,109 @@
+"""What becomes of a flag of another launcher: upstream slime's, TRL's, verl's. The table is ``answers.toml``.
+
+A flag that our parser knows is the same, so a row of the table stops counting when its flag is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.resources import files
+from typing import Any
+
+
+class Outcome(Enum):
+    """What becomes of a flag here."""
+
+    SAME = "same"
+    RENAMED = "renamed"
+    NO_EFFECT = "no effect"
+    NOT_BUILT = "not built"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What becomes of one flag.
+
+    Attributes:
+        to: Our flag, if it is renamed.
+        why: Why it has no effect, or what to use where it is not built.
+        only: Values that have no effect; empty where none has.
+        same_family: Whether the value must name the family of ``--hf-checkpoint``.
+        value: Our value in place of a switch.
+        values: Our values in place of theirs; ``true`` and ``false`` give our switch or leave it out.
+        times: What the value is multiplied by: ``engines``, ``samples`` of a prompt, or nothing.
+        before: A word in front of the value.
+    """
+
+    outcome: Outcome
+    to: str = ""
+    why: str = ""
+    only: tuple[str, ...] = ()
+    same_family: bool = False
+    value: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    times: str = ""
+    before: str = ""
+
+
+SAME = Answer(outcome=Outcome.SAME)
+UPSTREAM = {"no-effect": Outcome.NO_EFFECT, "renamed": Outcome.RENAMED, "not-built": Outcome.NOT_BUILT}
+OTHERS = ("trl", "verl")
+
+
+@functools.cache
+def table() -> dict[str, dict[str, Any]]:
+    """``answers.toml``: sections, each with its rows by name."""
+    return tomllib.loads(files("slime_launch").joinpath("answers.toml").read_text(encoding="utf-8"))
+
+
+def upstream_answer(name: str, known: Collection[str]) -> Answer | None:
+    """What becomes of a flag of upstream slime, such as ``--use-tensorboard``; ``None`` if it is in no table."""
+    if name in known:
+        return SAME
+    for section, outcome in UPSTREAM.items():
+        row = table()[section].get(name.removeprefix("--"))
+        if row is not None:
+            answer = _answer(outcome, row)
+            return None if answer.to and answer.to not in known else answer
+    return None
+
+
+def foreign_answer(name: str, known: Collection[str]) -> Answer | None:
+    """What becomes of a flag of TRL or Transformers, or of a setting of verl, such as ``data.train_files``."""
+    for section in OTHERS:
+        row = table()[section].get(name.removeprefix("--").replace("_", "-") if section == "trl" else name.lstrip("+"))
+        if row is None:
+            continue
+        answer = _answer(Outcome.NO_EFFECT if isinstance(row, dict) and "to" not in row else Outcome.RENAMED, row)
+        if answer.to and answer.to not in known:
+            upstream = upstream_answer(answer.to, known)
+            return upstream or Answer(outcome=Outcome.NOT_BUILT, why=f"{answer.to} is not built")
+        return answer
+    return None
+
+
+def flag_line(name: str, known: Collection[str]) -> str | None:
+    """The error line about a flag that is another launcher's; ``None`` if the table has no answer."""
+    answer = upstream_answer(name, known) or foreign_answer(name, known)
+    if answer is None or answer.outcome is Outcome.SAME:
+        return None
+    if answer.outcome is Outcome.RENAMED:
+        return f"unknown flag {name}; here it is {answer.to}{' ' + answer.value if answer.value else ''}"
+    if answer.outcome is Outcome.NO_EFFECT:
+        return f"unknown flag {name}; leave it out: {answer.why}"
+    return f"{name} is not built: {answer.why}"
+
+
+def _answer(outcome: Outcome, row: Any) -> Answer:
+    if isinstance(row, str):
+        row = {"to" if outcome is Outcome.RENAMED else "why": row}
+    values: dict[str, Any] = {key.replace("-", "_"): value for key, value in row.items()}
+    if "only" in values:
+        values["only"] = tuple(values["only"])
+    return Answer(outcome=outcome, **values)

@@ -1,0 +1,233 @@
+"""Words of another launcher's command as words of ours, and what became of each flag. Nothing is run or started."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_core.flags import FlagSpec
+from slime_launch.answers import SAME, Answer, Outcome, foreign_answer, table, upstream_answer
+
+SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
+"""A word of verl's: ``actor_rollout_ref.actor.optim.lr=1e-6``."""
+THEIRS = ("slime.", "slime_plugins.")
+"""Packages of upstream's own functions."""
+KNOWS_THEIRS = ("--rollout-function-path", "--eval-function-path")
+"""Flags whose own code knows upstream's functions, once the parser has them."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One flag of a command, or one setting of verl's, with its values."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """As typed."""
+        return [self.name, *self.values] if self.name else list(self.values)
+
+
+@dataclass(frozen=True)
+class Became:
+    """What became of one flag of a command.
+
+    Attributes:
+        words: The words that do the same here; none if it has no effect or is not built.
+        note: Why, or what to do.
+    """
+
+    item: Item
+    outcome: Outcome
+    words: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A command of ours: its words, what is said about them once, and what is wrong with them."""
+
+    words: list[str]
+    notes: tuple[str, ...]
+    problems: list[str]
+
+
+def items(argv: Sequence[str]) -> list[Item]:
+    """The flags of a command with their values; words before the first flag stand alone, without a name."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word.partition("=")
+            found.append((name, [value] if equals else []))
+        elif SETTING.fullmatch(word) and (not found or not found[-1][0].startswith("--")):
+            name, _, value = word.partition("=")
+            found.append((name.lstrip("+"), [value]))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            found.append(("", [word]))
+    return [Item(name, tuple(values)) for name, values in found]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an answer depends on besides its flag.
+
+    Attributes:
+        known: The flags that our parser knows, by name.
+        numbers: ``engines`` and ``samples`` of a prompt, which some values are multiplied by.
+        hf_checkpoint: The model of the command, if it names one.
+        foreign: Whether flags of TRL and verl are taken, too.
+    """
+
+    known: Mapping[str, FlagSpec]
+    numbers: Mapping[str, int]
+    hf_checkpoint: str | None
+    foreign: bool
+
+
+def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bool) -> Context:
+    """The context of a command's flags."""
+    last = {_ours(item.name, known): item.values[0] for item in given if item.values}
+
+    def number(name: str, default: int) -> int:
+        text = last.get(name, "")
+        return int(text) if text.isdecimal() and int(text) else default
+
+    train = number("--actor-num-nodes", 1) * number("--actor-num-gpus-per-node", 1)
+    engines = number("--rollout-num-gpus", train) // number("--rollout-num-gpus-per-engine", 1)
+    numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1)}
+    return Context(known, numbers, last.get("--hf-checkpoint"), foreign)
+
+
+def _ours(name: str, known: Mapping[str, FlagSpec]) -> str:
+    answer = None if name in known else foreign_answer(name, known)
+    return answer.to if answer is not None and answer.to else name
+
+
+def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Translated:
+    """A command of ours that may hold flags of upstream slime: those with no effect are taken out, others renamed.
+
+    What is the parser's to refuse stays as it is.
+
+    Args:
+        argv: The words after ``slime-launch train``.
+        known: The flags that the parser knows, by name.
+    """
+    names = {word.split("=")[0] for word in argv if word.startswith("--")}
+    if names <= known.keys() and not any(word.startswith(THEIRS) for word in argv):
+        return Translated(list(argv), (), [])
+    given = items(argv)
+    around = context(given, known, foreign=False)
+    words: list[str] = []
+    unused: list[str] = []
+    notes: list[str] = []
+    problems: list[str] = []
+    for item in given:
+        became = become(item, around)
+        if became.outcome is Outcome.NO_EFFECT:
+            unused.append(f"{item.name} ({became.note})")
+        elif became.outcome is Outcome.REFUSED:
+            problems.append(became.note)
+        elif became.outcome is Outcome.RENAMED:
+            notes.append(f"{' '.join(item.words)} is {' '.join(became.words)} here")
+            words += became.words
+        else:
+            words += item.words
+    said = [f"no effect here: {', '.join(unused)}"] if unused else []
+    return Translated(words, (*said, *notes), problems)
+
+
+def become(item: Item, around: Context) -> Became:
+    """What becomes of one flag."""
+    known = around.known
+    path = next((value for value in item.values if value.startswith(THEIRS)), None)
+    theirs = path is not None and not (item.name in known and item.name in KNOWS_THEIRS)
+    if path is not None and theirs and (path in table()["paths"] or (item.name in known and "path" in item.name)):
+        return _path(item, path)
+    answer = upstream_answer(item.name, known)
+    if answer is None and around.foreign:
+        dashed = item.name.replace("_", "-")
+        if item.name.startswith("--") and dashed in known:
+            return Became(item, Outcome.SAME, (dashed, *item.values))
+        answer = foreign_answer(item.name, known)
+    if answer is None:
+        return Became(item, Outcome.UNKNOWN)
+    if answer.outcome is Outcome.NO_EFFECT:
+        problem = _not_without_effect(item, answer, around)
+        return Became(item, Outcome.REFUSED, (), problem) if problem else Became(item, answer.outcome, (), answer.why)
+    if answer.outcome is Outcome.RENAMED:
+        return _renamed(item, answer, around)
+    return Became(item, answer.outcome, tuple(item.words) if answer is SAME else (), answer.why)
+
+
+def _not_without_effect(item: Item, answer: Answer, around: Context) -> str | None:
+    """Why a value is refused though its flag has no effect; ``None`` if it is not."""
+    if answer.only and item.values and item.values[0] not in answer.only:
+        return f"{item.name} {item.values[0]} is not built; allowed: {', '.join(answer.only)} ({answer.why})"
+    if answer.same_family and item.values:
+        return family_problem(item.values[0], around.hf_checkpoint)
+    return None
+
+
+def _renamed(item: Item, answer: Answer, around: Context) -> Became:
+    values = list(item.values)
+    if answer.value:
+        return Became(item, Outcome.RENAMED, (answer.to, answer.value))
+    if answer.values and values:
+        if values[0] not in answer.values:
+            allowed = ", ".join(dict.fromkeys(answer.values.values()))
+            return Became(item, Outcome.REFUSED, (), f"{item.name} {values[0]} is not built; {answer.to} has {allowed}")
+        values[0] = answer.values[values[0]]
+    if around.known[answer.to].is_switch:
+        if values and values[0].lower() == "false":
+            return Became(item, Outcome.NO_EFFECT, (), f"off unless {answer.to} is given")
+        return Became(item, Outcome.RENAMED, (answer.to,))
+    if answer.times and values:
+        if not values[0].isdecimal():
+            return Became(item, Outcome.REFUSED, (), f"{item.name} {values[0]} must be a whole number")
+        values[0] = str(int(values[0]) * around.numbers[answer.times])
+    values = [part for value in values for part in _listed(value)]
+    if answer.before:
+        values = [part for value in values for part in (answer.before, value)]
+    return Became(item, Outcome.RENAMED, (answer.to, *values))
+
+
+def _listed(value: str) -> list[str]:
+    """The items of a value in Hydra's form ``[a,b]``, or the value itself without quotes."""
+    if value.startswith("[") and value.endswith("]") and not value.startswith("[{"):
+        return [part.strip().strip("\"'") for part in value[1:-1].split(",")]
+    return [value.strip("\"'")]
+
+
+def _path(item: Item, path: str) -> Became:
+    """A flag that names one of upstream's own functions."""
+    row = table()["paths"].get(path)
+    if row is None:
+        own = next((advice for part, advice in table()["path-advice"].items() if path.startswith(f"{part}.")), None)
+        advice = own or "give a function of your own, or leave it out"
+        return Became(item, Outcome.REFUSED, (), f"{item.name} {path} is upstream's own; {advice}")
+    if "drop" in row:
+        return Became(item, Outcome.NO_EFFECT, (), row["drop"])
+    ours = tuple(row["to"] if value == path else value for value in item.values)
+    return Became(item, Outcome.RENAMED, (item.name, *ours))
+
+
+def family_problem(name: str, hf_checkpoint: str | None) -> str | None:
+    """What is wrong with a ``--model-name``: another family than ``--hf-checkpoint`` has; ``None`` if it is not."""
+    config = Path(hf_checkpoint or "") / "config.json"
+    try:
+        family = str(json.loads(config.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the preflight has more to say about that directory
+    if _plain(family) in _plain(name) or _plain(name) in _plain(family):
+        return None
+    return f"--model-name {name} is another family than --hf-checkpoint {hf_checkpoint}, {family}; leave it out"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]|config|forcausallm", "", name.lower())

@@ -1,0 +1,108 @@
+"""The table of other launchers' flags is whole, points at flags that there are, and is what `train` goes by."""
+
+from pathlib import Path
+
+import pytest
+
+from slime_launch.answers import Outcome, flag_line, foreign_answer, table, upstream_answer
+from slime_launch.errors import FlagError
+from slime_launch.flags import parse_train, train_groups
+from slime_launch.translate import family_problem, items, translate_upstream
+
+KNOWN = {spec.name: spec for group in train_groups() for spec in group.flags}
+UPSTREAM = (Path(__file__).parent / "data" / "upstream_flags.txt").read_text().split()
+
+
+def test_every_flag_of_upstream_has_an_answer():
+    assert len(UPSTREAM) == len(set(UPSTREAM)) == 229
+    without = [name for name in UPSTREAM if upstream_answer(name, KNOWN) is None and "sglang" not in name]
+    assert without == []
+
+
+def test_a_flag_that_is_built_is_the_same_whatever_the_table_says():
+    assert upstream_answer("--use-wandb", {"--use-wandb"}).outcome is Outcome.SAME
+    assert upstream_answer("--use-wandb", {}).outcome is Outcome.NOT_BUILT
+    assert flag_line("--use-wandb", {"--use-wandb"}) is None
+
+
+def test_no_row_stands_in_two_sections_of_upstreams():
+    sections = [set(table()[name]) for name in ("no-effect", "renamed", "not-built")]
+    assert sum(map(len, sections)) == len(set.union(*sections))
+
+
+@pytest.mark.parametrize("section", ["trl", "verl"])
+def test_others_lead_to_flags_that_there_are_or_are_upstreams(section):
+    for name, row in table()[section].items():
+        to = row if isinstance(row, str) else row.get("to", "")
+        assert not to or to in KNOWN or to in UPSTREAM or to.startswith("--sglang-"), name
+        assert foreign_answer(name, KNOWN) is not None
+
+
+def test_flags_without_effect_are_accepted_and_said_in_one_line(flags, to_words):
+    words = [*to_words(flags), "--no-offload-train", "--use-tensorboard", "--train-backend", "megatron"]
+    settings = parse_train([*words, "--log-probs-chunk-size", "1024", "--sglang-server-concurrency", "64"])
+    assert settings.rollout.sampling.rollout_concurrency == 64
+    line, renamed = settings.notes
+    for name in ("--no-offload-train", "--use-tensorboard", "--train-backend", "--log-probs-chunk-size"):
+        assert f"{name} (" in line
+    assert renamed == "--sglang-server-concurrency 64 is --rollout-concurrency 64 here"
+    assert parse_train(to_words(flags)).notes == ()
+
+
+def test_a_value_that_would_have_an_effect_is_refused(flags, to_words):
+    with pytest.raises(FlagError, match="--train-backend fsdp is not built; allowed: megatron") as caught:
+        parse_train([*to_words(flags), "--train-backend", "fsdp", "--num-rolout", "3"])
+    assert "did you mean --num-rollout" in str(caught.value)
+
+
+def test_a_model_name_must_be_of_the_same_family(workspace):
+    hf = str(workspace / "hf")
+    for name in ("qwen3", "Qwen3Config", "Qwen3ForCausalLM"):
+        assert family_problem(name, hf) is None
+    assert "is another family than" in family_problem("glm4", hf)
+    assert family_problem("glm4", None) is None
+
+
+@pytest.mark.parametrize("flag", ["--dynamic-sampling-filter-path"])
+def test_upstreams_own_filter_is_ours(flag):
+    words = [flag, "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"]
+    translated = translate_upstream(words, KNOWN)
+    assert translated.words == [flag, "slime_rollout.filters.check_reward_nonzero_std"]
+
+
+def test_upstreams_distillation_needs_no_functions():
+    module = "slime.rollout.on_policy_distillation"
+    words = ["--custom-rm-path", f"{module}.reward_func", "--custom-reward-post-process-path"]
+    translated = translate_upstream([*words, f"{module}.post_process_rewards", "--lr", "1"], KNOWN)
+    assert translated.words == ["--lr", "1"]
+    assert translated.problems == []
+
+
+def test_other_functions_of_upstreams_are_refused_with_what_to_give():
+    translated = translate_upstream(["--custom-rm-path", "slime.rollout.rm_hub.math"], KNOWN)
+    assert translated.problems == [
+        "--custom-rm-path slime.rollout.rm_hub.math is upstream's own; give --rm-type with the name of the rule"
+    ]
+
+
+def test_paths_of_ours_that_upstreams_became():
+    from slime_core.user_functions import load_function
+
+    for row in table()["paths"].values():
+        if "to" in row:
+            assert callable(load_function(row["to"], "--x"))
+
+
+def test_a_setting_of_verls_is_answered(flags, to_words):
+    with pytest.raises(FlagError, match="here it is --lr 1e-6"):
+        parse_train(["actor_rollout_ref.actor.optim.lr=1e-6", *to_words(flags)])
+
+
+def test_items():
+    found = items(["a.b=1", "++c.d=[2,3]", "--x=4", "--y", "5", "-6", "e.f=7"])
+    assert [(item.name, item.values) for item in found] == [
+        ("a.b", ("1",)),
+        ("c.d", ("[2,3]",)),
+        ("--x", ("4",)),
+        ("--y", ("5", "-6", "e.f=7")),
+    ]
