@@ -3,7 +3,7 @@ import pytest
 from slime_convert.shape import ModelShape
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.flags import parse_train
-from slime_launch.shards import Recipe, split_rollout
+from slime_launch.shards import Recipe, prepare_rollout, split_rollout
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
@@ -75,3 +75,20 @@ def test_balance_by_operations(batch, flags, to_words):
     loads = [sorted(len(shard.samples) for shard in shards) for shards in (by_tokens, by_flops)]
     assert loads[0] == [2, 6]
     assert loads[1] == [1, 7]
+
+
+def test_rewards_of_a_function_replace_the_estimators(batch, flags, to_words, tmp_path):
+    (tmp_path / "post.py").write_text(
+        "def rewards(args, samples):\n"
+        "    return [one.reward for one in samples], [one.index * args.scale for one in samples]\n"
+    )
+    (tmp_path / "own.yaml").write_text("scale: 0.5")
+    own = {"--custom-reward-post-process-path": f"{tmp_path}/post.py:rewards"}
+    words = to_words(flags | own | {"--custom-config-path": f"{tmp_path}/own.yaml"})
+    recipe = Recipe(settings=parse_train(words), shape=SHAPE, data_parallel_size=1, store=None, can_resume=False)
+    ready = prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard)
+    trained = {sample.index: sample for shard in ready.shards for sample in shard.samples}
+    assert {index: (sample.reward, sample.raw_reward) for index, sample in trained.items()} == {
+        index: (0.5 * index, index % 2) for index in range(1, 8)
+    }  # sample 0, whose reward is 0, adds nothing
+    assert not any(name.startswith("post_processed") for name in trained[1].extras)

@@ -24,6 +24,9 @@ from slime_core.types.sample import scalar_reward
 _PLACEHOLDER_TOKENS = np.zeros(1, np.int32)
 _UNTRAINED = [STATUSES.index(status) for status in (Status.ABORTED, Status.FAILED)]
 _CARRIED = ("weight_versions",)  # fields of a sample that the trainer does not need to understand
+RAW_REWARDS, TRAIN_REWARDS = "post_processed_raw_reward", "post_processed_reward"
+"""Extra columns of a rollout whose rewards a user-defined function has made; they are not normalised again."""
+_NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {RAW_REWARDS, TRAIN_REWARDS}
 FILLER_INDEX = -1
 """``index`` and ``group_index`` of a sample that only fills a micro-batch: one token, no response, nothing trained."""
 
@@ -263,15 +266,19 @@ def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str
     trajectories, given = _trajectory_ids(columns), json_rows(columns, "reward")
     trained = [at for at, status in enumerate(numbers(columns, "status")) if status not in _UNTRAINED]
     raw = {at: scalar_reward(index[at], given[at], reward_key) for at in trained}
-    processed = estimator_rewards(
-        algorithm.advantage_estimator,
-        [raw[at] for at in trained],
-        [groups[at] for at in trained],
-        normalize=not algorithm.disable_rewards_normalization,
-        divide_by_std=not algorithm.disable_grpo_std_normalization,
-        sample_indices=[index[at] for at in trained],
-        trajectory_ids=[trajectories[at] for at in trained],
-    )
+    if TRAIN_REWARDS in columns:
+        made, given_raw = _rows(columns, TRAIN_REWARDS), _rows(columns, RAW_REWARDS)
+        processed, raw = [float(made[at]) for at in trained], {at: float(given_raw[at]) for at in trained}
+    else:
+        processed = estimator_rewards(
+            algorithm.advantage_estimator,
+            [raw[at] for at in trained],
+            [groups[at] for at in trained],
+            normalize=not algorithm.disable_rewards_normalization,
+            divide_by_std=not algorithm.disable_grpo_std_normalization,
+            sample_indices=[index[at] for at in trained],
+            trajectory_ids=[trajectories[at] for at in trained],
+        )
     rewards = dict(zip(trained, processed, strict=True))
     masks = _trained_masks(columns, rewards.keys())
     counts: dict[int, int] = defaultdict(int)
@@ -280,7 +287,7 @@ def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str
     known = {name: _rows(columns, name) for name in ("tokens", "rollout_log_probs", "teacher_log_probs")}
     lengths = numbers(columns, "response_length")
     _check_prompts(index, lengths, known["tokens"])
-    extras = {name: _rows(columns, name) for name in columns if name not in SAMPLE_COLUMNS or name in _CARRIED}
+    extras = {name: _rows(columns, name) for name in columns if name not in _NOT_EXTRA}
     return [
         TrainSample(
             index=index[at],

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_convert.shape import ModelShape
-from slime_core.schedule import build_shards
+from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
 from slime_core.types import RolloutBatch, RolloutColumns, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
@@ -21,6 +21,8 @@ from slime_launch.errors import RunError
 from slime_launch.validate import global_batch_size
 from slime_megatron.operations import flops_model
 from slime_rollout.errors import REWARD_FAILURE
+from slime_rollout.hooks import hook_args_of
+from slime_rollout.hooks.rollouts import RewardPostProcess
 from slime_rollout.store import RolloutStore
 
 
@@ -81,6 +83,7 @@ def prepare_rollout(
     if settings.generates:
         check_versions(columns, may_lag=settings.rollout.may_lag)
     check_scored(columns)
+    add_rewards(batch, columns, settings)
     if recipe.store is not None:
         with said_of_files():
             recipe.store.write(columns, state_dict() if recipe.can_resume else None)
@@ -92,6 +95,20 @@ def prepare_rollout(
     ready, shards = summary(columns), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
+
+
+def add_rewards(batch: RolloutBatch, columns: RolloutColumns, settings: Settings) -> None:
+    """Add the rewards that --custom-reward-post-process-path makes, as extra columns, which are written down too.
+
+    Raises:
+        ConfigError: The function cannot be used.
+        DataError: It returned something else than two numbers for each sample.
+    """
+    if settings.rollout.hooks.custom_reward_post_process_path is None:
+        return
+    process = RewardPostProcess(settings.rollout, hook_args_of(settings.rollout, settings.flags()))
+    raw, rewards = process(batch.samples)
+    columns.samples[RAW_REWARDS], columns.samples[TRAIN_REWARDS] = np.array(raw), np.array(rewards)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from slime_rollout.errors import FAILURES, GenerationError, withdraw
 from slime_rollout.filters import CustomFilter
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
 from slime_rollout.generate.custom import begin_anew, forget_rows_prompts
+from slime_rollout.hooks.rollouts import HOOKED
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch, is_cut_off
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,14 @@ class Collected:
     """The groups that one rollout trains on, in the order of their numbers.
 
     ``counts`` says how many groups were dropped, by reason, given back, or generated again because they were too old;
-    ``seconds`` holds the wall time per phase.
+    ``seconds`` holds the wall time per phase. ``dropped`` holds the groups that a filter has dropped, if somebody wants
+    to see them.
     """
 
     groups: list[Group]
     counts: dict[str, float]
     seconds: dict[str, float]
+    dropped: list[Group]
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +90,7 @@ class Collector:
         self._running: dict[_Work, asyncio.Task[None]] = {}
         self._ready: list[_Work] = []
         self._unfinished: list[Group] = []
+        self._dropped: list[Group] = []
         self._error: BaseException | None = None
         self._started = 0
         self._counts: collections.Counter[str] = collections.Counter()
@@ -165,7 +169,8 @@ class Collector:
         number_parts(groups, self._source.fresh_index)
         self._source.ledger.settle(groups, Fate.TRAINED)
         forget_rows_prompts(groups)
-        return Collected(groups, dict(counts), seconds)
+        dropped, self._dropped = self._dropped, []
+        return Collected(groups, dict(counts), seconds, dropped)
 
     async def _give_back(self) -> int:
         """Stop what is in flight, and give it and what is left over back to the data source; returns how many groups.
@@ -301,6 +306,8 @@ class Collector:
         elif isinstance(verdict, Drop):
             self._counts[f"dynamic_filter/drop_{verdict.reason}"] += 1
             ledger.settle([work.handed_out], Fate.FILTERED)
+            if self._config.hooks.rollout_all_samples_process_path is not None:
+                self._dropped.append(work.group)
             self._watch.forget(len(work.group))
         elif self._age(work.group) > self._most_age:
             self._again(work)
@@ -369,6 +376,7 @@ def _prompts_of(group: Group) -> Group:
     prompts = [parts[0] for parts in by_trajectory(group).values()]
     for sample in prompts:
         begin_anew(sample)
+        sample.metadata.pop(HOOKED, None)
         for key in FAILURES:
             withdraw(sample, key)
     return prompts

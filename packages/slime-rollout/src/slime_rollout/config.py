@@ -365,6 +365,38 @@ class HookConfig(Config):
         help="YAML or JSON file of parameters for user-defined functions, which see them as args.NAME",
         metavar="FILE",
     )
+    rollout_sample_hook_path: tuple[str, ...] = flag(
+        (),
+        help="functions (args, sample, rollout_id=, evaluation=) that see each sample before it is scored",
+        metavar="PATH",
+    )
+    rollout_sample_filter_path: str | None = flag(
+        None,
+        help="function (args, groups) that marks samples of a rollout with remove_sample: not trained on",
+        metavar="PATH",
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None,
+        help="function (args, all_groups, get_samples) that sees all scored groups, those that were dropped too",
+        metavar="PATH",
+    )
+    custom_reward_post_process_path: str | None = flag(
+        None,
+        help="function (args, samples) to raw rewards and rewards, in place of the estimator's normalization",
+        metavar="PATH",
+    )
+    custom_rollout_log_function_path: str | None = flag(
+        None,
+        help="function (rollout_id, args, samples, extra_metrics, rollout_time); true leaves out the usual metrics",
+        metavar="PATH",
+        may_change=True,
+    )
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None,
+        help="function (rollout_id, args, data, extra_metrics); true leaves out the usual metrics of an evaluation",
+        metavar="PATH",
+        may_change=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

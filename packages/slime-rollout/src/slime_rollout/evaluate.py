@@ -17,6 +17,7 @@ from slime_core.types import EvalReport, Group, Sample
 from slime_rollout.data import PromptDataset, PromptEncoder
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, number_parts
+from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
 from slime_rollout.pipeline import GroupPipeline, Progress, Stopwatch
 from slime_rollout.rewards import Scorers
 from slime_rollout.rewards.rules import ROW_KEY, check_scoring
@@ -76,13 +77,16 @@ class Evaluator:
         run_seed: int,
         tokenizer: Any,
         hook_args: HookArgs,
+        sample_hooks: SampleHooks,
+        hooks: RolloutHooks,
         on_progress: Progress | None = None,
     ) -> None:
+        self._hooks = hooks
         self._sets: list[tuple[HeldOutPrompts, GroupPipeline]] = []
         for one in sets:
             config = one.held_out.config
             with one.held_out.named():
-                self._sets.append((one, GroupPipeline(config, scorers.of(config))))
+                self._sets.append((one, GroupPipeline(config, scorers.of(config), hooks=sample_hooks)))
         self._make_context = functools.partial(
             GenerationContext, run_seed=run_seed, tokenizer=tokenizer, args=hook_args
         )
@@ -99,14 +103,16 @@ class Evaluator:
         ]
         samples: dict[str, list[Sample]] = {}
         metrics: dict[str, float] = {}
+        keys: dict[str, str | None] = {}
         for (one, _), scored in zip(self._sets, await all_of(work), strict=True):
             name = one.held_out.name
             samples[name] = scored
-            metrics |= eval_metrics(name, scored, one.held_out.config.rewards.reward_key)
+            keys[name] = one.held_out.config.rewards.reward_key
+            metrics |= eval_metrics(name, scored, keys[name])
         return EvalReport(
             rollout_id=rollout_id,
             scores=eval_scores(metrics),
-            metrics=metrics,
+            metrics=await self._hooks.log_eval(rollout_id, samples, metrics, keys.__getitem__),
             samples=samples,
             seconds=time.perf_counter() - start,
         )

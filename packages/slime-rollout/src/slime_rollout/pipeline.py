@@ -10,6 +10,8 @@ from slime_core.types import Group, Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import GenerationContext, make_generate
+from slime_rollout.generate.context import ROLLOUT_STREAM
+from slime_rollout.hooks.rollouts import SampleHooks
 from slime_rollout.rewards.scorers import Scorer
 from slime_rollout.threads import all_of
 
@@ -22,12 +24,14 @@ class GroupPipeline:
     """Generates and scores groups.
 
     Each sample is scored while others are generated, or all samples of a group once they are there, as the scorer asks.
-    The teacher is called for each sample while it is scored.
+    The teacher is called for each sample while it is scored; ``hooks`` see it before that.
     """
 
-    def __init__(self, config: RolloutConfig, scorer: Scorer, teacher: Teacher | None = None) -> None:
+    def __init__(
+        self, config: RolloutConfig, scorer: Scorer, teacher: Teacher | None = None, hooks: SampleHooks | None = None
+    ) -> None:
         self._generate = make_generate(config)
-        self._scorer, self._teacher = scorer, teacher
+        self._scorer, self._teacher, self._hooks = scorer, teacher, hooks
         self._reward_key = config.rewards.reward_key
 
     async def run(
@@ -62,6 +66,9 @@ class GroupPipeline:
             if not context.stop.is_set():
                 raise _unexpected_abort(samples)
             return samples
+        if self._hooks is not None:
+            evaluation = context.stream != ROLLOUT_STREAM
+            samples = [await self._hooks(sample, evaluation=evaluation) for sample in samples]
         if finished is not None:
             finished += samples
         work: list[Awaitable[None]] = [self._teacher(sample) for sample in samples] if self._teacher else []

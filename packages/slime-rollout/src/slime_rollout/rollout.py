@@ -11,10 +11,10 @@ from typing import Any
 
 from slime_core.hooks import HookArgs
 from slime_core.metrics import rollout_metrics
-from slime_core.types import EvalReport, RolloutBatch, Sample
+from slime_core.types import EvalReport, Group, RolloutBatch, Sample
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import AccountedSource, PromptEncoder, SourceCalls, load_source, load_tokenizer
+from slime_rollout.data import AccountedSource, Fate, PromptEncoder, SourceCalls, load_source, load_tokenizer
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
@@ -22,6 +22,7 @@ from slime_rollout.filters import make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams
 from slime_rollout.generate.context import with_router
 from slime_rollout.hooks import hook_args_of
+from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
 from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
 from slime_rollout.rewards import Scorers
@@ -90,7 +91,8 @@ class RolloutManager:
         hook_args = with_router(hook_args or hook_args_of(config), router_url)
         data = data or RolloutData.load(config, hook_args)
         scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
-        pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config))
+        self._sample_hooks, self._hooks = SampleHooks(config, hook_args), RolloutHooks(config, hook_args)
+        pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config), self._sample_hooks)
         self._calls = SourceCalls(data.source, config)
         client = EngineClient(
             router_url,
@@ -114,6 +116,8 @@ class RolloutManager:
             run_seed=run_seed,
             tokenizer=data.tokenizer,
             hook_args=hook_args,
+            sample_hooks=self._sample_hooks,
+            hooks=self._hooks,
             on_progress=on_progress,
         )
         self._last_time: float | None = None
@@ -139,24 +143,44 @@ class RolloutManager:
             HookTimeoutError: A filter or a data source took too long. A data source cannot be used after that.
         """
         version = rollout_id if weight_version is None else weight_version
+        self._sample_hooks.rollout_id = rollout_id
+        start = time.perf_counter()
         collected = self._thread.run(self._collector.collect(rollout_id, version))
+        self._hooks.see_groups(collected.groups, collected.dropped, self._draw)
         samples = [sample for group in collected.groups for sample in group]
+        metrics = self._hooks.log(
+            rollout_id,
+            samples,
+            rollout_metrics(samples, self._config.rewards.reward_key),
+            _engine_metrics(samples, self._seconds_since_last(collected))
+            | (_age_metrics(samples, version) if self._config.may_lag else {})
+            | collected.counts,
+            time.perf_counter() - start,
+        )
         return RolloutBatch(
             rollout_id=rollout_id,
             weight_version=version,
             groups=collected.groups,
-            metrics=rollout_metrics(samples, self._config.rewards.reward_key)
-            | _engine_metrics(samples, self._seconds_since_last(collected))
-            | (_age_metrics(samples, version) if self._config.may_lag else {})
-            | collected.counts,
+            metrics=metrics,
             seconds=collected.seconds,
         )
+
+    def _draw(self, count: int) -> list[Group]:
+        """The next groups of the data source for a hook, counted as filtered: nobody generates or trains on them."""
+
+        async def draw() -> list[Group]:
+            groups = self._calls.get_samples(count)
+            self.source.ledger.settle(groups, Fate.FILTERED)
+            return groups
+
+        return self._thread.run(draw())
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score all held-out sets, with the same seeds every time: two reports differ by the weights alone.
 
         Raises `GenerationError`, `RewardError` and `DataError` as :meth:`generate` does; each names the set.
         """
+        self._sample_hooks.rollout_id = rollout_id
         return self._thread.run(self._evaluate(rollout_id))
 
     def state_dict(self) -> dict[str, Any]:

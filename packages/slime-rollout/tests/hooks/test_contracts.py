@@ -21,6 +21,7 @@ REWARD = "custom_rm_path"
 KEEP = "dynamic_sampling_filter_path"
 SOURCE = "data_source_path"
 PICK = "buffer_filter_path"
+EACH = "rollout_sample_hook_path"
 
 START = (
     "import asyncio, time\n"
@@ -194,6 +195,64 @@ KINDS = {
         },
     ),
 }
+SEEN = {  # hooks that see a whole rollout: their arguments, what a good one does, and one that returns what it may not
+    "rollout_sample_filter_path": (
+        "args, groups",
+        "groups[0][0].remove_sample = True",
+        "return groups",
+        "returned a list",
+    ),
+    "rollout_all_samples_process_path": (
+        "args, all_groups, get_samples",
+        "get_samples(1)",
+        "return 7",
+        "returned a int",
+    ),
+    "custom_reward_post_process_path": (
+        "args, samples",
+        "return [one.reward for one in samples], [0.5] * len(samples)",
+        "return [one.reward for one in samples]",
+        "return two lists of 4 finite numbers",
+    ),
+    "custom_rollout_log_function_path": (
+        "rollout_id, args, samples, extra_metrics, rollout_time",
+        "extra_metrics['own'] = len(samples)\n    return True",
+        "return 7",
+        "return True to leave out",
+    ),
+    "custom_eval_rollout_log_function_path": (
+        "rollout_id, args, data, extra_metrics",
+        "extra_metrics['own'] = sum(data['trial']['rewards'])",
+        "extra_metrics['own'] = 'text'",
+        "set the metric own to 'text'; give numbers",
+    ),
+}
+KINDS |= {
+    field: (
+        field,
+        {},
+        {
+            "good": (f"def hook({arguments}):\n    {good}", ""),
+            "wrong arity": ("def hook(args): pass", r"takes \(args\); it is called with"),
+            "wrong return": (f"def hook({arguments}): {wrong}", message),
+            "raising": (f"def hook({arguments}): 1 / 0", "raised ZeroDivisionError"),
+            "hanging": (f"def hook({arguments}): time.sleep({LEFT})", "it hangs"),
+            "async": (f"async def hook({arguments}): pass", "is async"),
+        },
+    )
+    for field, (arguments, good, wrong, message) in SEEN.items()
+}
+KINDS["see each sample"] = (
+    EACH,
+    {},
+    {
+        "good": ("async def hook(args, sample, *, evaluation): sample.loss_mask = [0] * sample.response_length", ""),
+        "wrong arity": ("def hook(args, sample, more): pass", r"takes \(args, sample, more\); it is called as"),
+        "wrong return": ("def hook(args, sample, rollout_id): return 7", "returned '7' for sample"),
+        "raising": ("def hook(args, sample): 1 / 0", "raised ZeroDivisionError"),
+        "hanging": (f"def hook(args, sample): time.sleep({LEFT})", "it hangs"),
+    },
+)
 CASES = [
     pytest.param(flag, more, *what, id=f"{kind}: {case}")
     for kind, (flag, more, cases) in KINDS.items()
@@ -212,7 +271,8 @@ def trial():
 @pytest.mark.parametrize(("field", "more", "source", "message"), CASES)
 def test_contract(trial, tmp_path, field, more, source, message):
     (tmp_path / "own.py").write_text(START + source + "\n")
-    own = {field: f"{tmp_path}/own.py:hook", "custom_generate_timeout": 0.3, **more}
+    path = f"{tmp_path}/own.py:hook"
+    own = {field: (path,) if field == EACH else path, "custom_generate_timeout": 0.3, **more}
     config = trial.config.changed(**own)
     args = HookArgs.from_configs(config)
     hook = next(hook for hook in given_hooks(config) if hook.kind.field == field)

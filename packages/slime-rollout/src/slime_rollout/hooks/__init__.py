@@ -49,7 +49,8 @@ class GivenHook:
     @property
     def name(self) -> str:
         """The flag and the path."""
-        return f"{self.of}{self.kind.flag} {flag_values(self.config)[self.kind.field]}"
+        path = flag_values(self.config)[self.kind.field]
+        return f"{self.of}{self.kind.flag} {path if isinstance(path, str) else ' '.join(path)}"
 
     def load(self, hook_args: HookArgs) -> Any:
         """Find it and check its arguments. Raises ConfigError if it cannot be used."""
@@ -86,7 +87,7 @@ def given_hooks(config: RolloutConfig) -> list[GivenHook]:
     for one in read_eval_sets(config):
         other = [hook for hook in HOOKS if hook.key(one.config) != hook.key(config)]
         found += [GivenHook(hook, one.config, f"held-out set {one.name}: ") for hook in other]
-    return [given for given in found if given.kind.key(given.config)[0] is not None]
+    return [given for given in found if given.kind.key(given.config)[0] not in (None, ())]
 
 
 def check_hooks(config: RolloutConfig, hook_args: HookArgs) -> None:
@@ -123,10 +124,34 @@ def _filter(config: RolloutConfig, hook_args: HookArgs) -> Any:
     return make_filter(config, hook_args)
 
 
+def _rollout(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.hooks.rollouts import RolloutHooks
+
+    return RolloutHooks(config, hook_args)
+
+
+def _samples(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.hooks.rollouts import SampleHooks
+
+    return SampleHooks(config, hook_args)
+
+
+def _rewards(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.hooks.rollouts import RewardPostProcess
+
+    return RewardPostProcess(config, hook_args)
+
+
 HOOKS = (
     Hook("data_source_path", _source),
     Hook("buffer_filter_path", _source),
     Hook("custom_generate_function_path", _generate),
     Hook("custom_rm_path", _reward, ("custom_rm_kwargs", "group_rm")),
     Hook("dynamic_sampling_filter_path", _filter),
+    Hook("rollout_sample_hook_path", _samples),
+    Hook("rollout_sample_filter_path", _rollout),
+    Hook("rollout_all_samples_process_path", _rollout),
+    Hook("custom_reward_post_process_path", _rewards),
+    Hook("custom_rollout_log_function_path", _rollout),
+    Hook("custom_eval_rollout_log_function_path", _rollout),
 )

@@ -17,7 +17,8 @@ from aiohttp import web
 
 from slime_core.errors import SlimeError
 from slime_core.hooks import HookArgs
-from slime_core.types import Group, Keep, Prompt, Status
+from slime_core.metrics import eval_metrics, rollout_metrics
+from slime_core.types import Group, Keep, Prompt, Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
     Fate,
@@ -41,6 +42,7 @@ from slime_rollout.generate import (
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
+from slime_rollout.hooks.rollouts import RewardPostProcess, RolloutHooks, SampleHooks
 from slime_rollout.rewards import make_scorer
 from slime_rollout.threads import all_of, call_within
 
@@ -182,6 +184,58 @@ def _try_source(trial: Trial) -> str:
     return f"of 3 returned groups, {back} came among the next 2; it continues from its saved state"
 
 
+def _scored(trial: Trial) -> list[Group]:
+    """Groups of single turns with the rewards 0 and 1 in turn."""
+    samples = asyncio.run(_generate(trial, single_turn, ROLLOUT_STREAM)).samples
+    key = trial.config.rewards.reward_key
+    for place, sample in enumerate(samples):
+        sample.reward = float(place % 2) if key is None else {key: float(place % 2)}
+    return [samples[start : start + trial.size] for start in range(0, len(samples), trial.size)]
+
+
+def _try_samples(trial: Trial) -> str:
+    hooks, samples = SampleHooks(trial.config, trial.args), [one for group in _scored(trial) for one in group]
+
+    async def see() -> list[Sample]:
+        trained = [await hooks(sample, evaluation=False) for sample in samples[1:]]
+        return [await hooks(samples[0], evaluation=True), *trained]
+
+    seen, before = asyncio.run(see()), [one.trained_tokens for one in samples]
+    after = [one.trained_tokens for one in seen]
+    return f"of {len(seen)} samples {sum(before)} tokens are trained on, {sum(after)} afterwards"
+
+
+def _try_groups(trial: Trial) -> str:
+    hooks, groups, source = RolloutHooks(trial.config, trial.args), _scored(trial), trial.source()
+    hooks.see_groups(groups, _scored(trial)[:1], source.get_samples)
+    removed = sum(sample.remove_sample for group in groups for sample in group)
+    return f"it marked {removed} of {sum(map(len, groups))} samples with remove_sample"
+
+
+def _try_log(trial: Trial) -> str:
+    hooks, samples = RolloutHooks(trial.config, trial.args), [one for group in _scored(trial) for one in group]
+    usual, extra = rollout_metrics(samples, trial.config.rewards.reward_key), {"response_tokens": 1.0}
+    return _compared(usual | extra, hooks.log(0, samples, usual, dict(extra), 1.0))
+
+
+def _try_eval_log(trial: Trial) -> str:
+    hooks, samples = RolloutHooks(trial.config, trial.args), [one for group in _scored(trial) for one in group]
+    key = trial.config.rewards.reward_key
+    usual = eval_metrics("trial", samples, key)
+    return _compared(usual, asyncio.run(hooks.log_eval(0, {"trial": samples}, usual, lambda name: key)))
+
+
+def _compared(before: dict[str, float], after: dict[str, float]) -> str:
+    added, left = sorted(after.keys() - before.keys()), len(before.keys() & after.keys())
+    return f"of {len(before)} metrics {left} are left, and it added {', '.join(added) or 'none'}"
+
+
+def _try_rewards(trial: Trial) -> str:
+    samples = [one for group in _scored(trial) for one in group]
+    raw, rewards = RewardPostProcess(trial.config, trial.args)(samples)
+    return f"raw rewards {', '.join(f'{value:g}' for value in raw)} became {', '.join(f'{one:g}' for one in rewards)}"
+
+
 class _Made(NamedTuple):
     """Samples, the requests they took, and the longest time in which nothing else could run, in seconds."""
 
@@ -241,6 +295,12 @@ _TRIALS: dict[str, Callable[[Trial], str]] = {
     "custom_generate_function_path": _try_generate,
     "custom_rm_path": _try_reward,
     "dynamic_sampling_filter_path": _try_filter,
+    "rollout_sample_hook_path": _try_samples,
+    "rollout_sample_filter_path": _try_groups,
+    "rollout_all_samples_process_path": _try_groups,
+    "custom_reward_post_process_path": _try_rewards,
+    "custom_rollout_log_function_path": _try_log,
+    "custom_eval_rollout_log_function_path": _try_eval_log,
 }
 
 
