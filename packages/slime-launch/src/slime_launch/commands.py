@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "train": Command("slime_launch.train:train", "post-train a model"),
     "train-async": Command("slime_launch.train:train_async", "the same, generating the next rollout meanwhile"),
+    "migrate": Command("slime_launch.migrate:migrate", "a script of upstream slime, TRL or verl as a command of ours"),
 }
 
 

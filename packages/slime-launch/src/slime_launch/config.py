@@ -78,6 +78,12 @@ class RunConfig(Config):
     num_rollout: int = flag(
         unit="rollouts", help="rounds of generation and training in the whole run", least=1, may_change=True
     )
+    config: str | None = flag(
+        None,
+        metavar="FILE",
+        help="TOML or YAML file of flags, by name; what the command line gives wins over it",
+        may_change=True,
+    )
     num_steps_per_rollout: int = flag(
         1, unit="steps", help="optimizer steps that train on one rollout, in order", least=1
     )
@@ -150,6 +156,7 @@ class Settings:
     Attributes:
         shape: Flags of the model's shape that were given, by name; the rest comes from the Hugging Face config.
         notes: What the command line holds that has no effect, or another name here; said once.
+        origins: Where each flag that was given comes from, by name in Python: ``command line`` or ``config file``.
     """
 
     shape: Mapping[str, Any]
@@ -160,6 +167,7 @@ class Settings:
     cluster: ClusterConfig
     run: RunConfig
     notes: tuple[str, ...] = ()
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def generates(self) -> bool:

@@ -14,9 +14,10 @@ from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
+from slime_launch.config_file import with_config
 from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
-from slime_launch.translate import translate_upstream
+from slime_launch.translate import items, translate_upstream
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
@@ -60,9 +61,13 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     Raises:
         FlagError: The command line cannot be read.
     """
-    groups, parser = command(argv)
-    translated = translate_upstream(argv, {spec.name: spec for group in groups for spec in group.flags})
+    expanded = with_config(argv)
+    groups, parser = command(expanded.words)
+    known = {spec.name: spec for group in groups for spec in group.flags}
+    translated = translate_upstream(expanded.words, known)
     given = parse(groups, parser, translated.words, translated.problems)
+    from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
+    origins = {spec.dest: "config file" if name in from_file else "command line" for name, spec in known.items()}
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     parts: dict[str, Any] = {}
     for part, config in CONFIGS.items():
@@ -74,7 +79,9 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     with collected_problems() as contradictions:
         configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
-    return Settings(shape=shape, notes=translated.notes, **configs), contradictions
+    return Settings(
+        shape=shape, notes=translated.notes, origins={dest: origins[dest] for dest in given}, **configs
+    ), contradictions
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:

@@ -22,6 +22,7 @@ from slime_launch.placement import Layout, check_layout, place_run, plan_layout,
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
+from slime_launch.resolved import write_resolved
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.tracking import Tracker, read_rows
@@ -44,6 +45,7 @@ def run(checked: Checked, watch: Watch) -> int:
             checked = look_again(checked)
             output_dir = Path(str(settings.run.output_dir))
             (output_dir / "logs").mkdir(parents=True, exist_ok=True)
+            write_resolved(checked, output_dir)
             console = RunConsole(sys.stdout, output_dir / "logs" / "launch.log")
             # What Ray prints goes to a file, which stays open: Ray still holds it when the interpreter exits.
             ray_log = (output_dir / "logs" / "ray.log").open("a")

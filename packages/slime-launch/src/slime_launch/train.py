@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from slime_launch.config_file import with_config
 from slime_launch.flags import command, read_train, sglang_specs
 
 STOP_SECONDS = 10.0
@@ -17,7 +18,7 @@ ASYNC_BUFFER = "--async-buffer-size"
 
 def train_async(argv: list[str]) -> int:
     """``slime-launch train-async``: as :func:`train`, with one rollout generated ahead unless the command says more."""
-    given = any(word.split("=")[0] == ASYNC_BUFFER for word in argv)
+    given = any(word.split("=")[0] == ASYNC_BUFFER for word in with_config(argv).words)
     return train(argv if given else [ASYNC_BUFFER, "1", *argv])
 
 

@@ -1,0 +1,162 @@
+"""``slime-launch migrate``: a command of upstream slime, TRL or verl as one of ours, flag by flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_core.errors import ConfigError
+from slime_core.flags import FlagSpec
+from slime_launch.answers import Outcome, table
+from slime_launch.errors import FlagError
+from slime_launch.flags import command
+from slime_launch.parser import parse, suggestions
+from slime_launch.shell_words import TrainCommand, read_command, unresolved
+from slime_launch.translate import Became, Context, Item, become, context, items
+
+STOPS = (Outcome.NOT_BUILT, Outcome.REFUSED, Outcome.UNKNOWN)
+ASYNC = ("train_async.py", "slime-launch train-async")
+
+
+@dataclasses.dataclass(frozen=True)
+class Migrated:
+    """A command of another launcher as ours.
+
+    Attributes:
+        command: ``train`` or ``train-async``.
+        flags: What became of each flag, in the order of the command.
+        words: The words after ``slime-launch train`` that run here.
+        open: What has to be given or changed before it does.
+    """
+
+    command: str
+    flags: list[Became]
+    words: list[str]
+    open: list[str]
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing of the command is missing here."""
+        return not any(became.outcome in STOPS for became in self.flags)
+
+
+def migrate(argv: list[str]) -> int:
+    """``slime-launch migrate SCRIPT``: prints the table and the command.
+
+    Returns:
+        0 if every flag has its like here or needs none; 1 if something is not built.
+    """
+    parser = argparse.ArgumentParser(prog="slime-launch migrate", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--toml", metavar="FILE", help="write the flags to this file, for --config, not as a command")
+    parser.add_argument(
+        "script", nargs="+", help="a shell script, or the words of a command after `--`; a script is read, not run"
+    )
+    own, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    given = parser.parse_args([*own, *(["words"] if theirs else [])])
+    found = read_command(shlex.join(theirs), Path.cwd()) if theirs else _read_script(given.script)
+    done = migrated(found)
+    for line in report(done):
+        print(line)
+    if given.toml:
+        Path(given.toml).write_text(as_toml(done.words), encoding="utf-8")
+        print(f"\nslime-launch {done.command} --config {shlex.quote(given.toml)}")
+    else:
+        print(f"\n{as_command(done)}")
+    for line in done.open:
+        print(f"slime-launch: {line}", file=sys.stderr)
+    return 0 if done.runs else 1
+
+
+def _read_script(script: Sequence[str]) -> TrainCommand:
+    path = Path(script[0])
+    if len(script) == 1 and path.is_file():
+        return read_command(path.read_text(encoding="utf-8"), path.parent)
+    if len(script) == 1 and not any(letter.isspace() for letter in script[0]):
+        raise ConfigError(f"{path} does not exist; give a shell script, or the words of a command after --")
+    return read_command(" ".join(script), Path.cwd())
+
+
+def migrated(theirs: TrainCommand) -> Migrated:
+    """A command of another launcher as ours."""
+    entry, argv = theirs.entry, theirs.words
+    typed = [word for word in argv if word.startswith("--sglang-")]
+    try:
+        groups, parser = command(typed)
+    except ConfigError:  # no SGLang here, or a flag that slime sets itself
+        groups, parser = command([])
+    known = {spec.name: spec for group in groups for spec in group.flags}
+    given = items(argv)
+    around = context(given, known, foreign=True)
+    found = [_of(item, around) for item in given]
+    words = [word for became in found for word in became.words]
+    words += _defaults(entry, words)
+    problems = [f"{name} is assigned in no file that could be read; its flags are left out" for name in theirs.unset]
+    problems += [f"{name} has no value here; set it" for name in unresolved(words, {})]
+    try:
+        parse(groups, parser, words)
+    except FlagError as error:
+        problems += str(error).splitlines()
+    return Migrated("train-async" if entry in ASYNC else "train", found, words, problems)
+
+
+def _of(item: Item, around: Context) -> Became:
+    """What became of one flag, with SGLang's and unknown ones."""
+    became = become(item, around)
+    if became.outcome is not Outcome.UNKNOWN:
+        return became
+    if not item.name:
+        return Became(item, Outcome.UNKNOWN, (), "belongs to no flag")
+    near = suggestions(item.name, around.known)
+    return Became(item, Outcome.UNKNOWN, (), f"did you mean {', '.join(near)}?" if near else "nobody's flag")
+
+
+def _defaults(entry: str, words: Sequence[str]) -> list[str]:
+    """Values that upstream takes where a command gives none, and ours does not."""
+    if entry not in ("train.py", "train_async.py"):
+        placed = "--rollout-num-gpus" in words or "--colocate" in words
+        return [] if placed or entry.startswith("slime-launch") or not entry else ["--colocate"]
+    missing = {f"--{name}": value for name, value in table()["defaults"].items() if f"--{name}" not in words}
+    return [word for pair in missing.items() for word in pair]
+
+
+def report(done: Migrated) -> list[str]:
+    """A line for each flag: what it was, what became of it, and why."""
+    rows = []
+    for became in done.flags:
+        shown = " ".join(became.item.words)
+        ours = " ".join(became.words) if became.outcome is Outcome.RENAMED else ""
+        rows.append((shown if len(shown) <= 60 else shown[:59] + "…", became.outcome.value, ours or became.note))
+    width = max((len(shown) for shown, _, _ in rows), default=0)
+    lines = [f"{shown:<{width}}  {outcome:<9}  {what}".rstrip() for shown, outcome, what in rows]
+    counts = {outcome: sum(became.outcome is outcome for became in done.flags) for outcome in Outcome}
+    return [*lines, "", ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)]
+
+
+def as_command(done: Migrated) -> str:
+    """The command, a flag on each line."""
+    parts = [" ".join(shlex.quote(word) for word in item.words) for item in items(done.words)]
+    return " \\\n    ".join([f"slime-launch {done.command}", *parts])
+
+
+def as_toml(words: Sequence[str]) -> str:
+    """Words of ours as a file for ``--config``."""
+    groups, _ = command([word for word in words if word.startswith("--sglang-")])
+    known = {spec.name: spec for group in groups for spec in group.flags}
+    values: dict[str, list[str]] = {}
+    for item in items(words):
+        values.setdefault(item.name, []).extend(item.values)
+    return "".join(f"{name.removeprefix('--')} = {_toml(known.get(name), found)}\n" for name, found in values.items())
+
+
+def _toml(spec: FlagSpec | None, values: Sequence[str]) -> str:
+    if not values:
+        return "true"
+    if spec is not None and spec.nargs:
+        return json.dumps(list(values), ensure_ascii=False)
+    is_number = spec is not None and spec.type is int and values[-1].lstrip("-").isdecimal()
+    return values[-1] if is_number else json.dumps(values[-1], ensure_ascii=False)

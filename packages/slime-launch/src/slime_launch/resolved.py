@@ -1,0 +1,58 @@
+"""``settings.json`` in ``--output-dir``: every setting of a run, where it came from, and the environment it ran in."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slime_core.files import write_whole
+from slime_core.flags import flag_specs
+from slime_launch.config import CONFIGS
+from slime_launch.preflight import Checked
+from slime_launch.redact import without_secrets
+from slime_launch.validate import global_batch_size
+
+FILE_NAME = "settings.json"
+ENVIRONMENT = ("SLIME_", "RAY_", "CUDA_", "NCCL_", "GLOO_", "SGLANG_", "HF_", "OMP_", "TORCH_", "PYTHONPATH", "WANDB_")
+"""Beginnings of the variables that a run may depend on."""
+
+
+def write_resolved(checked: Checked, directory: Path) -> None:
+    """Write the settings of a run; secrets are removed."""
+    write_whole(directory / FILE_NAME, json.dumps(resolved(checked, os.environ), indent=1, ensure_ascii=False) + "\n")
+
+
+def resolved(checked: Checked, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Each setting's value and origin (``default``, ``config file``, ``command line`` or ``derived``)."""
+    settings = checked.settings
+    defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
+    values = settings.flags()
+    for name, value in _derived(checked).items():
+        values[name] = value if values.get(name) is None else values[name]
+    clean = without_secrets(values, environment)
+    rows = {
+        name: {"value": clean[name], "origin": _origin(name, values, defaults, settings.origins)} for name in values
+    }
+    seen = {name: value for name, value in sorted(environment.items()) if name.startswith(ENVIRONMENT)}
+    return {"settings": rows, "environment": without_secrets(seen, environment)}
+
+
+def _origin(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    if name in origins:
+        return origins[name]
+    default = defaults.get(name)
+    default = list(default) if isinstance(default, tuple) else default
+    return "default" if values[name] == default else "derived"
+
+
+def _derived(checked: Checked) -> dict[str, Any]:
+    """Values of flags that were left open, as the run uses them."""
+    settings = checked.settings
+    return {
+        "global_batch_size": global_batch_size(settings),
+        "rollout_num_gpus": settings.cluster.rollout_gpus or None,
+        "ref_load": str(checked.weights.ref_load) if checked.weights.ref_load is not None else None,
+    }

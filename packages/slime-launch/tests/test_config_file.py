@@ -1,0 +1,104 @@
+"""The file of --config, where each value came from, and what is written down of it."""
+
+import json
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_launch.config_file import with_config
+from slime_launch.flags import parse_train
+from slime_launch.preflight import Checked
+from slime_launch.redact import HIDDEN, without_secrets
+from slime_launch.resolved import FILE_NAME, write_resolved
+from slime_launch.resume import StartWeights
+
+
+def as_file(flags, path):
+    """The flags of a command as a YAML file; JSON is YAML."""
+    path.write_text(
+        json.dumps({name.removeprefix("--").replace("-", "_"): value or True for name, value in flags.items()})
+    )
+    return str(path)
+
+
+def test_a_file_gives_the_same_settings_as_words_and_the_command_line_wins(flags, to_words, tmp_path):
+    file = as_file(flags | {"--lr": "2e-5"}, tmp_path / "run.yaml")
+    settings = parse_train(["--config", file, "--lr", "1e-5"])
+    words = parse_train([*to_words(flags), "--lr", "1e-5"])
+    assert settings.flags() == words.flags() | {"config": file}
+    assert settings.origins["lr"] == "command line"
+    assert settings.origins["num_rollout"] == "config file"
+    assert "seed" not in settings.origins
+
+
+def test_forms_of_values(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "lr = 1e-6\nnum_rollout = 3\ncolocate = true\nuse-opd = false\nrollout-top-k = -1\n"
+        'eval-prompt-data = [["a", "1.jsonl"], ["b", "2.jsonl"]]\napply_chat_template_kwargs = {thinking = false}\n'
+    )
+    assert with_config([f"--config={file}"]).from_file == [
+        "--lr=1e-06", "--num-rollout=3", "--colocate", "--rollout-top-k=-1",
+        "--eval-prompt-data", "a", "1.jsonl", "b", "2.jsonl", '--apply-chat-template-kwargs={"thinking": false}',
+    ]  # fmt: skip
+    assert with_config(["--lr", "1"]).words == ["--lr", "1"]
+
+
+def test_an_unknown_name_is_answered_as_a_flag_is(flags, tmp_path):
+    file = as_file(flags | {"--num-rolout": "3"}, tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="unknown flag --num-rolout; did you mean --num-rollout"):
+        parse_train(["--config", file])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("no.toml", None, "no.toml does not exist"),
+        ("run.toml", "lr = ", "cannot be read"),
+        ("run.yaml", "[1]", "holds no flags"),
+        ("run.yaml", "lr: 1\nlr: 2", "the key lr is there twice"),
+        ("run.json", "{}", "must end in .toml, .yaml or .yml"),
+        ("run.toml", "lr = 1979-05-27", "is no value of a flag"),
+        ("run.toml", 'config = "other.toml"', "names another file"),
+    ],
+)
+def test_a_file_that_cannot_be_used(name, text, message, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        with_config(["--config", str(tmp_path / name)])
+
+
+def test_what_is_written_has_values_origins_and_no_secrets(flags, to_words, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef-secret")
+    monkeypatch.setenv("SLIME_TEST_VALUE", "here 0123456789abcdef-secret there")
+    file = as_file({"--lr": "2e-5"}, tmp_path / "run.yaml")
+    words = [*to_words({name: value for name, value in flags.items() if name != "--global-batch-size"})]
+    settings = parse_train([*words, "--config", file, "--rm-url", "http://me:hunter22@h:1/x", "--rm-type", "remote_rm"])
+    checked = Checked(
+        settings=settings, shape=None, manifest=None, weights=StartWeights(load="l", ref_load="r"), overrides={},
+        topology=None, num_engines=1,
+    )  # fmt: skip
+    write_resolved(checked, tmp_path)
+    text = (tmp_path / FILE_NAME).read_text()
+    rows = json.loads(text)["settings"]
+    assert rows["lr"] == {"value": 2e-5, "origin": "config file"}
+    assert rows["num_rollout"] == {"value": 2, "origin": "command line"}
+    assert rows["global_batch_size"] == {"value": 8, "origin": "derived"}
+    assert rows["seed"]["origin"] == "default"
+    assert rows["rm_url"]["value"] == f"http://{HIDDEN}@h:1/x"
+    assert "abcdef-secret" not in text
+    assert "hunter22" not in text
+
+
+def test_secrets_are_known_by_name_by_form_and_by_the_environment():
+    values = {
+        "wandb_key": "abc", "sglang_api_key": "k", "input_key": "prompt", "max_tokens_per_gpu": 9,
+        "train_env_vars": '{"OPENAI_API_KEY": "sk-x", "A": "b"}', "note": "hf_0123456789abcdefXYZ", "plain": "text",
+        "url": "http://h/x?api_key=12345&y=1", "list": ["Bearer zzzz", "fine"], "empty_token": None,
+    }  # fmt: skip
+    assert without_secrets(values, {}) == {
+        "wandb_key": HIDDEN, "sglang_api_key": HIDDEN, "input_key": "prompt", "max_tokens_per_gpu": 9,
+        "train_env_vars": f'{{"OPENAI_API_KEY": "{HIDDEN}", "A": "b"}}', "note": HIDDEN, "plain": "text",
+        "url": f"http://h/x?api_key={HIDDEN}&y=1", "list": [f"Bearer {HIDDEN}", "fine"], "empty_token": None,
+    }  # fmt: skip

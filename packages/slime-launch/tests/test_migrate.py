@@ -1,0 +1,164 @@
+"""Scripts of other launchers are read without being run, and become commands of ours."""
+
+import tomllib
+
+import pytest
+
+from slime_core.errors import ConfigError
+from slime_launch.answers import Outcome
+from slime_launch.cli import main
+from slime_launch.config_file import with_config
+from slime_launch.migrate import as_toml, migrated
+from slime_launch.shell_words import TrainCommand, read_command
+
+SCRIPT = """#!/bin/bash
+# for rerun the task
+pkill -9 sglang; sleep 3
+set -ex
+export NUM_GPUS=${NUM_GPUS:-8}
+NVLINK_COUNT=$(nvidia-smi | grep -o "NVLink" | wc -l)
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/tiny.sh"
+BASE=/data
+CKPT_ARGS=(
+   --hf-checkpoint ${BASE}/hf   # the model
+   #--load /other
+   --load "$BASE/my dist/"
+)
+ROLLOUT_ARGS=( --prompt-data $BASE/a.jsonl --num-rollout 3000
+   --apply-chat-template-kwargs '{"enable_thinking": false}'
+)
+ROLLOUT_ARGS+=(--rollout-batch-size 32)
+WANDB_ARGS=(
+   # --use-wandb
+)
+RUNTIME_ENV_JSON="{
+  \\"env_vars\\": {\\"A\\": \\"1\\"}
+}"
+if [ "$NVLINK_COUNT" -gt 0 ]; then
+    HAS_NVLINK=1
+fi
+ray start --head --num-gpus 8
+ray job submit --address="http://127.0.0.1:8265" \\
+   --runtime-env-json="${RUNTIME_ENV_JSON}" \\
+   -- python3 train.py \\
+   --actor-num-nodes 1 --actor-num-gpus-per-node ${NUM_GPUS} \\
+   ${MODEL_ARGS[@]} \\
+   ${CKPT_ARGS[@]} "${ROLLOUT_ARGS[@]}" ${WANDB_ARGS[@]} \\
+   --colocate \\
+   --no-offload-train ${OTHER[@]} --multimodal-keys '{"image": "images"}'
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text('N=2\nMODEL_ARGS=(\n  --num-layers "$N"\n  --swiglu\n)\n')
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    return tmp_path / "run.sh"
+
+
+def test_a_script_is_read_with_its_arrays_variables_and_sourced_files(script):
+    found = read_command(script.read_text(), script.parent)
+    assert found == TrainCommand(
+        "train.py",
+        [
+            "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "8", "--num-layers", "2", "--swiglu",
+            "--hf-checkpoint", "/data/hf", "--load", "/data/my", "dist/", "--prompt-data", "/data/a.jsonl",
+            "--num-rollout", "3000", "--apply-chat-template-kwargs", '{"enable_thinking": false}',
+            "--rollout-batch-size", "32", "--colocate", "--no-offload-train", "--multimodal-keys",
+            '{"image": "images"}',
+        ],
+        ["OTHER"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("python train.py --lr 1 # end", ["--lr", "1"]),
+        ("A='x y'; python train.py --save \"$A\"", ["--save", "x y"]),
+        ("python train.py --lr \\\n  1 \\\n  --seed 2", ["--lr", "1", "--seed", "2"]),
+        ("X=1 python train.py --lr ${X:-5} --seed ${Y:-6}", ["--lr", "1", "--seed", "6"]),
+        ("A=(\n)\npython train.py ${A[@]} --lr 1 && echo done", ["--lr", "1"]),
+        ("cat <<EOF\npython train.py --seed 3\nEOF\npython train.py --lr 1", ["--lr", "1"]),
+        ("--lr 1 --seed 2", ["--lr", "1", "--seed", "2"]),
+    ],
+)
+def test_forms_of_the_shell(text, words, tmp_path):
+    assert read_command(text, tmp_path).words == words
+
+
+def test_a_script_without_training(tmp_path):
+    with pytest.raises(ConfigError, match="no training command found"):
+        read_command("echo train.sh\n", tmp_path)
+
+
+def outcomes(done):
+    return {became.item.name: became.outcome for became in done.flags}
+
+
+def test_each_flag_of_upstreams_gets_its_outcome(script):
+    done = migrated(read_command(script.read_text(), script.parent))
+    assert outcomes(done)["--num-rollout"] is Outcome.SAME
+    assert outcomes(done)["--no-offload-train"] is Outcome.NO_EFFECT
+    assert outcomes(done)["--multimodal-keys"] is Outcome.NOT_BUILT
+    assert not done.runs
+    assert "--input-key" in done.words  # upstream's default is another one
+
+
+def test_verls_settings_become_flags():
+    words = [
+        "algorithm.adv_estimator=grpo", "data.train_files=/d/train.parquet", "data.train_batch_size=256",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.rollout.n=5",
+        "actor_rollout_ref.model.path=/m", "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.rollout.name=vllm", "data.val_files=['/d/a.parquet']", "trainer.total_training_steps=100",
+        "actor_rollout_ref.actor.use_dynamic_bsz=False", "algorithm.adv_estimator=remax",
+    ]  # fmt: skip
+    done = migrated(TrainCommand("verl.trainer.main_ppo", words, []))
+    assert done.words == [
+        "--advantage-estimator", "grpo", "--prompt-data", "/d/train.parquet", "--rollout-batch-size", "256",
+        "--global-batch-size", "320", "--n-samples-per-prompt", "5", "--hf-checkpoint", "/m", "--use-kl-loss",
+        "--eval-prompt-data", "eval", "/d/a.parquet", "--num-rollout", "100", "--colocate",
+    ]  # fmt: skip
+    refused = [became.note for became in done.flags if became.outcome is Outcome.REFUSED]
+    assert len(refused) == 1
+    assert refused[0].startswith("algorithm.adv_estimator remax is not built")
+
+
+def test_trls_flags_become_ours():
+    words = ["--model_name_or_path", "/m", "--learning_rate", "1e-6", "--num_generations", "8", "--bf16", "--use_vllm"]
+    done = migrated(read_command(f"trl grpo {' '.join(words)}", None))
+    assert done.words == [
+        "--hf-checkpoint", "/m", "--lr", "1e-6", "--n-samples-per-prompt", "8", "--bf16", "--colocate",
+    ]  # fmt: skip
+    assert done.runs
+    assert any("missing" in line for line in done.open)
+
+
+def test_the_command_prints_the_table_and_a_command(script, capsys):
+    assert main(["migrate", str(script)]) == 1
+    printed = capsys.readouterr()
+    assert "--no-offload-train" in printed.out
+    assert "not built" in printed.out
+    assert "slime-launch train \\\n    --actor-num-nodes 1" in printed.out
+    assert "OTHER is assigned in no file" in printed.err
+
+
+def test_a_toml_file_has_the_same_words(tmp_path, capsys):
+    words = ["--lr", "1e-6", "--num-rollout", "3", "--colocate", "--eval-prompt-data", "a", "1.jsonl"]
+    file = tmp_path / "run.toml"
+    assert main(["migrate", "--toml", str(file), "--", *words]) == 0
+    assert "slime-launch train --config" in capsys.readouterr().out
+    assert tomllib.loads(file.read_text()) == {
+        "lr": "1e-6", "num-rollout": 3, "colocate": True, "eval-prompt-data": ["a", "1.jsonl"],
+    }  # fmt: skip
+    assert with_config(["--config", str(file)]).from_file == [
+        "--lr=1e-6", "--num-rollout=3", "--colocate", "--eval-prompt-data", "a", "1.jsonl",
+    ]  # fmt: skip
+    assert as_toml([]) == ""
+
+
+def test_a_script_that_is_not_there(capsys):
+    assert main(["migrate", "no/such/run.sh"]) == 2
+    assert "no/such/run.sh does not exist" in capsys.readouterr().err
