@@ -7,6 +7,7 @@ import pytest
 from slime_launch.config import Settings
 from slime_launch.errors import FlagError
 from slime_launch.flags import command, parse_train, sglang_python
+from slime_launch.train import train
 from slime_rollout.eval_sets import read_eval_sets
 
 CLI = [sys.executable, "-m", "slime_launch.cli"]
@@ -57,6 +58,36 @@ def test_an_sglang_flag_with_several_values(flags, to_words):
 def test_an_sglang_flag_that_slime_sets_itself(flags, to_words):
     with pytest.raises(FlagError, match="--sglang-port cannot be given: slime chooses free ports"):
         parse_train([*to_words(flags), "--sglang-port", "1"])
+
+
+def test_the_routers_flags_reach_it_under_its_own_names(flags, to_words):
+    words = [*to_words(flags), "--router-cache-threshold", "0.5", "--router-disable-retries"]
+    settings = parse_train(words)
+    assert settings.engine.router_args == {"cache-threshold": 0.5, "disable-retries": True}
+    assert settings.flags()["router_cache_threshold"] == 0.5
+    assert not parse_train(to_words(flags)).engine.router_args
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--router-port", "1"], "--router-port cannot be given: use --sglang-router-port"),
+        (["--router-api-key", "x"], "--router-api-key cannot be given: slime sends the router no key"),
+        (["--router-cache-treshold", "1"], "did you mean --router-cache-threshold"),
+        (["--router-queue-size", "x"], "--router-queue-size: 'x' is not a whole number"),
+        (["--router-log-level", "loud"], "--router-log-level"),
+    ],
+)
+def test_what_is_wrong_with_the_routers_flags(flags, to_words, words, text):
+    with pytest.raises(FlagError, match=text):
+        parse_train([*to_words(flags), *words])
+
+
+@pytest.mark.parametrize("word", ["--help-router", "--help-megatron"])
+def test_the_flags_of_others_are_listed(word, capsys):
+    assert train([word]) == 0
+    listed = capsys.readouterr().out
+    assert "--router-cache-threshold VALUE" in listed or "--moe-z-loss-coeff VALUE" in listed
 
 
 def test_slimes_own_flags_need_no_sglang(flags, to_words, monkeypatch):

@@ -113,6 +113,21 @@ class Rank(Checkpoints):
         configs = (actor.model[0].config, actor.wrapped[0].ddp_config, actor.optimizer.config)
         return {name: next(getattr(one, name) for one in configs if hasattr(one, name)) for name in names}
 
+    def core_dataclasses(self):
+        """The default of every field of core's configs, "?" where it is no plain value."""
+        import dataclasses
+
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+        found = {}
+        for kind in (OptimizerConfig, DistributedDataParallelConfig, MLATransformerConfig, TransformerConfig):
+            for field in dataclasses.fields(kind):
+                made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                found[field.name] = made if made is None or type(made) in (bool, int, float, str, list) else "?"
+        return found
+
     def core_settings_on_a_gpu(self, names):
         """The same, as they would be on one."""
         import torch

@@ -17,6 +17,7 @@ CASES = {
     "qwen3, tp2, bf16, dp1": ("qwen3/4", 2, TP2_SP | {"bf16": True}),
     "qwen3, dp2, bf16": ("qwen3/4", 2, DO | {"bf16": True}),
     "qwen3, pp2+vpp2": ("qwen3/4", 2, VPP2),
+    "qwen3, pp2, uneven": ("qwen3/4", 2, PP2 | {"megatron_args": {"num_layers_in_last_pipeline_stage": 3}}),
     "qwen3, lora": ("qwen3/4", 2, TP2_SP | LORA),
     "qwen3, frozen": ("qwen3/4", 1, {"freeze_params_name_list": ("mlp",)}),
     "deepseek, ep2": ("deepseek-mtp/4", 2, EP2),

@@ -180,6 +180,27 @@ def test_a_layout_equals_one_process(
 
 
 @pytest.mark.parametrize(
+    ("name", "virtual", "first", "last"),
+    [
+        ("qwen3/4", None, None, 3),
+        pytest.param("deepseek/4", None, 3, None, marks=pytest.mark.full),
+        pytest.param("qwen3/6", 2, 2, 4, marks=pytest.mark.full),
+    ],
+)
+def test_stages_of_unequal_length_equal_one_process(
+    ranks, alone, tiny_model, tiny_config, make_samples, make_shards, name, virtual, first, last
+):
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    settings = PP2 | {"virtual_pipeline_model_parallel_size": virtual}
+    settings |= {"megatron_args": {end: layers for end, layers in ends.items() if layers is not None}}
+    config = tiny_config(load=tiny_model(name).checkpoint, adam_eps=ADAM_EPS, **settings)
+    samples = make_samples(groups=6, per_group=4, masks=True)
+    shards = make_shards(samples, steps=STEPS, micro_batch_size=2)
+    expected = alone(name)
+    largest_differences(train(ranks, tiny_model(name), config, shards, 2), expected, with_gradients=True)
+
+
+@pytest.mark.parametrize(
     ("mutation", "layout", "name", "seen_in"),
     [
         ("swapped chunks", "cp2", "qwen3/4", "grad_norm"),

@@ -138,7 +138,7 @@ class Config:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """One made from the values of flags, by name in Python, also of those in records inside it.
+        """One made from the values of its fields, by name, also of those in records inside it.
 
         Raises:
             ConfigError: Naming everything that is wrong in all of them, a line each.
@@ -146,9 +146,8 @@ class Config:
         problems: list[str] = []
         inner: dict[str, Config] = {}
         for name, part in _parts(cls).items():
-            own = {spec.dest for spec in flag_specs(part)}
             try:
-                inner[name] = part.of(**{dest: values.pop(dest) for dest in own & values.keys()})
+                inner[name] = part.of(**{dest: values.pop(dest) for dest in _names(part) & values.keys()})
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
@@ -156,10 +155,8 @@ class Config:
         return cls(**inner, **values)
 
     def changed(self, **values: Any) -> Self:
-        """The same with other values of some flags, also of those in records inside it."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        own = {name: value for name, value in fields.items() if not isinstance(value, Config)}
-        return self.of(**flag_values(self) | own | values)
+        """The same with other values of some fields, also of those in records inside it."""
+        return self.of(**_all_values(self) | values)
 
 
 def flag(
@@ -261,6 +258,22 @@ def flag_values(config: Config) -> dict[str, Any]:
             values |= flag_values(value)
         elif "flag" in field.metadata:
             values[field.name] = value
+    return values
+
+
+def _names(config: type[Any]) -> set[str]:
+    """The fields of a config and of the configs in it, flags or not."""
+    parts = _parts(config)
+    own = {field.name for field in dataclasses.fields(config)} - parts.keys()
+    return own.union(*map(_names, parts.values()))
+
+
+def _all_values(config: Config) -> dict[str, Any]:
+    """Every field of a config, and of the configs in it, by name."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        values |= _all_values(value) if isinstance(value, Config) else {field.name: value}
     return values
 
 

@@ -187,6 +187,8 @@ class Settings:
         for part in CONFIGS:
             config = getattr(self, part)
             values |= flag_values(config)
+        values |= self.megatron.megatron_args
+        values |= {f"router_{name.replace('-', '_')}": value for name, value in self.engine.router_args.items()}
         values |= {sglang_dest(name): value for name, value in self.engine.sglang_args.items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

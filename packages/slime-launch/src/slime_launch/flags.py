@@ -6,7 +6,7 @@ SGLang's own flags have ``--sglang-`` in front, and are read from the installed 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from slime_convert.shape import SHAPE_FLAGS
@@ -16,12 +16,17 @@ from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
 from slime_launch.config_file import with_config
 from slime_launch.errors import FlagError
+from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.translate import items, translate_upstream
 from slime_megatron.config import MegatronConfig
+from slime_megatron.megatron_words import megatron_args
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.python import find_python
+from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
+from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
+from slime_rollout.engine.router_flags import router_specs
 from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
 
 PROG = "slime-launch train"
@@ -38,6 +43,10 @@ SHAPE_NOTE = "Megatron's own names. What is not given is taken from --hf-checkpo
 SGLANG_NOTE = (
     "Every flag of the installed SGLang with --sglang- in front, such as --sglang-mem-fraction-static 0.8.\n"
     "`slime-launch train --help-sglang` lists them."
+)
+ROUTER_NOTE = (
+    "Every flag of the installed sglang-router with --router- in front, such as --router-cache-threshold 0.5.\n"
+    "`slime-launch train --help-router` lists them."
 )
 PREFIX = "--sglang-"
 
@@ -65,27 +74,34 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     groups, parser = command(expanded.words)
     known = {spec.name: spec for group in groups for spec in group.flags}
     translated = translate_upstream(expanded.words, known)
-    given = parse(groups, parser, translated.words, translated.problems)
+    megatrons = answered(translated.words, known)
+    given = parse(groups, parser, megatrons.words, [*translated.problems, *megatrons.problems])
     from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
     origins = {spec.dest: "config file" if name in from_file else "command line" for name, spec in known.items()}
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
+    router = {spec.dest: spec.name.removeprefix(ROUTER_PREFIX) for spec in groups[-2].flags}
+    megatron = {spec.dest for group in groups[-4:-2] for spec in group.flags}
     parts: dict[str, Any] = {}
     for part, config in CONFIGS.items():
         dests = {spec.dest for spec in flag_specs(config)}
         values = {dest: value for dest, value in given.items() if dest in dests}
         if config is EngineConfig:
             values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
+            values["router_args"] = {router[dest]: value for dest, value in given.items() if dest in router}
+        if config is MegatronConfig:
+            values["megatron_args"] = megatron_args({dest: given[dest] for dest in given if dest in megatron})
         parts[part] = values
     with collected_problems() as contradictions:
         configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
-    return Settings(
-        shape=shape, notes=translated.notes, origins={dest: origins[dest] for dest in given}, **configs
-    ), contradictions
+    notes = (*translated.notes, *megatrons.notes)
+    return Settings(shape=shape, notes=notes, origins={dest: origins[dest] for dest in given}, **configs), contradictions
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:
-    """The flags and the parser for this command line; the last group has SGLang's flags, if one of them was typed.
+    """The flags and the parser for this command line.
+
+    The last groups have the flags of others, if one was typed: two of Megatron's, sglang-router's and SGLang's.
 
     Raises:
         FlagError: A flag that slime sets itself was typed.
@@ -94,10 +110,15 @@ def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentPars
     groups = train_groups()
     known = {spec.name for group in groups for spec in group.flags}
     typed = {word.split("=")[0] for word in argv if word.startswith(PREFIX)} - known
-    for name in sorted(typed):
-        if reason := CONTROLLED.get(name.removeprefix(PREFIX)):
-            raise FlagError(f"{name} cannot be given: {reason}")
+    typed_router = {word.split("=")[0] for word in argv if word.startswith(ROUTER_PREFIX)} - known
+    for prefix, names, controlled in ((PREFIX, typed, CONTROLLED), (ROUTER_PREFIX, typed_router, ROUTER_CONTROLLED)):
+        for name in sorted(names):
+            if reason := controlled.get(name.removeprefix(prefix)):
+                raise FlagError(f"{name} cannot be given: {reason}")
     specs = [spec for spec in sglang_specs(argv) if spec.name not in known] if typed else []
+    groups += megatron_groups(argv, known)
+    router = tuple(router_specs().values()) if typed_router else ()
+    groups.append(FlagGroup("sglang-router: its own flags", router, ROUTER_NOTE, hidden=True))
     groups.append(FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True))
     return groups, build_parser(groups, prog=PROG, description=DESCRIPTION, epilog=EPILOG)
 
@@ -139,6 +160,20 @@ def sglang_python(argv: Sequence[str]) -> str | None:
         if name == "--sglang-python":
             value = attached or next(iter(argv[place + 1 :]), None)
     return value
+
+
+def _lines(specs: Iterable[FlagSpec]) -> Iterator[str]:
+    for spec in specs:
+        value = "" if spec.is_switch else f" VALUE{' …' if spec.nargs else ''}"
+        yield f"{spec.name}{value}  {spec.help}".rstrip()
+
+
+OTHERS: dict[str, Callable[[Sequence[str]], Iterable[str]]] = {
+    "--help-sglang": lambda argv: _lines(sglang_specs(argv)),
+    "--help-router": lambda _: _lines(router_specs().values()),
+    "--help-megatron": lambda _: megatron_help({spec.name for group in train_groups() for spec in group.flags}),
+}
+"""What lists the flags of others, and the lines that it shows."""
 
 
 def _sglang_spec(flag: SglangFlag) -> FlagSpec:

@@ -22,12 +22,16 @@ MARGIN = 0.15
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroup:
-    """Flags that ``--help`` shows under one title; if ``hidden``, it shows the description only."""
+    """Flags that ``--help`` shows under one title; if ``hidden``, it shows the description only.
+
+    ``suggested`` says whether they are named where an unknown flag is like one of them.
+    """
 
     title: str
     flags: tuple[FlagSpec, ...]
     description: str = ""
     hidden: bool = False
+    suggested: bool = True
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +73,8 @@ def parse(
     known = {spec.name: spec for group in groups for spec in group.flags}
     names = dict.fromkeys(word.split("=")[0] for word in argv if word.startswith("--"))
     unknown = [name for name in names if name not in known and name not in ("--help", "--")]
-    problems = [*(unknown_flag(name, known) for name in unknown), *refused]
+    near = {spec.name for group in groups if group.suggested for spec in group.flags}
+    problems = [*(unknown_flag(name, near) for name in unknown), *refused]
     words = without(argv, unknown)
     while True:
         try:

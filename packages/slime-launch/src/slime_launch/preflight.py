@@ -16,6 +16,7 @@ from slime_core.errors import ConfigError
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
+from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
@@ -112,6 +113,7 @@ def look(settings: Settings, problems: Problems) -> Found:
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
         problems.attempt(check_fits, settings.megatron, shape)
+        problems.attempt(check_arguments, settings, shape)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings)
     for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):

@@ -12,6 +12,7 @@ from slime_launch.config import Settings, free_flags
 from slime_launch.errors import ManifestError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.shards import ReadyRollout
+from slime_megatron.arguments import has_no_effect
 from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_rollout.store import RolloutStore
@@ -45,12 +46,12 @@ def find_run(settings: Settings) -> Manifest | None:
 
 
 def changed_flags(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Flags that differ and may not, as ``--lr 1e-06 → 2e-06``. SGLang's own flags may change."""
+    """Flags that differ and may not, as ``--lr 1e-06 → 2e-06``. SGLang's own and the router's may."""
     names = sorted((old.keys() | new.keys()) - free_flags())
     return [
         f"--{name.replace('_', '-')} {old.get(name)} → {new.get(name)}"
         for name in names
-        if not name.startswith("sglang_") and old.get(name) != new.get(name)
+        if not name.startswith(("sglang_", "router_")) and not has_no_effect(name) and old.get(name) != new.get(name)
     ]
 
 

@@ -18,6 +18,7 @@ from slime_launch.errors import RayDiedError, RunError, Stopped
 from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
 from slime_launch.manifest import locked
+from slime_launch.megatron_flags import argument_notes
 from slime_launch.placement import Layout, check_layout, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
@@ -81,7 +82,11 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
         console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
     elif read_rows(output_dir):
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
-    for notice in (*notices(settings), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
+    for notice in (
+        *notices(settings),
+        *argument_notes(settings, checked.shape),
+        *cluster_notices(os.environ.get("RAY_ADDRESS")),
+    ):
         console.line(notice)
     if settings.megatron.save is None:
         console.line("no --save: this run writes no checkpoint and cannot be continued")

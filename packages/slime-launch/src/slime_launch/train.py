@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from slime_launch.config_file import with_config
-from slime_launch.flags import command, read_train, sglang_specs
+from slime_launch.flags import OTHERS, command, read_train
 
 STOP_SECONDS = 10.0
 KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
@@ -27,11 +27,10 @@ def train(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         command(argv)[1].print_help()
         return 0
-    if "--help-sglang" in argv:
-        for spec in sglang_specs(argv):
-            value = "" if spec.is_switch else f" VALUE{' …' if spec.nargs else ''}"
-            print(f"{spec.name}{value}  {spec.help}".rstrip())
-        return 0
+    for word, lines in OTHERS.items():
+        if word in argv:
+            print("\n".join(lines(argv)))
+            return 0
     settings, contradictions = read_train(argv)
     from slime_launch.preflight import preflight, with_output
     from slime_launch.report import report_if_finished

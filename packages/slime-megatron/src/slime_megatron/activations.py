@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from slime_convert.shape import ModelShape
 from slime_megatron.config import MegatronConfig
+from slime_megatron.fits import layer_stages
 
 MIB = 2**20
 _LOGIT_PART = 10  # the output layer takes this part of the logits at a time, or a little more
@@ -63,8 +64,7 @@ def activation_memory(
     in_flight: float = min(pipeline - stage, micro_batches)
     if virtual > 1:  # Megatron's interleaved schedule, Korthikanti et al. section 4.2.3
         in_flight = min(in_flight * (1 + (pipeline - 1) / (pipeline * virtual)), micro_batches)
-    chunks = pipeline * virtual
-    layers = [layer for layer in range(shape.num_layers) if layer * chunks // shape.num_layers % pipeline == stage]
+    layers = [layer for layer, rank in enumerate(layer_stages(config, shape.num_layers)) if rank == stage]
     sizes = [Layer.of(shape, config, layer, fused=fused) for layer in layers]
     width = 2 if config.bf16 else 4
     kept = sum(_kept(sizes, config)) * own_T * width * in_flight

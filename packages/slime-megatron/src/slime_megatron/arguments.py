@@ -1,7 +1,8 @@
-"""Megatron-core's arguments that are no flags here: which may be given by name, and what becomes of them.
+"""Megatron-core's arguments that are no flags here: which may be given by name, and what becomes of them. No torch.
 
-A name is a field of one of core's configs. Some are refused, because slime sets them or because they would break what
-it computes; some are accepted without effect, because the result is the same; all others are core's affair.
+A name is a field of one of core's configs. Each is in one class: forwarded to core; of the model's shape, with which it
+is compared; without effect, because the result is the same; a flag of slime's own; or refused, because slime sets it or
+because it would break what it computes.
 """
 
 from __future__ import annotations
@@ -9,47 +10,59 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
-
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from slime_convert.shape import ModelShape
 from slime_core.flags import flag_specs
 from slime_megatron.config import MegatronConfig, regulating
+from slime_megatron.core_fields import core_fields
 from slime_megatron.overrides import has_type, shown
 
 _TE = "it is a setting of Transformer Engine's layers, which are used as they are"
 _PART = "the models that are trained have no such part"
 _INFERENCE = "it is for inference"
+_OFFLOAD = "activations stay on the device"
+# What core is given as it is.
+_FORWARDED = (
+    "decoupled_lr decoupled_min_lr apply_wd_to_qk_layernorm config_logger_dir align_param_gather bucket_size",
+    "pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation average_in_collective batch_p2p_sync",
+    "deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush init_method_std embedding_init_method_std",
+    "disable_bf16_reduced_precision_matmul bias_activation_fusion bias_dropout_fusion distribute_saved_activations",
+    "moe_router_load_balancing_type moe_router_dtype moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff",
+    "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy",
+    "clone_scatter_output_in_embedding num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+)
 # Fields, * for any end of the name, that have one value: the one that slime sets, or else core's default.
 _FIXED = {
     "fp16 params_dtype pipeline_dtype *autocast* fp32_residual_* main_* exp_avg*": "precision follows --bf16",
     "fp8* fp4* first_last_layers_bf16 num_layers_at_* *kitchen* tp_only_amax_red quant_recipe": _TE,
-    "moe_router_padding_* *cpu_offloading* fine_grained_* offload_modules delay_wgrad_compute ep_overlap_*": _TE,
+    "moe_router_padding_* delay_wgrad_compute ep_overlap_* keep_fp8_*": _TE,
     "activation_func_fp8_* reuse_grad_buf_* defer_embedding_* wgrad_deferral_limit overlap_moe_*": _TE,
+    "*cpu_offloading* fine_grained_* offload_modules min_offloaded_*": _OFFLOAD,
     "variable_seq_lengths *cuda_graph*": "micro-batches differ in length",
-    "num_layers_in_* account_for_* *_parallel_layout": "all stages of a pipeline have equally many layers",
+    "account_for_* *_parallel_layout": "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
     "mtp_standalone": "prediction modules are not run",
     "overlap_p2p_comm batch_p2p_comm use_ring_*": "the pipeline's schedule decides how its stages exchange messages",
     "num_microbatches_with_* microbatch_group_*": "slime divides a step into micro-batches",
     "hierarchical_context_* hybrid_context_* max_seqlen_*": "each sample is cut over all context-parallel ranks",
-    "apply_residual_* qk_l2_norm qk_clip* log_max_* no_rope_freq activation_func moe_latent_size": _PART,
-    "moe_apply_probs_* dsa_* linear_* mrope_section is_hybrid_model *mamba* heter*": _PART,
+    "apply_residual_* qk_l2_norm qk_clip* log_max_* no_rope_freq moe_latent_size use_fused_weighted_*": _PART,
+    "moe_apply_probs_* dsa_indexer_loss_* dsa_indexer_use_* mrope_section is_hybrid_model *mamba* heter*": _PART,
     "moe_input_jitter_eps moe_router_force_* moe_enable_routing_* moe_token_dropping": "engines route otherwise",
     "flash_decode inference_* use_inference_* cache_mla_* mlp_chunks_* batch_invariant_* symmetric_*": _INFERENCE,
+    "test_mode": "it is for tests of Megatron",
     "calculate_per_token_loss": "the loss of a step has its weights already",
     "moe_layer_recompute": "give --recompute-modules moe",
+    "moe_extended_tp": "give --expert-tensor-parallel-size",
     "moe_router_topk_limited_devices": "groups of experts are of the model's shape",
     "use_cpu_initialization init_model_with_* perform_initialization": "the device decides",
     "grad_reduce_in_fp32": "gradients are accumulated and reduced in fp32 always",
     "gradient_accumulation_fusion": "it is on where it can be; --no-gradient-accumulation-fusion switches it off",
     "num_distributed_optimizer_*": "the optimizer's state is split over all data-parallel ranks",
-    "*_fsdp *_sharding_strategy fsdp_* nccl_ub": "FSDP is not supported",
+    "overlap_param_gather_with_*": "weights are gathered while the next forward pass runs: --overlap-param-gather",
+    "*_fsdp *_sharding_strategy fsdp_* preserve_fp32_* suggested_communication_*": "FSDP is not supported",
+    "nccl_ub disable_symmetric_*": "NCCL's user buffers are not used",
     "decoupled_weight_decay sgd_* muon_*": "the optimizer is AdamW",
 }
 # Fields without effect here.
@@ -69,6 +82,8 @@ _UNREAD = {
     "optimizer_* overlap_cpu_* use_torch_* pin_cpu_*": "the optimizer's state stays on the device",
     "use_precision_aware_* store_param_*": "the optimizer's state is fp32",
     "*_comm_backend": "process groups have the device's backend",
+    "barrier_with_*": "timers are slime's own",
+    "gradient_reduce_div_fusion async_tensor_model_parallel_*": "core does not read it",
 }
 # What a shape calls otherwise.
 _SHAPE_NAMES = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon", "gated_linear_unit": "swiglu"}
@@ -76,15 +91,26 @@ _BALANCING = ("none", "aux_loss", "seq_aux_loss")
 _NOT_NEGATIVE = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
 
 
-def core_fields() -> dict[str, tuple[Any, Any]]:
-    """The type and the default of every field of core's configs, by name."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for kind in (OptimizerConfig, DistributedDataParallelConfig, MLATransformerConfig, TransformerConfig):
-        hints = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            found[field.name] = (hints[field.name], default)
-    return found
+def classes(name: str) -> list[str]:
+    """The classes that a field of core's is in. There is one; none if nobody has decided what it would change."""
+    field = core_fields()[name]
+    found = {
+        "ours": name in {spec.dest for spec in flag_specs(MegatronConfig)},
+        "shape": name in {field.name for field in dataclasses.fields(ModelShape)} | {*_SHAPE_NAMES, "normalization"},
+        "forwarded": any(name in names.split() for names in _FORWARDED),
+        "no effect": _found(_UNREAD, name) is not None,
+        "refused": field.is_function or _found(_FIXED, name) is not None,
+    }
+    return [kind for kind, is_so in found.items() if is_so]
+
+
+def has_no_effect(name: str) -> bool:
+    """Whether a name is a field of core's that has no effect, whatever the model is."""
+    return name in core_fields() and classes(name) == ["no effect"]
+
+
+def _plainly(name: str, value: Any) -> str:
+    return f"{name} {value}"
 
 
 def passed_on(kind: type[Any], given: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
@@ -93,44 +119,56 @@ def passed_on(kind: type[Any], given: Mapping[str, Any], shape: ModelShape) -> d
     return {name: value for name, value in given.items() if name in known and _unread(name, shape) is None}
 
 
-def notices(given: Mapping[str, Any], shape: ModelShape, made: Sequence[Any], values: Mapping[str, Any]) -> list[str]:
-    """What has no effect, and what core made something else of."""
-    fields, found = core_fields(), []
+def notices(
+    given: Mapping[str, Any],
+    shape: ModelShape,
+    made: Sequence[Any],
+    values: Mapping[str, Any],
+    said: Callable[[str, Any], str] = _plainly,
+) -> list[str]:
+    """What has no effect, and what core made something else of; ``said`` is how an argument is written."""
+    found = []
     for name, value in given.items():
         if reason := _unread(name, shape):
-            if not _is_so(name, value, fields, values):
-                found.append(f"{name} {value} has no effect ({reason})")
+            if not _is_so(name, value, values):
+                found.append(f"{said(name, value)} has no effect ({reason})")
         elif name not in _of_shape(shape):
             found += [
-                f"{name} {value} became {getattr(one, name)}" for one in made if getattr(one, name, value) != value
+                f"{said(name, value)} became {getattr(one, name)}" for one in made if getattr(one, name, value) != value
             ]
     return found
 
 
 def problems(
-    given: Mapping[str, Any], shape: ModelShape, config: MegatronConfig, values: Mapping[str, Any]
+    given: Mapping[str, Any],
+    shape: ModelShape,
+    config: MegatronConfig,
+    values: Mapping[str, Any],
+    said: Callable[[str, Any], str] = _plainly,
 ) -> Iterator[str]:
     """What is wrong with arguments, a line each; ``values`` are those that slime sets."""
     flags = {spec.dest: spec.name for spec in flag_specs(MegatronConfig)}
     fields, of_shape = core_fields(), _of_shape(shape)
     for name, value in given.items():
-        fixed = _found(_FIXED, name)
+        fixed, words = _found(_FIXED, name), said(name, value)
         if name in flags:
-            yield f"{name} {value} is a setting of its own; give it as {flags[name]}"
+            yield f"{words} is a setting of its own; give it as {flags[name]}"
         elif name in of_shape:
             if (_plain(value) or None) != (of_shape[name] or None):
-                yield f"{name} {value}: the model has {of_shape[name]}; leave it out, its shape is its config's"
+                yield f"{words}: the model has {of_shape[name]}; leave it out, its shape is its config's"
         elif name not in fields:
             near = difflib.get_close_matches(name, [*fields, *flags], n=3)
             close = f"near names: {', '.join(near)}" if near else "leave it out"
-            yield f"{name} {value} is unknown to Megatron-core; {close}"
-        elif callable(value) or "Callable" in str(fields[name][0]):
+            yield f"{words} is unknown to Megatron-core; {close}"
+        elif callable(value) or fields[name].is_function:
             yield f"{name} is a function, which slime sets; leave it out"
-        elif not has_type(value, fields[name][0]) or (name in _NOT_NEGATIVE and not _is_amount(value)):
-            allowed = "a number, 0 or more" if name in _NOT_NEGATIVE else shown(fields[name][0])
-            yield f"{name} {value!r} must be {allowed}"
-        elif fixed and not _is_so(name, value, fields, values):
-            yield f"{name} {value} cannot be given: {fixed}; leave it out"
+        elif not has_type(value, fields[name].hint) or (name in _NOT_NEGATIVE and not _is_amount(value)):
+            allowed = "a number, 0 or more" if name in _NOT_NEGATIVE else shown(fields[name].hint)
+            yield f"{said(name, repr(value))} must be {allowed}"
+        elif fixed and not _is_so(name, value, values):
+            yield f"{words} cannot be given: {fixed}; leave it out"
+        elif not classes(name):
+            yield f"{words} cannot be given: it is newer than slime, which was tested with megatron-core 0.16.1"
     yield from _balance_problems(given, shape, config)
 
 
@@ -171,9 +209,9 @@ def _found(table: Mapping[str, str], name: str) -> str | None:
     return next(reasons, None)
 
 
-def _is_so(name: str, value: Any, fields: Mapping[str, tuple[Any, Any]], values: Mapping[str, Any]) -> bool:
+def _is_so(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     """Whether an argument says what is so without it."""
-    return bool(_plain(value) == _plain(values.get(name, fields[name][1])))
+    return bool(_plain(value) == _plain(values.get(name, core_fields()[name].default)))
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,11 @@ _TRAINED = {
     *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "yarn_rounds_range"),
 }
+_LAST = "num_layers_in_last_pipeline_stage"
+_UNEVEN = {
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    _LAST: "--decoder-last-pipeline-num-layers",
+}
 _PARTS = {"moe": "experts", "shared_experts": "shared experts"}
 
 
@@ -58,15 +63,7 @@ def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
     if shape.moe_shared_expert_intermediate_size is not None:
         heads["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
     yield from _not_divided("tensor_model_parallel_size", config.tensor_model_parallel_size, heads)
-    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    name = "virtual_pipeline_model_parallel_size" if stages > config.pipeline_model_parallel_size else ""
-    yield from _not_divided(
-        "pipeline_model_parallel_size",
-        stages,
-        {"num_layers": shape.num_layers},
-        f" × {flag_name(name)} {config.virtual_pipeline_model_parallel_size}" if name else "",
-        config.pipeline_model_parallel_size,
-    )
+    yield from _pipeline_misfits(config, shape)
     experts = config.expert_model_parallel_size
     if shape.num_experts is None:
         if experts > 1:
@@ -88,6 +85,49 @@ def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
                 f"--tensor-model-parallel-size {config.tensor_model_parallel_size} of a model with "
                 f"{' and '.join(found)} needs --sequence-parallel; add it"
             )
+
+
+def stage_layers(config: MegatronConfig, num_layers: int) -> list[int]:
+    """Layers that each rank of a pipeline holds: equally many, but for what Megatron's arguments say of the ends."""
+    ranks, ends = config.pipeline_model_parallel_size, _given_ends(config)
+    others = ranks - len(ends)
+    rest = num_layers - sum(ends.values())
+    return [ends.get(rank, rest // others if others else 0) for rank in range(ranks)]
+
+
+def layer_stages(config: MegatronConfig, num_layers: int) -> list[int]:
+    """The pipeline rank that holds each layer."""
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    # A rank's layers are in as many runs of the same length as it has virtual stages.
+    ranks = [rank for rank, held in enumerate(stage_layers(config, num_layers)) for _ in range(held // virtual)]
+    return ranks * virtual
+
+
+def _given_ends(config: MegatronConfig) -> dict[int, int]:
+    """Layers of the first and the last rank of the pipeline, where they are given, by rank."""
+    ends = {0: "num_layers_in_first_pipeline_stage", config.pipeline_model_parallel_size - 1: _LAST}
+    given = {rank: config.megatron_args.get(name) for rank, name in ends.items()}
+    return {rank: layers for rank, layers in given.items() if isinstance(layers, int)}
+
+
+def _pipeline_misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
+    ranks, virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    parts = f" × --virtual-pipeline-model-parallel-size {virtual}" if virtual > 1 else ""
+    given = {name: config.megatron_args[name] for name in _UNEVEN if name in config.megatron_args}
+    if not given:
+        sizes = {"num_layers": shape.num_layers}
+        yield from _not_divided("pipeline_model_parallel_size", ranks * virtual, sizes, parts, ranks)
+        return
+    words = " and ".join(f"{_UNEVEN[name]} {layers}" for name, layers in given.items())
+    if ranks == 1:
+        yield f"{words}: there is no pipeline; give --pipeline-model-parallel-size too, or leave it out"
+        return
+    layers = stage_layers(config, shape.num_layers)
+    if sum(layers) != shape.num_layers or any(number < 1 or number % virtual for number in layers):
+        yield (
+            f"{words} with --pipeline-model-parallel-size {ranks}{parts} make stages of {', '.join(map(str, layers))} "
+            f"layers, but the model has {shape.num_layers}, and each stage needs a multiple of {virtual}; change them"
+        )
 
 
 def _not_divided(

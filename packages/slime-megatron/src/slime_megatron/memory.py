@@ -10,6 +10,7 @@ from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
+from slime_megatron.fits import layer_stages
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,10 @@ def _numbers(
 
 def _stages(name: str, shape: ModelShape, config: MegatronConfig) -> set[int]:
     """The pipeline stages that hold a weight."""
-    ranks, last = config.pipeline_model_parallel_size, config.pipeline_model_parallel_size - 1
+    last = config.pipeline_model_parallel_size - 1
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
-        chunks = ranks * (config.virtual_pipeline_model_parallel_size or 1)
-        return {int(words[2]) * chunks // shape.num_layers % ranks}
+        return {layer_stages(config, shape.num_layers)[int(words[2])]}
     if words[0] == "embedding":
         tied = not shape.untie_embeddings_and_output_weights
         return {0, last} if tied or shape.mtp_num_layers else {0}

@@ -21,6 +21,7 @@ SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
 ROUTER_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", *SESSION_POLICIES)
 SglangValue = str | bool | tuple[str, ...]
+RouterValue = str | int | float
 # A flag that may differ when a run is continued.
 setting = functools.partial(flag, may_change=True)
 
@@ -111,6 +112,7 @@ class EngineConfig(WeightSyncConfig):
     Attributes:
         sglang_args: SGLang's own flags by name, without ``--sglang-``: ``{"chunked-prefill-size": "512",
             "enable-metrics": True}``. They win over slime's choices.
+        router_args: sglang-router's own flags by name, without ``--router-``, likewise.
     """
 
     sglang_python: str | None = setting(
@@ -173,6 +175,7 @@ class EngineConfig(WeightSyncConfig):
         None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
+    router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
 
     def contradictions(self) -> Iterator[str]:
         """Flags without effect on external engines and routers, and values that are not addresses or names."""
@@ -180,7 +183,7 @@ class EngineConfig(WeightSyncConfig):
         yield from self._invalid_values()
         if self.sglang_router_url is not None:
             names = ("sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy")
-            if idle := self._given(*names):
+            if idle := [*self._given(*names), *(f"--router-{name}" for name in self.router_args)]:
                 yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
         if self.rollout_external_engine_addrs:
             idle = self._given("sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseError
 from slime_rollout.engine.addresses import address, check_port_free
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.router_flags import router_words
 from slime_rollout.engine.server import ServingProcess, answers
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
@@ -61,7 +62,7 @@ launch_router(args)
 
 def router_command(config: EngineConfig, *, port: int, prometheus_port: int, disaggregated: bool = False) -> list[str]:
     """The router's command line, for this process's own interpreter."""
-    flags = {
+    flags: dict[str, object] = {
         "host": config.sglang_router_ip,
         "port": str(port),
         "request-timeout-secs": str(config.sglang_router_request_timeout_secs),
@@ -73,7 +74,7 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     if config.router_policy == "manual":
         # A new session goes to the engine with the fewest requests in flight, and stays there.
         flags["assignment-mode"] = "min_group"
-    arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    arguments = router_words(flags | dict(config.router_args))
     arguments += ["--pd-disaggregation"] if disaggregated else []
     if config.router_policy in POLICIES_WITHOUT_FLAG:
         return [sys.executable, "-c", _WITH_POLICY, config.router_policy, *arguments]

@@ -1,0 +1,68 @@
+"""Whether Megatron's arguments can be given, before a run starts: by the tables, then by core itself. No torch."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+from slime_convert.shape import ModelShape
+from slime_core.errors import ConfigError
+from slime_megatron.arguments import classes, notices, problems
+from slime_megatron.config import MegatronConfig
+from slime_megatron.core_values import slime_values
+from slime_megatron.megatron_words import said
+
+_SECONDS = 300.0
+_REFUSED = 3
+# Importing torch and core takes seconds, and changes the process.
+_ASK = f"""
+import pickle, sys, warnings
+warnings.simplefilter("ignore")
+shape, config = pickle.load(sys.stdin.buffer)
+from slime_core.errors import ConfigError
+from slime_megatron.device import select_device
+device = select_device(1)
+from slime_megatron.core_configs import check_arguments
+try:
+    check_arguments(shape, config, device)
+except ConfigError as error:
+    print(error)
+    sys.exit({_REFUSED})
+"""
+
+
+def check_megatron_args(config: MegatronConfig, shape: ModelShape, *, on_gpu: bool) -> None:
+    """Check ``config.megatron_args``, as a trainer will; another process builds core's configs if core gets any.
+
+    Raises:
+        ConfigError: Naming everything that is wrong, a line each, in the words of the command line.
+    """
+    given = config.megatron_args
+    if found := list(problems(given, shape, config, slime_values(shape, config, on_gpu=on_gpu), said)):
+        raise ConfigError("\n".join(found))
+    if any(classes(name) == ["forwarded"] for name in given):
+        _ask_core(config, shape)
+
+
+def argument_notices(config: MegatronConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
+    """Which of ``config.megatron_args`` have no effect, and why."""
+    return notices(config.megatron_args, shape, (), slime_values(shape, config, on_gpu=on_gpu), said)
+
+
+def _ask_core(config: MegatronConfig, shape: ModelShape) -> None:
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", _ASK],
+            input=pickle.dumps((shape, config)),
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"Megatron-core did not check its arguments within {_SECONDS:g} s; try again") from error
+    if result.returncode == _REFUSED:
+        raise ConfigError(result.stdout.decode(errors="replace").strip())
+    if result.returncode:
+        last = result.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise ConfigError(f"Megatron-core cannot check its arguments: {last[0]}")
