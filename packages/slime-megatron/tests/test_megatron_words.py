@@ -178,6 +178,7 @@ def test_what_has_no_effect_is_said_as_it_was_typed(tiny_model):
         ((None, 3), 2, 2, None),
         ((None, 1), 1, None, None),
         ((None, 4), 2, None, None),
+        ((2, 2), 2, 2, None),
     ],
 )
 def test_uneven_stages(tiny_model, ends, ranks, virtual, stages):

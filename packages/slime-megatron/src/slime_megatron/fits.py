@@ -122,6 +122,9 @@ def _pipeline_misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str
     if ranks == 1:
         yield f"{words}: there is no pipeline; give --pipeline-model-parallel-size too, or leave it out"
         return
+    if ranks == len(given) and virtual > 1:  # Megatron-core 0.16.1 then divides by zero
+        yield f"{words} with --virtual-pipeline-model-parallel-size {virtual} say the same twice; leave one of them out"
+        return
     layers = stage_layers(config, shape.num_layers)
     if sum(layers) != shape.num_layers or any(number < 1 or number % virtual for number in layers):
         yield (
