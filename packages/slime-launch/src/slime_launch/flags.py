@@ -95,7 +95,9 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
     notes = (*translated.notes, *megatrons.notes)
-    return Settings(shape=shape, notes=notes, origins={dest: origins[dest] for dest in given}, **configs), contradictions
+    return Settings(
+        shape=shape, notes=notes, origins={dest: origins[dest] for dest in given}, **configs
+    ), contradictions
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:
