@@ -236,13 +236,14 @@ def clock(monkeypatch):
 def launch(clock, flags, to_words, monkeypatch):
     """The command, from its checks to its report, in a directory of its own; gives whether anything was started."""
     monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: True)
-    monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path: path.write_text("a picture"))
+    monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path, evals: path.write_text("a picture"))
 
-    def run(home: Path, rollouts: int = 4, *, driver: bool = False) -> bool | int:
+    def run(home: Path, rollouts: int = 4, *, driver: bool = False, **more: str) -> bool | int:
         home.mkdir(exist_ok=True)
         flags.update(
             {"--save": str(home / "save"), "--output-dir": str(home / "out"), "--num-rollout": str(rollouts)}
             | {"--save-interval": "2", "--eval-interval": "1", "--eval-prompt-data": flags["--prompt-data"]}
+            | {"--" + name.replace("_", "-"): value for name, value in more.items()}
         )
         checked = preflight(parse_train(to_words(flags)))
         if checked.manifest is not None and report_if_finished(checked, home / "out"):
@@ -334,6 +335,28 @@ def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
         generated = [name for name in names if name.startswith("generate ") and name != points[place]]
         assert len(generated) == len(set(generated)), f"lost at {points[place]}"
     print(f"trainers lost at each of {len(places)} points")
+
+
+def test_weights_may_be_sent_less_often_and_a_killed_run_ends_the_same(clock, launch, tmp_path):
+    often = {"update_weights_interval": "2", "save_interval": "3", "eval_interval": "7", "max_checkpoints_kept": "1"}
+
+    def end(home: Path) -> tuple[object, ...]:
+        rows = [row for row in read_rows(home / "out") if row["kind"] != "eval"]
+        rewards = [row.get("rollout/raw_reward", row.get("train/loss")) for row in rows]
+        return rewards, sorted(path.name for path in (home / "save").glob("iter_*"))
+
+    assert launch(tmp_path / "whole", 7, **often)
+    points, expected = clock.names, end(tmp_path / "whole")
+    assert [name for name in points if name.startswith("push")] == [f"push {version}" for version in (0, 2, 3, 4, 6, 7)]
+    assert expected[1] == ["iter_0000007"]
+    for point in ("generate 1", "train 3", "push 4", "trained 4", "save 6", "saved 7"):
+        home = tmp_path / point
+        clock.names, clock.deadly = [], points.index(point)
+        with pytest.raises(Killed, match=point):
+            launch(home, 7, **often)
+        clock.names, clock.deadly = [], None
+        launch(home, 7, **often)
+        assert end(home) == expected, f"killed at {point}"
 
 
 def test_trainers_lost_again_and_while_they_start(clock, launch, tmp_path):

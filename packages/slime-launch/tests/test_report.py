@@ -45,6 +45,7 @@ def test_figures(tmp_path):
     assert (report.rollouts, report.steps, report.minutes, report.training_minutes) == (2, 2, 1.5, 0.5)
     assert report.eval_before == {"sums": 0.25}
     assert report.eval_after == {"sums": 0.875}
+    assert report.evals == [(0, {"sums": 0.25}), (2, {"sums": 0.875})]
     assert report.rewards == [0.5, 0.75]
     assert report.seconds == {"step": 15.0, "train": 7.0, "actor_train": 6.0}
 
@@ -73,6 +74,13 @@ def test_files_for_people_and_programs(tmp_path):
     write_report(report)
     assert Path(report.reward_curve).read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "report.json").read_text())["eval_after"] == {"sums": 0.875}
+
+
+def test_answers_before_and_after_are_shown(tmp_path):
+    rows = [ROWS[0] | {"samples": ["1 + 1 = → 3 (reward 0)"]}, *ROWS[1:5], ROWS[5] | {"samples": ["1 + 1 = → 2"]}]
+    lines = report_lines(make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=0.0))
+    at = lines.index("before training")
+    assert lines[at : at + 4] == ["before training", "  1 + 1 = → 3 (reward 0)", "after training", "  1 + 1 = → 2"]
 
 
 def test_a_run_without_rows_has_a_report(tmp_path):

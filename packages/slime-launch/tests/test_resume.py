@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from slime_core.errors import ConfigError
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.config import free_flags
-from slime_launch.errors import ManifestError
+from slime_launch.errors import ManifestError, RunError
 from slime_launch.flags import parse_train
 from slime_launch.preflight import preflight
 from slime_launch.resume import RunState, StartWeights, changed_flags, find_run, start_weights
@@ -250,3 +250,32 @@ def test_weights_must_come_from_somewhere(check, flags):
     flags.pop("--ref-load", None)
     with pytest.raises(ConfigError, match="no weights to start from: give --load DIR"):
         check(flags)
+
+
+def test_only_the_newest_checkpoints_are_kept_and_what_the_run_began_with(settings, workspace):
+    given = settings(num_rollout=9, max_checkpoints_kept=2)
+    first = checkpoint(workspace, 1)
+    weights = StartWeights(load=str(first), ref_load=str(first))
+    state = RunState(given, None, weights, output_dir=workspace / "out")
+    for iteration in (2, 3, 4, 5):
+        state.trained(batch(iteration - 1), iteration)
+        state.saving(checkpoint(workspace, iteration), {})
+        state.commit()
+        state.drop_oldest()
+    checkpoint(workspace, 6)  # is being written
+    state.drop_oldest()
+    assert sorted(path.name[-1] for path in (workspace / "save").glob("iter_*")) == ["1", "4", "5", "6"]
+
+
+def test_an_export_that_fails_is_a_failure_of_the_run_and_one_that_is_missing_is_made_up_for(settings, workspace):
+    given = settings(save_hf=str(workspace / "hf-{rollout_id}"))
+    state = RunState(given, None, WEIGHTS, output_dir=workspace / "out")
+    assert state.is_exported  # there is nothing to export
+    state.trained(batch(0), 1)
+    state.saving(checkpoint(workspace, 1), {})
+    state.commit()
+    assert not state.is_exported
+    with pytest.raises(RunError, match="--save-hf .*hf-0 could not be written"):
+        state.export()
+    (workspace / "hf-0").mkdir()
+    assert state.is_exported

@@ -71,9 +71,10 @@ def test_an_evaluation_shows_a_sample():
     sample = Sample(
         index=0, group_index=0, prompt="Add.\n12 + 30 =", tokens=[1, 2], response_length=1, response=" 42\n", reward=1.0
     )
-    report = dataclasses.replace(EVAL, samples={"sums": [sample, sample]})
-    line, example = eval_line(report).splitlines()
-    assert line == eval_line(EVAL) and example == "  for example: …Add. 12 + 30 = → 42 (reward 1)"
+    others = [dataclasses.replace(sample, group_index=group) for group in range(1, 5)]
+    report = dataclasses.replace(EVAL, samples={"sums": [sample, sample, *others]})
+    line, *examples = eval_line(report).splitlines()
+    assert line == eval_line(EVAL) and examples == ["  for example: …Add. 12 + 30 = → 42 (reward 1)"] * 3
 
 
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])
@@ -108,4 +109,4 @@ def test_samples_that_could_not_be_scored_are_told():
 
 
 def test_rewards_that_teach_nothing_are_told():
-    assert "reward 1.000  (equal within every group)  loss 0  " in line_of([1.0, 1.0])
+    assert "reward 1.000  (equal within every group: no gradient)  loss 0  " in line_of([1.0, 1.0])

@@ -70,13 +70,26 @@ def test_training_on_another_distribution_than_was_sampled_from_is_refused(name,
     check_settings(settings(rollout_top_p=1.0, rollout_top_k=-1, **{f"eval_{name}": value}))
 
 
-def test_a_group_of_one_learns_nothing_and_is_told():
-    (line,) = notices(settings(size=1))
-    assert line.startswith("--n-samples-per-prompt 1: grpo compares") and line.endswith("; give 2 or more")
+def test_a_group_of_one_learns_nothing_and_is_refused():
+    with pytest.raises(ConfigError, match="--n-samples-per-prompt 1: grpo compares .* give 2 or more"):
+        check_settings(settings(size=1))
     assert notices(settings(size=2)) == []
-    assert notices(settings(size=1, disable_rewards_normalization=None)) == []
-    assert notices(settings(size=1, advantage_estimator="reinforce_plus_plus", normalize_advantages=None)) == []
-    assert len(notices(settings(size=1, use_kl_loss=None))) == 2
+    check_settings(settings(size=1, disable_rewards_normalization=None))
+    check_settings(settings(size=1, advantage_estimator="reinforce_plus_plus", normalize_advantages=None))
+    check_settings(settings(size=1, custom_advantage_function_path="own.py:advantages"))
+    assert len(notices(settings(use_kl_loss=None))) == 1
+
+
+def test_weights_that_are_sent_less_often_and_engines_that_are_replaced():
+    with pytest.raises(ConfigError, match="--update-weights-interval 3 does not work with --use-fault-tolerance"):
+        check_settings(settings(update_weights_interval=3, use_fault_tolerance=None))
+    check_settings(settings(update_weights_interval=3))
+
+
+def test_an_export_needs_a_checkpoint():
+    with pytest.raises(ConfigError, match="--save-hf .* is made of a checkpoint: give --save"):
+        check_settings(settings(save_hf="hf-{rollout_id}"))
+    check_settings(settings(save_hf="hf-{rollout_id}", save="save"))
 
 
 def test_engines_of_several_gpus():
@@ -90,7 +103,7 @@ def test_engines_of_several_gpus():
 def test_engines_of_others_need_no_room_here():
     others = ["--rollout-external-engine-addrs", "10.0.0.1:30000", "10.0.0.2:30000"]
     words = ["--hf-checkpoint", "hf", "--prompt-data", "p", "--num-rollout", "1", "--load", "l"]
-    words += ["--rollout-batch-size", "4"]
+    words += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2"]
     command = parse_train([*words, *others])
     check_settings(command)
     assert command.engine.external_urls == ("http://10.0.0.1:30000", "http://10.0.0.2:30000")

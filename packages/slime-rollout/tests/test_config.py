@@ -17,7 +17,7 @@ def make(**changes):
 
 def test_every_field_is_a_flag_with_help():
     specs = {spec.dest: spec for spec in flag_specs(RolloutConfig)}
-    assert len(specs) == 72 and set(specs) == flag_values(make()).keys()
+    assert len(specs) == 73 and set(specs) == flag_values(make()).keys()
     assert all(spec.help for spec in specs.values())
     assert specs["rollout_stop_token_ids"].type is int
     assert specs["eval_prompt_data"].nargs == "+"
@@ -128,3 +128,10 @@ def test_reading_the_flag_table_imports_no_framework():
     code = "import sys, slime_rollout.config; print({'torch', 'transformers', 'aiohttp'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_weights_that_are_sent_less_often_lag():
+    assert not make().may_lag and make(update_weights_interval=3).may_lag
+    assert make(update_weights_interval=3, max_weight_staleness=2)
+    with pytest.raises(ConfigError, match="leaves engines 2 updates behind, and --max-weight-staleness 1"):
+        make(update_weights_interval=3, max_weight_staleness=1)

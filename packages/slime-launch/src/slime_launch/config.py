@@ -125,6 +125,22 @@ class RunConfig(Config):
     keep_rollouts: bool = flag(
         False, help="keep the file of every rollout, not only of those since the last checkpoint", may_change=True
     )
+    max_checkpoints_kept: int | None = flag(
+        None,
+        unit="checkpoints",
+        help="newest checkpoints that --save keeps; all unless given",
+        least=1,
+        may_change=True,
+    )
+    save_hf: str | None = flag(
+        None,
+        metavar="TEMPLATE",
+        help="directory, with {rollout_id} in its name, that each checkpoint is exported to as a Hugging Face model",
+        may_change=True,
+    )
+    log_passrate: bool = flag(
+        False, help="track pass@1, pass@2, pass@4 … of the samples that are trained on", may_change=True
+    )
     disable_tensorboard: bool = flag(
         False, help="write no TensorBoard files; metrics.jsonl is always written", may_change=True
     )
@@ -133,7 +149,7 @@ class RunConfig(Config):
         """Settings of debugging that need each other."""
         if self.debug_train_only and self.load_debug_rollout_data is None:
             yield "--debug-train-only starts no engines; give --load-debug-rollout-data, the rollouts to train on"
-        for name in ("--load-debug-rollout-data", "--save-debug-rollout-data"):
+        for name in ("--load-debug-rollout-data", "--save-debug-rollout-data", "--save-hf"):
             template = getattr(self, name.removeprefix("--").replace("-", "_"))
             if problem := template_problem(name, template, ("rollout_id",)):
                 yield problem

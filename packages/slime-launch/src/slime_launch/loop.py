@@ -16,7 +16,7 @@ from slime_launch.console import RunConsole, Wait
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import ReadyRollout, Recipe
-from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_line, train_rows
+from slime_launch.step_metrics import eval_line, eval_row, rollout_row, sample_lines, step_line, train_rows
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
 from slime_rollout.engine import WeightSyncError
@@ -45,6 +45,8 @@ def run_sync(parts: Parts) -> None:
     they train or save. With ``--async-buffer-size`` they may never have to wait for one.
     """
     restore_data_position(parts)
+    if not parts.state.is_exported:
+        export(parts)
     push_weights(parts, version=parts.state.weight_version)
     evaluate_if_due(parts)
     for rollout_id in range(parts.state.iteration, parts.settings.run.num_rollout):
@@ -54,11 +56,10 @@ def run_sync(parts: Parts) -> None:
         catch_up(parts)
         with timed(seconds, "train"):
             report = train(parts, batch)
-        version = parts.state.weight_version + 1
         with timed(seconds, "update_weights"):
-            sync = push_weights(parts, version=version)
+            sync = push_if_due(parts, rollout_id + 1)
         record(parts, batch, report, sync, seconds)
-        parts.state.trained(batch, version)
+        parts.state.trained(batch, sync.version)
         catch_up(parts)
         commit_save(parts)
         save_if_due(parts)
@@ -111,6 +112,17 @@ def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
         report = parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
     batch.shards.clear()  # so that the object store has room for the next ones
     return report
+
+
+def push_if_due(parts: Parts, iteration: int) -> SyncReport:
+    """Send the weights that ``iteration`` rollouts were trained on, at every ``--update-weights-interval``.
+
+    What is evaluated or saved is what the engines have, so that a run that continues a checkpoint goes on alike.
+    """
+    interval = parts.settings.rollout.selection.update_weights_interval
+    if iteration % interval == 0 or parts.state.save_due_at(iteration) or eval_due_at(parts, iteration):
+        return push_weights(parts, version=iteration)
+    return SyncReport(version=parts.state.weight_version, tensors=0, bytes=0, seconds=0.0)
 
 
 def push_weights(parts: Parts, *, version: int) -> SyncReport:
@@ -169,6 +181,8 @@ def save_if_due(parts: Parts) -> None:
         parts.state.saving(checkpoint, parts.rollout.state_dict())
         if not in_background:
             parts.state.commit()
+    if not in_background:
+        export(parts)
 
 
 def commit_save(parts: Parts, *, wait: bool = False) -> None:
@@ -176,24 +190,41 @@ def commit_save(parts: Parts, *, wait: bool = False) -> None:
     if not parts.state.is_saving:
         return
     with parts.console.wait("write the checkpoint") as shown:
-        if parts.trainers.saved(wait=wait, on_poll=watch_trainers(parts, shown)):
+        is_written = parts.trainers.saved(wait=wait, on_poll=watch_trainers(parts, shown))
+        if is_written:
             parts.state.commit()
+    if is_written:
+        export(parts)
+
+
+def export(parts: Parts) -> None:
+    """Write the checkpoint that the manifest names as a Hugging Face model, with --save-hf; then drop the oldest."""
+    if parts.settings.run.save_hf is not None:
+        with parts.console.wait("export the checkpoint", done="exported the checkpoint"):
+            parts.state.export()
+    parts.state.drop_oldest()
 
 
 def evaluate_if_due(parts: Parts) -> None:
     """Score the held-out prompts: before the first rollout, at every interval, at the end; never twice at one place."""
-    run, iteration = parts.settings.run, parts.state.iteration
-    has_sets = parts.settings.rollout.evaluation.has_eval_sets and parts.settings.generates
-    if not has_sets or parts.tracker.has_eval(iteration):
-        return
-    at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0
-    due = not run.skip_eval_before_train if iteration == 0 else at_interval or iteration == run.num_rollout
-    if not due:
+    iteration = parts.state.iteration
+    if not eval_due_at(parts, iteration):
         return
     with parts.console.wait("evaluate") as wait:
         report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
-    parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report))
+    samples = sample_lines(report)
+    parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report), samples=samples)
     parts.console.line(eval_line(report))
+
+
+def eval_due_at(parts: Parts, iteration: int) -> bool:
+    """Whether held-out prompts are to be scored after ``iteration`` rollouts, and have not been."""
+    run = parts.settings.run
+    has_sets = parts.settings.rollout.evaluation.has_eval_sets and parts.settings.generates
+    if not has_sets or parts.tracker.has_eval(iteration):
+        return False
+    at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0
+    return not run.skip_eval_before_train if iteration == 0 else at_interval or iteration == run.num_rollout
 
 
 def watch_trainers(parts: Parts, wait: Wait) -> Callable[[], None]:

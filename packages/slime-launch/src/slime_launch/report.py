@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -43,6 +43,9 @@ class Report:
         training_minutes: Wall time of all steps, those before a restart included.
         eval_before: Mean reward of each held-out set before the first rollout.
         eval_after: The same in the last evaluation.
+        evals: Rollouts trained on before each evaluation, and the mean reward of each held-out set then.
+        samples_before: Lines about some answers to held-out prompts before the first rollout.
+        samples_after: The same in the last evaluation.
         rewards: Mean reward of each rollout.
         unscored: Samples that could not be scored.
         seconds: Mean seconds per rollout of each phase.
@@ -55,6 +58,9 @@ class Report:
     training_minutes: float
     eval_before: dict[str, float]
     eval_after: dict[str, float]
+    evals: list[tuple[int, dict[str, float]]]
+    samples_before: list[str]
+    samples_after: list[str]
     rewards: list[float]
     unscored: int
     seconds: dict[str, float]
@@ -78,6 +84,9 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
         training_minutes=sum(row.get("perf/step_time", 0.0) for row in rollouts) / 60,
         eval_before=eval_scores(before),
         eval_after=eval_scores(evals[-1]) if evals else {},
+        evals=[(row["rollout_id"], eval_scores(row)) for row in evals],
+        samples_before=before.get("samples", []),
+        samples_after=evals[-1].get("samples", []) if evals else [],
         rewards=[row[REWARD] for row in rollouts if row.get(REWARD) is not None],
         unscored=int(sum(row.get("rollout/reward_failures", 0.0) for row in rollouts)),
         seconds=_mean_seconds(rollouts),
@@ -91,7 +100,7 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
 
 def write_report(report: Report) -> None:
     """Write the picture and then ``report.json`` into the run's directory."""
-    save_curve(report.rewards, Path(report.reward_curve))
+    save_curve(report.rewards, Path(report.reward_curve), report.evals)
     write_whole(Path(report.run_dir) / REPORT_FILE, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
 
 
@@ -109,6 +118,8 @@ def report_lines(report: Report) -> list[str]:
         before = report.eval_before.get(name)
         change = f"{before:.3f} → {after:.3f}" if before is not None else f"{after:.3f}"
         lines.append(f"mean reward on {name}: {change}")
+    for title, samples in (("before", report.samples_before), ("after", report.samples_after)):
+        lines += [f"{title} training", *(f"  {text}" for text in samples)] if samples else []
     if report.unscored:
         lines.append(f"samples that could not be scored: {report.unscored}; logs/rollout.log says why")
     if len(report.rewards) > 1:
@@ -161,13 +172,18 @@ def draw_chart(values: Sequence[float], *, width: int = WIDTH, height: int = HEI
     return rows
 
 
-def save_curve(values: Sequence[float], path: Path) -> None:
-    """Draw mean reward over rollouts as a PNG."""
+def save_curve(values: Sequence[float], path: Path, evals: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
+    """Draw mean reward over rollouts as a PNG, and the points of evaluations: after as many rollouts as they say."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(range(1, len(values) + 1), values, marker=".", linewidth=1.2)
+    axes.plot(range(1, len(values) + 1), values, marker=".", linewidth=1.2, label="trained on")
+    for name in dict.fromkeys(name for _, scores in evals for name in scores):
+        points = [(iteration, scores[name]) for iteration, scores in evals if name in scores]
+        axes.plot(*zip(*points, strict=True), marker="o", linestyle="--", linewidth=0.8, label=name)
+    if evals:
+        axes.legend()
     axes.set_xlabel("rollout")
     axes.set_ylabel("mean reward")
     axes.grid(alpha=0.3)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slime_convert.errors import ConvertError
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings, free_flags
-from slime_launch.errors import ManifestError
+from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.shards import ReadyRollout
 from slime_megatron.arguments import has_no_effect
@@ -179,12 +181,16 @@ class RunState:
     @property
     def save_due(self) -> bool:
         """Whether a checkpoint is wanted now: at every ``--save-interval`` and at the end."""
+        return self.save_due_at(self.iteration)
+
+    def save_due_at(self, iteration: int) -> bool:
+        """The same after ``iteration`` rollouts."""
         taken = self._committed if self._saving is None else self._saving.iteration
-        if self._save is None or self.iteration == taken:
+        if self._save is None or iteration == taken:
             return False
         interval = self._settings.megatron.save_interval
-        at_end = self.iteration >= self._settings.run.num_rollout
-        return at_end or (interval is not None and self.iteration % interval == 0)
+        at_end = iteration >= self._settings.run.num_rollout
+        return at_end or (interval is not None and iteration % interval == 0)
 
     def saving(self, checkpoint: Path, source_state: dict[str, Any]) -> None:
         """The ranks write ``checkpoint`` of the weights as they are now; it counts when :meth:`commit` says so."""
@@ -205,6 +211,43 @@ class RunState:
         self._write_manifest(position.iteration, position.weight_version, position.source_state)
         if not self._settings.run.keep_rollouts:
             self._store.discard_through(position.iteration - 1)
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether ``--save-hf`` has the checkpoint that counts: a run may have been killed before it was written."""
+        return self._settings.run.save_hf is None or self.resume_from is None or self._export_path.is_dir()
+
+    @property
+    def _export_path(self) -> Path:
+        return Path(str(self._settings.run.save_hf).format(rollout_id=self._committed - 1))
+
+    def export(self) -> None:
+        """Write the checkpoint that counts as a Hugging Face model, whole or not at all, to ``--save-hf``.
+
+        Raises:
+            RunError: It cannot be written.
+        """
+        from slime_convert import torch_dist_to_hf
+
+        target, source = self._export_path, self.resume_from
+        assert source is not None  # --save-hf needs --save
+        try:
+            torch_dist_to_hf(source, target, self._settings.rollout.data.hf_checkpoint, force=True)
+        except (ConvertError, OSError) as error:
+            raise RunError(f"--save-hf {target} could not be written: {error}") from error
+
+    def drop_oldest(self) -> None:
+        """Remove all checkpoints of this run but the last ``--max-checkpoints-kept``; never what a run begins with."""
+        most = self._settings.run.max_checkpoints_kept
+        if most is None or self._save is None or self._checkpoint is None:
+            return
+        needed = {Path(path).resolve() for path in (self._weights.load, self._weights.ref_load)}
+        critic = self._settings.megatron.critic_save
+        for root in (self._save, self._save / "reference", Path(critic) if critic else self._save / "critic"):
+            found = [path for path in root.glob("iter_*") if path.name <= Path(self._checkpoint).name]
+            for path in sorted(found)[:-most]:
+                if path.resolve() not in needed:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _write_manifest(self, iteration: int, weight_version: int, source_state: dict[str, Any]) -> None:
         self.source_state = source_state

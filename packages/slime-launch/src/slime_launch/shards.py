@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_convert.shape import ModelShape
+from slime_core.metrics import pass_rates
 from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
 from slime_core.types import RolloutBatch, RolloutColumns, TrainShard
@@ -84,6 +85,8 @@ def prepare_rollout(
         check_versions(columns, may_lag=settings.rollout.may_lag)
     check_scored(columns)
     add_rewards(batch, columns, settings)
+    if settings.run.log_passrate:
+        columns.metrics.update(train_pass_rates(batch, settings))
     if recipe.store is not None:
         with said_of_files():
             recipe.store.write(columns, state_dict() if recipe.can_resume else None)
@@ -95,6 +98,12 @@ def prepare_rollout(
     ready, shards = summary(columns), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
+
+
+def train_pass_rates(batch: RolloutBatch, settings: Settings) -> dict[str, float]:
+    """``passrate/pass@k`` of the samples that are trained on."""
+    rates = pass_rates(batch.samples, settings.rollout.rewards.reward_key)
+    return {f"passrate/{name}": rate for name, rate in rates.items()}
 
 
 def add_rewards(batch: RolloutBatch, columns: RolloutColumns, settings: Settings) -> None:

@@ -11,7 +11,9 @@ from slime_launch.shards import ReadyRollout
 
 REASON_CHARACTERS = 100
 TEXT_CHARACTERS = 60
+EXAMPLES = 3
 ROUNDING = 5e-8  # less is what float32 leaves of 0
+PASS_RATES = "passrate/"
 NOT_OF_SAMPLES = ("tokens_per_second",)  # reported as perf/
 
 
@@ -27,7 +29,11 @@ def rollout_row(
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """``rollout/*`` and ``perf/*`` of one rollout; ``seconds`` is the wall time of the loop's own phases."""
-    row = {f"rollout/{name}": value for name, value in batch.metrics.items() if name not in NOT_OF_SAMPLES}
+    row = {
+        name if name.startswith(PASS_RATES) else f"rollout/{name}": value
+        for name, value in batch.metrics.items()
+        if name not in NOT_OF_SAMPLES
+    }
     phases = {**batch.seconds, **report.seconds, **seconds}
     row |= {f"perf/{name}_time": value for name, value in phases.items()}
     row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}
@@ -45,9 +51,9 @@ def eval_row(report: EvalReport) -> dict[str, float]:
 
 
 def eval_line(report: EvalReport) -> str:
-    """About an evaluation: each set's score, its pass@k of the largest k where k is above 1, and a sample of the first.
+    """About an evaluation: each set's score, its pass@k of the largest k where k is above 1, and samples of the first.
 
-    It is the same prompt each time, so that one sees what changes.
+    They are of the same prompts each time, so that one sees what changes.
     """
     words = []
     for name, score in report.scores.items():
@@ -56,8 +62,15 @@ def eval_line(report: EvalReport) -> str:
         k = max(rates, default=1)
         words.append(f"{name} {score:.3f}" + (f" (pass@{k} {rates[k]:.1%})" if k > 1 else ""))
     line = f"eval after {report.rollout_id} rollouts: {'  '.join(words)}  {report.seconds:.1f} s"
-    samples = next(iter(report.samples.values()), [])
-    return "\n".join([line, *(f"  {sample_line(sample)}" for sample in samples[:1])])
+    return "\n".join([line, *(f"  for example: {text}" for text in sample_lines(report))])
+
+
+def sample_lines(report: EvalReport) -> list[str]:
+    """The first answers to the first prompts of the first held-out set."""
+    first: dict[int, Sample] = {}
+    for sample in next(iter(report.samples.values()), []):
+        first.setdefault(sample.group_index, sample)
+    return [sample_line(sample) for sample in list(first.values())[:EXAMPLES]]
 
 
 def sample_line(sample: Sample) -> str:
@@ -65,9 +78,7 @@ def sample_line(sample: Sample) -> str:
     prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", ""))
     prompt, response = (" ".join(text.split()) for text in (prompt, sample.response))
     reward = f"{sample.reward:g}" if isinstance(sample.reward, int | float) else str(sample.reward)
-    return (
-        f"for example: …{prompt[-TEXT_CHARACTERS:]} → {textwrap.shorten(response, TEXT_CHARACTERS)} (reward {reward})"
-    )
+    return f"…{prompt[-TEXT_CHARACTERS:]} → {textwrap.shorten(response, TEXT_CHARACTERS)} (reward {reward})"
 
 
 def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
@@ -79,7 +90,7 @@ def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], l
         what = f"{len(reasons)} of {batch.num_samples} not scored"
         words.append(f"({what}: {textwrap.shorten(often, REASON_CHARACTERS)}; logs/rollout.log)")
     elif row.get("rollout/zero_std/ratio") == 1:
-        words.append("(equal within every group)")
+        words.append("(equal within every group: no gradient)")
     for name, title in (("loss", "loss"), ("kl_loss", "kl"), ("grad_norm", "grad norm")):
         if f"train/{name}" in last_step:
             value = last_step[f"train/{name}"]

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,24 @@ class Tracker:
         self.close()
         self._open(iteration)
 
-    def log(self, kind: str, *, step: int, rollout_id: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self,
+        kind: str,
+        *,
+        step: int,
+        rollout_id: int,
+        metrics: Mapping[str, float],
+        samples: Sequence[str] = (),
+    ) -> None:
         """Write one row; it is on disk when this returns. What is not finite becomes ``null`` in the file.
 
-        The ``rollout_id`` of kind ``eval`` is the number of rollouts trained on before it.
+        The ``rollout_id`` of kind ``eval`` is the number of rollouts trained on before it; ``samples`` are lines about
+        some answers.
         """
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row: Row = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": time.time(), **values}
+        if samples:
+            row["samples"] = list(samples)
         self.rows.append(row)
         self._file.write(_line(row))
         self._file.flush()

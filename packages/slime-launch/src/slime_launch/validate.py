@@ -49,6 +49,7 @@ def check_settings(settings: Settings) -> None:
     problems = Problems()
     problems.attempt(_check_batches, settings)
     problems.attempt(_check_sampling, settings)
+    problems.attempt(_check_learning, settings)
     problems.attempt(_check_colocation, settings)
     problems.attempt(_check_distillation, settings)
     problems.attempt(_check_engine_gpus, settings)
@@ -110,6 +111,27 @@ def _check_evaluation(settings: Settings) -> None:
         )
 
 
+def _check_learning(settings: Settings) -> None:
+    """Refuse what changes no weight, and sends or saves that cannot be."""
+    algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
+    own = algorithm.custom_advantage_function_path or settings.rollout.hooks.custom_reward_post_process_path
+    relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
+    if size == 1 and relative and not own and not algorithm.use_opd:
+        raise ConfigError(
+            f"--n-samples-per-prompt 1: {algorithm.advantage_estimator} compares the samples of a prompt with each "
+            "other, so rewards change no weight; give 2 or more, or --disable-rewards-normalization"
+        )
+    if settings.rollout.selection.update_weights_interval > 1 and settings.engine.use_fault_tolerance:
+        raise ConfigError(
+            f"--update-weights-interval {settings.rollout.selection.update_weights_interval} does not work with "
+            "--use-fault-tolerance: an engine that is replaced needs weights that the trainer no longer has; leave one "
+            "of them out"
+        )
+    if settings.run.save_hf is not None and (settings.megatron.save is None or settings.megatron.lora_rank):
+        needs = "is made of a checkpoint: give --save" if settings.megatron.save is None else "does not merge adapters"
+        raise ConfigError(f"--save-hf {settings.run.save_hf} {needs}, or leave it out")
+
+
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
     algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
@@ -117,12 +139,6 @@ def notices(settings: Settings) -> list[str]:
     if not settings.generates:
         unscored = "; held-out prompts are not scored" if settings.rollout.evaluation.has_eval_sets else ""
         lines.append(f"rollouts come from {settings.run.load_debug_rollout_data}: no engines are started{unscored}")
-    relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
-    if size == 1 and relative and algorithm.custom_advantage_function_path is None:
-        lines.append(
-            f"--n-samples-per-prompt 1: {algorithm.advantage_estimator} compares the samples of a prompt with each "
-            "other, so rewards change no weight; give 2 or more"
-        )
     return lines
 
 

@@ -228,12 +228,13 @@ class Collector:
         """Rollouts that may be finished or in flight, the one that the trainer waits for included.
 
         A group that is started now is trained on after those: with more, its tokens would be older than
-        ``--max-weight-staleness``, if an update follows each rollout.
+        ``--max-weight-staleness``, if an update follows each rollout, or each --update-weights-interval of them.
         """
         ahead = self._config.selection.async_buffer_size or 1
         bound = self._config.selection.max_weight_staleness
         if bound is None:
             return ahead
+        bound -= self._config.selection.update_weights_interval - 1
         # Between two rollouts the engines still have the version before the one that the next rollout is trained from.
         return min(ahead, bound + 1 if self._watch.is_waiting else bound)
 

@@ -175,6 +175,13 @@ class SelectionConfig(Config):
     max_weight_staleness: int | None = flag(
         None, help="most updates between a token and its training; older ones start again", unit="versions", least=0
     )
+    update_weights_interval: int = flag(
+        1,
+        help="rollouts between two sends of the weights to the engines, which get them before an evaluation and a "
+        "checkpoint, too",
+        unit="rollouts",
+        least=1,
+    )
     hook_timeout: float = flag(
         300.0, help="time limit of a call of a custom filter or data source", unit="seconds", above=0, may_change=True
     )
@@ -202,6 +209,12 @@ class SelectionConfig(Config):
             yield f"--over-sampling-batch-size {over} is less than --rollout-batch-size {batch}; give that or more"
         if tried < in_flight:
             yield f"--dynamic-sampling-max-prompts {tried} is less than the {in_flight} prompts in flight; give more"
+        late, bound = self.update_weights_interval - 1, self.max_weight_staleness
+        if bound is not None and bound < late:
+            yield (
+                f"--update-weights-interval {late + 1} leaves engines {late} updates behind, and --max-weight-staleness "
+                f"{bound} allows {bound}; give {late} or more"
+            )
         if self.partial_rollout and not self.gives_back:
             yield f"--partial-rollout cuts nothing off alone; add --over-sampling-batch-size above {batch}"
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
@@ -423,7 +436,8 @@ class RolloutConfig(Config):
     def may_lag(self) -> bool:
         """Whether tokens may come from older weights than those that are trained next."""
         selection = self.selection
-        return selection.gives_back or selection.async_buffer_size is not None or self.data.data_source_path is not None
+        ahead = selection.async_buffer_size is not None or selection.update_weights_interval > 1
+        return selection.gives_back or ahead or self.data.data_source_path is not None
 
 
 def _wrong_top_k(name: str, value: int | None) -> Iterator[str]:

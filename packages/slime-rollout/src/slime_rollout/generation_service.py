@@ -188,9 +188,13 @@ class GenerationService:
         self._progress = Progress(note="engines and router are up; the trainers are loading")
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Generate and score one rollout, to be trained from the version that was confirmed last."""
+        """Generate and score one rollout, to be trained from the version that was confirmed last.
+
+        With ``--update-weights-interval`` the trainer may be further: after as many rollouts as have been trained on.
+        """
+        late = self._spec.rollout.selection.update_weights_interval > 1
         with self._blame_engines():
-            return self._built.generate(rollout_id, weight_version=self._version)
+            return self._built.generate(rollout_id, weight_version=rollout_id if late else self._version)
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score the held-out prompts."""
