@@ -275,7 +275,7 @@ def test_an_export_that_fails_is_a_failure_of_the_run_and_one_that_is_missing_is
     state.saving(checkpoint(workspace, 1), {})
     state.commit()
     assert not state.is_exported
-    with pytest.raises(RunError, match="--save-hf .*hf-0 could not be written"):
+    with pytest.raises(RunError, match=r"--save-hf .*hf-0 could not be written"):
         state.export()
     (workspace / "hf-0").mkdir()
     assert state.is_exported

@@ -71,7 +71,7 @@ def test_training_on_another_distribution_than_was_sampled_from_is_refused(name,
 
 
 def test_a_group_of_one_learns_nothing_and_is_refused():
-    with pytest.raises(ConfigError, match="--n-samples-per-prompt 1: grpo compares .* give 2 or more"):
+    with pytest.raises(ConfigError, match=r"--n-samples-per-prompt 1: grpo compares .* give 2 or more"):
         check_settings(settings(size=1))
     assert notices(settings(size=2)) == []
     check_settings(settings(size=1, disable_rewards_normalization=None))
@@ -87,7 +87,7 @@ def test_weights_that_are_sent_less_often_and_engines_that_are_replaced():
 
 
 def test_an_export_needs_a_checkpoint():
-    with pytest.raises(ConfigError, match="--save-hf .* is made of a checkpoint: give --save"):
+    with pytest.raises(ConfigError, match=r"--save-hf .* is made of a checkpoint: give --save"):
         check_settings(settings(save_hf="hf-{rollout_id}"))
     check_settings(settings(save_hf="hf-{rollout_id}", save="save"))
 

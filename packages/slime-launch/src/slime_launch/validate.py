@@ -134,8 +134,7 @@ def _check_learning(settings: Settings) -> None:
 
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
-    algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
-    lines = [*settings.notes, *algorithm.notices]
+    lines = [*settings.notes, *settings.algorithm.notices]
     if not settings.generates:
         unscored = "; held-out prompts are not scored" if settings.rollout.evaluation.has_eval_sets else ""
         lines.append(f"rollouts come from {settings.run.load_debug_rollout_data}: no engines are started{unscored}")

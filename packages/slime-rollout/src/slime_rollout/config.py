@@ -212,8 +212,8 @@ class SelectionConfig(Config):
         late, bound = self.update_weights_interval - 1, self.max_weight_staleness
         if bound is not None and bound < late:
             yield (
-                f"--update-weights-interval {late + 1} leaves engines {late} updates behind, and --max-weight-staleness "
-                f"{bound} allows {bound}; give {late} or more"
+                f"--update-weights-interval {late + 1} leaves engines {late} updates behind, and "
+                f"--max-weight-staleness {bound} allows {bound}; give {late} or more"
             )
         if self.partial_rollout and not self.gives_back:
             yield f"--partial-rollout cuts nothing off alone; add --over-sampling-batch-size above {batch}"
