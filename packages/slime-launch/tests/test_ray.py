@@ -19,6 +19,7 @@ from slime_launch.calls import SIGNALS, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
+from slime_launch.processes import Place, own_place
 from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
 from slime_launch.trainers import TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
@@ -30,6 +31,9 @@ CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
 class Part:
     def __init__(self, log_path: str) -> None:
         prepare(str(Path(log_path).parent.parent), log_path, threads=1)
+
+    def introduce(self) -> Place:
+        return own_place()
 
     def add(self, a: int, b: int) -> int:
         return a + b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
 from slime_launch.errors import LostContactError, RunError, Stopped
+from slime_launch.processes import Place
 
 Result = TypeVar("Result")
 
@@ -24,14 +26,23 @@ LOST_CONTACT = ("gloo/transport", "NCCL", "nccl")
 # What torch says of a GPU that no longer works for this process. (Not run on CUDA.)
 DEVICE_FAILED = "CUDA error: "
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DUMP_STACKS = signal.SIGUSR2
+"""Has a worker's process write the stacks of its threads to its log, whatever it does."""
 
 
 class Watch:
-    """Asked at every poll of every wait. Signals are only noted when they come, for raising inside Ray breaks it."""
+    """Asked at every poll of every wait. Signals are only noted when they come, for raising inside Ray breaks it.
+
+    Attributes:
+        workers: All that were ever started, for whoever looks for the cause of a stall.
+        stall: What is said of a wait without progress; it ends with that.
+    """
 
     def __init__(self) -> None:
         self._signum: int | None = None
         self._checks: list[Callable[[], None]] = []
+        self.workers: list[Worker] = []
+        self.stall: str | None = None
 
     def listen(self, *, at_once: bool) -> None:
         """Take SIGINT, SIGTERM and SIGHUP over, again if something else has done so meanwhile.
@@ -84,6 +95,7 @@ def prepare(directory: str, log_path: str, *, threads: int | None) -> None:
         stream.flush()
         os.dup2(log, number)
     os.close(log)
+    faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     if threads is not None:
@@ -107,6 +119,24 @@ class Worker:
         self.log_path = log_path
         self.watch = watch
         self.lost = lost
+        self._introduced: Any = None
+        watch.workers.append(self)
+
+    def introduce(self) -> None:
+        """Ask where it runs; its class must have that method."""
+        self._introduced = self.start_call("introduce")
+
+    def place(self) -> Place | None:
+        """Where it runs; ``None`` as long as it has not said so."""
+        import ray
+
+        if self._introduced is None or not ray.wait([self._introduced], timeout=0)[0]:
+            return None
+        try:
+            place: Place = ray.get(self._introduced)
+        except ray.exceptions.RayError:
+            return None
+        return place
 
     def start_call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; returns a reference for :func:`gather`."""
@@ -130,9 +160,13 @@ class Worker:
 
 
 class Call(Generic[Result]):
-    """A call under way on some workers: Ray reference of the result → the worker that computes it."""
+    """A call under way on some workers: Ray reference of the result → the worker that computes it.
 
-    def __init__(self, pending: Mapping[Any, Worker]) -> None:
+    One that is not ``awaited`` for its own sake goes on where the run makes no progress.
+    """
+
+    def __init__(self, pending: Mapping[Any, Worker], *, awaited: bool = True) -> None:
+        self._awaited = awaited
         self._pending = dict(pending)
         self._waiting = list(pending)
         self._results: dict[Any, Result] = {}
@@ -144,7 +178,8 @@ class Call(Generic[Result]):
             SlimeError: As raised by the worker.
             Stopped: A signal asked the run to stop.
             RunError: A worker died (its ``lost``), or failed in another way; with the last lines of its log. Of workers
-                that wait for each other, that is the one that the others lost, or the names of those that hang.
+                that wait for each other, that is the one that the others lost, or the names of those that hang. The
+                run made no progress for too long.
         """
         import ray
 
@@ -155,7 +190,16 @@ class Call(Generic[Result]):
             worker.watch.check()
         if lost is not None:
             self._raise_cause(lost)
+        if self._waiting and self._awaited:
+            self._check_stall()
         return not self._waiting
+
+    def _check_stall(self) -> None:
+        silent = [self._pending[ref] for ref in self._waiting]
+        watch = silent[0].watch
+        if watch.stall is not None:
+            stall, watch.stall = watch.stall, None
+            raise silent[0].lost(f"{', '.join(worker.name for worker in silent)} did not end: {stall}")
 
     def _take(self, ready: list[Any]) -> LostContactError | None:
         """Keep what has ended; the error of a worker that another one left alone, if nothing worse has happened."""
@@ -214,7 +258,8 @@ class Question:
         Errors as of :class:`Call`.
         """
         if self._call is None:
-            self._call = Call({worker.start_call(self._method): worker for worker in self._workers})
+            calls = {worker.start_call(self._method): worker for worker in self._workers}
+            self._call = Call(calls, awaited=False)
         if self._call.done(0):
             self._answers = self._call.results()
             self._call = None

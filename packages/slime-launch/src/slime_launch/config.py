@@ -100,6 +100,14 @@ class RunConfig(Config):
         least=1,
         may_change=True,
     )
+    stall_timeout: float = flag(
+        3600.0,
+        unit="seconds",
+        help="longest time without progress: until another sample is scored, or for one rollout's training, a save or "
+        "a start. The wait then ends with what hangs and all stacks; with --save, trainers that hang start again",
+        above=0,
+        may_change=True,
+    )
     skip_eval_before_train: bool = flag(
         False, help="leave out the evaluation before the first rollout", may_change=True
     )

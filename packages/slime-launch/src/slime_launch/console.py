@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -35,6 +35,7 @@ class Wait:
     def update(self, note: str = "", *, done: int | None = None, total: int | None = None) -> None:
         """Show how far it is, by what happened last and by units where they can be counted."""
         self._progress.update(self._task, completed=done, total=total, note=note)
+        self._out.on_progress(self.what, (note, done, total))
         if self._progress.disable and time.monotonic() - self._announced >= PLAIN_UPDATE_SECONDS:
             self._announced = time.monotonic()
             count = f"{done}/{total} " if done is not None and total else ""
@@ -42,11 +43,15 @@ class Wait:
 
 
 class RunConsole:
-    """A run's output, to standard output unless a stream is given, and to a log file if one is."""
+    """A run's output, to standard output unless a stream is given, and to a log file if one is.
+
+    ``on_progress`` hears what is waited for, and how far that is.
+    """
 
     def __init__(self, stream: TextIO | None = None, log_path: Path | None = None) -> None:
         self._rich = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._log = log_path.open("a", encoding="utf-8") if log_path is not None else None
+        self.on_progress: Callable[[str, Any], None] = lambda what, marker: None
 
     def line(self, text: str = "") -> None:
         """Print one line as it is."""
@@ -71,7 +76,9 @@ class RunConsole:
             disable=not self._rich.is_terminal,
         ) as progress:
             wait = Wait(what, progress, self)
+            self.on_progress(what, None)
             yield wait
+            self.on_progress(f"after: {what}", None)
         if done is not None and wait.seconds > QUIET_SECONDS:
             self.line(f"{done} ({wait.seconds:.1f} s)")
 

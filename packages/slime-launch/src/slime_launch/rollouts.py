@@ -13,6 +13,7 @@ from slime_core.errors import DataError, SlimeError
 from slime_core.types import EvalReport, RolloutBatch, RolloutColumns
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.placement import KEEP_CHILDREN, Placement
+from slime_launch.processes import Place, own_place
 from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout
 from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, Progress
 
@@ -27,6 +28,10 @@ class RolloutHost(GenerationService):
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
         super().__init__(spec)
+
+    def introduce(self) -> Place:
+        """Where this process is."""
+        return own_place()
 
     def prepare(self, rollout_id: int, recipe: Recipe) -> ReadyRollout:
         """Generate and score one rollout, write it down, and split it."""
@@ -96,7 +101,9 @@ class RolloutWorker:
             runtime_env=KEEP_CHILDREN,
         )
         handle = actor.remote(str(Path.cwd()), str(log_path), list(place.gpus), spec)
-        return cls(Worker("the rollout worker", handle, log_path, watch))
+        worker = Worker("the rollout worker", handle, log_path, watch)
+        worker.introduce()
+        return cls(worker)
 
     def open(self) -> dict[Any, Worker]:
         """Begin to start the engines; give the result to :func:`~slime_launch.calls.gather`."""

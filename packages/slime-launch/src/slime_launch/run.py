@@ -26,6 +26,7 @@ from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resolved import write_resolved
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
+from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import engine_dtype, notices, num_engines
@@ -91,6 +92,9 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     if settings.megatron.save is None:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:
+        stalls = StallWatch(settings.run.stall_timeout, watch, output_dir / "logs")
+        stack.callback(stalls.close)
+        console.on_progress = stalls.progress
         try:
             trainers, rollout = start(
                 checked,
@@ -120,6 +124,10 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
         except RayDiedError as error:  # without it nothing can be stopped in order; the supervisor ends every process
             print(f"slime-launch: {error}", file=sys.stderr, flush=True)
             os._exit(1)
+        except BaseException as error:
+            stalls.stop(error)
+            raise
+        stalls.stop(None)
         with console.wait("stop engines, trainers and Ray"):
             trainers.leave()
             stack.close()

@@ -54,11 +54,15 @@ class TrainerRank:
         """This process's id; that it answers is what matters."""
         return os.getpid()
 
-    def introduce(self) -> tuple[Place, str, int]:
-        """Where this process is; address and free port of its node, where ranks may meet."""
+    def introduce(self) -> Place:
+        """Where this process is."""
+        return own_place()
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Address and free port of this process's node, for rank 0."""
         import ray
 
-        return own_place(), ray.util.get_node_ip_address(), free_port()
+        return ray.util.get_node_ip_address(), free_port()
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
@@ -127,7 +131,6 @@ class TrainerGroup:
         self._launch = launch
         self._config = config
         self._spec: TrainerSpec | None = None
-        self._places: list[Place] = []
         self._workers = list(launch())
         self._alive = Question(self._workers, "alive")
 
@@ -144,9 +147,9 @@ class TrainerGroup:
     def build(self, spec: TrainerSpec) -> dict[Any, Worker]:
         """Begin to build the model on all ranks; give the result to :func:`gather`."""
         self._spec = spec
-        introduced = gather({worker.start_call("introduce"): worker for worker in self._workers})
-        self._places = [place for place, *_ in introduced]
-        _, address, port = introduced[0]
+        for worker in self._workers:
+            worker.introduce()
+        address, port = self._workers[0].call("meeting_point")
         pending = {}
         for rank, worker in enumerate(self._workers):
             meeting = Rendezvous(rank=rank, world_size=len(self._workers), address=address, port=port)
@@ -163,7 +166,8 @@ class TrainerGroup:
         """
         assert self._spec is not None
         self.kill()
-        if left := [pid for pids in on_nodes(self._places, end_processes) for pid in pids]:
+        places = [place for worker in self._workers if (place := worker.place()) is not None]
+        if left := [pid for pids in on_nodes(places, end_processes) for pid in pids]:
             raise RunError(f"trainer ranks do not end (processes {left}); others may not start beside them")
         self._workers = list(self._launch())
         self._alive = Question(self._workers, "alive")

@@ -1,0 +1,123 @@
+"""No wait without an end: a thread that notices where a run makes no progress, finds the cause, and ends the wait."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from slime_launch.calls import DUMP_STACKS, Watch
+from slime_launch.errors import RunError
+from slime_launch.processes import Suspect, look_at, on_nodes, stopped_below
+from slime_rollout.threads import start_call
+
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 60.0  # to look at the processes of other nodes
+TAKE_SECONDS = 10.0  # until the main thread asks again whether to end its wait
+STOP_SECONDS = 120.0  # for engines, trainers and Ray to be stopped
+STACKS_FILE = "stacks.txt"
+
+
+class StallWatch:
+    """Watches the waits of a run, from the beginning to :meth:`close`.
+
+    A wait that makes no progress for ``seconds`` ends with an error: which phase it is, which processes are stopped,
+    and where the stacks of all workers and of this process are. If this process's main thread hangs itself, the process
+    ends; its supervisor ends everything below it.
+    """
+
+    def __init__(self, seconds: float, watch: Watch, log_dir: Path) -> None:
+        self._seconds = seconds
+        self._watch = watch
+        self._log_dir = log_dir
+        self._cause: BaseException | None = None
+        self._stopping = False
+        self._phase, self._marker = "begin", None
+        self._since = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
+        self._thread.start()
+
+    def progress(self, phase: str, marker: Any = None) -> None:
+        """Say how far the run is: something has happened if that is new."""
+        if (phase, marker) != (self._phase, self._marker):
+            self._phase, self._marker, self._since = phase, marker, time.monotonic()
+
+    def stop(self, cause: BaseException | None) -> None:
+        """The run is being stopped, because of an error or at its end; that may not take long."""
+        self._cause, self._stopping = cause, True
+        self.progress("stop engines, trainers and Ray")
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(POLL_SECONDS):
+            limit = min(self._seconds, STOP_SECONDS) if self._stopping else self._seconds
+            if time.monotonic() - self._since < limit:
+                continue
+            since, was_stopping = self._since, self._stopping
+            stall = self._explain(limit)
+            if not was_stopping:
+                self._watch.stall = stall
+                deadline = time.monotonic() + TAKE_SECONDS
+                while self._watch.stall and self._since == since and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+            taken, self._watch.stall = self._watch.stall is None, None
+            if self._over.is_set():
+                return
+            if not taken and self._since == since:
+                self._leave(stall)
+            if self._since == since:
+                self._since = time.monotonic()
+
+    def _explain(self, seconds: float) -> str:
+        """The phase and the causes that can be seen; the stacks go to a file."""
+        stopped, stacks = self._look()
+        path = self._log_dir / STACKS_FILE
+        text = f"no progress for {seconds:g} s (--stall-timeout) in the phase: {self._phase}"
+        if stopped:
+            text += f"; stopped by a signal: {', '.join(stopped)}"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%F %T')} {text}\n{stacks}the launcher (process {os.getpid()}):\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:  # the disk is full
+            return f"{text}; the stacks of all ranks can't be written: {error}"
+        return f"{text}; the stacks of all ranks are in {path}"
+
+    def _look(self) -> tuple[list[str], str]:
+        """What is stopped on this node and on those of the workers, and the stacks of workers."""
+        looking = start_call("stall-look", look_at_workers, self._watch)
+        found = [([], "")] if not wait([looking], timeout=LOOK_SECONDS).done else looking.result()
+        stopped = dict.fromkeys(name for names, _ in found for name in names)
+        known = "".join(stopped)
+        stopped |= {name: None for name in stopped_below() if name.rpartition("(")[2] not in known}
+        return list(stopped), "".join(stacks for _, stacks in found)
+
+    def _leave(self, stall: str) -> None:
+        """End this process: its main thread does not take the news."""
+        code = 1
+        if self._cause is not None:
+            code = self._cause.exit_code if isinstance(self._cause, RunError) else 2
+            print(f"slime-launch: {self._cause}", file=sys.stderr)
+        print(f"slime-launch: {stall}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def look_at_workers(watch: Watch) -> list[tuple[list[str], str]]:
+    """As of :func:`look_at`, on each node."""
+    places = [(worker, worker.place()) for worker in watch.workers]
+    suspects = [
+        (place.node, Suspect(worker.name, place.process, str(worker.log_path), DUMP_STACKS))
+        for worker, place in places
+        if place is not None
+    ]
+    return on_nodes(suspects, look_at)

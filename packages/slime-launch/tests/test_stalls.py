@@ -1,0 +1,138 @@
+"""A wait without progress ends and says why; so does a process that hangs itself. Ray is real, the times are short."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
+from slime_launch.config import ClusterConfig
+from slime_launch.errors import RunError, TrainerLostError
+from slime_launch.processes import Place, end_processes, own_place
+from slime_launch.ray_runtime import ray_runtime
+from slime_launch.stalls import STACKS_FILE, StallWatch
+
+pytestmark = pytest.mark.real
+CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
+
+
+class Part:
+    def __init__(self, log_path: str) -> None:
+        prepare(str(Path(log_path).parent), log_path, threads=1)
+
+    def introduce(self) -> Place:
+        return own_place()
+
+    def wait_for_nothing(self) -> None:
+        time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def ray_is_up() -> Iterator[None]:
+    with ray_runtime(CLUSTER, address=None):
+        yield
+
+
+@pytest.fixture
+def run(ray_is_up, tmp_path):
+    """Two workers that have said where they are, and what watches over them."""
+    import ray
+
+    watch = Watch()
+    workers = []
+    for rank in range(2):
+        path = tmp_path / f"trainer-{rank}.log"
+        actor = ray.remote(Part).options(num_cpus=0).remote(str(path))
+        workers.append(Worker(f"trainer rank {rank}", actor, path, watch, lost=TrainerLostError))
+        workers[-1].introduce()
+    places = [ray.get(worker._introduced) for worker in workers]
+    stalls = StallWatch(1.0, watch, tmp_path)
+    yield workers, [psutil.Process(place.process.pid) for place in places], stalls
+    stalls.close()
+    end_processes([place.process for place in places])
+
+
+def test_a_wait_without_progress_ends_with_who_is_waited_for_where_and_the_stacks(run, tmp_path):
+    workers, _, stalls = run
+    stalls.progress("train")
+    calls = {worker.start_call("wait_for_nothing"): worker for worker in workers}
+    expected = (
+        r"^trainer rank 0, trainer rank 1 did not end: no progress for 1 s \(--stall-timeout\) in the phase: train; "
+        rf"the stacks of all ranks are in {tmp_path}/{STACKS_FILE}$"
+    )
+    with pytest.raises(TrainerLostError, match=expected):
+        gather(calls)
+    stacks = (tmp_path / STACKS_FILE).read_text()
+    assert stacks.count("in wait_for_nothing") == 2
+    assert stacks.count("in gather") == 1  # the launcher's own
+
+
+def test_what_a_signal_has_stopped_is_named(run, tmp_path):
+    workers, processes, stalls = run
+    processes[1].suspend()
+    [raylet] = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    raylet.suspend()
+    try:
+        stalls.progress("save checkpoint 7")
+        calls = {worker.start_call("wait_for_nothing"): worker for worker in workers}
+        with pytest.raises(TrainerLostError) as caught:
+            gather(calls)
+    finally:
+        raylet.resume()
+        processes[1].resume()
+    [_, stopped] = str(caught.value).split("stopped by a signal: ")
+    assert f"trainer rank 1 (process {processes[1].pid})" in stopped
+    assert f"raylet (process {raylet.pid})" in stopped
+    assert stopped.count("(process") == 2
+
+
+def test_progress_keeps_a_wait_alive_and_a_question_is_not_blamed(run):
+    workers, _, stalls = run
+    call = Call({workers[0].start_call("wait_for_nothing"): workers[0]})
+    question = Question([workers[1]], "wait_for_nothing")
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"trainer rank 0 did not end"):
+        while not call.done(0.05):
+            assert question.answers() == []
+            stalls.progress("generate", min(10, int(4 * (time.monotonic() - start))))
+    assert time.monotonic() - start > 3.0
+
+
+HANGS = """
+import sys, threading
+from pathlib import Path
+from slime_launch.calls import Watch
+from slime_launch.errors import RestartsExhaustedError
+from slime_launch.stalls import StallWatch
+import slime_launch.stalls
+slime_launch.stalls.TAKE_SECONDS = 0.5
+slime_launch.stalls.look_at_workers = lambda watch: []
+stalls = StallWatch(0.5, Watch(), Path(sys.argv[1]))
+if sys.argv[2] == "waits":
+    stalls.progress("start Ray")
+else:
+    stalls.stop(RestartsExhaustedError("the first cause"))
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        ("waits", 1, ["slime-launch: no progress for 0.5 s (--stall-timeout) in the phase: start Ray"]),
+        ("stops", 3, ["slime-launch: the first cause", "slime-launch: no progress for 0.5 s"]),
+    ],
+)
+def test_a_launcher_that_hangs_itself_ends(tmp_path, does, code, said):
+    command = [sys.executable, "-c", HANGS, str(tmp_path), does]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.returncode == code and len(lines) == len(said), done.stderr
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
+    assert "in wait" in (tmp_path / STACKS_FILE).read_text()
