@@ -69,7 +69,7 @@ class StallWatch:
                 deadline = time.monotonic() + TAKE_SECONDS
                 while self._watch.stall and self._since == since and time.monotonic() < deadline:
                     time.sleep(POLL_SECONDS)
-            taken, self._watch.stall = self._watch.stall is None, None
+            taken, self._watch.stall = not was_stopping and self._watch.stall is None, None
             if self._over.is_set():
                 return
             if not taken and self._since == since:
