@@ -227,10 +227,17 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
     for url in urls:
         generate(url, [request(prompt, 1) | {"extra_key": namespace()}])
     stale = namespace()
-    long = [threading.Thread(target=generate, args=(url, [request(PROMPTS[0], 7, 900)])) for url in urls]
+    over = threading.Event()
+
+    def keep_busy(url):
+        while not over.is_set():
+            generate(url, [request(PROMPTS[0], 7, 900)])
+
+    # Two for each engine: when one request has ended, the other runs.
+    busy = [threading.Thread(target=keep_busy, args=(url,)) for url in (*urls, *urls)]
     channel = parts.open("tensor", update_weight_pause_mode="in_place")
     parts.train()
-    for thread in long:
+    for thread in busy:
         thread.start()
     wait_until(lambda: all(running(url) for url in urls))
     namespace.change()
@@ -249,7 +256,8 @@ def test_a_prefix_that_the_old_weights_cached_is_not_met_by_requests_after_an_up
         return (expected(parts.model, prompt, reply) - torch.tensor(done.log_probs)).abs().max().item()
 
     met, apart = [off(asyncio.run(sample(asked))) for asked in (lambda: stale, namespace)]
-    for thread in long:
+    over.set()
+    for thread in busy:
         thread.join(120)
     print(f"a request off the new weights by {met:.1e} with the old namespace, {apart:.1e} with a new one")
     assert met > DIFFERENT

@@ -298,7 +298,7 @@ def start(pool, fleet, manager, busy):
     rollout = pool.submit(manager.generate, 0)
 
     def all_at_work():
-        assert not rollout.done()
+        assert not rollout.done(), rollout.result()
         now = loads(fleet)
         return now if sum(map(in_flight, now)) >= IN_FLIGHT and all(map(busy, now)) else None
 
@@ -431,12 +431,12 @@ def test_a_rollout_outlives_engines_router_and_reward_service(fleet, trainer, ma
 
 def test_engines_fail_while_they_read_prompts(fleet, trainer, manager):
     """Responses of one token: until it is there, a request is being read or waits for that."""
-    given = manager(fleet, samples=1, prompt_characters=1200, response_len=1)
+    given = manager(fleet, samples=1, prompt_characters=1600, response_len=1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         rollout = start(pool, fleet, given, in_flight)
         faults = [strike(fleet, "engine 0", signal.SIGSTOP), strike(fleet, "engine 1", signal.SIGKILL)]
         batch = trainer.watch(fleet, rollout)
-    assert min(len(sample.prompt_tokens) for sample in batch.samples) > 400
+    assert min(len(sample.prompt_tokens) for sample in batch.samples) > 600
     finish(fleet, trainer, given, batch, {trainer.version})
     check_fault(faults[0], STOPPED)
     check_fault(faults[1], KILLED)
@@ -481,7 +481,7 @@ def test_engines_fail_while_weights_are_sent(fleet, trainer, manager, moment):
         trainer.step()
         how = {"begun": pause_and_fail} if moment == "paused" else {"amid": fail}
         assert not trainer.try_to_push(fleet, **how)
-        assert not rollout.done()
+        assert not rollout.done(), rollout.result()
         trainer.push(fleet)
         batch = trainer.watch(fleet, rollout)
     finish(fleet, trainer, given, batch, {old, trainer.version})
@@ -523,7 +523,7 @@ def test_past_the_budget_the_run_ends_in_time_with_one_error(
             assert text.startswith(f"{name} (http://") and reason in text
             assert "restarted 0 times, as often as --rollout-max-restarts allows; the end of its log" in text
             assert [event["event"] for event in fault.events()][-1] == "budget_exhausted"
-            assert not rollout.done()  # its requests would wait longer for an engine
+            assert not rollout.done(), rollout.result()  # its requests would wait longer for an engine
             fleet.stop()
             assert not fault.processes & children()
             with pytest.raises(GenerationError):

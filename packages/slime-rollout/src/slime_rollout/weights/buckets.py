@@ -32,7 +32,7 @@ from slime_core.interfaces import NamedTensors
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.threads import start_call
-from slime_rollout.weights.channel import GIVE_UP_SECONDS, EngineChannel
+from slime_rollout.weights.channel import GIVE_UP_SECONDS, LAST_WORD_SECONDS, EngineChannel
 from slime_rollout.weights.checkpoint import dtype_name
 
 # Tensors start at multiples of this in the buffer, so that every dtype is aligned.
@@ -243,6 +243,8 @@ class DistributedWeightChannel(EngineChannel):
         asked = {url: start_call(_THREAD, ask, url) for url in self.engine_urls}
         ours = start_call(_THREAD, act)
         done, pending = wait([*asked.values(), ours], timeout, FIRST_EXCEPTION)
+        if ours in done and ours.exception() is not None:  # which engine it was, its own connection says
+            done |= wait(asked.values(), LAST_WORD_SECONDS, FIRST_EXCEPTION).done
         errors = [error for future in asked.values() if future in done and (error := future.exception()) is not None]
         # An engine's own message says more than a broken connection, which another engine's refusal may have caused.
         for error in sorted(errors, key=lambda each: "Connection closed" in str(each)):
