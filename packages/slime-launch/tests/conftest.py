@@ -50,6 +50,8 @@ class ServerArgs:
         parser.add_argument("--model-path")
         parser.add_argument("--mem-fraction-static", type=float, help="part of memory")
         parser.add_argument("--sleep-on-idle", action="store_true")
+        parser.add_argument("--context-length", type=int)
+        parser.add_argument("--log-level", default="info")
         parser.add_argument("--port", type=int, default=30000)
         parser.add_argument("--cuda-graph-bs", type=int, nargs="+")
 """

@@ -14,10 +14,15 @@ from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec
 from slime_launch.answers import Outcome, table
 from slime_launch.errors import FlagError
-from slime_launch.flags import command
+from slime_launch.flags import PREFIX, command
 from slime_launch.parser import parse, suggestions
 from slime_launch.shell_words import TrainCommand, read_command, unresolved
 from slime_launch.translate import Became, Context, Item, become, context, items
+from slime_megatron.arguments import why_fixed
+from slime_megatron.megatron_words import answer, field_words
+from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
+from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
+from slime_rollout.engine.sglang_flags import CONTROLLED
 
 STOPS = (Outcome.NOT_BUILT, Outcome.REFUSED, Outcome.UNKNOWN)
 ASYNC = ("train_async.py", "slime-launch train-async")
@@ -84,13 +89,13 @@ def _read_script(script: Sequence[str]) -> TrainCommand:
 def migrated(theirs: TrainCommand) -> Migrated:
     """A command of another launcher as ours."""
     entry, argv = theirs.entry, theirs.words
-    typed = [word for word in argv if word.startswith("--sglang-")]
+    given = items(argv)
+    typed = [item.name for item in given if item.name.startswith("--") and _set_by_slime(item.name) is None]
     try:
         groups, parser = command(typed)
-    except ConfigError:  # no SGLang here, or a flag that slime sets itself
-        groups, parser = command([])
+    except ConfigError:  # no SGLang here
+        groups, parser = command([name for name in typed if not name.startswith(PREFIX)])
     known = {spec.name: spec for group in groups for spec in group.flags}
-    given = items(argv)
     around = context(given, known, foreign=True)
     found = [_of(item, around) for item in given]
     words = [word for became in found for word in became.words]
@@ -106,13 +111,28 @@ def migrated(theirs: TrainCommand) -> Migrated:
 
 def _of(item: Item, around: Context) -> Became:
     """What became of one flag, with SGLang's and unknown ones."""
+    if reason := _set_by_slime(item.name):
+        return Became(item, Outcome.NO_EFFECT, (), reason)
     became = become(item, around)
+    word = field_words().get(item.name)
+    if became.outcome is Outcome.SAME and word is not None and word.is_refused:
+        return Became(item, Outcome.REFUSED, (), why_fixed(word.field) or "Megatron has it, slime does not")
     if became.outcome is not Outcome.UNKNOWN:
         return became
+    if (megatrons := answer(item.name, item.values)) is not None:
+        return Became(item, Outcome.NO_EFFECT if megatrons.has_no_effect else Outcome.REFUSED, (), megatrons.reason)
     if not item.name:
         return Became(item, Outcome.UNKNOWN, (), "belongs to no flag")
     near = suggestions(item.name, around.known)
     return Became(item, Outcome.UNKNOWN, (), f"did you mean {', '.join(near)}?" if near else "nobody's flag")
+
+
+def _set_by_slime(name: str) -> str | None:
+    """Why a flag of SGLang's or its router's cannot be given; ``None`` if it can."""
+    for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
+        if name.startswith(prefix) and (reason := controlled.get(name.removeprefix(prefix))):
+            return reason
+    return None
 
 
 def _defaults(entry: str, words: Sequence[str]) -> list[str]:
@@ -145,7 +165,7 @@ def as_command(done: Migrated) -> str:
 
 def as_toml(words: Sequence[str]) -> str:
     """Words of ours as a file for ``--config``."""
-    groups, _ = command([word for word in words if word.startswith("--sglang-")])
+    groups, _ = command([item.name for item in items(words)])
     known = {spec.name: spec for group in groups for spec in group.flags}
     values: dict[str, list[str]] = {}
     for item in items(words):

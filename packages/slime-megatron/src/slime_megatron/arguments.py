@@ -109,6 +109,11 @@ def has_no_effect(name: str) -> bool:
     return name in core_fields() and classes(name) == ["no effect"]
 
 
+def why_fixed(name: str) -> str | None:
+    """Why a field of core's takes no other value than the one it has; ``None`` if it does."""
+    return _found(_FIXED, name)
+
+
 def _plainly(name: str, value: Any) -> str:
     return f"{name} {value}"
 
