@@ -163,6 +163,43 @@ class RunConfig(Config):
                 yield problem
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(Config):
+    """Weights & Biases beside ``metrics.jsonl`` and TensorBoard. ``wandb_key`` is never held: see `wandb_run`."""
+
+    use_wandb: bool = flag(False, help="track in Weights & Biases, too; needs the package wandb", may_change=True)
+    wandb_mode: str = flag(
+        "online", choices=("online", "offline", "disabled"), help="send metrics, or write files alone", may_change=True
+    )
+    wandb_project: str | None = flag(None, help="project in W&B", may_change=True)
+    wandb_group: str | None = flag(None, help="group in W&B, and name of the run", may_change=True)
+    wandb_team: str | None = flag(None, help="team or user in W&B that the project is of", may_change=True)
+    wandb_host: str | None = flag(None, metavar="URL", help="W&B server, if it is your own", may_change=True)
+    wandb_key: str | None = flag(
+        None,
+        metavar="KEY",
+        help="W&B's API key; better set WANDB_API_KEY: others see flags",
+        may_change=True,
+    )
+    wandb_dir: str | None = flag(
+        None, metavar="DIR", help="where W&B writes its files; the run's directory unless given", may_change=True
+    )
+    wandb_run_id: str | None = flag(None, help="run in W&B to go on in", may_change=True)
+    disable_wandb_random_suffix: bool = flag(
+        False, help="take --wandb-group as it is, without random letters at its end", may_change=True
+    )
+    wandb_always_use_train_step: bool = flag(
+        False, help="draw curves of rollouts and evaluations over optimizer steps", may_change=True
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """Settings of W&B without it."""
+        names = ("wandb_project", "wandb_group", "wandb_team", "wandb_host", "wandb_dir", "wandb_run_id")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        if given and not self.use_wandb:
+            yield f"{', '.join(given)}: no effect without --use-wandb; add it, or leave them out"
+
+
 CONFIGS: dict[str, type[Any]] = {
     "megatron": MegatronConfig,
     "engine": EngineConfig,
@@ -170,6 +207,7 @@ CONFIGS: dict[str, type[Any]] = {
     "algorithm": AlgorithmConfig,
     "cluster": ClusterConfig,
     "run": RunConfig,
+    "tracking": TrackingConfig,
 }
 
 
@@ -190,6 +228,7 @@ class Settings:
     algorithm: AlgorithmConfig
     cluster: ClusterConfig
     run: RunConfig
+    tracking: TrackingConfig
     notes: tuple[str, ...] = ()
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

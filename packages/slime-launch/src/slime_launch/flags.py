@@ -13,12 +13,13 @@ from slime_convert.shape import SHAPE_FLAGS
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, collected_problems, flag_specs
-from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, sglang_dest
+from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, TrackingConfig, sglang_dest
 from slime_launch.config_file import with_config
 from slime_launch.errors import FlagError
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.translate import items, translate_upstream
+from slime_launch.wandb_run import hide_key
 from slime_megatron.config import MegatronConfig
 from slime_megatron.megatron_words import megatron_args
 from slime_rollout.config import RolloutConfig
@@ -38,6 +39,7 @@ EPILOG = """\
 What it prints ends with the run's report. The same command continues a stopped run from its last checkpoint in --save.
 Exit codes: 0 done, 1 a part of the run failed, 2 the command cannot work, 3 the trainers were lost too often,
 130 Ctrl-C, 143 SIGTERM."""
+WANDB_NOTE = "metrics.jsonl and TensorBoard are always written. The key is neither stored nor tracked."
 MEGATRON_NOTE = "Megatron's own names, where Megatron has the flag."
 SHAPE_NOTE = "Megatron's own names. What is not given is taken from --hf-checkpoint; what is given must agree with it."
 SGLANG_NOTE = (
@@ -76,6 +78,7 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     translated = translate_upstream(expanded.words, known)
     megatrons = answered(translated.words, known)
     given = parse(groups, parser, megatrons.words, [*translated.problems, *megatrons.problems])
+    hide_key(given)
     from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
     origins = {spec.dest: "config file" if name in from_file else "command line" for name, spec in known.items()}
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
@@ -137,6 +140,7 @@ def train_groups() -> list[FlagGroup]:
         FlagGroup("cluster", tuple(flag_specs(ClusterConfig)), 'Without CUDA a "GPU" is a CPU worker process.'),
         FlagGroup("prompts, sampling and rewards", rollout),
         FlagGroup("evaluation", evaluation + run_evaluation),
+        FlagGroup("tracking", tuple(flag_specs(TrackingConfig)), WANDB_NOTE),
         FlagGroup("algorithm", tuple(flag_specs(AlgorithmConfig))),
         FlagGroup("Megatron: training", tuple(flag_specs(MegatronConfig)), MEGATRON_NOTE),
         FlagGroup("Megatron: model shape", shape, SHAPE_NOTE),

@@ -21,6 +21,7 @@ from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
+from slime_launch.wandb_run import check_wandb
 from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.fits import check_fits
 from slime_megatron.start import check_algorithm
@@ -123,6 +124,7 @@ def look(settings: Settings, problems: Problems) -> Found:
         if path is not None:
             problems.attempt(check_writable, Path(path), flag)
     problems.attempt(check_room, settings)
+    problems.attempt(check_wandb, settings.tracking)
     engines = rows = None
     if settings.generates:
         rows = problems.attempt(check_prompt_data, settings.rollout)

@@ -30,6 +30,7 @@ from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import engine_dtype, notices, num_engines
+from slime_launch.wandb_run import WandbRun
 from slime_rollout.generation_service import GenerationSpec
 
 
@@ -108,6 +109,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                 output_dir,
                 iteration=state.iteration if manifest is not None else None,
                 tensorboard=not settings.run.disable_tensorboard,
+                wandb_run=start_wandb(settings, output_dir, resumed=manifest is not None),
             )
             stack.callback(tracker.close)
             parts = turn_the_crank(
@@ -136,6 +138,14 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     write_report(report)
     for line in report_lines(report):
         console.line(line)
+
+
+def start_wandb(settings: Settings, output_dir: Path, *, resumed: bool) -> WandbRun | None:
+    """The run in W&B, if one is wanted."""
+    if not settings.tracking.use_wandb:
+        return None
+    steps = settings.run.num_steps_per_rollout
+    return WandbRun(settings.tracking, settings.flags(), output_dir, resumed=resumed, steps_per_rollout=steps)
 
 
 def turn_the_crank(parts: Parts) -> Parts:

@@ -15,13 +15,16 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from slime_core.files import write_whole
+
+if TYPE_CHECKING:
+    from slime_launch.wandb_run import WandbRun
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -45,8 +48,15 @@ def read_rows(output_dir: Path) -> list[Row]:
 class Tracker:
     """Writes metrics as they come, after those of the first ``iteration`` rollouts; a new run drops all old ones."""
 
-    def __init__(self, output_dir: Path, *, iteration: int | None = None, tensorboard: bool = True) -> None:
-        self._output_dir, self._tensorboard = output_dir, tensorboard
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        iteration: int | None = None,
+        tensorboard: bool = True,
+        wandb_run: WandbRun | None = None,
+    ) -> None:
+        self._output_dir, self._tensorboard, self._wandb_run = output_dir, tensorboard, wandb_run
         self._open(iteration)
 
     def _open(self, iteration: int | None) -> None:
@@ -65,7 +75,7 @@ class Tracker:
 
     def rewind(self, iteration: int) -> None:
         """Drop what came after the first ``iteration`` rollouts, as a run that is continued there does."""
-        self.close()
+        self._close_files()
         self._open(iteration)
 
     def log(
@@ -93,13 +103,20 @@ class Tracker:
         self._add_event(row)
         if self._events is not None:
             self._events.flush()
+        if self._wandb_run is not None:
+            self._wandb_run.log(row)
 
     def has_eval(self, iteration: int) -> bool:
         """Whether the evaluation after ``iteration`` rollouts was done, in this process or before a restart."""
         return any(row["kind"] == "eval" and row["rollout_id"] == iteration for row in self.rows)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and finish the run in W&B."""
+        self._close_files()
+        if self._wandb_run is not None:
+            self._wandb_run.close()
+
+    def _close_files(self) -> None:
         self._file.close()
         if self._events is not None:
             self._events.close()
