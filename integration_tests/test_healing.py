@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from ended import trained
-from launching import Assets, rows, started, train_command, tree, wait_for, wait_until_gone
+from launching import Assets, rows, started, train_command, tree, wait_until_gone
 from test_recorded import record
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -21,9 +23,15 @@ SECONDS = 500.0
 # The advantages of a step are computed on every rank. In the rollout of number 2, rank 1 is struck once: at once, or
 # when it saves or sends weights next.
 FAULT = """
-import os, pathlib, signal, time
+import os, pathlib, resource, signal, time
+import psutil
 import torch
 from slime_core.ops import estimator_named
+
+def stop(name):
+    driver = psutil.Process().parent().parent()
+    [found] = [process for process in driver.children(recursive=True) if name in " ".join(process.cmdline())[:80]]
+    found.suspend()
 
 FIRED = pathlib.Path({fired!r})
 calls = 0
@@ -53,6 +61,9 @@ def advantages(inputs):
         else:
             strike()
     return estimator_named("grpo")(inputs)
+
+if {moment!r} == "start" and "TrainerRank" in pathlib.Path("/proc/self/cmdline").read_text():
+    strike()
 """
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -80,16 +91,13 @@ def strike_run(assets: Assets, work: Path, *extra: str, moment: str = "train", f
     command = train_command(assets, work, *flags, *extra, rollouts=ROLLOUTS)
     log = work / "log.txt"
     with started(command, log) as process:
-        wait_for(
-            lambda: process.poll() is not None or trained(work, 1)(),
-            "a step",
-            process=process,
-            log=log,
-            seconds=SECONDS,
-        )
-        family = tree(process)
-        code = process.wait(SECONDS)
-        left = wait_until_gone(family, 30)
+        family, deadline = set(), time.monotonic() + SECONDS
+        while (code := process.poll()) is None:
+            assert time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family.update(tree(process))
+            time.sleep(0.3)
+        left = wait_until_gone(list(family), 30)
     return Healed(code, log.read_text(errors="replace"), int(fired.read_text()) if fired.exists() else None, left)
 
 
@@ -158,3 +166,38 @@ def test_a_rank_that_dies_again_and_again_ends_the_run(llama: Assets, tmp_path: 
 def test_the_comparison_sees_a_difference(whole: Path) -> None:
     found = weights(whole)
     assert all(np.isfinite(tensor.float().numpy()).all() for tensor in found.values())
+
+
+STALLS = {
+    "a rank is stopped in a step": ("train", "os.kill(os.getpid(), signal.SIGSTOP)", 0, "trainer rank 1 (process {})"),
+    "a rank waits for the others in a step": ("train", "torch.distributed.barrier()", 0, ""),
+    "a rank is stopped in a save": ("save", "os.kill(os.getpid(), signal.SIGSTOP)", 0, "trainer rank 1 (process {})"),
+    "a rank is stopped at the start": (
+        "start",
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        1,
+        "trainer rank . (process {})",
+    ),
+    "the rollout worker is stopped": ("train", "stop('ray::RolloutHost')", 1, "the rollout worker (process "),
+    "the raylet is stopped": ("train", "stop('raylet/raylet')", None, "raylet (process "),
+    "Ray's gcs_server is stopped": ("train", "stop('gcs/gcs_server')", None, "gcs_server (process "),
+    "the disk is full": ("save", "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))", 1, "File too large"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", STALLS)
+def test_a_run_that_makes_no_progress_heals_or_ends_and_says_why(
+    llama: Assets, whole: Path, tmp_path: Path, case: str
+) -> None:
+    moment, fault, code, said = STALLS[case]
+    healed = strike_run(llama, tmp_path / "run", "--stall-timeout", "60", moment=moment, fault=fault)
+    print(f"{case}: exit code {healed.code}\n{healed.text[-3000:]}")
+    assert healed.struck is not None and healed.left == []
+    assert healed.code == code if code is not None else healed.code in (0, 1)
+    if healed.code:
+        assert re.search(re.escape(said.format(healed.struck)).replace(r"\.", "."), healed.text)
+    else:
+        assert f"{said.format(healed.struck)}" in healed.text
+        assert_same(tmp_path / "run", whole)
