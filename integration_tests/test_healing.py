@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import time
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ def advantages(inputs):
             from slime_megatron.checkpoint_writer import InProcessSave
             before(InProcessSave, "save")
         elif {moment!r} == "push":
-            from slime_megatron.sync import WeightExport
-            before(WeightExport, "tensors")
+            from slime_rollout.weights.channel import EngineChannel
+            before(EngineChannel, "send")
         else:
             strike()
     return estimator_named("grpo")(inputs)
@@ -78,15 +79,19 @@ class Healed:
     left: list[str]
 
 
-def strike_run(assets: Assets, work: Path, *extra: str, moment: str = "train", fault: str = DIES) -> Healed:
-    """Run on recorded rollouts with a fault; `moment` "never" lets it be."""
+def strike_run(
+    assets: Assets, work: Path, *extra: str, moment: str = "train", fault: str = DIES, engines: bool = False
+) -> Healed:
+    """Run on recorded rollouts, or on an engine's with one rank, with a fault; `moment` "never" lets it be."""
     work.mkdir()
     fired = work / "fired"
     # A start from a checkpoint calls the function less often: the number is counted in a process.
     call = {"never": -1, "first": 1}.get(moment, 3)
     (work / "fault.py").write_text(FAULT.format(fired=str(fired), fault=fault, call=call, moment=moment))
-    flags = ["--load-debug-rollout-data", record(work / "recorded", ROLLOUTS), "--debug-train-only"]
-    flags += ["--actor-num-gpus-per-node", str(RANKS), "--save-interval", "2", "--micro-batch-size", "32"]
+    flags = ["--save-interval", "2", "--micro-batch-size", "32"]
+    if not engines:
+        flags += ["--load-debug-rollout-data", record(work / "recorded", ROLLOUTS), "--debug-train-only"]
+        flags += ["--actor-num-gpus-per-node", str(RANKS)]
     flags += ["--custom-advantage-function-path", f"{work}/fault.py:advantages"]
     command = train_command(assets, work, *flags, *extra, rollouts=ROLLOUTS)
     log = work / "log.txt"
@@ -166,6 +171,22 @@ def test_a_rank_that_dies_again_and_again_ends_the_run(llama: Assets, tmp_path: 
 def test_the_comparison_sees_a_difference(whole: Path) -> None:
     found = weights(whole)
     assert all(np.isfinite(tensor.float().numpy()).all() for tensor in found.values())
+
+
+@pytest.mark.real
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_a_rank_that_is_killed_amid_an_update_of_an_engine_changes_nothing(qwen3: Assets, tmp_path: Path) -> None:
+    whole = strike_run(qwen3, tmp_path / "whole", moment="never", engines=True)
+    assert whole.code == 0, whole.text[-4000:]
+    healed = strike_run(qwen3, tmp_path / "run", moment="push", engines=True)
+    assert healed.struck is not None and (healed.code, healed.left) == (0, []), healed.text[-4000:]
+    assert "trainer rank 0 died" in healed.text
+    # the third rollout was trained on, and its weights were being sent
+    assert "the trainers are up again, from checkpoint 2" in healed.text
+    assert_same(tmp_path / "run", tmp_path / "whole")
+    ledgers = [json.loads((tmp_path / one / "save" / "manifest.json").read_text()) for one in ("run", "whole")]
+    assert ledgers[0]["source_state"] == ledgers[1]["source_state"]
 
 
 STALLS = {
