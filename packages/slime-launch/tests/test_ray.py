@@ -17,12 +17,13 @@ import pytest
 from slime_core.errors import DataError
 from slime_launch.calls import SIGNALS, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
-from slime_launch.errors import PlacementError, RunError, Stopped, TrainerLostError
+from slime_launch.errors import LostContactError, PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.processes import Place, own_place
 from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
 from slime_launch.trainers import TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
+from slime_megatron.errors import CheckpointError
 
 pytestmark = pytest.mark.real
 CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
@@ -54,6 +55,9 @@ class Part:
 
     def lose(self) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2461")
+
+    def lose_in_save(self) -> None:
+        raise CheckpointError("cannot write it: [gloo/transport/tcp/pair.cc:538] Connection closed by peer")
 
     def die_later(self) -> None:
         time.sleep(1.5)
@@ -139,6 +143,11 @@ def test_what_befell_the_other_comes_first(part, tmp_path, monkeypatch, end, mes
     with pytest.raises(RunError, match=message):
         gather({part.start_call("lose"): part, other.start_call(end): other})
     other.kill()
+
+
+def test_a_checkpoint_that_lacks_another_rank_is_lost_contact(part):
+    with pytest.raises(LostContactError, match=r"^part 0 failed with CheckpointError: cannot write it: \[gloo"):
+        part.call("lose_in_save")
 
 
 def test_a_trainer_rank_that_dies_ends_a_wait_for_something_else(part, tmp_path):

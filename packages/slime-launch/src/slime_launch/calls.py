@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from slime_core.errors import SlimeError
 from slime_launch.errors import LostContactError, RunError, Stopped
 from slime_launch.processes import Place
+from slime_megatron.errors import CheckpointError
 
 Result = TypeVar("Result")
 
@@ -274,10 +275,12 @@ def _result(ref: Any, worker: Worker) -> Any:
         return ray.get(ref)
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, SlimeError):
+        lost_contact = any(mark in str(cause) for mark in LOST_CONTACT)
+        # Other errors of ours that name gloo or NCCL are about engines. A checkpoint is written by all ranks together.
+        if isinstance(cause, SlimeError) and not (lost_contact and isinstance(cause, CheckpointError)):
             raise cause from None
         kind = RunError
-        if any(mark in str(cause) for mark in LOST_CONTACT):
+        if lost_contact:
             kind = LostContactError
         elif DEVICE_FAILED in str(cause):
             kind = worker.lost
