@@ -6,10 +6,10 @@ import pytest
 
 from slime_launch.answers import Outcome, flag_line, foreign_answer, table, upstream_answer
 from slime_launch.errors import FlagError
-from slime_launch.flags import parse_train, train_groups
+from slime_launch.flags import command, parse_train
 from slime_launch.translate import family_problem, items, translate_upstream
 
-KNOWN = {spec.name: spec for group in train_groups() for spec in group.flags}
+KNOWN = {spec.name: spec for group in command(["--a-flag-of-megatrons"])[0] for spec in group.flags}
 UPSTREAM = (Path(__file__).parent / "data" / "upstream_flags.txt").read_text().split()
 
 

@@ -83,6 +83,11 @@ def test_a_script_is_read_with_its_arrays_variables_and_sourced_files(script):
         ("A=(\n)\npython train.py ${A[@]} --lr 1 && echo done", ["--lr", "1"]),
         ("cat <<EOF\npython train.py --seed 3\nEOF\npython train.py --lr 1", ["--lr", "1"]),
         ("--lr 1 --seed 2", ["--lr", "1", "--seed", "2"]),
+        (
+            "A=(--x 1 $(seq 2 2 6)\n --y $(nproc --all)\n)\npython train.py ${A[@]}",
+            ["--x", "1", "2", "4", "6", "--y", "$(nproc --all)"],
+        ),
+        ("A=(--x $(seq 2) $(seq 3 4)); python train.py ${A[@]}", ["--x", "1", "2", "3", "4"]),
     ],
 )
 def test_forms_of_the_shell(text, words, tmp_path):

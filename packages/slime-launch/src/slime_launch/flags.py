@@ -97,7 +97,8 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     with collected_problems() as contradictions:
         configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
-    notes = (*translated.notes, *megatrons.notes)
+    unused = [*translated.unused, *megatrons.unused]
+    notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
     return Settings(
         shape=shape, notes=notes, origins={dest: origins[dest] for dest in given}, **configs
     ), contradictions

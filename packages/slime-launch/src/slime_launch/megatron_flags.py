@@ -25,7 +25,7 @@ class Answered(NamedTuple):
     """A command line without the words that are answered by a table, and the answers: no effect, or refused."""
 
     words: list[str]
-    notes: tuple[str, ...]
+    unused: list[str]
     problems: list[str]
 
 
@@ -49,18 +49,17 @@ def megatron_groups(argv: Sequence[str], known: Collection[str]) -> list[FlagGro
 
 def answered(argv: Sequence[str], known: Collection[str]) -> Answered:
     """Answer the words of Megatron's that name no field; ``known`` are those that the parser knows."""
-    notes, problems, taken = [], [], []
+    unused, problems, taken = [], [], []
     for name in unknown_words(argv, known):
         found = answer(name, _values(argv, name))
         if found is None:
             continue
         taken.append(name)
         if found.has_no_effect:
-            notes.append(f"{name} ({found.reason})")
+            unused.append(f"{name} ({found.reason})")
         else:
             problems.append(f"{name} cannot be given: {found.reason}")
-    said = (f"no effect here: {', '.join(notes)}",) if notes else ()
-    return Answered(without(argv, taken), said, problems)
+    return Answered(without(argv, taken), unused, problems)
 
 
 def check_arguments(settings: Settings, shape: ModelShape) -> None:

@@ -101,7 +101,7 @@ def migrated(theirs: TrainCommand) -> Migrated:
     words = [word for became in found for word in became.words]
     words += _defaults(entry, words)
     problems = [f"{name} is assigned in no file that could be read; its flags are left out" for name in theirs.unset]
-    problems += [f"{name} has no value here; set it" for name in unresolved(words, {})]
+    problems += [f"{name} is known only where the script runs; put its value" for name in unresolved(words)]
     try:
         parse(groups, parser, words)
     except FlagError as error:

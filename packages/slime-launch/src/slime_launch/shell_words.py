@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,8 @@ ENTRIES = ("train.py", "train_async.py", "slime-launch")
 MODULES = ("verl.trainer.main_ppo", "trl", "verl.trainer.fsdp_sft_trainer")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-=])([^}]*))?\}|([A-Za-z_]\w*))")
+SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
+SEQUENCE = re.compile(r"\$\(seq((?: -?\d+){1,3})\)")
 BREAKS = {";", "&&", "||", "|", "&", "(", ")", "{", "}", "then", "do", "else", "fi", "done"}
 
 
@@ -63,6 +65,8 @@ class _Reader:
 
     def expanded(self, word: str) -> list[str]:
         """A raw word's values: several for an array or an unquoted variable, none for an empty one."""
+        if sequence := SEQUENCE.fullmatch(word):
+            return _sequence([int(number) for number in sequence[1].split()])
         whole = VARIABLE.fullmatch(word.strip('"'))
         if whole and not word.startswith("'"):
             values = self._value(whole)
@@ -164,7 +168,7 @@ def _logical_lines(text: str) -> Iterator[str]:
             held += line.rstrip()[:-1] + " "
             continue
         whole = held + line
-        open_array = bool(re.search(r"\w\+?=\($|\w\+?=\([^)]*$", whole)) and not _array_closed(whole)
+        open_array = _has_open_array(whole)
         if open_array or not _is_closed(whole):
             held = whole + ("\n" if not open_array else " ")
             continue
@@ -174,9 +178,10 @@ def _logical_lines(text: str) -> Iterator[str]:
         yield held
 
 
-def _array_closed(text: str) -> bool:
-    start = re.search(r"\w\+?=\(", text)
-    return start is not None and ")" in _tokens(text[start.end() :])
+def _has_open_array(text: str) -> bool:
+    """Whether the last array that begins in the text goes on after it."""
+    *_, start = [None, *re.finditer(r"(?<!\S)\w+\+?=\(", text)]
+    return start is not None and ")" not in _tokens(text[start.end() :])
 
 
 def _is_closed(text: str) -> bool:
@@ -239,7 +244,7 @@ def _split(line: str) -> Iterator[list[str]]:
 
 
 def _fields(value: str, quoted: bool) -> list[str]:
-    if quoted:
+    if quoted or SUBSTITUTION.search(value):
         return [value]
     try:
         return shlex.split(value)
@@ -247,7 +252,13 @@ def _fields(value: str, quoted: bool) -> list[str]:
         return value.split()
 
 
-def unresolved(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Variables that are left in the words, and that the environment does not have either."""
-    names = (match[1] or match[5] for word in words for match in VARIABLE.finditer(word))
-    return sorted({name for name in names if name not in environment})
+def _sequence(numbers: list[int]) -> list[str]:
+    """What ``seq LAST``, ``seq FIRST LAST`` or ``seq FIRST STEP LAST`` prints."""
+    first = numbers[0] if len(numbers) > 1 else 1
+    step = numbers[1] if len(numbers) > 2 else 1
+    return [str(number) for number in range(first, numbers[-1] + (1 if step > 0 else -1), step or 1)]
+
+
+def unresolved(words: list[str]) -> list[str]:
+    """Variables and substitutions that are left in the words: what only exists when the script runs."""
+    return sorted({match[0] for word in words for form in (SUBSTITUTION, VARIABLE) for match in form.finditer(word)})

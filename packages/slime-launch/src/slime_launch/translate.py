@@ -49,10 +49,11 @@ class Became:
 
 @dataclass(frozen=True)
 class Translated:
-    """A command of ours: its words, what is said about them once, and what is wrong with them."""
+    """A command of ours: its words, flags with no effect and why, what else is said once, and what is wrong."""
 
     words: list[str]
-    notes: tuple[str, ...]
+    unused: list[str]
+    notes: list[str]
     problems: list[str]
 
 
@@ -120,7 +121,7 @@ def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Tr
     """
     names = {word.split("=")[0] for word in argv if word.startswith("--")}
     if names <= known.keys() and not any(word.startswith(THEIRS) for word in argv):
-        return Translated(list(argv), (), [])
+        return Translated(list(argv), [], [], [])
     given = items(argv)
     around = context(given, known, foreign=False)
     words: list[str] = []
@@ -138,8 +139,7 @@ def translate_upstream(argv: Sequence[str], known: Mapping[str, FlagSpec]) -> Tr
             words += became.words
         else:
             words += item.words
-    said = [f"no effect here: {', '.join(unused)}"] if unused else []
-    return Translated(words, (*said, *notes), problems)
+    return Translated(words, unused, notes, problems)
 
 
 def become(item: Item, around: Context) -> Became:
