@@ -32,6 +32,7 @@ COMMANDS = {
     "migrate": Command("slime_launch.migrate:migrate", "a script of upstream slime, TRL or verl as a command of ours"),
     "doctor": Command("slime_launch.doctor:doctor", "whether a run could start on this machine, and what is missing"),
     "completion": Command("slime_launch.completion:completion", "completion of flags for bash or zsh"),
+    "plan": Command("slime_launch.plan.command:plan", "say what such a command would do and need; starts nothing"),
 }
 
 

@@ -100,8 +100,11 @@ class Found:
     rows: dict[str, int] | None
 
 
-def look(settings: Settings, problems: Problems) -> Found:
-    """Make all checks, and put what is wrong into ``problems``."""
+def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> Found:
+    """Make all checks, and put what is wrong into ``problems``.
+
+    With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass.
+    """
     problems.attempt(check_settings, settings)
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
@@ -121,16 +124,18 @@ def look(settings: Settings, problems: Problems) -> Found:
         if path is not None:
             problems.attempt(find_checkpoint, path)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
-        if path is not None:
+        if path is not None and not elsewhere:
             problems.attempt(check_writable, Path(path), flag)
-    problems.attempt(check_room, settings)
-    problems.attempt(check_wandb, settings.tracking)
+    if not elsewhere:
+        problems.attempt(check_room, settings)
+        problems.attempt(check_wandb, settings.tracking)
     engines = rows = None
     if settings.generates:
         rows = problems.attempt(check_prompt_data, settings.rollout)
-        if settings.engine.sglang_router_port is not None:
+        if settings.engine.sglang_router_port is not None and not elsewhere:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
-        engines = problems.attempt(check_engines, settings)
+        if not elsewhere or importable_in(settings.engine.python, "sglang"):
+            engines = problems.attempt(check_engines, settings)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0])
     return Found(shape=shape, overrides=overrides, run=run, engines=engines, rows=rows)

@@ -1,0 +1,226 @@
+"""Everything that is known of a command before it starts, as one record."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from slime_convert.shape import ModelShape
+from slime_core.hooks import HookArgs
+from slime_launch.config import Settings
+from slime_launch.errors import Problems
+from slime_launch.placement import check_layout, plan_layout
+from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, transports
+from slime_launch.plan.devices import Device
+from slime_launch.plan.fit import check_engine, check_phases, check_trainer
+from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of
+from slime_launch.plan.memory import (
+    EngineMemory,
+    Phase,
+    TrainerMemory,
+    engine_memory,
+    num_parameters,
+    phases,
+    trainer_memory,
+)
+from slime_launch.plan.prompt import FirstPrompt, first_prompt
+from slime_launch.preflight import Found, importing_hooks, look
+from slime_launch.validate import notices
+from slime_rollout.hooks import given_hooks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a command would do and need; ``None`` for what a problem keeps from being known.
+
+    Attributes:
+        model: Family, parameters and layers.
+        run: Rollouts, optimizer steps, samples and tokens of the whole run, at most.
+        derived: Settings that were not given and follow from others.
+        hooks: Custom functions, each found and checked.
+        rows: Usable rows of each prompt file.
+        checkpoints: What the run begins with, by role.
+        notices: What the settings do that may not be expected.
+        problems: Why it cannot start; nothing if it can.
+    """
+
+    device: Device
+    gpus_per_node: int
+    model: dict[str, Any] | None
+    run: dict[str, Any]
+    derived: dict[str, Any]
+    batch: Batch | None
+    nodes: list[Node]
+    sizes: Sizes | None
+    trainer: TrainerMemory | None
+    engine: EngineMemory | None
+    phases: list[Phase]
+    transports: list[Transport]
+    times: list[PhaseTime]
+    hooks: list[str]
+    rows: dict[str, int]
+    prompt: FirstPrompt | None
+    checkpoints: dict[str, str]
+    notices: list[str]
+    problems: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values, with totals in bytes."""
+        values = dataclasses.asdict(self)
+        for name, memory in (("trainer", self.trainer), ("engine", self.engine)):
+            if memory is not None:
+                values[name]["total"] = memory.total
+        return values
+
+
+def make_plan(
+    settings: Settings, problems: Problems, device: Device, *, gpus_per_node: int, elsewhere: bool = False
+) -> Plan:
+    """Check a command as a run would, and work out what it needs. Starts nothing.
+
+    Args:
+        elsewhere: The plan is for another machine: directories are not written to, and SGLang need not be here.
+    """
+    found = look(settings, problems, elsewhere=elsewhere)
+    prompt = None
+    if settings.generates and found.rows is not None and Path(settings.rollout.data.hf_checkpoint).is_dir():
+        prompt = problems.attempt(first_prompt, settings.rollout)
+    problems.attempt(check_layout, plan_layout(settings.placed, cuda=not device.is_cpu))
+    nodes = place(settings, device, gpus_per_node)
+    problems.attempt(check_nodes, settings, nodes, device)
+    parts = _Parts(settings, found, device, problems, prompt, len(nodes))
+    return Plan(
+        device=device,
+        gpus_per_node=gpus_per_node,
+        model=None if found.shape is None else _model(found.shape),
+        run=_run(settings, parts.sizes),
+        derived=_derived(settings, parts.batch),
+        batch=parts.batch,
+        nodes=nodes,
+        sizes=parts.sizes,
+        trainer=parts.trainer,
+        engine=parts.engine,
+        phases=parts.phases,
+        transports=parts.transports,
+        times=parts.times,
+        hooks=_hooks(settings, problems),
+        rows=found.rows or {},
+        prompt=prompt,
+        checkpoints=_checkpoints(settings, found),
+        notices=notices(settings),
+        problems=problems.lines,
+    )
+
+
+class _Parts:
+    """The sizes, memory and times of a command, as far as its problems let them be known."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        found: Found,
+        device: Device,
+        problems: Problems,
+        prompt: FirstPrompt | None,
+        nodes: int,
+    ) -> None:
+        self.sizes: Sizes | None = None
+        self.batch: Batch | None = None
+        self.trainer: TrainerMemory | None = None
+        self.engine: EngineMemory | None = None
+        self.phases: list[Phase] = []
+        self.transports: list[Transport] = []
+        self.times: list[PhaseTime] = []
+        shape = found.shape
+        if shape is None:
+            return
+        length = settings.rollout.data.rollout_max_prompt_len or (0 if prompt is None else prompt.tokens)
+        self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings)
+        self.batch = None if self.sizes is None else problems.attempt(batch_of, settings, self.sizes)
+        if settings.generates and not settings.engine.rollout_external_engine_addrs and settings.cluster.rollout_gpus:
+            self.engine = problems.attempt(engine_memory, settings, shape, device)
+            self.transports = transports(settings, shape, device, nodes)
+        if self.sizes is None or self.batch is None:
+            return
+        overrides = found.overrides or {}
+        self.trainer = problems.attempt(
+            trainer_memory,
+            settings,
+            shape,
+            device,
+            tokens=self.batch.tokens_per_micro_batch,
+            micro_batches=self.batch.micro_batches_per_step,
+            overrides=overrides,
+        )
+        if self.trainer is not None:
+            problems.attempt(check_trainer, settings, shape, device, self.trainer, self.sizes, overrides)
+            self.phases = phases(settings, device, self.trainer, self.engine)
+            if self.trainer.total <= device.memory:
+                problems.attempt(check_phases, device, self.phases)
+        if self.engine is not None:
+            problems.attempt(check_engine, settings, device, self.engine, self.sizes)
+        self.times = problems.attempt(phase_times, settings, shape, device, self.engine, self.sizes) or []
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "family": shape.family,
+        "parameters": num_parameters(shape),
+        "layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "experts": shape.num_experts,
+        "context": shape.max_position_embeddings,
+    }
+
+
+def _run(settings: Settings, sizes: Sizes | None) -> dict[str, Any]:
+    rollouts = settings.run.num_rollout
+    values: dict[str, Any] = {"rollouts": rollouts, "optimizer_steps": rollouts * settings.run.num_steps_per_rollout}
+    if sizes is not None:
+        values |= {"samples": rollouts * sizes.samples, "tokens_at_most": rollouts * sizes.tokens}
+    return values
+
+
+def _derived(settings: Settings, batch: Batch | None) -> dict[str, Any]:
+    """What follows from other settings, under the flags' names."""
+    values: dict[str, Any] = {}
+    if settings.megatron.global_batch_size is None and batch is not None:
+        values["global-batch-size"] = batch.global_batch_size
+    if settings.cluster.rollout_num_gpus is None and settings.cluster.rollout_gpus:
+        values["rollout-num-gpus"] = settings.cluster.rollout_gpus
+    if settings.megatron.save is not None and settings.megatron.save_interval is None:
+        values["save-interval"] = settings.run.num_rollout
+    return values
+
+
+def _hooks(settings: Settings, problems: Problems) -> list[str]:
+    """The names of custom functions; that they load was checked."""
+    if not settings.generates:
+        return []
+    with importing_hooks():
+        hooks = problems.attempt(given_hooks, settings.rollout) or []
+        return [hook.name for hook in hooks if _loads(hook, settings)]
+
+
+def _loads(hook: Any, settings: Settings) -> bool:
+    try:
+        hook.load(HookArgs(settings.flags()))
+    except Exception:  # is among the problems
+        return False
+    return True
+
+
+def _checkpoints(settings: Settings, found: Found) -> dict[str, str]:
+    values: dict[str, str] = {}
+    if found.run is not None:
+        manifest, weights = found.run
+        values["policy"] = weights.load
+        if settings.algorithm.needs_reference:
+            values["reference"] = weights.ref_load
+        if manifest is not None:
+            values["continues"] = f"{settings.megatron.save}, after {manifest.iteration} rollouts"
+    for role, path in (("critic", settings.megatron.critic_load), ("teacher", settings.megatron.opd_teacher_load)):
+        if path is not None:
+            values[role] = path
+    return values

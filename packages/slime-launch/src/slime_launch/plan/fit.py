@@ -1,0 +1,129 @@
+"""Whether everything fits into memory, and if not, which settings would make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from slime_convert.shape import ModelShape
+from slime_core.errors import ConfigError
+from slime_launch.config import Settings
+from slime_launch.overrides import Overrides
+from slime_launch.plan.cost import Sizes
+from slime_launch.plan.devices import Device
+from slime_launch.plan.layout import batch_of
+from slime_launch.plan.memory import EngineMemory, Phase, TrainerMemory, gib, trainer_memory
+from slime_megatron.config import flag_name
+from slime_megatron.fits import misfits
+
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def check_trainer(
+    settings: Settings, shape: ModelShape, device: Device, memory: TrainerMemory, sizes: Sizes, overrides: Overrides
+) -> None:
+    """Check that a trainer rank fits on its device.
+
+    Raises:
+        ConfigError: It does not; with its parts, and settings that would do.
+    """
+    if memory.total <= device.memory:
+        return
+    raise ConfigError(
+        f"a trainer rank takes {gib(memory.total)} in a step ({memory.parts()}), and {device.name} has "
+        f"{gib(device.memory)}; {_advice(settings, shape, device, sizes, overrides)}"
+    )
+
+
+def _advice(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes, overrides: Overrides) -> str:
+    for change in _changes(settings, shape):
+        try:
+            other = dataclasses.replace(settings, megatron=dataclasses.replace(settings.megatron, **change))
+            if list(misfits(other.megatron, shape)):
+                continue
+            batch = batch_of(other, sizes)
+            found = trainer_memory(
+                other,
+                shape,
+                device,
+                tokens=batch.tokens_per_micro_batch,
+                micro_batches=batch.micro_batches_per_step,
+                overrides=overrides,
+            )
+        except ConfigError:
+            continue
+        if found.total <= device.memory:
+            given = " ".join(_typed(name, value) for name, value in change.items())
+            return f"{given} needs {gib(found.total)}"
+    ranks = settings.cluster.actor_gpus
+    return (
+        f"no layout of {ranks} rank{'s' * (ranks > 1)} that was tried fits; train on more GPUs (--actor-num-nodes, "
+        "--actor-num-gpus-per-node), or give --lora-rank"
+    )
+
+
+def _changes(settings: Settings, shape: ModelShape) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory, the mildest first."""
+    megatron, ranks = settings.megatron, settings.cluster.actor_gpus
+    sharing: dict[str, Any] = {} if megatron.use_distributed_optimizer else {"use_distributed_optimizer": True}
+    again = {} if megatron.recompute == "full" else _FULL | {"recompute_activations": False}
+    if sharing:
+        yield sharing
+    if again:
+        yield again
+    if sharing and again:
+        yield sharing | again
+    own, most = megatron.tensor_model_parallel_size, min(8, settings.cluster.actor_num_gpus_per_node)
+    experts = {} if shape.num_experts is None else {"expert_tensor_parallel_size": 1}
+    for tensor in (size for size in (2, 4, 8) if own < size <= most):
+        yield {"tensor_model_parallel_size": tensor, "sequence_parallel": True} | experts | sharing | again
+    stages = megatron.pipeline_model_parallel_size
+    split = {"tensor_model_parallel_size": most, "sequence_parallel": True} if most > own else {}
+    for pipeline in (size for size in (2, 4, 8) if stages < size <= ranks // max(1, most)):
+        yield {"pipeline_model_parallel_size": pipeline} | split | experts | sharing | again
+
+
+def _typed(name: str, value: Any) -> str:
+    if value is True:
+        return flag_name(name)
+    return "" if value is False else f"{flag_name(name)} {value}"
+
+
+def check_engine(settings: Settings, device: Device, memory: EngineMemory, sizes: Sizes) -> None:
+    """Check that an engine's weights fit on its GPUs, with a cache for at least one sample.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    args = settings.engine.sglang_args
+    ranks, fraction = memory.ranks, str(args.get("mem-fraction-static", "SGLang's own, about 0.85"))
+    if device.is_cpu or memory.kv_tokens >= sizes.sample_tokens:
+        return
+    left = f"leave room for {memory.kv_tokens} tokens" if memory.kv_cache else "do not fit"
+    raise ConfigError(
+        f"an engine on {ranks} GPU{'s' * (ranks > 1)} of {device.name} ({gib(device.memory)}): with "
+        f"--sglang-mem-fraction-static ({fraction}) its weights, {gib(memory.weights)} each, {left}, and a sample takes "
+        f"{sizes.sample_tokens}; give a larger --rollout-num-gpus-per-engine or --sglang-mem-fraction-static, or a "
+        "smaller --rollout-max-response-len"
+    )
+
+
+def check_phases(device: Device, found: list[Phase]) -> None:
+    """Check what ranks and engines need together, where they share memory.
+
+    Raises:
+        ConfigError: There is too little in a phase.
+    """
+    for phase in found:
+        together = phase.where in ("machine", "shared GPU, engine asleep", "shared GPU, trainer asleep")
+        if together and phase.needed > phase.available:
+            raise ConfigError(
+                f"to {phase.phase}, ranks and engines need {gib(phase.needed)} together ({phase.where}), and there are "
+                f"{gib(phase.available)}; "
+                + (
+                    "give fewer workers or a smaller model"
+                    if device.is_cpu
+                    else "give a smaller --sglang-mem-fraction-static, or --rollout-num-gpus in place of --colocate"
+                )
+            )

@@ -1,0 +1,132 @@
+"""Which ranks and engines are on which node, and how a rollout's samples are shared out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from slime_core.errors import ConfigError
+from slime_launch.config import Settings
+from slime_launch.errors import PlacementError
+from slime_launch.placement import plan_layout
+from slime_launch.plan.cost import Sizes
+from slime_launch.plan.devices import Device
+from slime_launch.validate import global_batch_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node: numbers of its trainer ranks, and of the engines with the GPUs of each there."""
+
+    node: int
+    trainer_ranks: list[int]
+    engines: dict[int, list[int]]
+
+
+def place(settings: Settings, device: Device, gpus_per_node: int) -> list[Node]:
+    """Fill nodes one after the other, as the run's placement group does; a CPU's workers are on one."""
+    layout = plan_layout(settings.placed, cuda=not device.is_cpu)
+    size = settings.engine.rollout_num_gpus_per_engine
+    room = len(layout.bundles) if device.is_cpu else gpus_per_node
+    nodes: dict[int, Node] = {}
+
+    def at(bundle: int) -> Node:
+        number = bundle // room
+        return nodes.setdefault(number, Node(node=number, trainer_ranks=[], engines={}))
+
+    for rank, bundle in enumerate(layout.trainer):
+        at(bundle).trainer_ranks.append(rank)
+    for position, bundle in enumerate(layout.rollout):
+        at(bundle).engines.setdefault(position // size, []).append(bundle % room)
+    return [nodes[number] for number in sorted(nodes)]
+
+
+def check_nodes(settings: Settings, nodes: list[Node], device: Device) -> None:
+    """Check that engines and weights stay where they can.
+
+    Raises:
+        PlacementError: Engines are on several nodes, or where the transport of weights does not reach.
+    """
+    serving = [node.node for node in nodes if node.engines]
+    if device.is_cpu or len(nodes) == 1 or not serving:
+        return
+    if len(serving) > 1:
+        raise PlacementError(
+            f"the {settings.cluster.rollout_gpus} GPUs for generation lie on {len(serving)} nodes, which is not "
+            "supported yet; ask for fewer with --rollout-num-gpus, or give --gpus-per-node if nodes are larger"
+        )
+    if settings.engine.update_weight_transport == "tensor" and not settings.cluster.colocate and serving != [0]:
+        raise PlacementError(
+            f"--update-weight-transport tensor works within one machine, and the engines are on node {serving[0]}, the "
+            "trainer's first rank on node 0; give --update-weight-transport nccl"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How a rollout is trained on; ``identity`` says it as the two products that must be equal."""
+
+    prompts: int
+    samples_per_prompt: int
+    samples: int
+    steps_per_rollout: int
+    global_batch_size: int
+    data_parallel_size: int
+    samples_per_rank: int
+    tokens_per_micro_batch: int
+    micro_batches_per_step: int
+    identity: str
+
+
+def batch_of(settings: Settings, sizes: Sizes) -> Batch:
+    """The batch, with micro-batches of responses that are as long as they may be.
+
+    Raises:
+        ConfigError: The sizes do not fit each other.
+    """
+    megatron, selection = settings.megatron, settings.rollout.selection
+    steps, size = settings.run.num_steps_per_rollout, global_batch_size(settings)
+    ranks = megatron.data_parallel_size(settings.cluster.actor_gpus)
+    own = math.ceil(size / ranks)
+    if megatron.use_dynamic_batch_size and megatron.max_tokens_per_gpu:
+        tokens = max(megatron.max_tokens_per_gpu * megatron.context_parallel_size, sizes.sample_tokens)
+        tokens = min(tokens, own * sizes.sample_tokens)
+        count = math.ceil(own / max(1, tokens // sizes.sample_tokens))
+    else:
+        tokens = min(megatron.micro_batch_size, own) * sizes.sample_tokens
+        count = math.ceil(own / megatron.micro_batch_size)
+    prompts, each = selection.rollout_batch_size, selection.n_samples_per_prompt
+    return Batch(
+        prompts=prompts,
+        samples_per_prompt=each,
+        samples=prompts * each,
+        steps_per_rollout=steps,
+        global_batch_size=size,
+        data_parallel_size=ranks,
+        samples_per_rank=own,
+        tokens_per_micro_batch=tokens,
+        micro_batches_per_step=count,
+        identity=f"{prompts} prompts × {each} samples = {prompts * each} = {steps} steps × global batch {size}",
+    )
+
+
+def sizes_of(settings: Settings, prompt_tokens: int, context: int) -> Sizes:
+    """A rollout whose responses are as long as they may be, after prompts of so many tokens.
+
+    Raises:
+        ConfigError: Prompts leave no room for a response.
+    """
+    sampling, selection = settings.rollout.sampling, settings.rollout.selection
+    limit = min(sampling.rollout_max_context_len or context, context)
+    response = min(sampling.rollout_max_response_len, limit - prompt_tokens)
+    if response < 1:
+        raise ConfigError(
+            f"a prompt of {prompt_tokens} tokens leaves no room for a response within {limit}; give a larger "
+            "--rollout-max-context-len, or leave long prompts out with --rollout-max-prompt-len"
+        )
+    return Sizes(
+        prompt_tokens=prompt_tokens,
+        response_tokens=response,
+        prompts=selection.rollout_batch_size,
+        samples=selection.rollout_batch_size * selection.n_samples_per_prompt,
+    )

@@ -1,0 +1,139 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slime_convert.progress import aligned
+from slime_launch.plan.build import Plan
+from slime_launch.plan.memory import gib
+
+_PROMPT_CHARACTERS = 400
+
+
+def plan_text(plan: Plan) -> str:
+    """All sections that are known, one below the other, without the problems."""
+    sections = (
+        ("device", _device(plan)),
+        ("model", _model(plan)),
+        ("run", _run(plan)),
+        ("placement", _placement(plan)),
+        ("memory of the trainer rank that needs most", _trainer(plan)),
+        ("memory of an engine" if plan.device.is_cpu else "memory of an engine's GPU", _engine(plan)),
+        ("memory by phase", _phases(plan)),
+        ("one update of the engines' weights", _transports(plan)),
+        ("one rollout at most, roughly (responses as long as they may be)", _times(plan)),
+        ("data", _data(plan)),
+        ("notes", [f"  {line}" for line in plan.notices]),
+    )
+    return "\n\n".join("\n".join([title, *lines]) for title, found in sections if (lines := list(found)))
+
+
+def _table(rows: Sequence[Sequence[str]], numbers: range = range(0)) -> list[str]:
+    return [f"  {line}" for line in aligned(rows, numbers).splitlines()] if rows else []
+
+
+def _device(plan: Plan) -> list[str]:
+    what = "memory of the machine" if plan.device.is_cpu else f"each, {plan.gpus_per_node} on a node"
+    return [f"  {plan.device.name}: {gib(plan.device.memory)} {what}"]
+
+
+def _model(plan: Plan) -> list[str]:
+    model = plan.model
+    if model is None:
+        return []
+    experts = f", {model['experts']} experts" if model["experts"] else ""
+    size = f"{model['parameters']:,} parameters, {model['layers']} layers of {model['hidden_size']}{experts}"
+    return [f"  {model['family']}: {size}", *(f"  {role}: {path}" for role, path in plan.checkpoints.items())]
+
+
+def _run(plan: Plan) -> Iterator[str]:
+    batch, run = plan.batch, plan.run
+    if batch is not None:
+        yield f"  {batch.identity}"
+        yield (
+            f"  {batch.data_parallel_size} data-parallel ranks × {batch.samples_per_rank} samples a step, in "
+            f"{batch.micro_batches_per_step} micro-batches of at most {batch.tokens_per_micro_batch:,} tokens"
+        )
+    if "tokens_at_most" in run:
+        yield (
+            f"  {run['rollouts']:,} rollouts = {run['optimizer_steps']:,} steps, {run['samples']:,} samples, at most "
+            f"{run['tokens_at_most']:,} tokens"
+        )
+    for name, value in plan.derived.items():
+        yield f"  --{name} {value} (follows from the others)"
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    for node in plan.nodes:
+        parts = [f"trainer ranks {_ranges(node.trainer_ranks)}"] if node.trainer_ranks else []
+        unit = "slot" if plan.device.is_cpu else "GPU"
+        parts += [
+            f"engine {engine} on {unit}{'s' * (len(gpus) > 1)} {_ranges(gpus)}" for engine, gpus in node.engines.items()
+        ]
+        yield f"  node {node.node}: {'; '.join(parts)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _trainer(plan: Plan) -> list[str]:
+    memory = plan.trainer
+    if memory is None:
+        return []
+    names = ("process", "weights", "gradients", "optimizer", "critic", "frozen", "activations", "logits")
+    rows = [(name, gib(getattr(memory, name))) for name in names if getattr(memory, name)]
+    rows += [("in a step", gib(memory.total)), ("between steps", gib(memory.resident))]
+    rows += [("in host memory", gib(memory.host))] if memory.host else []
+    return _table(rows, range(1, 2))
+
+
+def _engine(plan: Plan) -> list[str]:
+    memory = plan.engine
+    if memory is None:
+        return []
+    rows = [("weights", gib(memory.weights)), ("KV cache", gib(memory.kv_cache)), ("rest", gib(memory.rest))]
+    return [*_table(rows, range(1, 2)), f"  the cache holds {memory.kv_tokens:,} tokens"]
+
+
+def _phases(plan: Plan) -> list[str]:
+    rows = [
+        (phase.phase, phase.where, gib(phase.needed), f"of {gib(phase.available)}", "" if fits else "too much")
+        for phase in plan.phases
+        for fits in [phase.needed <= phase.available]
+    ]
+    return _table(rows, range(2, 4))
+
+
+def _transports(plan: Plan) -> list[str]:
+    return _table(
+        [
+            (
+                one.name,
+                f"{one.sent:,} bytes sent",
+                f"{one.received:,} received",
+                f"{one.seconds:.1f} s",
+                one.problem or ("chosen" if one.chosen else ""),
+            )
+            for one in plan.transports
+        ],
+        range(1, 4),
+    )
+
+
+def _times(plan: Plan) -> list[str]:
+    return _table([(one.phase, f"{one.seconds:,.1f} s", one.of) for one in plan.times], range(1, 2))
+
+
+def _data(plan: Plan) -> Iterator[str]:
+    for path, rows in plan.rows.items():
+        yield f"  {path}: {rows:,} usable rows"
+    yield from (f"  {hook}: found" for hook in plan.hooks)
+    if plan.prompt is not None:
+        text = plan.prompt.text
+        shown = text if len(text) <= _PROMPT_CHARACTERS else f"{text[:_PROMPT_CHARACTERS]}…"
+        label = "" if plan.prompt.label is None else f", label {plan.prompt.label!r}"
+        yield f"  first prompt, {plan.prompt.tokens} tokens{label}:"
+        yield from (f"    {line}" for line in shown.splitlines())

@@ -1,0 +1,162 @@
+"""The command `plan`: what it prints, and that it refuses what `train` refuses, and more."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from slime_launch.cli import main
+from slime_launch.flags import parse_train
+from slime_launch.plan.command import split_words
+from slime_launch.plan.devices import DEVICES, find_device
+from slime_launch.plan.layout import place
+
+HOOK = """
+def reward(args, sample, **kwargs):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def words(flags, workspace, to_words):
+    """A good command, whose tokenizer knows the prompts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate([*map(str, range(10)), "+", "=", "?"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(workspace / "hf" / "tokenizer.json"))
+    (workspace / "hf" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return lambda *more, **changed: [*to_words(flags | changed), *more]
+
+
+def run(words, capsys):
+    """Exit code, standard output, standard error."""
+    code = main(["plan", *words])
+    return code, *capsys.readouterr()
+
+
+def test_a_good_command_is_planned(words, workspace, capsys):
+    code, out, err = run(words("--n-samples-per-prompt", "2"), capsys)
+    assert (code, err) == (0, "")
+    assert "4 prompts × 2 samples = 8 = 1 steps × global batch 8" in out
+    assert "first prompt, 4 tokens, label '1':\n    0 + 1 =" in out
+    assert f"{workspace / 'train.jsonl'}: 8 usable rows" in out
+    assert "node 0: trainer ranks 0; engine 0 on slot 0" in out
+    assert not (workspace / "out").exists()
+    assert not (workspace / "save").exists()
+
+
+def test_json_has_the_same_facts(words, workspace, capsys):
+    (workspace / "own.py").write_text(HOOK)
+    code, out, _ = run(words("--json", "--custom-rm-path", f"{workspace}/own.py:reward"), capsys)
+    plan = json.loads(out)
+    assert code == 0 and plan["problems"] == []
+    assert plan["batch"]["samples"] == 8
+    assert plan["run"] == {"rollouts": 2, "optimizer_steps": 2, "samples": 16, "tokens_at_most": 16 * 512}
+    assert plan["prompt"]["tokens"] == 4
+    assert plan["checkpoints"] == {"policy": str((workspace / "dist" / "release").resolve())}
+    assert plan["hooks"] == [f"--custom-rm-path {workspace}/own.py:reward"]
+    assert {one["name"] for one in plan["transports"] if one["problem"]} == {"nccl"}
+    assert [one["phase"] for one in plan["times"]] == ["generate", "train", "send weights", "save"]
+    assert plan["trainer"]["total"] > plan["trainer"]["weights"] > 0
+
+
+def test_all_problems_come_at_once_with_what_is_known(words, capsys):
+    changed = {"--global-batch-size": "7", "--load": "/nowhere", "--save": "/proc/save"}
+    code, out, err = run(words("--device-memory-gib", "0.25", **changed), capsys)
+    lines = [line for line in err.splitlines() if line.startswith("slime-launch: ")]
+    assert code == 2
+    for text in ("must equal global_batch_size (7)", "/nowhere does not exist", "/proc/save can't be written"):
+        assert sum(text in line for line in lines) == 1
+    assert "first prompt, 4 tokens" in out
+
+
+def test_too_little_memory_is_refused_with_what_would_do(words, capsys):
+    code, _, err = run(words("--device-memory-gib", "0.25"), capsys)
+    assert code == 2
+    assert "a trainer rank takes 0.5 GiB in a step" in err
+    code, _, err = run(words("--device-memory-gib", "1.5"), capsys)
+    assert code == 2
+    assert "to generate, ranks and engines need 2.0 GiB together (machine), and there are 1.5 GiB" in err
+
+
+def test_a_cluster_that_is_not_there(words, capsys, flags, monkeypatch):
+    del flags["--colocate"]
+    monkeypatch.delenv("PYTHONPATH")  # and no SGLang
+    changed = {"--save": "/proc/save", "--rollout-num-gpus": "4", "--actor-num-gpus-per-node": "4"}
+    more = ["--device", "h100", "--sglang-python", sys.executable]
+    code, out, err = run(words(*more, **changed), capsys)
+    assert (code, err) == (0, "")
+    assert "h100: 79.1 GiB each, 8 on a node" in out
+    assert "engine 3 on GPU 7" in out
+    assert "h100" in run(words(*more, "--gpus-per-node", "4", **changed), capsys)[1]
+
+
+def test_what_is_not_built_for_gpus_is_refused(words, capsys):
+    code, _, err = run(words("--device", "h100"), capsys)
+    assert code == 2
+    assert "--colocate is not supported on CUDA yet" in err
+
+
+def test_an_unknown_device_or_flag_is_refused(words, capsys):
+    code, _, err = run(words("--device", "h1000"), capsys)
+    assert code == 2 and "did you mean h100? known: cpu, " in err
+    code, _, err = run(words("--device-memory", "3"), capsys)
+    assert code == 2 and "--device-memory" in err
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(words, capsys):
+    code, _, err = run(words("--rollout-max-context-len", "4"), capsys)
+    assert code == 2 and "a prompt of 4 tokens leaves no room for a response within 4" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        ("--actor-num-gpus-per-node 8 --rollout-num-gpus 4", [(range(8), []), ((), [0, 1])]),
+        (
+            "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus 2",
+            [(range(8), []), (range(8, 16), []), ((), [0])],
+        ),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 4", [(range(4), [0, 1])]),
+        ("--actor-num-gpus-per-node 4 --colocate", [(range(4), [0, 1])]),
+    ],
+)
+def test_nodes_are_filled_one_after_the_other(words, nodes):
+    rest = [
+        "--hf-checkpoint",
+        "hf",
+        "--load",
+        "hf",
+        "--prompt-data",
+        "p",
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "1",
+    ]
+    settings = parse_train([*rest, *words.split(), "--rollout-num-gpus-per-engine", "2"])
+    found = place(settings, DEVICES["h100"], 8)
+    assert [(list(node.trainer_ranks), list(node.engines)) for node in found] == [
+        (list(ranks), engines) for ranks, engines in nodes
+    ]
+    assert len(place(settings, find_device("cpu", None), 8)) == 1
+
+
+def test_the_words_of_a_plan_are_told_from_those_of_training():
+    words = ["--lr", "1", "--device", "h100", "--json", "--device-memory-gib=3", "--load", "x"]
+    known = {"--device": True, "--json": False, "--device-memory-gib": True}
+    own, others = split_words(words, known)
+    assert own == ["--device", "h100", "--json", "--device-memory-gib=3"]
+    assert others == ["--lr", "1", "--load", "x"]
+
+
+def test_no_torch_and_no_ray_are_imported(words):
+    code = (
+        "import sys; from slime_launch.cli import main; main(['plan', *sys.argv[1:]]); "
+        "found = {'torch', 'ray', 'megatron'} & sys.modules.keys(); print(found, file=sys.stderr); sys.exit(bool(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

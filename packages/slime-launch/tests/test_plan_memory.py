@@ -1,0 +1,140 @@
+"""What a plan says about memory, against runs that others published: those that ran out of it, and those that ran."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from slime_convert.published import PUBLISHED
+from slime_convert.shape import ModelShape
+from slime_core.errors import ConfigError
+from slime_launch.flags import parse_train
+from slime_launch.plan.cost import Sizes
+from slime_launch.plan.devices import DEVICES, described, find_device
+from slime_launch.plan.fit import check_engine, check_phases, check_trainer
+from slime_launch.plan.memory import engine_memory, num_parameters, phases, trainer_memory
+
+DATA = Path(__file__).parent / "data"
+REPORTS = json.loads((DATA / "memory_reports.json").read_text())
+KNOWN_TO_RUN = json.loads((DATA / "known_to_run.json").read_text())
+
+
+def llama(layers, hidden, ffn, heads, groups, vocab=32000):
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+
+
+# Layers, widths and vocabularies from the models' published config.json.
+OTHERS = {
+    "llama2-7B": llama(32, 4096, 11008, 32, 32),
+    "llama-13B": llama(40, 5120, 13824, 40, 40),
+    "llama-33B": llama(60, 6656, 17920, 52, 52),
+    "llama3.2-90B": llama(100, 8192, 28672, 64, 8, 128256),
+    "mistral-7B": llama(32, 4096, 14336, 32, 8),
+    "baichuan2-13B": llama(40, 5120, 13696, 40, 40, 125696),
+    "qwen2-72B": llama(80, 8192, 29568, 64, 8, 152064),
+}
+BILLIONS = {"llama2-7B": 6.74, "llama-13B": 13.02, "llama-33B": 32.53, "mistral-7B": 7.24, "qwen2-72B": 72.7}
+
+
+def shape_of(model):
+    return PUBLISHED[model].shape if model in PUBLISHED else ModelShape.from_hf_config(OTHERS[model])
+
+
+def settings_of(case):
+    words = ["--hf-checkpoint", "hf", "--load", "hf", "--prompt-data", "p.jsonl", "--num-rollout", "1"]
+    words += ["--rollout-batch-size", "8", "--actor-num-gpus-per-node", str(min(case["gpus"], 8))]
+    words += ["--actor-num-nodes", str(max(1, case["gpus"] // 8))]
+    words += ["--rollout-num-gpus-per-engine", str(case.get("engine_gpus", 1))]
+    words += ["--colocate"] if case.get("colocate") else ["--rollout-num-gpus", str(case.get("rollout_gpus", 1))]
+    words += ["--advantage-estimator", "ppo"] if case.get("critic") else []
+    settings = parse_train(words)
+    megatron = dataclasses.replace(
+        settings.megatron,
+        **{"bf16": True} | case["flags"],
+        megatron_args={"optimizer_cpu_offload": True} if case.get("cpu_optimizer") else {},
+    )
+    args = {"mem-fraction-static": case["mem_fraction"]} if "mem_fraction" in case else {}
+    engine = dataclasses.replace(settings.engine, sglang_args=args)
+    return dataclasses.replace(settings, megatron=megatron, engine=engine)
+
+
+def check(case):
+    settings, shape, device = settings_of(case), shape_of(case["model"]), DEVICES[case["device"]]
+    sizes = Sizes(prompt_tokens=0, response_tokens=case["tokens"], prompts=8, samples=8)
+    trainer = trainer_memory(settings, shape, device, tokens=case["tokens"], micro_batches=4, overrides={})
+    check_trainer(settings, shape, device, trainer, sizes, {})
+    if "mem_fraction" in case:
+        engine = engine_memory(settings, shape, device)
+        check_engine(settings, device, engine, sizes)
+        check_phases(device, phases(settings, device, trainer, engine))
+
+
+@pytest.mark.parametrize("case", REPORTS, ids=lambda case: case["source"])
+def test_what_ran_out_of_memory_elsewhere_is_refused(case):
+    with pytest.raises(ConfigError, match="a trainer rank takes") as caught:
+        check(case)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", KNOWN_TO_RUN, ids=lambda case: case["source"])
+def test_what_is_known_to_run_is_not_refused(case):
+    check(case)
+
+
+@pytest.mark.parametrize("model", BILLIONS)
+def test_parameters_are_as_many_as_the_models_makers_say(model):
+    assert num_parameters(shape_of(model)) / 1e9 == pytest.approx(BILLIONS[model], rel=0.01)
+
+
+def test_the_advice_fits():
+    case = {"model": "llama3-8B", "device": "a100", "gpus": 8, "tokens": 4096, "flags": {}}
+    with pytest.raises(ConfigError, match=r"; --use-distributed-optimizer (.*)needs \d+\.\d GiB") as caught:
+        check(case)
+    words = str(caught.value).partition("; ")[2].rpartition(" needs")[0].split()
+    advised = {"use_distributed_optimizer": True}
+    for name, value in itertools.pairwise(words):
+        if name.startswith("--") and not value.startswith("--"):
+            advised[name[2:].replace("-", "_")] = int(value) if value.isdigit() else value
+    check(case | {"flags": advised})
+
+
+def test_an_engine_whose_weights_do_not_fit_is_refused():
+    case = {"model": "qwen2-72B", "device": "a100", "gpus": 8, "tokens": 4096, "flags": {}, "engine_gpus": 1}
+    settings, shape, device = settings_of(case), shape_of(case["model"]), DEVICES["a100"]
+    sizes = Sizes(prompt_tokens=0, response_tokens=4096, prompts=8, samples=8)
+    with pytest.raises(ConfigError, match=r"do not fit.*--rollout-num-gpus-per-engine"):
+        check_engine(settings, device, engine_memory(settings, shape, device), sizes)
+    split = settings_of(case | {"engine_gpus": 4, "rollout_gpus": 4})
+    check_engine(split, device, engine_memory(split, shape, device), sizes)
+
+
+def test_the_cache_takes_what_weights_leave_of_the_fraction():
+    case = {"model": "llama3-8B", "device": "h100", "gpus": 1, "tokens": 1, "flags": {}, "mem_fraction": "0.5"}
+    memory = engine_memory(settings_of(case), shape_of("llama3-8B"), DEVICES["h100"])
+    per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, groups, channels, bf16
+    assert memory.kv_tokens == (int(DEVICES["h100"].memory * 0.5) - memory.weights) // per_token
+    assert memory.weights == 2 * 8_030_261_248  # as the model card counts
+
+
+def test_devices_are_found_by_name_and_by_what_a_driver_says():
+    assert find_device("H100", None) is DEVICES["h100"]
+    assert find_device("h100", 64).memory == 64 * 2**30
+    assert find_device("cpu", None).is_cpu
+    with pytest.raises(ConfigError, match="did you mean h100"):
+        find_device("h1000", None)
+    assert described("NVIDIA A100-SXM4-40GB", 40 * 2**30).bandwidth == DEVICES["a100-40"].bandwidth
+    assert described("NVIDIA H100 80GB HBM3", 80 * 2**30).operations == DEVICES["h100"].operations
