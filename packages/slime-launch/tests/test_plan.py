@@ -77,9 +77,9 @@ def test_too_little_memory_is_refused_with_what_would_do(words, capsys):
     code, _, err = run(words("--device-memory-gib", "0.25"), capsys)
     assert code == 2
     assert "a trainer rank takes 0.5 GiB in a step" in err
-    code, _, err = run(words("--device-memory-gib", "1.5"), capsys)
+    code, _, err = run(words("--device-memory-gib", "1"), capsys)
     assert code == 2
-    assert "to generate, ranks and engines need 2.0 GiB together (machine), and there are 1.5 GiB" in err
+    assert "to generate, ranks and engines need 1.3 GiB together (machine), and there are 1.0 GiB" in err
 
 
 def test_a_cluster_that_is_not_there(words, capsys, flags, monkeypatch):

@@ -19,9 +19,9 @@ from slime_megatron.memory import RoleMemory, stage_memory
 from slime_megatron.overrides import role_config
 from slime_rollout.engine.server import KV_TOKENS
 
-# What a process takes before it holds a model: measured on a CPU (Python, torch, Megatron or SGLang); on CUDA the
+# What a rank, or an engine of three processes, takes before it holds a model: measured on a CPU; on CUDA the
 # context, its libraries and NCCL's buffers, as users report them (not measured here).
-TRAINER_PROCESS, ENGINE_PROCESS, CUDA_PROCESS = int(0.45 * GIB), int(1.5 * GIB), 2 * GIB
+TRAINER_PROCESS, ENGINE_PROCESS, CUDA_PROCESS = int(0.45 * GIB), int(0.82 * GIB), 2 * GIB
 SLEEPING_ENGINE = 3 * GIB  # what an engine keeps of a GPU while it sleeps, as users report it
 # SGLang chooses its --mem-fraction-static by device and parallel size; this is about what it comes to.
 MEM_FRACTION = 0.85

@@ -1,0 +1,58 @@
+"""The memory that a plan says an engine takes is what a real one takes, on a CPU, within 15%."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from slime_convert.shape import ModelShape
+from slime_launch.flags import parse_train
+from slime_launch.plan.devices import find_device
+from slime_launch.plan.memory import engine_memory
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.server import EngineSpec, SGLangEngine
+from slime_rollout.http import call
+
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def own_bytes(process):
+    """Memory of a process, with its part of what it shares."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_takes_what_the_plan_says(dtype, tmp_path):
+    model = tmp_path / "model"
+    make_tokenizer(model)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).to(getattr(torch, dtype)).save_pretrained(model)
+    words = f"--hf-checkpoint {model} --load {model} --prompt-data p --num-rollout 1 --rollout-batch-size 4 --colocate"
+    settings = parse_train(words.split())
+    megatron = dataclasses.replace(settings.megatron, bf16=dtype == "bfloat16")
+    settings = dataclasses.replace(settings, megatron=megatron)
+    planned = engine_memory(settings, ModelShape.from_hf_config(model), find_device("cpu", None)).total
+    config = EngineConfig(sglang_python=os.environ["SLIME_ENGINE_PYTHON"])
+    spec = EngineSpec(model_path=str(model), dtype=dtype, context_length=2048)
+    with SGLangEngine.start(config, spec, log_path=tmp_path / "engine.log") as engine:
+        engine.wait_until_ready()
+        prompt = {"input_ids": list(range(3, 300)), "sampling_params": {"max_new_tokens": 16}}
+        call("POST", f"{engine.url}/generate", prompt, timeout=120)
+        measured = sum(own_bytes(process) for process in engine.process_ids())
+    print(f"{dtype}: planned {planned / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
+    assert planned == pytest.approx(measured, rel=0.15)
