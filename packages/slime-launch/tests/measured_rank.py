@@ -39,9 +39,7 @@ def main():
     ]
     batches = [list(range(start, min(start + micro, count))) for start in range(0, count, micro)]
     everywhere = count * given["replicas"]
-    step = TrainStep(
-        micro_batches=batches, global_trajectories=everywhere, global_tokens=everywhere * (length // 2)
-    )
+    step = TrainStep(micro_batches=batches, global_trajectories=everywhere, global_tokens=everywhere * (length // 2))
     worker.train(TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[step]))
     lines = Path("/proc/self/status").read_text().splitlines()
     print("PEAK", next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), flush=True)

@@ -94,6 +94,37 @@ def test_a_cluster_that_is_not_there(words, capsys, flags, monkeypatch):
     assert "h100" in run(words(*more, "--gpus-per-node", "4", **changed), capsys)[1]
 
 
+def test_sglangs_flags_are_taken_as_given_where_there_is_no_sglang(words, capsys, flags, monkeypatch):
+    del flags["--colocate"]
+    monkeypatch.delenv("PYTHONPATH")
+    changed = {"--rollout-num-gpus": "1", "--sglang-python": sys.executable}
+    more = ["--device", "h100", "--json", "--sglang-mem-fraction-static", "0.5", "--sglang-enable-x"]
+    code, out, err = run(words(*more, **changed), capsys)
+    assert (code, err) == (0, "")
+    engine = json.loads(out)["engine"]
+    assert (engine["kv_cache"] + engine["weights"]) / DEVICES["h100"].memory == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_plan_writes_the_settings_that_a_run_reads(words, workspace, capsys):
+    file = workspace / "run.toml"
+    given = words("--lr", "3e-6", "--weight-decay", "0", "--write", str(file))
+    code, out, err = run(given, capsys)
+    assert (code, err) == (0, f"\nslime-launch train --config {file}\n")
+    again = parse_train(["--config", str(file)])
+    own, others = split_words(given, {"--write": True})
+    before = parse_train(others).flags()
+    after = again.flags()
+    assert after.pop("config") == str(file)
+    assert {name for name in after if after[name] != before[name]} == {
+        "global_batch_size",
+        "save_interval",
+        "rollout_num_gpus",
+    } & {name for name in after if before[name] is None}
+    assert after["weight_decay"] == 0 and after["lr"] == 3e-6
+    code, _, err = run(words("--write", "run.yaml"), capsys)
+    assert code == 2 and "must end in .toml" in err
+
+
 def test_what_is_not_built_for_gpus_is_refused(words, capsys):
     code, _, err = run(words("--device", "h100"), capsys)
     assert code == 2
@@ -156,7 +187,8 @@ def test_the_words_of_a_plan_are_told_from_those_of_training():
 def test_no_torch_and_no_ray_are_imported(words):
     code = (
         "import sys; from slime_launch.cli import main; main(['plan', *sys.argv[1:]]); "
-        "found = {'torch', 'ray', 'megatron'} & sys.modules.keys(); print(found, file=sys.stderr); sys.exit(bool(found))"
+        "found = {'torch', 'ray', 'megatron'} & sys.modules.keys(); print(found, file=sys.stderr); "
+        "sys.exit(bool(found))"
     )
     done = subprocess.run([sys.executable, "-c", code, *words()], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

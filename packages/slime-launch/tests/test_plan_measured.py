@@ -66,7 +66,19 @@ def peaks(flags, world, replicas, micro):
 )
 def test_a_rank_takes_what_the_plan_says(case):
     flags, world, replicas, micro = CASES[case]
-    words = "--hf-checkpoint hf --load hf --prompt-data p --num-rollout 1 --rollout-batch-size 4 --colocate".split()
+    words = [
+        "--hf-checkpoint",
+        "hf",
+        "--load",
+        "hf",
+        "--prompt-data",
+        "p",
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "4",
+        "--colocate",
+    ]
     settings = parse_train([*words, "--actor-num-gpus-per-node", str(world)])
     settings = dataclasses.replace(settings, megatron=dataclasses.replace(settings.megatron, load=None, **flags))
     shape = ModelShape.from_hf_config(MODEL)

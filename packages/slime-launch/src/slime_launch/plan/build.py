@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.shape import ModelShape
-from slime_core.hooks import HookArgs
 from slime_launch.config import Settings
 from slime_launch.errors import Problems
+from slime_launch.names import with_paths
 from slime_launch.placement import check_layout, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, transports
 from slime_launch.plan.devices import Device
@@ -27,7 +27,7 @@ from slime_launch.plan.memory import (
 from slime_launch.plan.prompt import FirstPrompt, first_prompt
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.validate import notices
-from slime_rollout.hooks import given_hooks
+from slime_rollout.hooks import given_hooks, hook_args_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ def make_plan(
     Args:
         elsewhere: The plan is for another machine: directories are not written to, and SGLang need not be here.
     """
+    settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems, elsewhere=elsewhere)
     prompt = None
     if settings.generates and found.rows is not None and Path(settings.rollout.data.hf_checkpoint).is_dir():
@@ -205,7 +206,7 @@ def _hooks(settings: Settings, problems: Problems) -> list[str]:
 
 def _loads(hook: Any, settings: Settings) -> bool:
     try:
-        hook.load(HookArgs(settings.flags()))
+        hook.load(hook_args_of(settings.rollout, settings.flags()))
     except Exception:  # is among the problems
         return False
     return True

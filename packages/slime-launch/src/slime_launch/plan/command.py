@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
+from slime_launch.config import Settings
+from slime_launch.config_file import with_config
 from slime_launch.errors import Problems
-from slime_launch.flags import read_train
+from slime_launch.flags import PREFIX, read_train, sglang_python, train_groups
 from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.redact import without_secrets
+from slime_rollout.engine.python import find_python, importable_in
 
 DESCRIPTION = """\
 Say what a training command would do and need, and what is wrong with it; nothing is started.
@@ -37,6 +46,16 @@ class PlanConfig(Config):
     )
     gpus_per_node: int = flag(8, unit="GPUs", help="GPUs of a node", least=1)
     json: bool = flag(False, help="print the plan as JSON")
+    write: str | None = flag(
+        None,
+        metavar="FILE",
+        help="if the command can start, write all its settings, defaults too, to a TOML file for --config",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """A file whose name says another format."""
+        if self.write is not None and not self.write.endswith(".toml"):
+            yield f"--write {self.write} must end in .toml"
 
 
 def plan(argv: list[str]) -> int:
@@ -49,7 +68,7 @@ def plan(argv: list[str]) -> int:
         return 0
     own, words = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
     config = PlanConfig(**parse(groups, parser, own))
-    settings, contradictions = read_train(words)
+    settings, contradictions = (read_train if config.device is None else read_elsewhere)(words)
     from slime_launch.plan.build import make_plan
     from slime_launch.plan.devices import find_device
     from slime_launch.plan.text import plan_text
@@ -60,12 +79,59 @@ def plan(argv: list[str]) -> int:
         settings, problems, device, gpus_per_node=config.gpus_per_node, elsewhere=config.device is not None
     )
     print(json.dumps(found.as_json(), indent=2, ensure_ascii=False) if config.json else plan_text(found))
-    if found.problems and not config.json:
+    if found.problems:
         sys.stdout.flush()
         print("\nthis command cannot start:", file=sys.stderr)
-    for line in found.problems:
-        print(f"slime-launch: {line}", file=sys.stderr)
-    return 2 if found.problems else 0
+        for line in found.problems:
+            print(f"slime-launch: {line}", file=sys.stderr)
+        return 2
+    if config.write is not None:
+        write_whole(Path(config.write), as_config(settings, found.derived))
+        print(f"\nslime-launch train --config {shlex.quote(config.write)}", file=sys.stderr)
+    return 0
+
+
+def read_elsewhere(words: list[str]) -> tuple[Settings, list[str]]:
+    """As :func:`read_train`, where the SGLang that would know its flags is not on this machine: they are taken as given.
+
+    Raises:
+        FlagError: The command line cannot be read.
+    """
+    if importable_in(find_python(sglang_python(words)), "sglang"):
+        return read_train(words)
+    known = {spec.name for group in train_groups() for spec in group.flags}
+    kept: list[str] = []
+    args: dict[str, Any] = {}
+    into: list[str] | None = None
+    for word in with_config(words).words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            into = None
+            if name.startswith(PREFIX) and name not in known:
+                into = args.setdefault(name.removeprefix(PREFIX), [])
+                into.extend([value] if equals else [])
+                continue
+        (kept if into is None else into).append(word)
+    settings, contradictions = read_train(kept)
+    given = {
+        name: True if not values else values[0] if len(values) == 1 else tuple(values) for name, values in args.items()
+    }
+    engine = dataclasses.replace(settings.engine, sglang_args=given)
+    return dataclasses.replace(settings, engine=engine), contradictions
+
+
+def as_config(settings: Settings, derived: Mapping[str, Any]) -> str:
+    """Every setting that has a value, given or not, as a TOML file for ``--config``; secrets are left out."""
+    values = {name.replace("_", "-"): value for name, value in settings.flags().items()}
+    values |= derived
+    values.pop("config", None)
+    clean = without_secrets(values, os.environ)
+    lines = [
+        f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+        for name, value in clean.items()
+        if value is not None and value is not False and value != [] and value == values[name]
+    ]
+    return "".join(lines)
 
 
 def split_words(argv: Sequence[str], known: dict[str, bool]) -> tuple[list[str], list[str]]:

@@ -103,9 +103,9 @@ def check_engine(settings: Settings, device: Device, memory: EngineMemory, sizes
     left = f"leave room for {memory.kv_tokens} tokens" if memory.kv_cache else "do not fit"
     raise ConfigError(
         f"an engine on {ranks} GPU{'s' * (ranks > 1)} of {device.name} ({gib(device.memory)}): with "
-        f"--sglang-mem-fraction-static ({fraction}) its weights, {gib(memory.weights)} each, {left}, and a sample takes "
-        f"{sizes.sample_tokens}; give a larger --rollout-num-gpus-per-engine or --sglang-mem-fraction-static, or a "
-        "smaller --rollout-max-response-len"
+        f"--sglang-mem-fraction-static ({fraction}) its weights, {gib(memory.weights)} each, {left}, and a sample "
+        f"takes {sizes.sample_tokens}; give a larger --rollout-num-gpus-per-engine or --sglang-mem-fraction-static, or "
+        "a smaller --rollout-max-response-len"
     )
 
 
