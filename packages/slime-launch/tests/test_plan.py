@@ -108,7 +108,7 @@ def test_sglangs_flags_are_taken_as_given_where_there_is_no_sglang(words, capsys
 def test_a_plan_writes_the_settings_that_a_run_reads(words, workspace, capsys):
     file = workspace / "run.toml"
     given = words("--lr", "3e-6", "--weight-decay", "0", "--write", str(file))
-    code, out, err = run(given, capsys)
+    code, _, err = run(given, capsys)
     assert (code, err) == (0, f"\nslime-launch train --config {file}\n")
     before = parse_train(split_words(given, {"--write": True})[1]).flags()
     after = parse_train(["--config", str(file)]).flags()
