@@ -221,7 +221,5 @@ def _checkpoints(settings: Settings, found: Found) -> dict[str, str]:
             values["reference"] = weights.ref_load
         if manifest is not None:
             values["continues"] = f"{settings.megatron.save}, after {manifest.iteration} rollouts"
-    for role, path in (("critic", settings.megatron.critic_load), ("teacher", settings.megatron.opd_teacher_load)):
-        if path is not None:
-            values[role] = path
-    return values
+    others = {"critic": settings.megatron.critic_load, "teacher": settings.megatron.opd_teacher_load}
+    return values | {role: path for role, path in others.items() if path is not None}

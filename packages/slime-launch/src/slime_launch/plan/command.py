@@ -92,7 +92,7 @@ def plan(argv: list[str]) -> int:
 
 
 def read_elsewhere(words: list[str]) -> tuple[Settings, list[str]]:
-    """As :func:`read_train`, where the SGLang that would know its flags is not on this machine: they are taken as given.
+    """As :func:`read_train`; where no SGLang on this machine knows its own flags, they are taken as given.
 
     Raises:
         FlagError: The command line cannot be read.
