@@ -120,6 +120,7 @@ def test_wrong_type(refused, flags):
 
 def test_batch_identity(refused, flags):
     flags["--global-batch-size"] = "4"
+    flags["--num-steps-per-rollout"] = "1"
     assert (
         "rollout_batch_size (4) × n_samples_per_prompt (2) = 8 must equal global_batch_size (4) × "
         "num_steps_per_rollout (1); set --global-batch-size 8 or --num-steps-per-rollout 2"

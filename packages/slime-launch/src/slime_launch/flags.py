@@ -15,6 +15,7 @@ from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, TrackingConfig, sglang_dest
 from slime_launch.config_file import with_config
+from slime_launch.derived import derived_values
 from slime_launch.errors import FlagError
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, parse
@@ -28,7 +29,7 @@ from slime_rollout.engine.python import find_python
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.router_flags import router_specs
-from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
+from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, engine_device, installed_flags
 
 PROG = "slime-launch train"
 DESCRIPTION = """\
@@ -80,7 +81,12 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     given = parse(groups, parser, megatrons.words, [*translated.problems, *megatrons.problems])
     hide_key(given)
     from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
-    origins = {spec.dest: "config file" if name in from_file else "command line" for name, spec in known.items()}
+    origins = {
+        spec.dest: "config file" if name in from_file else "command line"
+        for name, spec in known.items()
+        if spec.dest in given
+    }
+    given |= derived_values(given, on_gpu=engine_device() == "cuda")
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     router = {spec.dest: spec.name.removeprefix(ROUTER_PREFIX) for spec in groups[-2].flags}
     megatron = {spec.dest for group in groups[-4:-2] for spec in group.flags}
@@ -99,9 +105,7 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
     unused = [*translated.unused, *megatrons.unused]
     notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
-    return Settings(
-        shape=shape, notes=notes, origins={dest: origins[dest] for dest in given}, **configs
-    ), contradictions
+    return Settings(shape=shape, notes=notes, origins=origins, **configs), contradictions
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.parser import FlagGroup, without
-from slime_megatron.arguments import classes
+from slime_megatron.arguments import classes, reason
 from slime_megatron.core_check import argument_notices, check_megatron_args
 from slime_megatron.megatron_words import answer, field_words, other_words
 from slime_rollout.engine.sglang_flags import engine_device
@@ -79,7 +79,8 @@ def megatron_help(known: Collection[str]) -> Iterator[str]:
         if name not in known:
             value = "" if word.spec.is_switch else f" VALUE{' …' if word.spec.nargs else ''}"
             becomes = next((_BECOMES[kind] for kind in classes(word.field) if kind in _BECOMES), "refused")
-            yield f"{name}{value}  {word.spec.help} [{becomes}]"
+            why = f": {reason(word.field)}" if reason(word.field) else ""
+            yield f"{name}{value}  {word.spec.help} [{becomes}{why}]"
     for name, found in sorted(other_words().items()):
         yield f"{name}  [{'no effect' if found.has_no_effect else 'refused'}: {found.reason}]"
 

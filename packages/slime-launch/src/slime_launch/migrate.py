@@ -18,7 +18,7 @@ from slime_launch.flags import PREFIX, command
 from slime_launch.parser import parse, suggestions
 from slime_launch.shell_words import TrainCommand, read_command, unresolved
 from slime_launch.translate import Became, Context, Item, become, context, items
-from slime_megatron.arguments import why_fixed
+from slime_megatron.arguments import reason
 from slime_megatron.megatron_words import answer, field_words
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
@@ -111,12 +111,12 @@ def migrated(theirs: TrainCommand) -> Migrated:
 
 def _of(item: Item, around: Context) -> Became:
     """What became of one flag, with SGLang's and unknown ones."""
-    if reason := _set_by_slime(item.name):
-        return Became(item, Outcome.NO_EFFECT, (), reason)
+    if own := _set_by_slime(item.name):
+        return Became(item, Outcome.NO_EFFECT, (), own)
     became = become(item, around)
     word = field_words().get(item.name)
     if became.outcome is Outcome.SAME and word is not None and word.is_refused:
-        return Became(item, Outcome.REFUSED, (), why_fixed(word.field) or "Megatron has it, slime does not")
+        return Became(item, Outcome.REFUSED, (), reason(word.field) or "Megatron has it, slime does not")
     if became.outcome is not Outcome.UNKNOWN:
         return became
     if (megatrons := answer(item.name, item.values)) is not None:

@@ -15,7 +15,7 @@ from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.shards import ReadyRollout
 from slime_megatron.arguments import has_no_effect
-from slime_megatron.checkpoint import find_checkpoint
+from slime_megatron.checkpoint import find_checkpoint, may_be_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_rollout.store import RolloutStore
 
@@ -80,7 +80,7 @@ class StartWeights:
 def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights:
     """Find the weights that the run begins with, or began with if it is continued.
 
-    ``--load`` may be ``--save``'s own directory with nothing in it yet; the run then begins with ``--ref-load``.
+    Where ``--load`` holds no checkpoint, as ``--save``'s own directory at first, the run begins with ``--ref-load``.
 
     Raises:
         ConfigError: Neither flag is given.
@@ -99,7 +99,7 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
             "the trainer has no weights to start from: give --load DIR, a Hugging Face model, a checkpoint that "
             "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
         )
-    if megatron.ref_load is not None and (load is None or (load == megatron.save and _is_empty(Path(load)))):
+    if megatron.ref_load is not None and (load is None or not may_be_checkpoint(load)):
         load = megatron.ref_load
     return StartWeights(load=_newest(str(load)), ref_load=_newest(megatron.ref_load or str(load)))
 
@@ -108,8 +108,12 @@ def _newest(path: str) -> str:
     return str(find_checkpoint(path).directory.resolve())
 
 
-def _is_empty(directory: Path) -> bool:
-    return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights) -> list[str]:
+    """That a new run begins with ``--ref-load`` though ``--load`` is given."""
+    load, begins = settings.megatron.load, Path(weights.load)
+    if manifest is not None or load is None or Path(load).resolve() in (begins, *begins.parents):
+        return []
+    return [f"--load {load} holds no checkpoint, so the run begins with --ref-load {weights.load}"]
 
 
 class Position(NamedTuple):

@@ -14,6 +14,7 @@ from slime_core.errors import SlimeError
 from slime_launch.calls import Watch, gather, stopped_line
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
+from slime_launch.derived import precision_notes
 from slime_launch.errors import RayDiedError, RunError, Stopped
 from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
@@ -24,7 +25,7 @@ from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resolved import write_resolved
-from slime_launch.resume import RunState
+from slime_launch.resume import RunState, start_notes
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
@@ -86,7 +87,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
     for notice in (
         *notices(settings),
-        *argument_notes(settings, checked.shape),
+        *start_lines(checked),
         *cluster_notices(os.environ.get("RAY_ADDRESS")),
     ):
         console.line(notice)
@@ -201,6 +202,13 @@ def start(
     with console.wait(f"start {what}", done=f"{what} are up") as wait:
         gather(rollout.open() | trainers.build(spec), on_poll=lambda: wait.update(rollout.progress().note))
     return trainers, rollout
+
+
+def start_lines(checked: Checked) -> list[str]:
+    """What the command leaves open, and what of it has no effect."""
+    settings = checked.settings
+    begins = start_notes(settings, checked.manifest, checked.weights)
+    return [*precision_notes(settings), *begins, *argument_notes(settings, checked.shape)]
 
 
 def generation_spec(checked: Checked, settings: Settings, log_dir: Path) -> GenerationSpec:

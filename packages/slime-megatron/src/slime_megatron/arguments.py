@@ -104,14 +104,14 @@ def classes(name: str) -> list[str]:
     return [kind for kind, is_so in found.items() if is_so]
 
 
+def reason(name: str) -> str:
+    """Why a field of core's cannot be given, or has no effect; empty where it may be given."""
+    return _found(_FIXED, name) or _found(_UNREAD, name) or ""
+
+
 def has_no_effect(name: str) -> bool:
     """Whether a name is a field of core's that has no effect, whatever the model is."""
     return name in core_fields() and classes(name) == ["no effect"]
-
-
-def why_fixed(name: str) -> str | None:
-    """Why a field of core's takes no other value than the one it has; ``None`` if it does."""
-    return _found(_FIXED, name)
 
 
 def _plainly(name: str, value: Any) -> str:

@@ -12,6 +12,7 @@ from slime_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+_FILES = ("metadata.json", ".metadata", "common.pt")
 OLD = ".old"
 """What is added to the name of a checkpoint while another takes its place."""
 
@@ -63,6 +64,17 @@ def find_checkpoint(path: str | Path) -> CheckpointInfo:
     return _complete(root)
 
 
+def may_be_checkpoint(path: str | Path) -> bool:
+    """Whether a directory holds something that says it is a checkpoint or a model, complete or not."""
+    signs = (TRACKER, *_FILES, "config.json")
+    return any((Path(path) / name).exists() for name in signs) or _is_legacy(Path(path))
+
+
+def _is_legacy(directory: Path) -> bool:
+    """Whether it is a checkpoint of Megatron's format ``torch``."""
+    return any(directory.glob("mp_rank_*"))
+
+
 def _hugging_face(directory: Path) -> CheckpointInfo:
     """Check that all files of a Hugging Face model are there; their headers are read."""
     from slime_convert.errors import ConvertError
@@ -112,7 +124,12 @@ def _not_yet_replaced(directory: Path) -> Path:
 
 def _complete(directory: Path) -> CheckpointInfo:
     """Check that ``directory`` holds a whole ``torch_dist`` checkpoint. Its metadata are written last."""
-    for name in ("metadata.json", ".metadata", "common.pt"):
+    if _is_legacy(directory):
+        raise CheckpointError(
+            f"{directory} is a checkpoint of Megatron's legacy format torch; give DIR, the Hugging Face model that "
+            f"`slime-convert megatron-to-hf --input-dir {directory} --output-dir DIR --origin-hf-dir MODEL` makes of it"
+        )
+    for name in _FILES:
         if not (directory / name).is_file():
             raise CheckpointError(
                 f"{directory} is not a torch_dist checkpoint: it has neither {TRACKER} nor {name}; give a directory "

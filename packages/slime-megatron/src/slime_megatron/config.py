@@ -112,7 +112,10 @@ class MegatronConfig(Config):
         "every linear layer unless given, but those of routed experts",
     )
 
-    bf16: bool = flag(False, help="compute in bfloat16, with fp32 master weights and gradients; without it, fp32")
+    bf16: bool = flag(
+        False, help="compute in bfloat16, with fp32 master weights and gradients; the launcher's default on CUDA"
+    )
+    fp32: bool = flag(False, help="compute in fp32 on CUDA, too")
     transformer_impl: str = flag(
         "auto",
         choices=TRANSFORMER_IMPLS,
@@ -172,7 +175,9 @@ class MegatronConfig(Config):
         advice="where a gradient is 0, Adam divides by it; 1e-8 is usual",
     )
     clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping", least=0)
-    use_distributed_optimizer: bool = flag(False, help="split the optimizer's state over the data-parallel ranks")
+    use_distributed_optimizer: bool = flag(
+        False, help="split the optimizer's state over the data-parallel ranks; the launcher's default on CUDA"
+    )
     overlap_grad_reduce: str = flag(
         "auto",
         choices=AUTO_ON_OFF,
@@ -350,6 +355,8 @@ class MegatronConfig(Config):
         """Settings that need, repeat or undo each other."""
         yield from self._learning_rate_contradictions()
         yield from self._training_contradictions()
+        if self.bf16 and self.fp32:
+            yield "--bf16 and --fp32 are two precisions; give one of them"
         if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
             yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
         if self.save_interval is not None and self.save is None:

@@ -1,0 +1,43 @@
+"""Values of flags that were left open and follow from the others, so that a copied command means what it meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime_core.flags import flag_specs
+from slime_launch.config import CONFIGS, Settings
+
+
+def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """The values of flags that are not among those ``given``, by name in Python.
+
+    A batch size alone says the number of steps per rollout, the length of the run how long a learning rate decays. On
+    CUDA the trainer computes in bfloat16 with the distributed optimizer, which was not run there; else in fp32.
+    """
+    defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
+    values = {**defaults, **given}
+    found: dict[str, Any] = {}
+    prompts, size = values["rollout_batch_size"], given.get("global_batch_size")
+    samples = prompts * values["n_samples_per_prompt"] if isinstance(prompts, int) else 0
+    if size and samples and "num_steps_per_rollout" not in given and samples % size == 0:
+        found["num_steps_per_rollout"] = samples // size
+    steps = found.get("num_steps_per_rollout", values["num_steps_per_rollout"])
+    decays = values["lr_decay_style"] != "constant" or "lr_warmup_fraction" in given
+    if decays and "lr_decay_iters" not in given and values["num_rollout"]:
+        found["lr_decay_iters"] = values["num_rollout"] * steps
+    if on_gpu:
+        if "bf16" not in given and "fp32" not in given:
+            found["bf16"] = True
+        if "use_distributed_optimizer" not in given:
+            found["use_distributed_optimizer"] = True
+    return found
+
+
+def precision_notes(settings: Settings) -> list[str]:
+    """What the run computes in, where the command does not say it."""
+    if settings.origins.keys() & {"bf16", "fp32"}:
+        return []
+    if settings.megatron.bf16:
+        return ["computes in bfloat16, the default on CUDA; --fp32 changes that"]
+    return ["computes in fp32, the default without CUDA; --bf16 changes that"]

@@ -1,0 +1,112 @@
+"""A copied command means what it meant: what is left open follows from the other flags, the machine and the files."""
+
+import pytest
+
+from slime_core.errors import ConfigError, SlimeError
+from slime_launch import flags as launch_flags
+from slime_launch.derived import precision_notes
+from slime_launch.flags import parse_train, read_train
+from slime_launch.preflight import preflight
+from slime_launch.resume import start_notes
+from slime_launch.validate import engine_dtype, global_batch_size
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    monkeypatch.setattr(launch_flags, "engine_device", lambda: "cuda")
+
+
+@pytest.fixture
+def small(flags):
+    """Two rollouts of 4 prompts with 4 samples each."""
+    flags.pop("--global-batch-size", None)
+    flags.pop("--num-steps-per-rollout", None)
+    return flags | {"--rollout-batch-size": "4", "--n-samples-per-prompt": "4", "--num-rollout": "2"}
+
+
+def test_a_batch_size_alone_says_the_number_of_steps(small, to_words):
+    settings = parse_train(to_words(small | {"--global-batch-size": "8"}))
+    assert settings.run.num_steps_per_rollout == 2
+    assert global_batch_size(settings) == 8
+    assert "num_steps_per_rollout" not in settings.origins
+    odd = read_train(to_words(small | {"--global-batch-size": "6"}))[0]
+    with pytest.raises(ConfigError, match="must equal global_batch_size"):
+        global_batch_size(odd)
+    both = read_train(to_words(small | {"--global-batch-size": "8", "--num-steps-per-rollout": "1"}))[0]
+    with pytest.raises(ConfigError, match="must equal global_batch_size"):
+        global_batch_size(both)
+
+
+@pytest.mark.parametrize(
+    ("given", "iters"),
+    [
+        ({}, None),
+        ({"--lr-decay-style": "cosine"}, 2),
+        ({"--lr-decay-style": "linear", "--global-batch-size": "4"}, 8),
+        ({"--lr-warmup-fraction": "0.5"}, 2),
+        ({"--lr-decay-style": "cosine", "--lr-decay-iters": "7"}, 7),
+        ({"--lr-decay-style": "constant"}, None),
+    ],
+)
+def test_a_learning_rate_decays_over_the_whole_run(small, to_words, given, iters):
+    assert parse_train(to_words(small | given)).megatron.lr_decay_iters == iters
+
+
+def test_precision_follows_the_machine_unless_it_is_given(small, to_words):
+    settings = parse_train(to_words(small))
+    assert (settings.megatron.bf16, settings.megatron.use_distributed_optimizer) == (False, False)
+    assert precision_notes(settings) == ["computes in fp32, the default without CUDA; --bf16 changes that"]
+    assert precision_notes(parse_train([*to_words(small), "--bf16"])) == []
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_it_is_bf16_with_the_distributed_optimizer(small, to_words):
+    """What would be set there; it was not run there."""
+    settings = parse_train(to_words(small))
+    assert (settings.megatron.bf16, settings.megatron.use_distributed_optimizer) == (True, True)
+    assert engine_dtype(settings) == "bfloat16"
+    assert precision_notes(settings) == ["computes in bfloat16, the default on CUDA; --fp32 changes that"]
+    plain = parse_train([*to_words(small), "--fp32"])
+    assert (plain.megatron.bf16, plain.megatron.use_distributed_optimizer) == (False, True)
+    assert engine_dtype(plain) == "float32"
+
+
+def test_two_precisions_contradict_each_other(small, to_words):
+    with pytest.raises(ConfigError, match="--bf16 and --fp32 are two precisions"):
+        parse_train([*to_words(small), "--bf16", "--fp32"])
+
+
+@pytest.mark.parametrize("place", ["missing", "holds other files", "save, spelled otherwise"])
+def test_without_a_checkpoint_in_load_the_run_begins_with_the_reference(flags, to_words, workspace, place):
+    load = workspace / "elsewhere"
+    if place == "holds other files":
+        load.mkdir()
+        (load / "notes.txt").write_text("no checkpoint")
+    if place == "save, spelled otherwise":
+        load = workspace / "hf" / ".." / "save"
+    flags |= {"--load": str(load), "--ref-load": str(workspace / "dist"), "--save": str(workspace / "save")}
+    checked = preflight(parse_train(to_words(flags)))
+    release = str((workspace / "dist" / "release").resolve())
+    assert (checked.weights.load, checked.weights.ref_load) == (release, release)
+    [note] = start_notes(checked.settings, checked.manifest, checked.weights)
+    assert note == f"--load {load} holds no checkpoint, so the run begins with --ref-load {release}"
+
+
+def test_a_checkpoint_in_load_is_begun_with_and_a_broken_one_is_no_reason_for_another(flags, to_words, workspace):
+    flags |= {"--load": str(workspace / "dist"), "--ref-load": str(workspace / "dist")}
+    checked = preflight(parse_train(to_words(flags)))
+    assert start_notes(checked.settings, checked.manifest, checked.weights) == []
+    broken = workspace / "broken"
+    broken.mkdir()
+    (broken / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(SlimeError, match="iter_0000003 is not a torch_dist checkpoint"):
+        preflight(parse_train(to_words(flags | {"--load": str(broken)})))
+
+
+def test_a_legacy_checkpoint_is_named_with_what_to_run(flags, to_words, workspace):
+    legacy = workspace / "legacy"
+    (legacy / "release" / "mp_rank_00").mkdir(parents=True)
+    (legacy / "latest_checkpointed_iteration.txt").write_text("release")
+    with pytest.raises(SlimeError, match=r"legacy format torch; .*slime-convert megatron-to-hf --input-dir") as caught:
+        preflight(parse_train(to_words(flags | {"--load": str(legacy)})))
+    assert "\n" not in str(caught.value)
