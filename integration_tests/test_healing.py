@@ -31,7 +31,7 @@ from slime_core.ops import estimator_named
 
 def stop(name):
     driver = psutil.Process().parent().parent()
-    [found] = [process for process in driver.children(recursive=True) if name in " ".join(process.cmdline())[:80]]
+    [found] = [process for process in driver.children(recursive=True) if name in "".join(process.cmdline()[:1])]
     found.suspend()
 
 FIRED = pathlib.Path({fired!r})
