@@ -1,6 +1,8 @@
 """Samples that came back finished and are older than allowed: generated anew, from their row's prompt."""
 
 import json
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
@@ -23,6 +25,50 @@ def test_finished_surplus_that_became_old_is_generated_anew(manager, engine, rep
     assert [sample.weight_versions for sample in ours] == [[2, 2]] * 3
     assert not any(sample.remove_sample or "reward_failure" in sample.metadata for sample in ours)
     assert batch.metrics["stale_samples"] == 3
+
+
+HELD = """
+import asyncio
+version, held = [0], [False]
+
+async def custom_generate(args, sample, sampling_params):
+    while held[0]:
+        await asyncio.sleep(0.01)
+    sample.append_response([7], text="1", log_probs=[-1.0], weight_version=version[0])
+    sample.status = "completed"
+    return sample
+"""
+
+
+def test_a_manager_that_goes_back_with_its_trainers_trains_on_each_sample_once_and_on_no_old_token(manager, tmp_path):
+    """Trainers are lost while rollout 3 is generated; the state of after rollouts 0, 1 and 2 is loaded as these are read."""
+    (tmp_path / "own.py").write_text(HELD)
+    given_ = manager(
+        async_buffer_size=3, max_weight_staleness=1, custom_generate_function_path=f"{tmp_path}/own.py"
+    )
+    own = given_._collector._pipeline._generate._function.__globals__
+    trained, states = [], []
+    for number in range(3):
+        own["version"][0] = number
+        batch = given_.generate(number)
+        trained += [sample.index for sample in batch.samples]
+        states.append(json.loads(json.dumps(given_.state_dict())))
+    own["held"][0], own["version"][0] = True, 9
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(given_.generate, 5)  # nothing that waits is young enough
+        while not given_._collector._running:
+            time.sleep(0.01)
+        given_.cancel()
+        with pytest.raises(CancelledError):
+            lost.result(20)
+    for state in states:
+        given_.load_state_dict(state)
+    own["held"][0], own["version"][0] = False, 3
+    batch = given_.generate(3)
+    assert batch.metrics["staleness/max"] <= 1
+    assert {version for sample in batch.samples for version in sample.weight_versions} <= {2, 3}
+    trained += [sample.index for sample in batch.samples]
+    assert len(trained) == len(set(trained)) == given_.source.ledger.counts["trained"] == 24
 
 
 OTHER_PROMPT = """
