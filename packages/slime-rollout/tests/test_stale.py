@@ -41,11 +41,9 @@ async def custom_generate(args, sample, sampling_params):
 
 
 def test_a_manager_that_goes_back_with_its_trainers_trains_on_each_sample_once_and_on_no_old_token(manager, tmp_path):
-    """Trainers are lost while rollout 3 is generated; the state of after rollouts 0, 1 and 2 is loaded as these are read."""
+    """Trainers are lost while a rollout is generated; then rollouts 0, 1 and 2 are read, each with its state."""
     (tmp_path / "own.py").write_text(HELD)
-    given_ = manager(
-        async_buffer_size=3, max_weight_staleness=1, custom_generate_function_path=f"{tmp_path}/own.py"
-    )
+    given_ = manager(async_buffer_size=3, max_weight_staleness=1, custom_generate_function_path=f"{tmp_path}/own.py")
     own = given_._collector._pipeline._generate._function.__globals__
     trained, states = [], []
     for number in range(3):
