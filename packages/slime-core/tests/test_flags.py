@@ -136,3 +136,21 @@ def test_templates_of_paths(template, fine):
     problem = template_problem("--save-it", template, ("rollout_id", "rank"))
     wanted = f"--save-it {template} must hold {{rollout_id}} and {{rank}}, which are filled in, and no other braces"
     assert problem == (None if fine else wanted)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithTable(Config):
+    size: int = flag(1, help="a flag")
+    table: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Around(Config):
+    inner: WithTable = dataclasses.field(default_factory=WithTable)
+    more: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def test_fields_that_are_no_flags_outlive_a_change():
+    made = Around.of(table={"a": 1}, more={"b": 2})
+    assert made.changed(size=2) == Around(inner=WithTable(size=2, table={"a": 1}), more={"b": 2})
+    assert made.changed(table={}).inner == WithTable()

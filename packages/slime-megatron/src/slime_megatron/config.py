@@ -115,7 +115,7 @@ class MegatronConfig(Config):
     bf16: bool = flag(
         False, help="compute in bfloat16, with fp32 master weights and gradients; the launcher's default on CUDA"
     )
-    fp32: bool = flag(False, help="compute in fp32 on CUDA, too")
+    fp32: bool = flag(False, help="compute in fp32 on CUDA, too", may_change=True)
     transformer_impl: str = flag(
         "auto",
         choices=TRANSFORMER_IMPLS,
