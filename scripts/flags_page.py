@@ -1,0 +1,88 @@
+"""Writes docs/flags.md from the flag tables: ours by group, and what becomes of those of other launchers.
+
+python scripts/flags_page.py            writes the page
+python scripts/flags_page.py --check    says whether it is up to date, and exits with 1 if not
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from slime_launch.answers import OTHERS, UPSTREAM, Answer, foreign_answer, table, upstream_answer
+from slime_launch.flags import train_groups
+from slime_launch.parser import help_line
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+HEAD = """\
+# Flags
+
+Written by `scripts/flags_page.py` from the flag tables; a test compares the two. `slime-launch train --help` shows the
+same, and `slime-launch train --help-sglang` the flags of the installed SGLang (`--sglang-…`).
+"""
+THEIRS = """\
+## Flags of other launchers
+
+`slime-launch migrate SCRIPT` reads a command with these and writes ours. Flags of upstream slime that are not here and
+not refused are the same. Those with no effect are accepted.
+"""
+TITLES = {"trl": "TRL and Transformers", "verl": "verl"}
+
+
+def page() -> str:
+    """The whole page."""
+    groups = train_groups()
+    known = {spec.name for group in groups for spec in group.flags}
+    parts = [HEAD]
+    for group in groups:
+        rows = [(f"`{spec.name}`", help_line(spec)) for spec in group.flags]
+        note = f"\n{group.description}\n" if group.description else ""
+        parts.append(f"## {group.title[0].upper()}{group.title[1:]}\n{note}\n{_table(('flag', 'meaning'), rows)}")
+    parts.append(THEIRS)
+    names = sorted({f"--{name}" for section in UPSTREAM for name in table()[section]} - known)
+    parts.append(f"### Upstream slime\n\n{_table(('flag', 'here'), _answers(names, known))}")
+    for section in OTHERS:
+        dashes = "--" if section == "trl" else ""
+        rows = []
+        for name in table()[section]:
+            answer = foreign_answer(name, known)
+            rows.append((f"`{dashes}{name}`", _said(answer) if answer is not None else ""))
+        parts.append(f"### {TITLES[section]}\n\n{_table(('flag', 'here'), rows)}")
+    return "\n".join(parts)
+
+
+def _answers(names: Iterable[str], known: set[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        answer = upstream_answer(name, known)
+        if answer is not None:
+            yield f"`{name}`", _said(answer)
+        elif row := table()["renamed"].get(name.removeprefix("--")):
+            yield f"`{name}`", f"`{row['to']}`, where the installed SGLang has it"
+
+
+def _said(answer: Answer) -> str:
+    if answer.to:
+        return f"`{answer.to}{' ' + answer.value if answer.value else ''}`"
+    return f"{answer.outcome.value}: {answer.why}"
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    lines += [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """Write the page, or compare it."""
+    if argv == ["--check"]:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
+            return 0
+        print("docs/flags.md is not up to date; run: python scripts/flags_page.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
