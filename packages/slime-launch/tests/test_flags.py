@@ -1,13 +1,17 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from slime_core.errors import ConfigError
+from slime_launch.calls import Watch
 from slime_launch.config import Settings
 from slime_launch.errors import FlagError
 from slime_launch.flags import command, parse_train, sglang_python
 from slime_launch.train import train
+from slime_launch.trainers import start_ranks
 from slime_rollout.eval_sets import read_eval_sets
 
 CLI = [sys.executable, "-m", "slime_launch.cli"]
@@ -141,3 +145,29 @@ def test_help_imports_neither_torch_nor_ray():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_directory_for_all_dumps(flags, to_words):
+    settings = parse_train(to_words(flags | {"--dump-details": "d", "--save-debug-train-data": "t{rollout_id}{rank}"}))
+    assert settings.run.save_debug_rollout_data == "d/rollout_data/{rollout_id}.npz"
+    assert settings.megatron.save_debug_train_data == "t{rollout_id}{rank}"
+
+
+def test_variables_of_the_trainers(flags, to_words, monkeypatch, tmp_path):
+    settings = parse_train(to_words(flags | {"--train-env-vars": '{"NCCL_DEBUG": "WARN"}'}))
+    options = {}
+
+    class Actor:
+        def options(self, **given):
+            options.update(given)
+            return SimpleNamespace(remote=lambda *_: None)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(remote=lambda _: Actor()))
+    place = SimpleNamespace(
+        trainer=(0,), strategy=lambda _: None, layout=SimpleNamespace(trainer_resources=lambda: {"num_cpus": 0.5})
+    )
+    start_ranks(place, 1, settings.cluster.train_environment, log_dir=tmp_path, watch=Watch())
+    assert options["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN" and len(options["runtime_env"]["env_vars"]) == 2
+    for wrong in ("{", "[1]", '{"A": 1}'):
+        with pytest.raises(ConfigError, match="is not a JSON object of texts"):
+            parse_train(to_words(flags | {"--train-env-vars": wrong}))

@@ -54,6 +54,18 @@ def test_the_weights_may_be_a_hugging_face_model(settings, workspace):
         start_weights(settings(load=model), None)
 
 
+def test_the_reference_may_be_an_earlier_checkpoint(settings, workspace):
+    for iteration in (3, 5):
+        directory = workspace / "ref" / f"iter_{iteration:07d}"
+        shutil.copytree(workspace / "dist" / "release", directory)
+    (workspace / "ref" / "latest_checkpointed_iteration.txt").write_text("5")
+    given = {"ref_load": workspace / "ref"}
+    assert start_weights(settings(**given), None).ref_load.endswith("iter_0000005")
+    assert start_weights(settings(**given, ref_ckpt_step=3), None).ref_load.endswith("iter_0000003")
+    with pytest.raises(CheckpointError, match="iter_0000004"):
+        start_weights(settings(**given, ref_ckpt_step=4), None)
+
+
 def test_a_new_run_can_be_continued_before_its_first_checkpoint(settings, workspace):
     state = start(settings(), workspace)
     state.begin({"position": 0})

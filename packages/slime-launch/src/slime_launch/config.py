@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,12 @@ class ClusterConfig(Config):
         least=1,
         may_change=True,
     )
+    train_env_vars: str | None = flag(
+        None,
+        metavar="JSON",
+        help='environment variables of the trainer ranks alone, such as {"NCCL_DEBUG": "WARN"}',
+        may_change=True,
+    )
     colocate: bool = flag(False, help="trainer and engines take turns on the same GPUs", may_change=True)
     ray_placement_timeout: float = flag(
         120.0, unit="seconds", help="longest wait for room on the Ray cluster", above=0, may_change=True
@@ -53,6 +60,23 @@ class ClusterConfig(Config):
         least=80 * 2**20,
         may_change=True,
     )
+
+    @property
+    def train_environment(self) -> dict[str, str]:
+        """``--train-env-vars``, parsed."""
+        return dict(json.loads(self.train_env_vars or "{}"))
+
+    def contradictions(self) -> Iterator[str]:
+        """Environment variables that are no JSON object of texts."""
+        try:
+            given = json.loads(self.train_env_vars or "{}")
+        except ValueError:
+            given = None
+        if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+            yield (
+                f"--train-env-vars {self.train_env_vars} is not a JSON object of texts; give one such as "
+                '{"NCCL_DEBUG": "WARN"}'
+            )
 
     @property
     def actor_gpus(self) -> int:
@@ -128,6 +152,12 @@ class RunConfig(Config):
         None,
         metavar="TEMPLATE",
         help="file, with {rollout_id} in its name, that each rollout is written to",
+        may_change=True,
+    )
+    dump_details: str | None = flag(
+        None,
+        metavar="DIR",
+        help="--save-debug-rollout-data and --save-debug-train-data into rollout_data and train_data there",
         may_change=True,
     )
     keep_rollouts: bool = flag(

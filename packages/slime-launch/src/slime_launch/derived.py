@@ -12,7 +12,8 @@ from slime_launch.config import CONFIGS, Settings
 def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """The values of flags that are not among those ``given``, by name in Python.
 
-    A batch size alone says the number of steps per rollout, the length of the run how long a learning rate decays. On
+    A batch size alone says the number of steps per rollout, the length of the run how long a learning rate decays,
+    and ``--dump-details`` where rollouts and train data go. On
     CUDA the trainer computes in bfloat16 with the distributed optimizer, which was not run there; else in fp32.
     """
     defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
@@ -26,6 +27,12 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     decays = values["lr_decay_style"] != "constant" or "lr_warmup_fraction" in given
     if decays and "lr_decay_iters" not in given and values["num_rollout"]:
         found["lr_decay_iters"] = values["num_rollout"] * steps
+    if directory := given.get("dump_details"):
+        dumps = {
+            "save_debug_rollout_data": f"{directory}/rollout_data/{{rollout_id}}.npz",
+            "save_debug_train_data": f"{directory}/train_data/{{rollout_id}}_{{rank}}.npz",
+        }
+        found |= {name: path for name, path in dumps.items() if name not in given}
     if on_gpu:
         if "bf16" not in given and "fp32" not in given:
             found["bf16"] = True

@@ -15,7 +15,7 @@ from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.shards import ReadyRollout
 from slime_megatron.arguments import has_no_effect
-from slime_megatron.checkpoint import find_checkpoint, may_be_checkpoint
+from slime_megatron.checkpoint import find_checkpoint, iteration_directory, may_be_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_rollout.store import RolloutStore
 
@@ -101,7 +101,10 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
         )
     if megatron.ref_load is not None and (load is None or not may_be_checkpoint(load)):
         load = megatron.ref_load
-    return StartWeights(load=_newest(str(load)), ref_load=_newest(megatron.ref_load or str(load)))
+    reference = megatron.ref_load or str(load)
+    if megatron.ref_ckpt_step is not None:
+        reference = str(iteration_directory(reference, megatron.ref_ckpt_step))
+    return StartWeights(load=_newest(str(load)), ref_load=_newest(reference))
 
 
 def _newest(path: str) -> str:

@@ -186,7 +186,8 @@ def start(
         place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
     if not layout.cuda:
         settings = limit_threads(settings, engines=checked.num_engines)
-    trainers = TrainerGroup.start(place, settings.megatron, log_dir=log_dir, watch=watch)
+    environment = cluster.train_environment
+    trainers = TrainerGroup.start(place, settings.megatron, environment=environment, log_dir=log_dir, watch=watch)
     stack.callback(trainers.kill)
     rollout = RolloutWorker.start(place, generation_spec(checked, settings, log_dir), log_dir=log_dir, watch=watch)
     stack.callback(rollout.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,8 +107,10 @@ class TrainerRank:
         return self._channel[1]
 
 
-def start_ranks(place: Placement, threads: int | None, *, log_dir: Path, watch: Watch) -> list[Worker]:
-    """Start one actor per rank."""
+def start_ranks(
+    place: Placement, threads: int | None, environment: Mapping[str, str], *, log_dir: Path, watch: Watch
+) -> list[Worker]:
+    """Start one actor per rank, with some variables in its environment."""
     import ray
 
     workers = []
@@ -116,7 +118,7 @@ def start_ranks(place: Placement, threads: int | None, *, log_dir: Path, watch: 
         log_path = log_dir / f"trainer-{rank}.log"
         actor = ray.remote(TrainerRank).options(
             scheduling_strategy=place.strategy(bundle),
-            runtime_env=KEEP_CHILDREN,
+            runtime_env={"env_vars": {**KEEP_CHILDREN["env_vars"], **environment}},
             **place.layout.trainer_resources(),
         )
         handle = actor.remote(str(Path.cwd()), str(log_path), threads)
@@ -135,9 +137,19 @@ class TrainerGroup:
         self._alive = Question(self._workers, "alive")
 
     @classmethod
-    def start(cls, place: Placement, config: MegatronConfig, *, log_dir: Path, watch: Watch) -> TrainerGroup:
-        """Start one actor per rank."""
-        return cls(functools.partial(start_ranks, place, config.trainer_threads, log_dir=log_dir, watch=watch), config)
+    def start(
+        cls,
+        place: Placement,
+        config: MegatronConfig,
+        *,
+        environment: Mapping[str, str],
+        log_dir: Path,
+        watch: Watch,
+    ) -> TrainerGroup:
+        """Start one actor per rank, with some variables in its environment."""
+        threads = config.trainer_threads
+        launch = functools.partial(start_ranks, place, threads, environment, log_dir=log_dir, watch=watch)
+        return cls(launch, config)
 
     @property
     def data_parallel_size(self) -> int:

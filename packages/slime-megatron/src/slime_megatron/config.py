@@ -199,6 +199,9 @@ class MegatronConfig(Config):
 
     load: str | None = flag(None, metavar="DIR", help="checkpoint to start from: of an earlier run, or a converted one")
     ref_load: str | None = flag(None, metavar="DIR", help="checkpoint of the reference model; --load's unless given")
+    ref_ckpt_step: int | None = flag(
+        None, unit="rollouts", help="number of the checkpoint in --ref-load; the newest unless given", least=0
+    )
     ref_update_interval: int | None = flag(
         None, unit="rollouts", help="rollouts after which the policy becomes the reference model", least=1
     )
