@@ -108,7 +108,7 @@ HANGS = """
 import sys, threading
 from pathlib import Path
 from slime_launch.calls import Watch
-from slime_launch.errors import RestartsExhaustedError
+from slime_launch.errors import RestartsExhaustedError, Stopped
 from slime_launch.stalls import StallWatch
 import slime_launch.stalls
 slime_launch.stalls.TAKE_SECONDS = 0.5
@@ -117,7 +117,7 @@ stalls = StallWatch(0.5, Watch(), Path(sys.argv[1]))
 if sys.argv[2] == "waits":
     stalls.progress("start Ray")
 else:
-    stalls.stop(RestartsExhaustedError("the first cause"))
+    stalls.stop(Stopped(15) if sys.argv[2] == "is stopped" else RestartsExhaustedError("the first cause"))
 threading.Event().wait()
 """
 
@@ -126,6 +126,7 @@ threading.Event().wait()
     ("does", "code", "said"),
     [
         ("waits", 1, ["slime-launch: no progress for 0.5 s (--stall-timeout) in the phase: start Ray"]),
+        ("is stopped", 143, ["slime-launch: stopped by SIGTERM", "slime-launch: no progress for 0.5 s"]),
         ("stops", 3, ["slime-launch: the first cause", "slime-launch: no progress for 0.5 s"]),
     ],
 )

@@ -11,8 +11,8 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from slime_launch.calls import DUMP_STACKS, Watch
-from slime_launch.errors import RunError
+from slime_launch.calls import DUMP_STACKS, Watch, stopped_line
+from slime_launch.errors import RunError, Stopped
 from slime_launch.processes import Suspect, look_at, on_nodes, stopped_below
 from slime_rollout.threads import start_call
 
@@ -104,10 +104,13 @@ class StallWatch:
 
     def _leave(self, stall: str) -> None:
         """End this process: its main thread does not take the news."""
-        code = 1
-        if self._cause is not None:
-            code = self._cause.exit_code if isinstance(self._cause, RunError) else 2
-            print(f"slime-launch: {self._cause}", file=sys.stderr)
+        cause, code = self._cause, 1
+        if isinstance(cause, Stopped):
+            code = cause.exit_code
+            sys.stderr.write(stopped_line(cause.signum))
+        elif cause is not None:
+            code = cause.exit_code if isinstance(cause, RunError) else 2
+            print(f"slime-launch: {cause}", file=sys.stderr)
         print(f"slime-launch: {stall}", file=sys.stderr, flush=True)
         os._exit(code)
 
