@@ -9,6 +9,7 @@ import pytest
 from slime_launch.cli import main
 from slime_launch.flags import parse_train
 from slime_launch.plan.command import split_words
+from slime_launch.plan.cost import PhaseTime, rollout_seconds
 from slime_launch.plan.devices import DEVICES, find_device
 from slime_launch.plan.layout import place
 
@@ -54,6 +55,7 @@ def test_json_has_the_same_facts(words, workspace, capsys):
     plan = json.loads(out)
     assert code == 0 and plan["problems"] == []
     assert plan["batch"]["samples"] == 8
+    assert plan["run"].pop("seconds_at_most") > 0
     assert plan["run"] == {"rollouts": 2, "optimizer_steps": 2, "samples": 16, "tokens_at_most": 16 * 512}
     assert plan["prompt"]["tokens"] == 4
     assert plan["checkpoints"] == {"policy": str((workspace / "dist" / "release").resolve())}
@@ -61,6 +63,14 @@ def test_json_has_the_same_facts(words, workspace, capsys):
     assert {one["name"] for one in plan["transports"] if one["problem"]} == {"nccl"}
     assert [one["phase"] for one in plan["times"]] == ["generate", "train", "send weights", "save"]
     assert plan["trainer"]["total"] > plan["trainer"]["weights"] > 0
+
+
+def test_generation_and_training_overlap_where_rollouts_are_made_ahead():
+    settings = "--hf-checkpoint hf --load hf --prompt-data p --num-rollout 1 --rollout-batch-size 1".split()
+    seconds = {"generate": 10.0, "train": 8.0, "send weights": 1.0, "save": 99.0}
+    times = [PhaseTime(phase=phase, seconds=value, of="") for phase, value in seconds.items()]
+    assert rollout_seconds(parse_train(settings), times) == 19
+    assert rollout_seconds(parse_train([*settings, "--async-buffer-size", "1"]), times) == 11
 
 
 def test_all_problems_come_at_once_with_what_is_known(words, capsys):

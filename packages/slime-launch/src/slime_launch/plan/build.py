@@ -11,7 +11,7 @@ from slime_launch.config import Settings
 from slime_launch.errors import Problems
 from slime_launch.names import with_paths
 from slime_launch.placement import check_layout, plan_layout
-from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, transports
+from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
 from slime_launch.plan.devices import Device
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
 from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of
@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
         model: Family, parameters and layers.
-        run: Rollouts, optimizer steps, samples and tokens of the whole run, at most.
+        run: Rollouts, optimizer steps, samples, tokens and seconds of the whole run, at most.
         derived: Settings that were not given and follow from others.
         hooks: Custom functions, each found and checked.
         rows: Usable rows of each prompt file.
@@ -95,7 +95,7 @@ def make_plan(
         device=device,
         gpus_per_node=gpus_per_node,
         model=None if found.shape is None else _model(found.shape),
-        run=_run(settings, parts.sizes),
+        run=_run(settings, parts.sizes, parts.times),
         derived=_derived(settings, parts.batch),
         batch=parts.batch,
         nodes=nodes,
@@ -175,11 +175,13 @@ def _model(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _run(settings: Settings, sizes: Sizes | None) -> dict[str, Any]:
+def _run(settings: Settings, sizes: Sizes | None, times: list[PhaseTime]) -> dict[str, Any]:
     rollouts = settings.run.num_rollout
     values: dict[str, Any] = {"rollouts": rollouts, "optimizer_steps": rollouts * settings.run.num_steps_per_rollout}
     if sizes is not None:
         values |= {"samples": rollouts * sizes.samples, "tokens_at_most": rollouts * sizes.tokens}
+    if times:
+        values["seconds_at_most"] = round(rollouts * rollout_seconds(settings, times), 1)
     return values
 
 

@@ -90,6 +90,15 @@ def phase_times(
     return found
 
 
+def rollout_seconds(settings: Settings, times: list[PhaseTime]) -> float:
+    """Seconds of a rollout without saving; with --async-buffer-size it is generated while others are trained on."""
+    seconds = {one.phase: one.seconds for one in times if one.phase != "save"}
+    if settings.rollout.selection.async_buffer_size is None:
+        return sum(seconds.values())
+    generate, send = seconds.get("generate", 0.0), seconds.get("send weights", 0.0)
+    return max(generate, sum(seconds.values()) - generate - send) + send
+
+
 def _generation(settings: Settings, shape: ModelShape, device: Device, engine: EngineMemory, sizes: Sizes) -> PhaseTime:
     """All responses of a rollout: as many at a time as the KV cache holds, each step reading weights and cache."""
     engines = max(1, settings.cluster.rollout_gpus // engine.ranks)

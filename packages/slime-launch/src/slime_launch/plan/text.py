@@ -124,7 +124,10 @@ def _transports(plan: Plan) -> list[str]:
 
 
 def _times(plan: Plan) -> list[str]:
-    return _table([(one.phase, f"{one.seconds:,.1f} s", one.of) for one in plan.times], range(1, 2))
+    rows = [(one.phase, f"{one.seconds:,.1f} s", one.of) for one in plan.times]
+    if "seconds_at_most" in plan.run:
+        rows.append(("the run", f"{plan.run['seconds_at_most'] / 3600:,.1f} h", f"{plan.run['rollouts']:,} rollouts"))
+    return _table(rows, range(1, 2))
 
 
 def _data(plan: Plan) -> Iterator[str]:
