@@ -13,6 +13,7 @@ from slime_launch.plan.cost import PhaseTime, rollout_seconds
 from slime_launch.plan.devices import DEVICES, find_device
 from slime_launch.plan.layout import place
 
+MINIMAL = "--hf-checkpoint hf --load hf --prompt-data p --num-rollout 1 --rollout-batch-size 1"
 HOOK = """
 def reward(args, sample, **kwargs):
     return 1.0
@@ -66,7 +67,7 @@ def test_json_has_the_same_facts(words, workspace, capsys):
 
 
 def test_generation_and_training_overlap_where_rollouts_are_made_ahead():
-    settings = "--hf-checkpoint hf --load hf --prompt-data p --num-rollout 1 --rollout-batch-size 1".split()
+    settings = MINIMAL.split()
     seconds = {"generate": 10.0, "train": 8.0, "send weights": 1.0, "save": 99.0}
     times = [PhaseTime(phase=phase, seconds=value, of="") for phase, value in seconds.items()]
     assert rollout_seconds(parse_train(settings), times) == 19
@@ -162,19 +163,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(words, capsys):
     ],
 )
 def test_nodes_are_filled_one_after_the_other(words, nodes):
-    rest = [
-        "--hf-checkpoint",
-        "hf",
-        "--load",
-        "hf",
-        "--prompt-data",
-        "p",
-        "--num-rollout",
-        "1",
-        "--rollout-batch-size",
-        "1",
-    ]
-    settings = parse_train([*rest, *words.split(), "--rollout-num-gpus-per-engine", "2"])
+    settings = parse_train([*MINIMAL.split(), *words.split(), "--rollout-num-gpus-per-engine", "2"])
     found = place(settings, DEVICES["h100"], 8)
     assert [(list(node.trainer_ranks), list(node.engines)) for node in found] == [
         (list(ranks), engines) for ranks, engines in nodes

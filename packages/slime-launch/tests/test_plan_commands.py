@@ -61,7 +61,7 @@ def test_the_seeds_commands_are_planned(name, model, workspace, capsys):
     filled["SAVE"] = str(workspace / "save")
     text = " ".join(filled.get(word, word) for word in SEEDS[name].split())
     words = read_command(f"python {text}", workspace).words
-    code = main(["plan", "--device", "h100", "--bf16", "--use-distributed-optimizer", *words])
+    code = main(["plan", "--device", "h100", *words])
     problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slime-launch: ")]
     if name in REFUSED:
         assert code == 2 and REFUSED[name] in problems[0]
@@ -87,7 +87,7 @@ LAYOUTS = {
     "--max-tokens-per-gpu 8192 --update-weight-transport nccl",
 }
 COMMON = (
-    "--bf16 --use-distributed-optimizer --sequence-parallel --recompute-granularity full --recompute-method uniform "
+    "--sequence-parallel --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --use-dynamic-batch-size --num-rollout 3000 --rollout-batch-size 32 "
     "--n-samples-per-prompt 8 --rollout-max-response-len 8192 --global-batch-size 256 --advantage-estimator grpo "
     "--use-kl-loss"

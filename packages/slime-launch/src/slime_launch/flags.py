@@ -67,8 +67,10 @@ def parse_train(argv: Sequence[str]) -> Settings:
     return settings
 
 
-def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
+def read_train(argv: Sequence[str], *, on_gpu: bool | None = None) -> tuple[Settings, list[str]]:
     """As :func:`parse_train`; contradictions are returned, so that the preflight reports them with what it finds.
+
+    ``on_gpu`` says what the command is for; ``None`` is this machine.
 
     Raises:
         FlagError: The command line cannot be read.
@@ -86,7 +88,7 @@ def read_train(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         for name, spec in known.items()
         if spec.dest in given
     }
-    given |= derived_values(given, on_gpu=engine_device() == "cuda")
+    given |= derived_values(given, on_gpu=engine_device() == "cuda" if on_gpu is None else on_gpu)
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     router = {spec.dest: spec.name.removeprefix(ROUTER_PREFIX) for spec in groups[-2].flags}
     megatron = {spec.dest for group in groups[-4:-2] for spec in group.flags}

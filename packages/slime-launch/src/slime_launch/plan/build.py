@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.shape import ModelShape
-from slime_launch.config import Settings
+from slime_core.flags import flag_specs
+from slime_launch.config import CONFIGS, Settings
 from slime_launch.errors import Problems
 from slime_launch.names import with_paths
 from slime_launch.placement import check_layout, plan_layout
@@ -82,6 +83,7 @@ def make_plan(
     Args:
         elsewhere: The plan is for another machine: directories are not written to, and SGLang need not be here.
     """
+    given = settings
     settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems, elsewhere=elsewhere)
     prompt = None
@@ -96,7 +98,7 @@ def make_plan(
         gpus_per_node=gpus_per_node,
         model=None if found.shape is None else _model(found.shape),
         run=_run(settings, parts.sizes, parts.times),
-        derived=_derived(settings, parts.batch),
+        derived=_derived(given, parts.batch),
         batch=parts.batch,
         nodes=nodes,
         sizes=parts.sizes,
@@ -186,8 +188,14 @@ def _run(settings: Settings, sizes: Sizes | None, times: list[PhaseTime]) -> dic
 
 
 def _derived(settings: Settings, batch: Batch | None) -> dict[str, Any]:
-    """What follows from other settings, under the flags' names."""
-    values: dict[str, Any] = {}
+    """What was not given and follows from other settings or from the device, under the flags' names."""
+    defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
+    values: dict[str, Any] = {
+        name.replace("_", "-"): value
+        for name, value in settings.flags().items()
+        if name in defaults and name not in settings.origins and value != defaults[name] and value is not None
+        if not isinstance(value, list)
+    }
     if settings.megatron.global_batch_size is None and batch is not None:
         values["global-batch-size"] = batch.global_batch_size
     if settings.cluster.rollout_num_gpus is None and settings.cluster.rollout_gpus:

@@ -18,6 +18,7 @@ from slime_launch.config_file import with_config
 from slime_launch.errors import Problems
 from slime_launch.flags import PREFIX, read_train, sglang_python, train_groups
 from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.plan.devices import find_device
 from slime_launch.redact import without_secrets
 from slime_rollout.engine.python import find_python, importable_in
 
@@ -68,12 +69,13 @@ def plan(argv: list[str]) -> int:
         return 0
     own, words = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
     config = PlanConfig(**parse(groups, parser, own))
-    settings, contradictions = (read_train if config.device is None else read_elsewhere)(words)
+    device = find_device(config.device, config.device_memory_gib)
+    settings, contradictions = (read_train if config.device is None else read_elsewhere)(
+        words, on_gpu=not device.is_cpu
+    )
     from slime_launch.plan.build import make_plan
-    from slime_launch.plan.devices import find_device
     from slime_launch.plan.text import plan_text
 
-    device = find_device(config.device, config.device_memory_gib)
     problems = Problems(contradictions)
     found = make_plan(
         settings, problems, device, gpus_per_node=config.gpus_per_node, elsewhere=config.device is not None
@@ -91,14 +93,14 @@ def plan(argv: list[str]) -> int:
     return 0
 
 
-def read_elsewhere(words: list[str]) -> tuple[Settings, list[str]]:
+def read_elsewhere(words: list[str], *, on_gpu: bool) -> tuple[Settings, list[str]]:
     """As :func:`read_train`; where no SGLang on this machine knows its own flags, they are taken as given.
 
     Raises:
         FlagError: The command line cannot be read.
     """
     if importable_in(find_python(sglang_python(words)), "sglang"):
-        return read_train(words)
+        return read_train(words, on_gpu=on_gpu)
     known = {spec.name for group in train_groups() for spec in group.flags}
     kept: list[str] = []
     args: dict[str, Any] = {}
@@ -112,7 +114,7 @@ def read_elsewhere(words: list[str]) -> tuple[Settings, list[str]]:
                 into.extend([value] if equals else [])
                 continue
         (kept if into is None else into).append(word)
-    settings, contradictions = read_train(kept)
+    settings, contradictions = read_train(kept, on_gpu=on_gpu)
     given = {
         name: True if not values else values[0] if len(values) == 1 else tuple(values) for name, values in args.items()
     }

@@ -61,7 +61,7 @@ def _run(plan: Plan) -> Iterator[str]:
             f"{run['tokens_at_most']:,} tokens"
         )
     for name, value in plan.derived.items():
-        yield f"  --{name} {value} (follows from the others)"
+        yield f"  --{name}{'' if value is True else f' {value}'} (follows from the others)"
 
 
 def _placement(plan: Plan) -> Iterator[str]:
