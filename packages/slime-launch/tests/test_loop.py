@@ -12,8 +12,10 @@ import functools
 import hashlib
 import io
 import json
+import os
 import pickle
 import shutil
+import sys
 import types
 from pathlib import Path
 
@@ -357,6 +359,23 @@ def test_weights_may_be_sent_less_often_and_a_killed_run_ends_the_same(clock, la
         clock.names, clock.deadly = [], None
         launch(home, 7, **often)
         assert end(home) == expected, f"killed at {point}"
+
+
+def test_a_key_is_in_no_file_of_a_run(launch, flags, tmp_path, monkeypatch):
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    sent: list[object] = []
+    run = types.SimpleNamespace(id="1", define_metric=lambda *_, **__: None, log=sent.append, finish=lambda: None)
+    module = types.SimpleNamespace(
+        init=lambda **given: sent.append(given) or run, Settings=lambda **given: given, __spec__=types.SimpleNamespace()
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    flags |= {"--use-wandb": None, "--wandb-project": "p", "--wandb-key": secret}
+    assert launch(tmp_path / "run", 2, driver=True) == 0
+    assert os.environ["WANDB_API_KEY"] == secret
+    assert len(sent) > 5 and secret not in repr(sent)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 6 and not [path for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_trainers_lost_again_and_while_they_start(clock, launch, tmp_path):
