@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from slime_convert.cli import build_parser as convert_parser
+from slime_core.flags import flag_specs
 from slime_launch.flags import parse_train, train_groups
+from slime_launch.plan.command import PlanConfig
 from slime_launch.validate import check_settings
 from slime_rollout import cli as rollout
 
@@ -39,7 +41,8 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 TRAIN = {spec.name for group in train_groups() for spec in group.flags}
-KNOWN = TRAIN.union(_options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
+PLAN = {spec.name for spec in flag_specs(PlanConfig)}
+KNOWN = TRAIN.union(PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
 FLAGS_PAGE = "docs/flags.md"
 """Generated; it also has the flags of other launchers."""
