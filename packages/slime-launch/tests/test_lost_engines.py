@@ -81,7 +81,7 @@ def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
         shape=None,
         trainers=Trainers(rollout),
         rollout=rollout,
-        state=types.SimpleNamespace(iteration=iteration, weight_version=version, is_saving=False),
+        state=types.SimpleNamespace(iteration=iteration, weight_version=version, is_saving=False, is_exported=True),
         tracker=None,
         console=RunConsole(io.StringIO()),
     )
