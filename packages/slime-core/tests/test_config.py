@@ -152,3 +152,28 @@ def test_what_needs_the_engines_log_probs(switch):
 
 def test_opsm_takes_what_there_is():
     assert not OffPolicyConfig(use_opsm=True).needs_rollout_log_probs
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss_type": "sft_loss", "use_kl_loss": True, "kl_loss_coef": 0.1}, "--use-kl-loss, --kl-loss-coef: "),
+        ({"loss_type": "rm_loss", "loss_divisor": 2.0}, "--loss-divisor: --loss-type rm_loss does not look at it"),
+        ({"dpo_beta": 0.3}, "--dpo-beta: --loss-type policy_loss does not look at it"),
+        ({"loss_type": "custom_loss"}, "--custom-loss-function-path belong together"),
+        ({"custom_loss_function_path": "a.py:b"}, "--custom-loss-function-path belong together"),
+        ({"disable_compute_advantages_and_returns": True}, "is made of advantages"),
+    ],
+)
+def test_settings_of_another_loss_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        AlgorithmConfig(**settings)
+
+
+def test_what_a_loss_needs():
+    assert AlgorithmConfig(loss_type="dpo_loss").needs_reference
+    assert not AlgorithmConfig(loss_type="dpo_loss", dpo_reference_free=True).needs_reference
+    sft = AlgorithmConfig(loss_type="sft_loss", disable_compute_advantages_and_returns=True)
+    assert not (sft.needs_reference or sft.needs_critic or sft.uses_advantages or sft.zero_rewards_add_nothing)
+    own = AlgorithmConfig(loss_type="custom_loss", custom_loss_function_path="a.py:b", use_kl_loss=True)
+    assert own.needs_reference and own.uses_advantages and not own.zero_rewards_add_nothing

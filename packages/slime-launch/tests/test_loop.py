@@ -33,8 +33,8 @@ from slime_launch.flags import parse_train
 from slime_launch.loop import Parts, next_batch
 from slime_launch.preflight import preflight, with_output
 from slime_launch.report import report_if_finished
-from slime_launch.rollouts import RecordedHost
 from slime_launch.shards import check_scored, check_versions, prepare_rollout, read_rollout
+from slime_launch.sources import RecordedRollouts
 from slime_launch.tracking import Tracker, read_rows
 from slime_rollout.generation_service import Progress
 from slime_rollout.store import RolloutStore
@@ -238,7 +238,7 @@ def clock(monkeypatch):
 def launch(clock, flags, to_words, monkeypatch):
     """The command, from its checks to its report, in a directory of its own; gives whether anything was started."""
     monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: True)
-    monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path, evals: path.write_text("a picture"))
+    monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path, *_, **__: path.write_text("a picture"))
 
     def run(home: Path, rollouts: int = 4, *, driver: bool = False, **more: str) -> bool | int:
         home.mkdir(exist_ok=True)
@@ -408,15 +408,9 @@ def test_recorded_rollouts_train_the_same_without_engines(flags, launch, to_word
     assert launch(tmp_path / "generated")
     del flags["--save-debug-rollout-data"]
     flags["--load-debug-rollout-data"] = template
-    monkeypatch.setattr("slime_launch.rollouts.prepare", lambda *_, **__: None)
-    settings = parse_train(to_words(flags))
 
     class Recorded(Rollout):
-        host = RecordedHost("", "", (), types.SimpleNamespace(engine=settings.engine, flags=settings.flags()))
-
-        def begin_update(self, *, only_behind=False):
-            assert only_behind
-            return super().begin_update(only_behind=True)
+        host = RecordedRollouts(template)
 
         def generated(self, rollout_id):
             return self.host.generate(rollout_id)
@@ -424,7 +418,7 @@ def test_recorded_rollouts_train_the_same_without_engines(flags, launch, to_word
         def state_dict(self):
             return self.host.state_dict()
 
-        evaluate = confirm_update = None
+        evaluate = begin_update = confirm_update = None
 
     monkeypatch.setitem(globals(), "Rollout", Recorded)
     assert launch(tmp_path / "recorded")

@@ -89,6 +89,25 @@ def test_a_run_without_rows_has_a_report(tmp_path):
     assert report_lines(report)
 
 
+def test_a_run_on_a_data_set_has_a_curve_of_its_loss(tmp_path):
+    rows = [
+        {"kind": "eval", "step": 0, "rollout_id": 0, "eval/held/loss": 0.7, "eval/held/accuracy": 0.5},
+        {"kind": "train", "step": 0, "rollout_id": 0, "train/loss": 0.7},
+        {"kind": "train", "step": 1, "rollout_id": 0, "train/loss": 0.5},
+        {"kind": "rollout", "step": 0, "rollout_id": 0, "perf/data_time": 0.1, "perf/rollout_time": 0.2},
+        {"kind": "train", "step": 2, "rollout_id": 1, "train/loss": 0.25},
+        {"kind": "rollout", "step": 1, "rollout_id": 1, "perf/data_time": 0.1, "perf/update_weights_time": 0.0},
+        {"kind": "eval", "step": 2, "rollout_id": 2, "eval/held/loss": 0.2},
+    ]
+    report = make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=0.0)
+    write_report(report)
+    assert report.losses == [0.6, 0.25] and report.reward_curve is None
+    assert Path(report.loss_curve).name == "loss_curve.png" and Path(report.loss_curve).exists()
+    text = "\n".join(report_lines(report))
+    assert "loss on held: 0.700 → 0.200" in text and "loss per rollout" in text and "read and split rows" in text
+    assert "reward" not in text and "send weights" not in text
+
+
 def test_no_evaluation_before_gives_no_before(tmp_path):
     report = make_report(ROWS[1:], output_dir=tmp_path, checkpoint=None, minutes=0.0)
     assert report.eval_before == {}

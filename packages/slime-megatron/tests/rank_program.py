@@ -161,6 +161,9 @@ class Rank(Checkpoints):
             return str(error), all(np.array_equal(after[name], before[name]) for name in before)
         return None
 
+    def evaluate(self, shards):
+        return self.worker.evaluate(shards[self.worker.data_parallel_rank])
+
     def forward(self, shards, role="actor"):
         return self.worker.forward(shards[self.worker.data_parallel_rank], role)
 

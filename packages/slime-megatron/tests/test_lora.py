@@ -110,7 +110,7 @@ def test_gradients_follow_from_those_of_the_merged_weights(
     """With W' = W + s B A: dB = s dW' Aᵀ and dA = s Bᵀ dW', of transformers' dW' in plain PyTorch."""
     model, samples = tiny_model(name), make_samples(groups=2, per_group=2)
     config = tiny_config(load=model.checkpoint, **LORA)
-    ranks.start(1, config, model.shape, loss="sft")
+    ranks.start(1, config, model.shape, AlgorithmConfig(loss_type="sft_loss"))
     ranks.call("move_adapters")
     merged = {key: torch.from_numpy(value) for key, value in ranks.first("weights").items()}
     (_, factors), [(found, _, _)] = ranks.first("train_and_watch_the_optimizer", make_shards(samples))

@@ -68,10 +68,10 @@ def reward_model(model, samples, known):
 
 
 LOSSES = {
-    "gspo": ("policy", AlgorithmConfig(advantage_estimator="gspo", eps_clip=0.02), gspo),
-    "sft": ("sft", AlgorithmConfig(calculate_per_token_loss=True), sft),
-    "dpo": ("preference", AlgorithmConfig(dpo_beta=0.3, dpo_label_smoothing=0.1), dpo),
-    "rm": ("reward_model", AlgorithmConfig(), reward_model),
+    "gspo": (AlgorithmConfig(advantage_estimator="gspo", eps_clip=0.02), gspo),
+    "sft": (AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True), sft),
+    "dpo": (AlgorithmConfig(loss_type="dpo_loss", dpo_beta=0.3, dpo_label_smoothing=0.1), dpo),
+    "rm": (AlgorithmConfig(loss_type="rm_loss"), reward_model),
 }
 
 
@@ -95,7 +95,7 @@ def plain_training(tiny_model, tiny_config, make_pairs):
 
     def compute(name):
         if name not in known:
-            loss_of = LOSSES[name][2]
+            loss_of = LOSSES[name][1]
             model, samples = copy.deepcopy(tiny_model("llama-tied").hf).double(), make_pairs()
             config = tiny_config(adam_eps=ADAM_EPS)
             given = {}
@@ -128,11 +128,13 @@ def test_a_loss_equals_plain_pytorch(
     ranks, plain_training, tiny_model, tiny_config, make_pairs, make_shards, name, layout
 ):
     world, settings, micro_batch_size = LAYOUTS[layout]
-    loss, algorithm, _ = LOSSES[name]
+    algorithm, _ = LOSSES[name]
     model = tiny_model("llama-tied")
     config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **settings)
     expected, weights = plain_training(name)
-    ranks.start(world, config, model.shape, algorithm, loss=loss)
+    ranks.start(world, config, model.shape, algorithm)
+    first = make_shards(make_pairs()[: len(make_pairs()) // STEPS], micro_batch_size=micro_batch_size)
+    assert ranks.first("evaluate", first)["loss"] == pytest.approx(expected[0]["loss"], rel=1e-4)
     reports = ranks.call("train", make_shards(make_pairs(), steps=STEPS, micro_batch_size=micro_batch_size))
     same_step(reports[0].steps, expected, ("loss", "grad_norm"))
     assert all(report.steps == reports[0].steps for report in reports)
@@ -147,13 +149,13 @@ def test_a_loss_equals_plain_pytorch(
 
 def test_pairs_over_two_data_parallel_ranks(ranks, plain_training, tiny_model, tiny_config, make_pairs, make_shards):
     """Both samples of a pair on one rank; metrics are means over all pairs."""
-    model, (_, algorithm, _) = tiny_model("llama-tied"), LOSSES["dpo"]
+    model, (algorithm, _) = tiny_model("llama-tied"), LOSSES["dpo"]
     samples = make_pairs()
     dealt = [samples[at] for first in range(0, 16, 4) for at in (first, first + 2, first + 1, first + 3)]
     shards = make_shards(dealt, data_parallel=2, micro_batch_size=2)
     found = []
     for world, given in ((1, make_shards(samples[:16], micro_batch_size=6)), (2, shards)):
-        ranks.start(world, tiny_config(load=model.checkpoint, lr=1e-3), model.shape, algorithm, loss="preference")
+        ranks.start(world, tiny_config(load=model.checkpoint, lr=1e-3), model.shape, algorithm)
         ranks.call("train", given)
         found.append(ranks.call("train", given)[0].steps)
     same_step(found[1], found[0], ("loss", "grad_norm", "chosen_reward", "rejected_reward", "reward_margin"))
@@ -165,7 +167,7 @@ def test_scores_of_a_reward_model(ranks, tiny_model, tiny_config, make_pairs, ma
     """At the last trained token; they are saved, loaded at another layout, and need no pairs."""
     model, samples = tiny_model("qwen3"), make_pairs()
     config = tiny_config(load=model.checkpoint, save=str(tmp_path))
-    ranks.start(1, config, model.shape, loss="reward_model")
+    ranks.start(1, config, model.shape, AlgorithmConfig(loss_type="rm_loss"))
     ranks.first("train", make_shards(samples, steps=STEPS))
     ranks.first("save", 1)
     weights = ranks.first("weights")
@@ -176,7 +178,7 @@ def test_scores_of_a_reward_model(ranks, tiny_model, tiny_config, make_pairs, ma
     plain.score = torch.nn.Linear(64, 1, bias=False)
     plain.score.weight.data = torch.from_numpy(weights["score.weight"])
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    ranks.start(2, tiny_config(load=str(tmp_path), **layout), model.shape, loss="reward_model")
+    ranks.start(2, tiny_config(load=str(tmp_path), **layout), model.shape, AlgorithmConfig(loss_type="rm_loss"))
     for sample, row in zip(samples[:7], ranks.first("forward", make_shards(samples[:7])), strict=True):
         with torch.no_grad():
             score = plain_score(plain, sample)
@@ -189,7 +191,7 @@ def test_reference_free(ranks, tiny_model, tiny_config, make_pairs, make_shards)
     """The first loss is that of the log-probs alone, and no reference is computed."""
     model, samples = tiny_model("qwen3"), make_pairs(groups=2)
     algorithm = AlgorithmConfig(dpo_reference_free=True)
-    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm, loss="preference")
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
     report = ranks.first("train", make_shards(samples))
     with torch.no_grad():
         sums = [plain_log_probs(model.hf, sample, 1.0)[marked(sample)].sum() for sample in samples]
@@ -198,7 +200,7 @@ def test_reference_free(ranks, tiny_model, tiny_config, make_pairs, make_shards)
     assert "ref_log_probs" not in report.seconds
 
 
-@pytest.mark.parametrize("loss", ["preference", "reward_model"])
+@pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -214,13 +216,13 @@ def test_what_is_not_a_pair(ranks, tiny_model, tiny_config, make_pairs, make_sha
         "equal": [dataclasses.replace(first, raw_reward=1.0), second, *others],
         "untrained": [dataclasses.replace(first, loss_mask=[0] * first.response_length), second, *others],
     }
-    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, loss=loss)
+    ranks.start(1, tiny_config(load=model.checkpoint), model.shape, AlgorithmConfig(loss_type=loss))
     with pytest.raises(rank_error, match=message) as caught:
         ranks.first("train", make_shards(given[broken]))
     assert caught.value.kind == "DataError"
 
 
-@pytest.mark.parametrize("loss", ["preference", "reward_model"])
+@pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
 def test_held_out_pairs_are_ordered(ranks, tiny_model, tiny_config, make_pairs, make_shards, loss):
     """Responses of even tokens are preferred to those of odd ones, also where the prompt was never seen."""
     model = tiny_model("qwen3")
@@ -231,7 +233,7 @@ def test_held_out_pairs_are_ordered(ranks, tiny_model, tiny_config, make_pairs, 
         samples.append(dataclasses.replace(sample, tokens=tokens.tolist(), extras={}))
     trained, held_out = samples[:96], samples[96:]
     config = tiny_config(load=model.checkpoint, lr=2e-3)
-    ranks.start(1, config, model.shape, AlgorithmConfig(dpo_beta=0.1), loss=loss)
+    ranks.start(1, config, model.shape, AlgorithmConfig(loss_type=loss))
     before = [row.sum() for row in ranks.first("forward", make_shards(held_out))]
     for _ in range(4):
         ranks.first("train", make_shards(trained, steps=6))

@@ -188,7 +188,7 @@ def test_supervised_fine_tuning_reaches_a_loss(ranks, tiny_model, tiny_config, m
     """Eight demonstrations learned by heart: below 0.1 nats per token, from more than 6."""
     model = tiny_model("qwen3")
     config = tiny_config(load=model.checkpoint, lr=3e-3, weight_decay=0.0)
-    ranks.start(1, config, model.shape, AlgorithmConfig(calculate_per_token_loss=True), loss="sft")
+    ranks.start(1, config, model.shape, AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True))
     shards = make_shards(make_samples(groups=8, per_group=1))
     losses = [ranks.first("train", shards).steps[0]["loss"] for _ in range(40)]
     assert losses[0] > 6 and losses[-1] < 0.1, losses

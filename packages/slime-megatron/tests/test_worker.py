@@ -294,7 +294,7 @@ def test_supervised_fine_tuning(ranks, tiny_model, tiny_config, make_samples, ma
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip_grad)
     optimizer.step()
 
-    ranks.start(2, config, model.shape, AlgorithmConfig(calculate_per_token_loss=True), loss="sft")
+    ranks.start(2, config, model.shape, AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True))
     reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=3))
     same_step(reports[0].steps, [{"loss": loss.item(), "grad_norm": float(norm)}], ("loss", "grad_norm"), 2e-6)
     assert set(reports[0].steps[0]) == {"loss", "grad_norm", "lr"}
@@ -315,26 +315,20 @@ def test_a_user_defined_loss(ranks, tiny_model, tiny_config, make_samples, make_
     )
     model, samples = tiny_model("qwen3"), make_samples(groups=2)
     steps = {}
-    for loss in ("policy", f"{tmp_path}/mine.py:reinforce"):
-        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, loss=loss)
-        steps[loss] = ranks.first("train", make_shards(samples, micro_batch_size=3)).steps[0]
+    own = AlgorithmConfig(loss_type="custom_loss", custom_loss_function_path=f"{tmp_path}/mine.py:reinforce")
+    for algorithm in (AlgorithmConfig(), own):
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
+        steps[algorithm.loss_type] = ranks.first("train", make_shards(samples, micro_batch_size=3)).steps[0]
     policy, mine = steps.values()
     assert close(mine["grad_norm"], policy["grad_norm"])
     rows = ranks.first("forward", make_shards(samples))
     assert -20 < mine["log_prob"] < 0 and len(rows) == len(samples)
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("value", "loss value trains a critic together with the policy; give --advantage-estimator ppo instead"),
-        ("grpo", "loss grpo names no function"),
-    ],
-)
-def test_a_loss_that_is_not_there(ranks, tiny_model, tiny_config, rank_error, loss, message):
-    model = tiny_model("qwen3")
-    with pytest.raises(rank_error, match=message) as caught:
-        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, loss=loss)
+def test_a_loss_that_is_not_there(ranks, tiny_model, tiny_config, rank_error):
+    model, algorithm = tiny_model("qwen3"), AlgorithmConfig(loss_type="custom_loss", custom_loss_function_path="mine")
+    with pytest.raises(rank_error, match="--custom-loss-function-path mine names no function") as caught:
+        ranks.start(1, tiny_config(load=model.checkpoint), model.shape, algorithm)
     assert caught.value.kind == "ConfigError"
 
 

@@ -17,7 +17,7 @@ def make(**changes):
 
 def test_every_field_is_a_flag_with_help():
     specs = {spec.dest: spec for spec in flag_specs(RolloutConfig)}
-    assert len(specs) == 73 and set(specs) == flag_values(make()).keys()
+    assert len(specs) == 77 and set(specs) == flag_values(make()).keys()
     assert all(spec.help for spec in specs.values())
     assert specs["rollout_stop_token_ids"].type is int
     assert specs["eval_prompt_data"].nargs == "+"
@@ -47,7 +47,7 @@ def test_every_field_is_a_flag_with_help():
         ({"rm_timeout": float("inf")}, "--rm-timeout inf"),
         ({"rm_type": "telepathy"}, "allowed: exact, first_integer"),
         ({"rm_type": "exact", "custom_rm_path": "a.b"}, "give one of them"),
-        ({"prompt_data": ()}, "--prompt-data names no data set"),
+        ({"prompt_data": ("",)}, "--prompt-data names no data set"),
         ({"prompt_data": ("a", "b"), "prompt_data_weights": (1.0,)}, "has 1 values and --prompt-data 2 paths"),
         ({"prompt_data_weights": (0.0,)}, "--prompt-data-weights 0.0 must be above 0"),
         ({"prompt_data_weights": (float("nan"),)}, "--prompt-data-weights nan must be a finite number, above 0"),

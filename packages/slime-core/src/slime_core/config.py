@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,12 +14,41 @@ ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_
 GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
 """Those that give a group of one sample an advantage of 0."""
 
+LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
+"""What a train step minimises, by the name of ``--loss-type``."""
+
+DATA_LOSSES = ("sft_loss", "dpo_loss", "rm_loss")
+"""Those that are trained on rows of a data set, without rewards."""
+
+PAIR_LOSSES = ("dpo_loss", "rm_loss")
+"""Those of preference pairs."""
+
 KL_LOSS_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
 _PAPER_BOUNDS = {
     "gspo": "--eps-clip 3e-4 --eps-clip-high 4e-4",
     "cispo": "no lower bound, --eps-clip 1, and a larger upper one, such as --eps-clip-high 4",
 }
+# What the losses on rows of a data set do not look at, and those on pairs.
+_OF_POLICY = (
+    "advantage_estimator",
+    "custom_advantage_function_path",
+    "disable_rewards_normalization",
+    "disable_grpo_std_normalization",
+    "normalize_advantages",
+    "kl_coef",
+    "use_opd",
+    "entropy_coef",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "use_rollout_logprobs",
+    "use_tis",
+    "use_mis",
+    "use_opsm",
+    "get_mismatch_metrics",
+)
+_OF_TOKENS = ("calculate_per_token_loss", "loss_divisor")
+_OF_DPO = ("dpo_beta", "dpo_label_smoothing", "dpo_reference_free")
 _WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 MIS_LEVELS = ("token", "sequence", "geometric")
@@ -139,6 +169,18 @@ class AlgorithmConfig(OffPolicyConfig):
         ConfigError: A value is outside its range, or values contradict each other; with the values and what to do.
     """
 
+    loss_type: str = flag(
+        "policy_loss",
+        choices=LOSS_TYPES,
+        help="what a step minimises: the policy gradient on generated samples; on rows of --prompt-data, the "
+        "cross-entropy of conversations (sft), DPO or a reward model's loss of preference pairs; or a custom loss",
+    )
+    custom_loss_function_path: str | None = flag(
+        None, metavar="PATH", help="pkg.mod.fn or file.py:fn, from inputs to the loss and metrics (custom_loss)"
+    )
+    disable_compute_advantages_and_returns: bool = flag(
+        False, help="a custom loss takes no advantages; those on rows of a data set never do"
+    )
     advantage_estimator: str = flag("grpo", choices=ESTIMATORS, help="how rewards become advantages")
     custom_advantage_function_path: str | None = flag(
         None, metavar="PATH", help="pkg.mod.fn or file.py:fn, from inputs to advantages, in place of the estimator's"
@@ -192,6 +234,7 @@ class AlgorithmConfig(OffPolicyConfig):
     def contradictions(self) -> Iterator[str]:
         """Settings that need, repeat or undo each other."""
         yield from super().contradictions()
+        yield from self._of_other_losses()
         if self.advantage_estimator in _WHITENED and not self.normalize_advantages:
             yield (
                 f"--advantage-estimator {self.advantage_estimator} is defined with whitened advantages; "
@@ -217,6 +260,22 @@ class AlgorithmConfig(OffPolicyConfig):
         if self.eps_clip_c is not None and self.advantage_estimator == "cispo":
             yield (f"--eps-clip-c {self.eps_clip_c} bounds a clipped surrogate, which cispo has not; leave it out")
 
+    def _of_other_losses(self) -> Iterator[str]:
+        """Settings of another loss than ``--loss-type``'s."""
+        loss, defaults = self.loss_type, {field.name: field.default for field in dataclasses.fields(self)}
+        unused: tuple[str, ...] = _OF_POLICY if loss in DATA_LOSSES else ()
+        unused += _OF_TOKENS if loss in PAIR_LOSSES else ()
+        unused += _OF_DPO if loss != "dpo_loss" else ()
+        if given := [name for name in unused if getattr(self, name) != defaults[name]]:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            yield f"{names}: --loss-type {loss} does not look at {'it' if len(given) == 1 else 'them'}; leave out"
+        if (loss == "custom_loss") != (self.custom_loss_function_path is not None):
+            yield "--loss-type custom_loss and --custom-loss-function-path belong together; give both or neither"
+        if loss == "policy_loss" and self.disable_compute_advantages_and_returns:
+            yield (
+                "--disable-compute-advantages-and-returns: --loss-type policy_loss is made of advantages; leave it out"
+            )
+
     @property
     def clip_high(self) -> float:
         """The upper clip range: ``eps_clip_high``, or ``eps_clip`` when that is not given."""
@@ -238,14 +297,32 @@ class AlgorithmConfig(OffPolicyConfig):
         return tuple(found)
 
     @property
+    def on_data(self) -> bool:
+        """Whether the loss is one of rows of a data set."""
+        return self.loss_type in DATA_LOSSES
+
+    @property
+    def on_pairs(self) -> bool:
+        """Whether the loss is one of preference pairs: two samples each."""
+        return self.loss_type in PAIR_LOSSES
+
+    @property
+    def uses_advantages(self) -> bool:
+        """Whether rewards become advantages."""
+        return not self.on_data and not self.disable_compute_advantages_and_returns
+
+    @property
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference model enter the loss or the advantages."""
-        return self.use_kl_loss or self.kl_coef != 0
+        if self.loss_type == "dpo_loss":
+            return not self.dpo_reference_free
+        return self.uses_advantages and (self.use_kl_loss or self.kl_coef != 0)
 
     @property
     def needs_critic(self) -> bool:
         """Whether advantages are estimated from the values of a critic."""
-        return self.advantage_estimator == "ppo" and self.custom_advantage_function_path is None
+        own = self.custom_advantage_function_path is not None
+        return self.uses_advantages and self.advantage_estimator == "ppo" and not own
 
     @property
     def advantages_need_log_probs(self) -> bool:
@@ -256,9 +333,11 @@ class AlgorithmConfig(OffPolicyConfig):
     def zero_advantages_add_nothing(self) -> bool:
         """Whether samples whose advantages are 0 change neither the loss nor its gradient.
 
-        They do where the KL loss or the entropy bonus counts them, or a mean of importance weights over the step.
+        They do where the KL loss or the entropy bonus counts them, or a mean of importance weights over the step; and
+        under another loss than the policy's.
         """
-        return not (self.use_kl_loss or self.entropy_coef != 0 or self.needs_step_sums)
+        others = self.use_kl_loss or self.entropy_coef != 0 or self.needs_step_sums
+        return self.loss_type == "policy_loss" and not others
 
     @property
     def zero_rewards_add_nothing(self) -> bool:

@@ -134,6 +134,9 @@ class TrainerWorker(Protocol):
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout."""
 
+    def evaluate(self, shard: TrainShard) -> dict[str, float]:
+        """The loss of a shard of one step and its metrics, equal on all ranks, without training on it."""
+
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send what ``update`` names through ``channel``. All ranks gather; rank 0 sends."""
 

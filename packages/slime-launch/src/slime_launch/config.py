@@ -11,7 +11,8 @@ from typing import Any
 from slime_core.config import AlgorithmConfig
 from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
 from slime_megatron.config import MegatronConfig
-from slime_rollout.config import RolloutConfig
+from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
+from slime_rollout.data_service import Rows
 from slime_rollout.engine.config import EngineConfig
 
 
@@ -99,8 +100,19 @@ class RunConfig(Config):
         ConfigError: A value is outside its range.
     """
 
-    num_rollout: int = flag(
-        unit="rollouts", help="rounds of generation and training in the whole run", least=1, may_change=True
+    num_rollout: int | None = flag(
+        None,
+        unit="rollouts",
+        help="rounds of generation and training in the whole run; 0 only evaluates",
+        least=0,
+        may_change=True,
+    )
+    num_epoch: int | None = flag(
+        None,
+        unit="epochs",
+        help="in place of --num-rollout: times the rows of --prompt-data, divided by --rollout-batch-size",
+        least=1,
+        may_change=True,
     )
     config: str | None = flag(
         None,
@@ -147,7 +159,12 @@ class RunConfig(Config):
         help="train on rollouts from files, with {rollout_id} in their name, such as --save-debug-rollout-data wrote; "
         "no engines are started, and no weights sent",
     )
-    debug_train_only: bool = flag(False, help="no effect beside --load-debug-rollout-data, which it needs")
+    debug_train_only: bool = flag(
+        False, help="start no engines; needs --load-debug-rollout-data, or a --loss-type on rows of a data set"
+    )
+    debug_rollout_only: bool = flag(
+        False, help="start no trainers: generate and score with the weights of --hf-checkpoint, and write that down"
+    )
     save_debug_rollout_data: str | None = flag(
         None,
         metavar="TEMPLATE",
@@ -185,8 +202,11 @@ class RunConfig(Config):
 
     def contradictions(self) -> Iterator[str]:
         """Settings of debugging that need each other."""
-        if self.debug_train_only and self.load_debug_rollout_data is None:
-            yield "--debug-train-only starts no engines; give --load-debug-rollout-data, the rollouts to train on"
+        if self.num_rollout is None and self.num_epoch is None:
+            yield "missing --num-rollout, or --num-epoch; see --help"
+        if self.debug_rollout_only and (self.debug_train_only or self.load_debug_rollout_data is not None):
+            other = "--debug-train-only" if self.debug_train_only else "--load-debug-rollout-data"
+            yield f"--debug-rollout-only trains nothing and {other} generates nothing; give one of them"
         for name in ("--load-debug-rollout-data", "--save-debug-rollout-data", "--save-hf"):
             template = getattr(self, name.removeprefix("--").replace("-", "_"))
             if problem := template_problem(name, template, ("rollout_id",)):
@@ -263,16 +283,52 @@ class Settings:
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether rollouts come from files."""
+        return self.run.load_debug_rollout_data is not None
+
+    @property
+    def rows(self) -> Rows | None:
+        """What the rows of ``--prompt-data`` are where they are trained on as they are; ``None`` for prompts."""
+        given = self.rollout.sampling.rollout_function_path == SFT_ROLLOUT
+        if self.is_recorded or not (given or self.algorithm.on_data):
+            return None
+        return "pairs" if self.algorithm.on_pairs else "conversations"
+
+    @property
     def generates(self) -> bool:
-        """Whether engines generate; else rollouts come from files, and nobody takes weights."""
-        return self.run.load_debug_rollout_data is None
+        """Whether engines generate; else nobody takes weights."""
+        return not self.is_recorded and self.rows is None
+
+    @property
+    def num_rollout(self) -> int:
+        """Rounds of the whole run. `slime_launch.preflight` makes ``--num-epoch`` a number of them."""
+        return self.run.num_rollout or 0
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether nothing is trained on: the run is one evaluation."""
+        return self.run.num_rollout == 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are trainers; an evaluation of the weights that engines start with needs none."""
+        given = self.megatron.load is not None or self.megatron.ref_load is not None
+        return not self.run.debug_rollout_only and (given or not self.only_evaluates or not self.generates)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Samples that a row of ``--prompt-data`` becomes."""
+        return 2 if self.algorithm.on_pairs else self.rollout.selection.n_samples_per_prompt
 
     @property
     def placed(self) -> ClusterConfig:
-        """What has to find room on the cluster."""
-        if self.generates:
-            return self.cluster
-        return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=None)
+        """What has to find room on the cluster, besides trainers where there are none."""
+        if not self.generates:
+            return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=None)
+        if not self.trains and self.cluster.colocate:
+            return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=self.cluster.rollout_gpus)
+        return self.cluster
 
     def flags(self) -> dict[str, Any]:
         """Every flag by its name in Python, given or not, as plain values that JSON can hold."""

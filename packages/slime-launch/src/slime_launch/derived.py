@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slime_core.config import PAIR_LOSSES
+from slime_core.errors import DataError
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
+from slime_rollout.data_service import count_rows
 
 
 def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """The values of flags that are not among those ``given``, by name in Python.
 
-    A batch size alone says the number of steps per rollout, the length of the run how long a learning rate decays,
-    and ``--dump-details`` where rollouts and train data go. On
-    CUDA the trainer computes in bfloat16 with the distributed optimizer, which was not run there; else in fp32.
+    Epochs say the number of rollouts, a batch size alone that of steps per rollout, the length of the run how long a
+    learning rate decays, and ``--dump-details`` where rollouts and train data go. On CUDA the trainer computes in
+    bfloat16 with the distributed optimizer, which was not run there; else in fp32.
     """
     defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
     values = {**defaults, **given}
     found: dict[str, Any] = {}
     prompts, size = values["rollout_batch_size"], given.get("global_batch_size")
-    samples = prompts * values["n_samples_per_prompt"] if isinstance(prompts, int) else 0
+    group = 2 if values["loss_type"] in PAIR_LOSSES else values["n_samples_per_prompt"]
+    samples = prompts * group if isinstance(prompts, int) else 0
+    if "num_rollout" not in given and samples and (rollouts := _rollouts_of_epochs(values)):
+        found["num_rollout"] = values["num_rollout"] = rollouts
     if size and samples and "num_steps_per_rollout" not in given and samples % size == 0:
         found["num_steps_per_rollout"] = samples // size
     steps = found.get("num_steps_per_rollout", values["num_steps_per_rollout"])
@@ -39,6 +45,17 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         if "use_distributed_optimizer" not in given:
             found["use_distributed_optimizer"] = True
     return found
+
+
+def _rollouts_of_epochs(values: Mapping[str, Any]) -> int | None:
+    """``--num-epoch`` as a number of rollouts; ``None`` where there is none, or what is wrong is said later."""
+    epochs, paths = values["num_epoch"], values["prompt_data"]
+    if epochs is None or not paths or values["streaming_data"]:
+        return None
+    try:
+        return int(epochs * count_rows(paths) // values["rollout_batch_size"])
+    except DataError:
+        return None
 
 
 def precision_notes(settings: Settings) -> list[str]:

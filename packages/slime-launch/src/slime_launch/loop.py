@@ -1,4 +1,8 @@
-"""The loop: generate, train, send the weights, again. It reads from :func:`run_sync` down."""
+"""The loop: get a batch, train, send the weights, again. It reads from :func:`run_sync` down.
+
+It is the same for every kind of run. What a run has not got is left out where it would be used: engines that take
+weights in one on a data set or on recorded rollouts, trainers in one that only generates.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,16 @@ from slime_launch.console import RunConsole, Wait
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import ReadyRollout, Recipe
-from slime_launch.step_metrics import eval_line, eval_row, rollout_row, sample_lines, step_line, train_rows
+from slime_launch.step_metrics import (
+    eval_line,
+    eval_row,
+    held_out_line,
+    held_out_row,
+    rollout_row,
+    sample_lines,
+    step_line,
+    train_rows,
+)
 from slime_launch.tracking import Tracker
 from slime_launch.trainers import TrainerGroup
 from slime_rollout.engine import WeightSyncError
@@ -39,7 +52,7 @@ class Parts:
 
 
 def run_sync(parts: Parts) -> None:
-    """Go from the run's current iteration to ``--num-rollout``.
+    """Go from the run's current iteration to ``--num-rollout``; with 0 of them, only evaluate.
 
     Engines that were replaced get the weights whenever the trainers are free: while they wait for a rollout, and before
     they train or save. With ``--async-buffer-size`` they may never have to wait for one.
@@ -49,7 +62,7 @@ def run_sync(parts: Parts) -> None:
         export(parts)
     push_weights(parts, version=parts.state.weight_version)
     evaluate_if_due(parts)
-    for rollout_id in range(parts.state.iteration, parts.settings.run.num_rollout):
+    for rollout_id in range(parts.state.iteration, parts.settings.num_rollout):
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             batch = next_batch(parts, rollout_id)
@@ -77,18 +90,23 @@ def restore_data_position(parts: Parts) -> None:
 
 def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     """The rollout to train on: the one written down before a restart, or a new one, which is written down first."""
-    recipe = Recipe(
+    recipe = recipe_of(parts)
+    with parts.console.wait("generate" if parts.settings.generates else "read") as wait:
+        if not parts.state.is_written_down(rollout_id):
+            return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
+        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
+        return wait_for(parts, parts.rollout.read(rollout_id, recipe), wait)
+
+
+def recipe_of(parts: Parts) -> Recipe:
+    """What becomes of every batch."""
+    return Recipe(
         settings=parts.settings,
         shape=parts.shape,
         data_parallel_size=parts.trainers.data_parallel_size,
         store=parts.state.store,
         can_resume=parts.state.can_resume,
     )
-    with parts.console.wait("generate") as wait:
-        if not parts.state.is_written_down(rollout_id):
-            return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
-        parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
-        return wait_for(parts, parts.rollout.read(rollout_id, recipe), wait)
 
 
 def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
@@ -108,6 +126,9 @@ def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
 
 def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
     """Train on the rollout; each rank fetches its own shard."""
+    if not parts.settings.trains:
+        batch.shards.clear()
+        return TrainReport(rollout_id=batch.rollout_id, steps=[])
     with parts.console.wait("train") as wait:
         report = parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
     batch.shards.clear()  # so that the object store has room for the next ones
@@ -127,7 +148,7 @@ def push_if_due(parts: Parts, iteration: int) -> SyncReport:
 
 def push_weights(parts: Parts, *, version: int) -> SyncReport:
     """Send the trainer's weights to every engine; again, if one failed meanwhile that is being replaced."""
-    if not parts.settings.generates:
+    if not (parts.settings.generates and parts.settings.trains):
         return SyncReport(version=version, tensors=0, bytes=0, seconds=0.0)
     with parts.console.wait(f"send weights, version {version}") as wait:
         report = None
@@ -151,6 +172,8 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
 
 def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     """Send the current weights to engines that were replaced; the trainers must have nothing else to do."""
+    if not (parts.settings.generates and parts.settings.trains):
+        return
     channel = parts.rollout.begin_update(only_behind=True)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
@@ -166,7 +189,7 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row)
-    parts.console.line(step_line(batch, parts.settings.run.num_rollout, row, steps[-1]))
+    parts.console.line(step_line(batch, parts.settings.num_rollout, row, steps[-1] if steps else {}))
 
 
 def save_if_due(parts: Parts) -> None:
@@ -206,25 +229,45 @@ def export(parts: Parts) -> None:
 
 
 def evaluate_if_due(parts: Parts) -> None:
-    """Score the held-out prompts: before the first rollout, at every interval, at the end; never twice at one place."""
-    iteration = parts.state.iteration
-    if not eval_due_at(parts, iteration):
+    """Evaluate on the held-out sets, if that is due."""
+    if not eval_due_at(parts, parts.state.iteration):
         return
     with parts.console.wait("evaluate") as wait:
-        report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
+        if parts.settings.generates:
+            score_prompts(parts, wait)
+        else:
+            held_out_loss(parts, wait)
+
+
+def score_prompts(parts: Parts, wait: Wait) -> None:
+    """Generate for the held-out prompts, and score that."""
+    iteration = parts.state.iteration
+    report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
     samples = sample_lines(report)
     parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report), samples=samples)
     parts.console.line(eval_line(report))
 
 
+def held_out_loss(parts: Parts, wait: Wait) -> None:
+    """Compute the loss of the held-out rows, which are not trained on."""
+    iteration, seconds = parts.state.iteration, dict[str, float]()
+    with timed(seconds, "eval"):
+        sets = wait_for(parts, parts.rollout.held_out(iteration, recipe_of(parts)), wait)
+        poll = watch_trainers(parts, wait)
+        found = {name: parts.trainers.evaluate(shards, on_poll=poll) for name, shards in sets.items()}
+    parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=held_out_row(found, seconds))
+    parts.console.line(held_out_line(iteration, found))
+
+
 def eval_due_at(parts: Parts, iteration: int) -> bool:
-    """Whether held-out prompts are to be scored after ``iteration`` rollouts, and have not been."""
+    """Whether to evaluate after ``iteration`` rollouts: before the first, at every interval, at the end; once each."""
     run = parts.settings.run
-    has_sets = parts.settings.rollout.evaluation.has_eval_sets and parts.settings.generates
+    has_sets = parts.settings.rollout.evaluation.has_eval_sets and not parts.settings.is_recorded
     if not has_sets or parts.tracker.has_eval(iteration):
         return False
     at_interval = run.eval_interval is not None and iteration % run.eval_interval == 0
-    return not run.skip_eval_before_train if iteration == 0 else at_interval or iteration == run.num_rollout
+    at_end = iteration == parts.settings.num_rollout
+    return at_end or (not run.skip_eval_before_train if iteration == 0 else at_interval)
 
 
 def watch_trainers(parts: Parts, wait: Wait) -> Callable[[], None]:

@@ -38,7 +38,7 @@ class Layout:
     @property
     def shared(self) -> bool:
         """Whether engines and trainer take turns on the same bundles."""
-        return self.rollout[:1] == self.trainer[:1]
+        return bool(self.trainer) and self.rollout[:1] == self.trainer[:1]
 
     def trainer_resources(self) -> dict[str, float]:
         """What one trainer rank asks of its bundle: half of it where the engines live there, too."""
@@ -46,10 +46,10 @@ class Layout:
         return {"num_cpus": 0.5, "num_gpus": share if self.cuda else 0.0}
 
 
-def plan_layout(cluster: ClusterConfig, *, cuda: bool) -> Layout:
-    """Assign trainer ranks and engines to bundles; with ``cuda`` a bundle is a GPU."""
-    trainer = tuple(range(cluster.actor_gpus))
-    first = 0 if cluster.colocate else cluster.actor_gpus
+def plan_layout(cluster: ClusterConfig, *, cuda: bool, trains: bool = True) -> Layout:
+    """Assign trainer ranks, if the run ``trains``, and engines to bundles; with ``cuda`` a bundle is a GPU."""
+    trainer = tuple(range(cluster.actor_gpus if trains else 0))
+    first = 0 if cluster.colocate else len(trainer)
     rollout = tuple(range(first, first + cluster.rollout_gpus))
     bundle = {"GPU": 1.0, "CPU": 1.0} if cuda else {"CPU": 1.0}
     count = max(*trainer, *rollout, 0) + 1
@@ -92,8 +92,8 @@ class Placement:
 
     @property
     def rollout_worker(self) -> int:
-        """Bundle of the process that starts the engines, or calls external ones."""
-        return self.rollout[0] if self.rollout else self.trainer[0]
+        """Bundle of the process that gives batches: starts the engines, calls external ones, or reads data."""
+        return next(iter((*self.rollout, *self.trainer)), 0)
 
     def strategy(self, bundle: int) -> Any:
         """Ray's scheduling strategy for a bundle."""

@@ -26,6 +26,7 @@ from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.fits import check_fits
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
+from slime_rollout.data_service import check_rows, count_rows
 from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
@@ -42,7 +43,7 @@ class Checked:
 
     Attributes:
         manifest: The run in ``--save`` that it continues, if there is one.
-        weights: The weights that the run begins with.
+        weights: The weights that the run begins with; ``None`` without trainers.
         overrides: Settings of roles that differ from the flags.
         topology: What ``--sglang-config`` holds.
     """
@@ -50,7 +51,7 @@ class Checked:
     settings: Settings
     shape: ModelShape
     manifest: Manifest | None
-    weights: StartWeights
+    weights: StartWeights | None
     overrides: Overrides
     topology: Topology | None
     num_engines: int
@@ -71,6 +72,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     problems.report()
     assert found.shape is not None and found.run is not None  # their problems were reported
     manifest, weights = found.run
+    settings = found.settings
     topology = settings.engine.sglang_config
     return Checked(
         settings=settings,
@@ -88,14 +90,16 @@ class Found:
     """What the checks of a command came upon; ``None`` for what has a problem, or is not asked for.
 
     Attributes:
+        settings: The command's, with what follows from the data: its number of rollouts.
         run: The run in ``--save``, if there is one, and the weights to begin with.
         engines: The engines of ``--sglang-config``.
         rows: Usable rows of each prompt file that is not streamed.
     """
 
+    settings: Settings
     shape: ModelShape | None
     overrides: Overrides | None
-    run: tuple[Manifest | None, StartWeights] | None
+    run: tuple[Manifest | None, StartWeights | None] | None
     engines: EnginePlan | None
     rows: dict[str, int] | None
 
@@ -105,6 +109,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
 
     With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass.
     """
+    settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
     problems.attempt(check_settings, settings)
     with importing_hooks():
         problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
@@ -136,9 +141,47 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
         if not elsewhere or importable_in(settings.engine.python, "sglang"):
             engines = problems.attempt(check_engines, settings)
+    elif settings.rows is not None:
+        rows = problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
         problems.attempt(check_recorded, settings, run[0])
-    return Found(shape=shape, overrides=overrides, run=run, engines=engines, rows=rows)
+    return Found(settings=settings, shape=shape, overrides=overrides, run=run, engines=engines, rows=rows)
+
+
+def count_rollouts(settings: Settings) -> Settings:
+    """``--num-epoch`` as a number of rollouts: so many times all rows, divided by the rows of a rollout.
+
+    Rows that will turn out to be too long or bad are counted, so that every part of the run knows its length before
+    anything is tokenized. ``--num-rollout`` beside it counts alone.
+
+    Raises:
+        ConfigError: The rows are streamed, or there are too few for one rollout.
+        DataError: A file cannot be read.
+    """
+    run, data, size = settings.run, settings.rollout.data, settings.rollout.selection.rollout_batch_size
+    if run.num_rollout is not None or run.num_epoch is None or not data.prompt_paths:
+        return settings
+    if data.streaming_data:
+        raise ConfigError(
+            "--num-epoch counts the rows, and --streaming-data does not read them all; give --num-rollout"
+        )
+    rows = count_rows(data.prompt_paths)
+    if (rollouts := run.num_epoch * rows // size) == 0:
+        raise ConfigError(
+            f"--num-epoch {run.num_epoch}: {rows} rows are less than one rollout of --rollout-batch-size {size}; give "
+            "fewer per rollout"
+        )
+    return dataclasses.replace(settings, run=dataclasses.replace(run, num_rollout=rollouts))
+
+
+def without_checkpoints(settings: Settings) -> Settings:
+    """The same without ``--save`` where nothing is trained: a training command with one more flag evaluates."""
+    if settings.trains and not settings.only_evaluates:
+        return settings
+    run, megatron = settings.run, settings.megatron
+    return dataclasses.replace(
+        settings, run=dataclasses.replace(run, save_hf=None), megatron=dataclasses.replace(megatron, save=None)
+    )
 
 
 def with_output(checked: Checked, output_dir: str | Path) -> Checked:
@@ -147,13 +190,15 @@ def with_output(checked: Checked, output_dir: str | Path) -> Checked:
     return dataclasses.replace(checked, settings=dataclasses.replace(checked.settings, run=run))
 
 
-def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights]:
-    """The run in ``--save``, if there is one, and the checkpoints that the command begins with.
+def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights | None]:
+    """The run in ``--save``, if there is one, and the checkpoints that the command begins with, if it trains.
 
     Raises:
         ManifestError: ``--save`` holds another run.
         CheckpointError: A checkpoint that is needed cannot be used.
     """
+    if not settings.trains:
+        return None, None
     manifest = find_run(settings)
     return manifest, start_weights(settings, manifest)
 
@@ -166,7 +211,7 @@ def check_recorded(settings: Settings, manifest: Manifest | None) -> None:
     """
     first = 0 if manifest is None else manifest.iteration
     path = Path(str(settings.run.load_debug_rollout_data).format(rollout_id=first))
-    if first < settings.run.num_rollout and not path.is_file():
+    if first < settings.num_rollout and not path.is_file():
         raise PreflightError(
             f"--load-debug-rollout-data: {path} does not exist; give what --save-debug-rollout-data was, or "
             "SAVE/rollouts/rollout_{rollout_id:07d}.npz of a run with --keep-rollouts"

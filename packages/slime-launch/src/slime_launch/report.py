@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "report.json"
 CURVE_FILE = "reward_curve.png"
+LOSS_CURVE_FILE = "loss_curve.png"
 REWARD = "rollout/raw_reward"
+LOSS = "train/loss"
+_HELD_OUT = re.compile(r"eval/(?P<name>.+)/loss")
 PHASES = {
     "rollout": "generate and score",
+    "data": "· read rows",
     "generate": "· generate",
     "reward": "· score what is left",
     "train": "train",
@@ -41,12 +46,13 @@ class Report:
     Attributes:
         minutes: Wall time of this start of the run, engines' start-up included; 0 if nothing had to be done.
         training_minutes: Wall time of all steps, those before a restart included.
-        eval_before: Mean reward of each held-out set before the first rollout.
+        eval_before: Mean reward of each held-out set before the first rollout; its loss in a run on a data set.
         eval_after: The same in the last evaluation.
         evals: Rollouts trained on before each evaluation, and the mean reward of each held-out set then.
         samples_before: Lines about some answers to held-out prompts before the first rollout.
         samples_after: The same in the last evaluation.
-        rewards: Mean reward of each rollout.
+        rewards: Mean reward of each rollout; none in a run on a data set.
+        losses: Mean loss of each rollout's steps.
         unscored: Samples that could not be scored.
         seconds: Mean seconds per rollout of each phase.
         run_dir: The run's output directory.
@@ -62,13 +68,15 @@ class Report:
     samples_before: list[str]
     samples_after: list[str]
     rewards: list[float]
+    losses: list[float]
     unscored: int
     seconds: dict[str, float]
     run_dir: str
     tensorboard_dir: str | None
     logs_dir: str
     checkpoint_dir: str | None
-    reward_curve: str
+    reward_curve: str | None
+    loss_curve: str | None
 
 
 def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | None, minutes: float) -> Report:
@@ -77,30 +85,37 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
     evals = sorted((row for row in rows if row["kind"] == "eval"), key=lambda row: row["rollout_id"])
     before = evals[0] if evals and evals[0]["rollout_id"] == 0 else {}
     tensorboard = output_dir / TENSORBOARD_DIR
+    rewards, losses = [row[REWARD] for row in rollouts if row.get(REWARD) is not None], _mean_losses(rows)
+    on_data = bool(losses) and not rewards
     return Report(
         rollouts=len(rollouts),
         steps=sum(row["kind"] == "train" for row in rows),
         minutes=minutes,
         training_minutes=sum(row.get("perf/step_time", 0.0) for row in rollouts) / 60,
-        eval_before=eval_scores(before),
-        eval_after=eval_scores(evals[-1]) if evals else {},
-        evals=[(row["rollout_id"], eval_scores(row)) for row in evals],
+        eval_before=_scores(before),
+        eval_after=_scores(evals[-1]) if evals else {},
+        evals=[(row["rollout_id"], _scores(row)) for row in evals],
         samples_before=before.get("samples", []),
         samples_after=evals[-1].get("samples", []) if evals else [],
-        rewards=[row[REWARD] for row in rollouts if row.get(REWARD) is not None],
+        rewards=rewards,
+        losses=losses,
         unscored=int(sum(row.get("rollout/reward_failures", 0.0) for row in rollouts)),
         seconds=_mean_seconds(rollouts),
         run_dir=str(output_dir),
         tensorboard_dir=str(tensorboard) if tensorboard.exists() else None,
         logs_dir=str(output_dir / "logs"),
         checkpoint_dir=str(checkpoint) if checkpoint is not None else None,
-        reward_curve=str(output_dir / CURVE_FILE),
+        reward_curve=str(output_dir / CURVE_FILE) if rewards else None,
+        loss_curve=str(output_dir / LOSS_CURVE_FILE) if on_data else None,
     )
 
 
 def write_report(report: Report) -> None:
     """Write the picture and then ``report.json`` into the run's directory."""
-    save_curve(report.rewards, Path(report.reward_curve), report.evals)
+    if report.reward_curve is not None:
+        save_curve(report.rewards, Path(report.reward_curve), report.evals)
+    if report.loss_curve is not None:
+        save_curve(report.losses, Path(report.loss_curve), report.evals, title="loss")
     write_whole(Path(report.run_dir) / REPORT_FILE, json.dumps(dataclasses.asdict(report), indent=1) + "\n")
 
 
@@ -113,21 +128,28 @@ def is_reported(report: Report) -> bool:
 def report_lines(report: Report) -> list[str]:
     """The report as text."""
     minutes = f", in {report.minutes:.1f} min" if report.minutes else ""
-    lines = ["", f"trained on {report.rollouts} rollouts, {report.steps} optimizer steps{minutes}"]
+    done = "trained on" if report.steps else "generated" if report.rollouts else "evaluated after"
+    lines = ["", f"{done} {report.rollouts} rollouts, {report.steps} optimizer steps{minutes}"]
+    measure = "loss" if report.loss_curve is not None else "mean reward"
     for name, after in report.eval_after.items():
         before = report.eval_before.get(name)
         change = f"{before:.3f} → {after:.3f}" if before is not None else f"{after:.3f}"
-        lines.append(f"mean reward on {name}: {change}")
+        lines.append(f"{measure} on {name}: {change}")
     for title, samples in (("before", report.samples_before), ("after", report.samples_after)):
         lines += [f"{title} training", *(f"  {text}" for text in samples)] if samples else []
     if report.unscored:
         lines.append(f"samples that could not be scored: {report.unscored}; logs/rollout.log says why")
     if len(report.rewards) > 1:
         lines += ["", "mean reward per rollout", *draw_chart(report.rewards)]
+    if report.loss_curve is not None and len(report.losses) > 1:
+        lines += ["", "loss per rollout", *draw_chart(report.losses)]
     if report.seconds:
         lines += ["", "mean seconds per rollout"]
         lines += [f"  {title:<22} {report.seconds[key]:8.2f}" for key, title in _titles(report.seconds).items()]
-    lines += ["", f"metrics, report.json  {report.run_dir}", f"reward curve          {report.reward_curve}"]
+    lines += ["", f"metrics, report.json  {report.run_dir}"]
+    for title, curve in (("reward", report.reward_curve), ("loss", report.loss_curve)):
+        if curve is not None:
+            lines.append(f"{title + ' curve':<21} {curve}")
     if report.tensorboard_dir is not None:
         lines.append(f"TensorBoard           tensorboard --logdir {Path(report.run_dir).parent}")
     lines.append(f"logs                  {report.logs_dir}")
@@ -138,12 +160,12 @@ def report_lines(report: Report) -> list[str]:
 def report_if_finished(checked: Checked, output_dir: Path) -> bool:
     """If the run in ``--save`` is trained to ``--num-rollout`` and evaluated there, say so and report again."""
     manifest, settings = checked.manifest, checked.settings
-    if manifest is None or manifest.iteration < settings.run.num_rollout:
+    if manifest is None or manifest.iteration < settings.num_rollout:
         return False
     if not read_rows(output_dir):
         output_dir = Path(manifest.output_dir)  # another --output-dir was given this time
     rows = read_rows(output_dir)
-    evaluated = any(row["kind"] == "eval" and row["rollout_id"] >= settings.run.num_rollout for row in rows)
+    evaluated = any(row["kind"] == "eval" and row["rollout_id"] >= settings.num_rollout for row in rows)
     if settings.rollout.evaluation.has_eval_sets and not evaluated:
         return False
     save = Path(str(settings.megatron.save))
@@ -172,8 +194,14 @@ def draw_chart(values: Sequence[float], *, width: int = WIDTH, height: int = HEI
     return rows
 
 
-def save_curve(values: Sequence[float], path: Path, evals: Sequence[tuple[int, Mapping[str, float]]] = ()) -> None:
-    """Draw mean reward over rollouts as a PNG, and the points of evaluations: after as many rollouts as they say."""
+def save_curve(
+    values: Sequence[float],
+    path: Path,
+    evals: Sequence[tuple[int, Mapping[str, float]]] = (),
+    *,
+    title: str = "mean reward",
+) -> None:
+    """Draw a number over rollouts as a PNG, and the points of evaluations: after as many rollouts as they say."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -185,9 +213,24 @@ def save_curve(values: Sequence[float], path: Path, evals: Sequence[tuple[int, M
     if evals:
         axes.legend()
     axes.set_xlabel("rollout")
-    axes.set_ylabel("mean reward")
+    axes.set_ylabel(title)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def _mean_losses(rows: Sequence[Row]) -> list[float]:
+    """Mean loss of the steps of each rollout."""
+    losses: dict[int, list[float]] = {}
+    for row in rows:
+        if row["kind"] == "train" and row.get(LOSS) is not None:
+            losses.setdefault(row["rollout_id"], []).append(row[LOSS])
+    return [fmean(values) for values in losses.values()]
+
+
+def _scores(row: Row) -> dict[str, float]:
+    """The score of each held-out set in an evaluation, or the loss where rows were not scored."""
+    found = {name: match["name"] for name in row if (match := _HELD_OUT.fullmatch(name))}
+    return eval_scores(row) or {set_name: row[name] for name, set_name in found.items()}
 
 
 def _mean_seconds(rollouts: Sequence[Row]) -> dict[str, float]:
@@ -206,9 +249,10 @@ def _mean_seconds(rollouts: Sequence[Row]) -> dict[str, float]:
 def _titles(seconds: dict[str, float]) -> dict[str, str]:
     """Phases in the order of a step, with the trainer's own phases below `train`."""
     titles: dict[str, str] = {}
+    other = {"rollout": "read and split rows", "update_weights": None} if "data" in seconds else {}
     for key, title in PHASES.items():
-        if key in seconds:
-            titles[key] = title
+        if key in seconds and (shown := other.get(key, title)) is not None:
+            titles[key] = shown
         if key == "train":
             titles |= {name: f"· {name}" for name in seconds if name not in PHASES}
     return titles

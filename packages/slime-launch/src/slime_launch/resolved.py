@@ -50,9 +50,10 @@ def _origin(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any], o
 
 def _derived(checked: Checked) -> dict[str, Any]:
     """Values of flags that were left open, as the run uses them."""
-    settings = checked.settings
+    settings, weights = checked.settings, checked.weights
+    given = settings.megatron.global_batch_size
     return {
-        "global_batch_size": global_batch_size(settings),
+        "global_batch_size": given if settings.only_evaluates else global_batch_size(settings),
         "rollout_num_gpus": settings.cluster.rollout_gpus or None,
-        "ref_load": str(checked.weights.ref_load) if checked.weights.ref_load is not None else None,
+        "ref_load": str(weights.ref_load) if weights is not None and weights.ref_load is not None else None,
     }

@@ -111,8 +111,10 @@ def _newest(path: str) -> str:
     return str(find_checkpoint(path).directory.resolve())
 
 
-def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights) -> list[str]:
+def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
     """That a new run begins with ``--ref-load`` though ``--load`` is given."""
+    if weights is None:
+        return []
     load, begins = settings.megatron.load, Path(weights.load)
     if manifest is not None or load is None or Path(load).resolve() in (begins, *begins.parents):
         return []
@@ -132,7 +134,7 @@ class RunState:
     """How far the run is, from its manifest unless it is new. Its files change only here."""
 
     def __init__(
-        self, settings: Settings, manifest: Manifest | None, weights: StartWeights, *, output_dir: Path
+        self, settings: Settings, manifest: Manifest | None, weights: StartWeights | None, *, output_dir: Path
     ) -> None:
         self._settings = settings
         self._weights = weights
@@ -145,7 +147,9 @@ class RunState:
         self.weight_version = manifest.weight_version if manifest is not None else 0
         self.source_state = manifest.source_state if manifest is not None else None
         self._store = RolloutStore((self._save or output_dir) / ROLLOUT_DIR)
-        self._writes = self._save is not None or settings.run.keep_rollouts
+        # Rows of a data set need not be written down: they are read again from where the data stood.
+        self._writes = self._save is not None and settings.rows is None
+        self._writes |= settings.run.keep_rollouts or settings.run.debug_rollout_only
 
     def reopen(self) -> RunState:
         """The run as a new command would find it: where its last checkpoint was taken, or at its beginning."""
@@ -196,7 +200,7 @@ class RunState:
         if self._save is None or iteration == taken:
             return False
         interval = self._settings.megatron.save_interval
-        at_end = iteration >= self._settings.run.num_rollout
+        at_end = iteration >= self._settings.num_rollout
         return at_end or (interval is not None and iteration % interval == 0)
 
     def saving(self, checkpoint: Path, source_state: dict[str, Any]) -> None:
@@ -246,7 +250,7 @@ class RunState:
     def drop_oldest(self) -> None:
         """Remove all checkpoints of this run but the last ``--max-checkpoints-kept``; never what a run begins with."""
         most = self._settings.run.max_checkpoints_kept
-        if most is None or self._save is None or self._checkpoint is None:
+        if most is None or self._save is None or self._checkpoint is None or self._weights is None:
             return
         needed = {Path(path).resolve() for path in (self._weights.load, self._weights.ref_load)}
         critic = self._settings.megatron.critic_save
@@ -258,7 +262,7 @@ class RunState:
 
     def _write_manifest(self, iteration: int, weight_version: int, source_state: dict[str, Any]) -> None:
         self.source_state = source_state
-        if self._save is None:
+        if self._save is None or self._weights is None:
             return
         self._save.mkdir(parents=True, exist_ok=True)
         manifest = Manifest(

@@ -1,86 +1,71 @@
-"""The generation half as the loop sees it: one Ray actor that holds the generation service."""
+"""The source of batches as the loop sees it: one Ray actor that holds it, with the engines where it has some."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_core.errors import DataError, SlimeError
-from slime_core.types import EvalReport, RolloutBatch, RolloutColumns
+from slime_core.errors import SlimeError
+from slime_core.types import EvalReport
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.placement import KEEP_CHILDREN, Placement
 from slime_launch.processes import Place, own_place
-from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout
-from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, Progress
+from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout, split_held_out
+from slime_launch.sources import SourceSpec, make_source
+from slime_rollout.data_service import DataService
+from slime_rollout.generation_service import ChannelSpec, Progress
 
 CLOSE_SECONDS = 10.0
 
 
-class RolloutHost(GenerationService):
-    """The service inside a Ray actor with two threads: one works, the other answers :meth:`progress`."""
+class RolloutHost:
+    """A source of batches inside a Ray actor with two threads: one works, the other answers :meth:`progress`."""
 
-    def __init__(self, directory: str, log_path: str, gpus: Sequence[int], spec: GenerationSpec) -> None:
+    def __init__(self, directory: str, log_path: str, gpus: Sequence[int], spec: SourceSpec) -> None:
         prepare(directory, log_path, threads=1)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
-        super().__init__(spec)
+        self._source = make_source(spec)
 
     def introduce(self) -> Place:
         """Where this process is."""
         return own_place()
 
     def prepare(self, rollout_id: int, recipe: Recipe) -> ReadyRollout:
-        """Generate and score one rollout, write it down, and split it."""
+        """Get one batch (generate and score it), write it down, and split it."""
         import ray
 
-        batch = self.generate(rollout_id)
-        return prepare_rollout(batch, recipe, state_dict=self.state_dict, put=ray.put)
+        batch = self._source.generate(rollout_id)
+        return prepare_rollout(batch, recipe, state_dict=self._source.state_dict, put=ray.put)
 
     def read(self, rollout_id: int, recipe: Recipe) -> ReadyRollout:
-        """Split a rollout that was written down before a restart, and continue the data source after it."""
+        """Split a rollout that was written down before a restart, and continue the source after it."""
         import ray
 
-        return read_rollout(rollout_id, recipe, load_state_dict=self.load_state_dict, put=ray.put)
+        return read_rollout(rollout_id, recipe, load_state_dict=self._source.load_state_dict, put=ray.put)
 
+    def held_out(self, iteration: int, recipe: Recipe) -> dict[str, list[Any]]:
+        """References to the shards of each held-out set of a source of rows."""
+        import ray
 
-class RecordedHost(RolloutHost):
-    """The same with rollouts from the files of ``--load-debug-rollout-data``: no engines, router or data source."""
+        assert isinstance(self._source, DataService)
+        sets = self._source.held_out(iteration)
+        return {name: [ray.put(shard) for shard in split_held_out(batch, recipe)] for name, batch in sets.items()}
 
-    def start(self) -> None:
-        """Nothing has to be started."""
+    def progress(self) -> Progress:
+        """How far the source is."""
+        return self._source.progress()
 
-    def generate(self, rollout_id: int) -> RolloutBatch:
-        """The rollout in the file of this number, as if it had just been generated.
-
-        Raises:
-            DataError: The file is missing, torn, or not a rollout.
-        """
-        path = Path(str(self._spec.flags["load_debug_rollout_data"]).format(rollout_id=rollout_id))
-        if not path.is_file():
-            raise DataError(f"--load-debug-rollout-data: {path}, rollout {rollout_id}, does not exist")
-        return dataclasses.replace(RolloutColumns.read(path), rollout_id=rollout_id).batch()
-
-    def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
-        """No engine needs weights."""
-        checkpoint = self._spec.rollout.data.hf_checkpoint
-        return ChannelSpec(
-            sync=self._spec.engine, engine_urls=(), tp_size=1, hf_checkpoint=checkpoint, receivers=(), colocate=False
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of the rollout says all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As :meth:`state_dict`."""
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the source."""
+        return getattr(self._source, method)(*args, **kwargs)
 
 
 class RolloutWorker:
-    """The rollout actor, from outside. Its methods are those of :class:`RolloutHost`."""
+    """The actor, from outside: methods of :class:`RolloutHost`, and of the `GenerationService` where it is one."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -88,13 +73,12 @@ class RolloutWorker:
         self._begun: Call[Any] | None = None
 
     @classmethod
-    def start(cls, place: Placement, spec: GenerationSpec, *, log_dir: Path, watch: Watch) -> RolloutWorker:
+    def start(cls, place: Placement, spec: SourceSpec, *, log_dir: Path, watch: Watch) -> RolloutWorker:
         """Start the actor, not the engines yet."""
         import ray
 
         log_path = log_dir / "rollout.log"
-        recorded = spec.flags.get("load_debug_rollout_data") is not None
-        actor = ray.remote(RecordedHost if recorded else RolloutHost).options(
+        actor = ray.remote(RolloutHost).options(
             scheduling_strategy=place.strategy(place.rollout_worker),
             num_cpus=0.5,
             max_concurrency=2,
@@ -106,11 +90,11 @@ class RolloutWorker:
         return cls(worker)
 
     def open(self) -> dict[Any, Worker]:
-        """Begin to start the engines; give the result to :func:`~slime_launch.calls.gather`."""
-        return {self._worker.start_call("start"): self._worker}
+        """Begin to start the engines or to read the data; give the result to :func:`~slime_launch.calls.gather`."""
+        return {self._worker.start_call("call", "start"): self._worker}
 
     def prepare(self, rollout_id: int, recipe: Recipe) -> Call[ReadyRollout]:
-        """Begin to generate and score one rollout, to write it down and to split it."""
+        """Begin to get one batch, to write it down and to split it."""
         return self._begin("prepare", rollout_id, recipe)
 
     def read(self, rollout_id: int, recipe: Recipe) -> Call[ReadyRollout]:
@@ -119,40 +103,44 @@ class RolloutWorker:
 
     def evaluate(self, iteration: int) -> Call[EvalReport]:
         """Begin to score the held-out prompts after ``iteration`` rollouts."""
-        return self._begin("evaluate", iteration)
+        return self._begin("call", "evaluate", iteration)
+
+    def held_out(self, iteration: int, recipe: Recipe) -> Call[dict[str, list[Any]]]:
+        """Begin to split the held-out rows; gives references to the shards of each set."""
+        return self._begin("held_out", iteration, recipe)
 
     def cancel(self) -> None:
         """End what was begun and that nobody waits for any more. A rollout that was complete stays written down."""
         call, self._begun = self._begun, None
         if call is None or call.done(0):
             return
-        self._worker.call("cancel")
+        self._worker.call("call", "cancel")
         with contextlib.suppress(SlimeError):  # that it was cancelled
             while not call.done():
                 pass
 
     def begin_update(self, *, only_behind: bool = False) -> ChannelSpec:
         """Where to send weights; an engine that is gone, and that nobody replaces, is an error here."""
-        channel: ChannelSpec = self._worker.call("begin_update", only_behind=only_behind)
+        channel: ChannelSpec = self._worker.call("call", "begin_update", only_behind=only_behind)
         return channel
 
     def confirm_update(self, version: int) -> None:
         """Record that every engine of the last update has confirmed the weights."""
-        self._worker.call("confirm_update", version)
+        self._worker.call("call", "confirm_update", version)
 
     def fail_update(self, silent: Sequence[str] = ()) -> bool:
         """Record that sending failed; returns whether the cause is an engine that is being replaced."""
-        by_an_engine: bool = self._worker.call("fail_update", silent)
+        by_an_engine: bool = self._worker.call("call", "fail_update", silent)
         return by_an_engine
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the data source."""
-        state: dict[str, Any] = self._worker.call("state_dict")
+        """State of the source."""
+        state: dict[str, Any] = self._worker.call("call", "state_dict")
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the data source where ``state`` was saved."""
-        self._worker.call("load_state_dict", state)
+        """Continue the source where ``state`` was saved."""
+        self._worker.call("call", "load_state_dict", state)
 
     def progress(self) -> Progress:
         """The last answer to how far it is; asks again, and does not wait for the answer.
@@ -167,7 +155,7 @@ class RolloutWorker:
         """Stop the engines in order, then end the actor."""
         import ray
 
-        ray.wait([self._worker.start_call("close")], timeout=CLOSE_SECONDS)
+        ray.wait([self._worker.start_call("call", "close")], timeout=CLOSE_SECONDS)
         self._worker.kill()
 
     def _begin(self, method: str, *args: Any) -> Call[Any]:

@@ -27,11 +27,13 @@ from slime_launch.report import make_report, report_lines, write_report
 from slime_launch.resolved import write_resolved
 from slime_launch.resume import RunState, start_notes
 from slime_launch.rollouts import RolloutWorker
+from slime_launch.sources import RecordedSpec, SourceSpec
 from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import engine_dtype, notices, num_engines
 from slime_launch.wandb_run import WandbRun
+from slime_rollout.data_service import DataSpec
 from slime_rollout.generation_service import GenerationSpec
 
 
@@ -91,7 +93,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
         *cluster_notices(os.environ.get("RAY_ADDRESS")),
     ):
         console.line(notice)
-    if settings.megatron.save is None:
+    if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:
         stalls = StallWatch(settings.run.stall_timeout, watch, output_dir / "logs")
@@ -179,7 +181,7 @@ def start(
         runtime = stack.enter_context(ray_runtime(cluster, address=os.environ.get("RAY_ADDRESS")))
         watch.add(runtime.check)
         watch.listen(at_once=False)
-    layout = plan_layout(cluster, cuda=runtime.cuda)
+    layout = plan_layout(cluster, cuda=runtime.cuda, trains=settings.trains)
     check_layout(layout)
     console.line(describe(layout, external=settings.generates))
     with console.wait("wait for room on the Ray cluster") as wait:
@@ -189,19 +191,23 @@ def start(
     environment = cluster.train_environment
     trainers = TrainerGroup.start(place, settings.megatron, environment=environment, log_dir=log_dir, watch=watch)
     stack.callback(trainers.kill)
-    rollout = RolloutWorker.start(place, generation_spec(checked, settings, log_dir), log_dir=log_dir, watch=watch)
+    rollout = RolloutWorker.start(place, source_spec(checked, settings, log_dir), log_dir=log_dir, watch=watch)
     stack.callback(rollout.close)
     spec = TrainerSpec(
-        config=checked.weights.into(settings.megatron),
+        config=settings.megatron if checked.weights is None else checked.weights.into(settings.megatron),
         algorithm=settings.algorithm,
         shape=checked.shape,
         resume_from=str(resume_from) if resume_from is not None else None,
         output_dir=str(log_dir.parent.resolve()),
         overrides=checked.overrides,
     )
-    what = "engines, router and trainers" if settings.generates else "trainers"
+    parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
+    what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     with console.wait(f"start {what}", done=f"{what} are up") as wait:
-        gather(rollout.open() | trainers.build(spec), on_poll=lambda: wait.update(rollout.progress().note))
+        pending = rollout.open() | trainers.build(spec)
+        found, *_ = gather(pending, on_poll=lambda: wait.update(rollout.progress().note))
+    for notice in found or ():
+        console.line(notice)
     return trainers, rollout
 
 
@@ -212,20 +218,27 @@ def start_lines(checked: Checked) -> list[str]:
     return [*precision_notes(settings), *begins, *argument_notes(settings, checked.shape)]
 
 
-def generation_spec(checked: Checked, settings: Settings, log_dir: Path) -> GenerationSpec:
-    """Settings of the generation half."""
+def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSpec:
+    """Settings of what gives the batches."""
+    if settings.run.load_debug_rollout_data is not None:
+        return RecordedSpec(settings.run.load_debug_rollout_data)
+    if settings.rows is not None:
+        limits = (settings.rollout.sampling.rollout_max_context_len, checked.shape.max_position_embeddings)
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        return DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=longest)
     return GenerationSpec(
         engine=settings.engine,
         rollout=settings.rollout,
         num_engines=num_engines(settings),
-        num_gpus=settings.cluster.rollout_gpus,
+        num_gpus=settings.placed.rollout_gpus,
         topology=checked.topology,
         dtype=engine_dtype(settings),
         context_length=checked.shape.max_position_embeddings,
         seed=settings.megatron.seed,
         log_dir=str(log_dir.resolve()),
         flags=settings.flags(),
-        colocate=settings.cluster.colocate,
+        colocate=settings.placed.colocate,
+        weights_follow=settings.trains,
     )
 
 
@@ -244,6 +257,8 @@ def limit_threads(settings: Settings, *, engines: int) -> Settings:
 def describe(layout: Layout, *, external: bool) -> str:
     """Where the run lives, in one line; engines that have no room in it are ``external`` or not there."""
     kind = "GPUs" if layout.cuda else "CPU worker processes, because there is no CUDA"
+    if not layout.trainer:
+        return f"placement: {len(layout.rollout) or 'external engines'} for generation ({kind}); no trainers"
     if not layout.rollout:
         return f"placement: {len(layout.trainer)} for training ({kind}); {'external' if external else 'no'} engines"
     shared = " taking turns" if layout.shared else ""

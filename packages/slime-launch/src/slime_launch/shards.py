@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_convert.shape import ModelShape
+from slime_core.errors import DataError
 from slime_core.metrics import pass_rates
 from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
@@ -83,10 +84,11 @@ def prepare_rollout(
     settings = recipe.settings
     if settings.generates:
         check_versions(columns, may_lag=settings.rollout.may_lag)
-    check_scored(columns)
-    add_rewards(batch, columns, settings)
-    if settings.run.log_passrate:
-        columns.metrics.update(train_pass_rates(batch, settings))
+    if settings.rows is None:
+        check_scored(columns)
+        add_rewards(batch, columns, settings)
+        if settings.run.log_passrate:
+            columns.metrics.update(train_pass_rates(batch, settings))
     if recipe.store is not None:
         with said_of_files():
             recipe.store.write(columns, state_dict() if recipe.can_resume else None)
@@ -220,19 +222,46 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         DataError: A sample cannot be trained on.
     """
     settings = recipe.settings
-    megatron = settings.megatron
+    megatron, algorithm = settings.megatron, settings.algorithm
     return build_shards(
         batch,
-        algorithm=settings.algorithm,
-        temperature=settings.rollout.sampling.rollout_temperature,
+        algorithm=algorithm,
+        temperature=1.0 if settings.rows is not None else settings.rollout.sampling.rollout_temperature,
         data_parallel_size=recipe.data_parallel_size,
         micro_batch_size=megatron.micro_batch_size,
         global_batch_size=global_batch_size(settings),
-        reward_key=settings.rollout.rewards.reward_key,
-        keep_groups_together=megatron.may_share_prompts,
+        reward_key=None if settings.rows is not None else settings.rollout.rewards.reward_key,
+        keep_groups_together=megatron.may_share_prompts and not algorithm.on_pairs,
+        pairs=algorithm.on_pairs,
         use_dynamic_batch_size=megatron.use_dynamic_batch_size,
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
         context_parallel_size=megatron.context_parallel_size,
         cost=flops_model(recipe.shape).training if megatron.balance_by_flops else token_count,
         drop_untrained=True,
+    )
+
+
+def split_held_out(batch: RolloutBatch, recipe: Recipe) -> list[TrainShard]:
+    """The shards of a held-out set: all of its rows are one step, which is computed and not trained on.
+
+    Raises:
+        DataError: There are fewer rows than data-parallel ranks.
+    """
+    settings, samples = recipe.settings, batch.samples
+    megatron, ranks = settings.megatron, recipe.data_parallel_size
+    if len(samples) < ranks:
+        raise DataError(f"a held-out set has {len(batch.groups)} rows for {ranks} data-parallel ranks; give it more")
+    longest = max(len(sample.tokens) for sample in samples)
+    size = megatron.context_parallel_size
+    return build_shards(
+        batch,
+        algorithm=settings.algorithm,
+        temperature=1.0,
+        data_parallel_size=ranks,
+        micro_batch_size=1,
+        global_batch_size=len(samples),
+        pairs=settings.algorithm.on_pairs,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=megatron.max_tokens_per_gpu or -(-longest * megatron.micro_batch_size // size),
+        context_parallel_size=size,
     )

@@ -73,6 +73,21 @@ def sample_lines(report: EvalReport) -> list[str]:
     return [sample_line(sample) for sample in list(first.values())[:EXAMPLES]]
 
 
+def held_out_row(sets: Mapping[str, Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, float]:
+    """``eval/<set>/loss`` and the other metrics of every held-out set of rows."""
+    row = {f"eval/{name}/{key}": value for name, metrics in sets.items() for key, value in metrics.items()}
+    return row | {f"perf/{name}_time": value for name, value in seconds.items()}
+
+
+def held_out_line(iteration: int, sets: Mapping[str, Mapping[str, float]]) -> str:
+    """About an evaluation: the loss of each held-out set of rows and, of pairs, the share in the right order."""
+    words = []
+    for name, metrics in sets.items():
+        accuracy = f" (accuracy {metrics['accuracy']:.1%})" if "accuracy" in metrics else ""
+        words.append(f"{name} loss {metrics['loss']:.4f}{accuracy}")
+    return f"eval after {iteration} rollouts: {'  '.join(words)}"
+
+
 def sample_line(sample: Sample) -> str:
     """The end of a prompt, the beginning of its response, and the reward."""
     prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", ""))
@@ -84,17 +99,21 @@ def sample_line(sample: Sample) -> str:
 def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
     """One line about one rollout: what it was worth, what it did to the weights, and where the time went."""
     words = [f"step {batch.rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
-    words.append(f"reward {row.get('rollout/raw_reward', float('nan')):.3f}")
+    if "rollout/raw_reward" in row:
+        words.append(f"reward {row['rollout/raw_reward']:.3f}")
     if reasons := batch.failures:
         often = Counter(reasons).most_common(1)[0][0]
         what = f"{len(reasons)} of {batch.num_samples} not scored"
         words.append(f"({what}: {textwrap.shorten(often, REASON_CHARACTERS)}; logs/rollout.log)")
     elif row.get("rollout/zero_std/ratio") == 1:
         words.append("(equal within every group: no gradient)")
-    for name, title in (("loss", "loss"), ("kl_loss", "kl"), ("grad_norm", "grad norm")):
+    shown = (("loss", "loss"), ("accuracy", "accuracy"), ("kl_loss", "kl"), ("grad_norm", "grad norm"))
+    for name, title in shown:
         if f"train/{name}" in last_step:
             value = last_step[f"train/{name}"]
             words.append(f"{title} {0.0 if abs(value) < ROUNDING else value:.4g}")
-    phases = (("rollout", "generate"), ("train", "train"), ("update_weights", "sync"))
+    generated = "perf/data_time" not in row
+    phases = [("rollout", "generate" if generated else "data"), ("train", "train")]
+    phases += [("update_weights", "sync")] if generated else []
     words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
     return "  ".join(words)

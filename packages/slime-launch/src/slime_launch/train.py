@@ -22,6 +22,18 @@ def train_async(argv: list[str]) -> int:
     return train(argv if given else [ASYNC_BUFFER, "1", *argv])
 
 
+def sft(argv: list[str]) -> int:
+    """``slime-launch sft``: as :func:`train` with ``--loss-type sft_loss``."""
+    return train(["--loss-type", "sft_loss", *argv])
+
+
+def evaluate(argv: list[str]) -> int:
+    """``slime-launch eval``: as :func:`train` with ``--num-rollout 0``, whatever the command says."""
+    if "--help" in argv or "-h" in argv:
+        return train(argv)
+    return train(["--rollout-batch-size", "1", *argv, "--num-rollout", "0"])
+
+
 def train(argv: list[str]) -> int:
     """Check the command, then run it; returns its exit code."""
     if "--help" in argv or "-h" in argv:

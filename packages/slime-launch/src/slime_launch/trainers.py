@@ -127,7 +127,10 @@ def start_ranks(
 
 
 class TrainerGroup:
-    """All ranks, in order. Use :meth:`start`, then :meth:`build`. ``launch`` starts their actors, again and again."""
+    """All ranks, in order; none in a run that only generates. Use :meth:`start`, then :meth:`build`.
+
+    ``launch`` starts their actors, again and again.
+    """
 
     def __init__(self, launch: Callable[[], Sequence[Worker]], config: MegatronConfig) -> None:
         self._launch = launch
@@ -153,12 +156,16 @@ class TrainerGroup:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shards that a rollout is split into."""
+        """Number of shards that a rollout is split into; 1 where there are no ranks."""
+        if not self._workers:
+            return 1
         return self._config.data_parallel_size(len(self._workers))
 
     def build(self, spec: TrainerSpec) -> dict[Any, Worker]:
         """Begin to build the model on all ranks; give the result to :func:`gather`."""
         self._spec = spec
+        if not self._workers:
+            return {}
         for worker in self._workers:
             worker.introduce()
         address, port = self._workers[0].call("meeting_point")
@@ -191,6 +198,11 @@ class TrainerGroup:
         report: TrainReport = self._rank_0("train", Shards([*shards]), on_poll=on_poll)
         return report
 
+    def evaluate(self, shards: list[Any], *, on_poll: Callable[[], None]) -> dict[str, float]:
+        """The loss of one step's shards and its metrics, without training on them."""
+        metrics: dict[str, float] = self._rank_0("evaluate", Shards([*shards]), on_poll=on_poll)
+        return metrics
+
     def push_weights(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> SyncReport:
         """Send the weights to the engines."""
         report: SyncReport = self._rank_0("push", WeightUpdate(version=version), channel, on_poll=on_poll)
@@ -217,6 +229,8 @@ class TrainerGroup:
         import ray
 
         refs = [worker.start_call("close") for worker in self._workers]
+        if not refs:
+            return
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS)
 
     def kill(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from slime_convert.quantize import read_format
@@ -11,6 +12,7 @@ from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
 from slime_launch.config import Settings
 from slime_launch.errors import Problems
+from slime_rollout.config import SFT_ROLLOUT
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -19,7 +21,7 @@ def global_batch_size(settings: Settings) -> int:
     Raises:
         ConfigError: ``rollout_batch_size × n_samples_per_prompt ≠ global_batch_size × num_steps_per_rollout``.
     """
-    prompts, size = settings.rollout.selection.rollout_batch_size, settings.rollout.selection.n_samples_per_prompt
+    prompts, size = settings.rollout.selection.rollout_batch_size, settings.samples_per_prompt
     steps, given = settings.run.num_steps_per_rollout, settings.megatron.global_batch_size
     samples = prompts * size
     if given is None and samples % steps == 0:
@@ -48,6 +50,7 @@ def check_settings(settings: Settings) -> None:
     """
     problems = Problems()
     problems.attempt(_check_batches, settings)
+    problems.attempt(_check_kind, settings)
     problems.attempt(_check_sampling, settings)
     problems.attempt(_check_learning, settings)
     problems.attempt(_check_colocation, settings)
@@ -58,9 +61,11 @@ def check_settings(settings: Settings) -> None:
 
 
 def _check_batches(settings: Settings) -> None:
+    if settings.only_evaluates or not settings.trains:
+        return
     megatron = settings.megatron
     check_batch_sizes(
-        num_samples=settings.rollout.selection.rollout_batch_size * settings.rollout.selection.n_samples_per_prompt,
+        num_samples=settings.rollout.selection.rollout_batch_size * settings.samples_per_prompt,
         global_batch_size=global_batch_size(settings),
         data_parallel_size=megatron.data_parallel_size(settings.cluster.actor_gpus),
         micro_batch_size=megatron.micro_batch_size,
@@ -68,6 +73,36 @@ def _check_batches(settings: Settings) -> None:
         max_tokens_per_gpu=megatron.max_tokens_per_gpu,
         context_parallel_size=megatron.context_parallel_size,
     )
+
+
+def _check_kind(settings: Settings) -> None:
+    """What a run of this kind needs, and what it cannot have."""
+    Problems(list(_problems_of_kind(settings))).report()
+
+
+def _problems_of_kind(settings: Settings) -> Iterator[str]:
+    run, size = settings.run, settings.rollout.selection.n_samples_per_prompt
+    if run.debug_train_only and settings.generates:
+        yield (
+            "--debug-train-only starts no engines; give --load-debug-rollout-data, the rollouts to train on, or a "
+            "--loss-type on rows of --prompt-data, such as sft_loss"
+        )
+    if not settings.rollout.data.prompt_paths and not settings.is_recorded and not settings.only_evaluates:
+        yield "missing --prompt-data; see --help"
+    if settings.only_evaluates and not settings.rollout.evaluation.has_eval_sets:
+        yield "--num-rollout 0 only evaluates; give held-out sets with --eval-prompt-data or --eval-config"
+    path, loss = settings.rollout.sampling.rollout_function_path, settings.algorithm.loss_type
+    if path == SFT_ROLLOUT and loss not in ("sft_loss", "custom_loss"):
+        yield f"--rollout-function-path {path} gives conversations; add --loss-type sft_loss or custom_loss"
+    if path not in (None, SFT_ROLLOUT) and settings.algorithm.on_data:
+        yield f"--rollout-function-path {path}: --loss-type {loss} takes rows of --prompt-data as they are: leave out"
+    if settings.rows is not None and size not in (1, settings.samples_per_prompt):
+        yield (
+            f"--n-samples-per-prompt {size}: a row makes {settings.samples_per_prompt} with --loss-type "
+            f"{settings.algorithm.loss_type}; leave it out"
+        )
+    if settings.algorithm.on_data and run.debug_rollout_only:
+        yield f"--debug-rollout-only generates, and --loss-type {settings.algorithm.loss_type} does not"
 
 
 def _check_sampling(settings: Settings) -> None:
@@ -89,7 +124,7 @@ def _check_sampling(settings: Settings) -> None:
 
 
 def _check_colocation(settings: Settings) -> None:
-    if not settings.cluster.colocate:
+    if not settings.cluster.colocate or not settings.generates:
         return
     if settings.rollout.selection.async_buffer_size is not None:
         raise ConfigError(
@@ -116,7 +151,8 @@ def _check_learning(settings: Settings) -> None:
     algorithm, size = settings.algorithm, settings.rollout.selection.n_samples_per_prompt
     own = algorithm.custom_advantage_function_path or settings.rollout.hooks.custom_reward_post_process_path
     relative = algorithm.advantage_estimator in GROUP_RELATIVE and not algorithm.disable_rewards_normalization
-    if size == 1 and relative and not own and not algorithm.use_opd:
+    trained = settings.trains and not settings.only_evaluates and algorithm.uses_advantages
+    if size == 1 and relative and trained and not own and not algorithm.use_opd:
         raise ConfigError(
             f"--n-samples-per-prompt 1: {algorithm.advantage_estimator} compares the samples of a prompt with each "
             "other, so rewards change no weight; give 2 or more, or --disable-rewards-normalization"
@@ -134,10 +170,23 @@ def _check_learning(settings: Settings) -> None:
 
 def notices(settings: Settings) -> list[str]:
     """Warnings about what the run will do, a line each."""
-    lines = [*settings.notes, *settings.algorithm.notices]
-    if not settings.generates:
+    lines = [*settings.notes, *settings.algorithm.notices, *_notices_of_kind(settings)]
+    return lines
+
+
+def _notices_of_kind(settings: Settings) -> list[str]:
+    run, lines = settings.run, []
+    if settings.is_recorded:
         unscored = "; held-out prompts are not scored" if settings.rollout.evaluation.has_eval_sets else ""
-        lines.append(f"rollouts come from {settings.run.load_debug_rollout_data}: no engines are started{unscored}")
+        lines.append(f"rollouts come from {run.load_debug_rollout_data}: no engines are started{unscored}")
+    if settings.rows is not None:
+        lines.append(f"--loss-type {settings.algorithm.loss_type}: --prompt-data holds {settings.rows}, no engines")
+    if run.num_epoch is not None:
+        lines.append(f"--num-epoch {run.num_epoch}: {settings.num_rollout} rollouts")
+    if not settings.trains:
+        lines.append("no trainers are started: the engines keep the weights of --hf-checkpoint")
+    if settings.only_evaluates or not settings.trains:
+        lines.append("nothing is trained, and no checkpoint is written")
     return lines
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from slime_core.config import AlgorithmConfig
-from slime_core.errors import ConfigError
 from slime_core.ops import (
     Statistics,
     dpo_pair_loss,
@@ -91,16 +90,12 @@ class Loss:
     Attributes:
         compute: Returns the micro-batch's share of the step's loss and its metrics: statistics, or sums under the
             tokens' weights by name, which are reported as means.
-        uses_advantages: Advantages are estimated, with the forward passes that they need.
-        skips_zero_advantages: Samples whose advantages are 0 may be left out, as far as the algorithm allows.
         value_head: The model gives a number per token in place of log-probs.
         pairs: Samples are preference pairs, and metrics are means over them. With a value head, each response has one
             number, its score.
     """
 
     compute: Callable[[LossInputs], tuple[torch.Tensor, Statistics | Mapping[str, torch.Tensor]]]
-    uses_advantages: bool = False
-    skips_zero_advantages: bool = False
     value_head: bool = False
     pairs: bool = False
 
@@ -108,16 +103,6 @@ class Loss:
     def scores(self) -> bool:
         """Whether it is computed from one number per response."""
         return self.pairs and self.value_head
-
-    def needs_reference(self, algorithm: AlgorithmConfig) -> bool:
-        """Whether log-probs under the reference model are wanted."""
-        if self.pairs:
-            return not self.value_head and not algorithm.dpo_reference_free
-        return self.uses_advantages and algorithm.needs_reference
-
-    def needs_critic(self, algorithm: AlgorithmConfig) -> bool:
-        """Whether advantages come from a critic's values."""
-        return self.uses_advantages and algorithm.needs_critic
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
         """The loss and its statistics, ``loss`` among them."""
@@ -189,28 +174,27 @@ def score_loss(inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Ten
 
 
 LOSSES = {
-    "policy": Loss(policy_loss, uses_advantages=True, skips_zero_advantages=True),
-    "sft": Loss(sft_loss),
-    "value": Loss(value_loss, value_head=True),
-    "preference": Loss(preference_loss, pairs=True),
-    "reward_model": Loss(score_loss, pairs=True, value_head=True),
+    "policy_loss": Loss(policy_loss),
+    "sft_loss": Loss(sft_loss),
+    "dpo_loss": Loss(preference_loss, pairs=True),
+    "rm_loss": Loss(score_loss, pairs=True, value_head=True),
 }
+CRITIC_LOSS = Loss(value_loss, value_head=True)
 
 
-def loss_named(name: str) -> Loss:
-    """The loss of this name, or the user-defined one at ``pkg.mod.fn`` or ``file.py:fn``.
+def loss_of(algorithm: AlgorithmConfig) -> Loss:
+    """The loss of ``--loss-type``.
 
-    A user-defined loss is called with :class:`LossInputs`; it returns the loss and a dictionary of sums under
+    A user-defined one is called with :class:`LossInputs`; it returns the loss and a dictionary of sums under
     ``weights_N``.
 
     Raises:
-        ConfigError: There is none, or it is the critic's.
+        ConfigError: The user-defined one cannot be used.
     """
-    if name == "value":
-        raise ConfigError("loss value trains a critic together with the policy; give --advantage-estimator ppo instead")
-    if name in LOSSES:
-        return LOSSES[name]
-    return Loss(load_function(name, "loss", arguments=("inputs",)), uses_advantages=True)
+    path = algorithm.custom_loss_function_path
+    if path is None:
+        return LOSSES[algorithm.loss_type]
+    return Loss(load_function(path, "--custom-loss-function-path", arguments=("inputs",)))
 
 
 def _ratio_statistics(inputs: LossInputs) -> Statistics:

@@ -72,16 +72,16 @@ class Planner:
         late = self.algorithm.advantages_need_log_probs or self.algorithm.needs_critic
         estimated: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         kept = {id(sample) for sample in trained}
-        if self.loss.uses_advantages:
+        if self.algorithm.uses_advantages:
             check_log_probs(trained, self.algorithm, teacher=self.algorithm.use_opd and not self.teacher)
             if not late:
                 estimated = self._advantages(trained)
-                if self.loss.skips_zero_advantages and self.algorithm.zero_advantages_add_nothing:
+                if self.algorithm.zero_advantages_add_nothing:
                     kept = {key for key, (values_N, _) in estimated.items() if values_N.any()}
         steps = self.micro_batches(shard, kept)
         batches = [batch for step in steps for batch in step]
         before = self._before(batches, len(steps))
-        if self.loss.uses_advantages and late:
+        if self.algorithm.uses_advantages and late:
             estimated = self._advantages([sample for batch in batches for sample in batch.samples], before)
         columns = before | self._by_batch(batches, estimated)
         planned = iter(
@@ -114,18 +114,18 @@ class Planner:
     def _before(self, batches: list[MicroBatch], steps: int) -> Columns:
         """What forward passes give before the first step, under the names of :class:`PlannedBatch`."""
         found: Columns = {}
-        if self.loss.needs_reference(self.algorithm):
+        if self.algorithm.needs_reference:
             found["ref_log_probs_N"] = self.evaluate("reference", batches)
         if self.teacher:
             found["teacher_log_probs_N"] = self.evaluate("teacher", batches)
-        if self.loss.needs_critic(self.algorithm):
+        if self.algorithm.needs_critic:
             found["old_values_N"] = self.evaluate("critic", batches)
         found["old_log_probs_N"] = self._old_log_probs(batches, steps)
         return {name: values for name, values in found.items() if values}
 
     def _old_log_probs(self, batches: list[MicroBatch], steps: int) -> list[torch.Tensor]:
         """What the ratio compares with. Nothing where that is the policy's own log-probs at the only step."""
-        if not self.loss.uses_advantages:
+        if not self.algorithm.uses_advantages:
             return []
         if self.algorithm.use_rollout_logprobs:
             found = [batch.values("rollout_log_probs") for batch in batches]

@@ -30,6 +30,8 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
     """
     if config is not None and (problems := list(_unused(algorithm, config))):
         raise ConfigError("\n".join(problems))
+    if (loss := algorithm.custom_loss_function_path) is not None:
+        load_function(loss, "--custom-loss-function-path", arguments=("inputs",))
     path, flag = algorithm.custom_advantage_function_path, "--custom-advantage-function-path"
     return None if path is None else load_function(path, flag, arguments=("inputs",))
 
@@ -50,7 +52,6 @@ def start_worker(
     shape: ModelShape,
     rendezvous: Rendezvous,
     *,
-    loss: str = "policy",
     resume_from: str | Path | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     output_dir: str | Path = ".",
@@ -64,7 +65,6 @@ def start_worker(
         algorithm: Settings of the loss.
         shape: The model.
         rendezvous: Where the ranks meet.
-        loss: Name in :data:`slime_megatron.losses.LOSSES`, or ``file.py:fn`` of a user-defined one.
         resume_from: Checkpoint (or directory of checkpoints) to continue, with optimizer and random state. Without it,
             weights come from ``config.load``, then ``config.ref_load``, and are random if neither is given.
         overrides: Settings of ``config`` that are others for a role, ``actor`` or ``critic``, by role and name.
@@ -87,7 +87,6 @@ def start_worker(
     given = (config, algorithm, shape, rendezvous, device)
     return MegatronWorker(
         *given,
-        loss=loss,
         estimator=estimator,
         resume_from=resume_from,
         overrides=overrides or {},

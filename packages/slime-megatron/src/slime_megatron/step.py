@@ -93,7 +93,7 @@ class _SumOfRanks(torch.autograd.Function):
 
 
 @torch.no_grad()
-def evaluate(
+def forward_values(
     model: Chunks, packed: Packed, batches: Sequence[MicroBatch], head: Head | ValueReader
 ) -> list[torch.Tensor]:
     """Log-probs (nats) of the targets of each micro-batch [N], without gradient, on all ranks."""
@@ -113,21 +113,29 @@ def evaluate(
 
 
 def forward_backward(
-    model: Chunks, plan: StepPlan, packed: Packed, loss: Loss, algorithm: AlgorithmConfig, head: Head | ValueReader
+    model: Chunks,
+    plan: StepPlan,
+    packed: Packed,
+    loss: Loss,
+    algorithm: AlgorithmConfig,
+    head: Head | ValueReader,
+    *,
+    forward_only: bool = False,
 ) -> dict[str, float]:
     """Fill the gradient buffers with the gradient of the step's loss over all ranks.
 
     The loss is a sum over tokens under weights whose denominators are the whole step's, so neither the division
     into micro-batches nor that into ranks changes it. Megatron divides by both numbers; the loss is multiplied by
-    them to take that back. Returns the step's metrics, equal on all ranks.
+    them to take that back. Returns the step's metrics, equal on all ranks. With ``forward_only`` the buffers stay.
     """
     mis_sums = None
-    if loss.uses_advantages and algorithm.needs_step_sums:
+    if algorithm.uses_advantages and algorithm.needs_step_sums:
         mis_sums = step_mis_sums(plan, algorithm, next(bare(model[0]).parameters()).device)
     count = len(plan.batches)
     if count == 0:  # on all ranks
-        _start_reducing(model)
-        finalize_model_grads(model)
+        if not forward_only:
+            _start_reducing(model)
+            finalize_model_grads(model)
         return step_metrics([])
     scale = count * parallel_state.get_data_parallel_world_size()
     planned = iter(plan.batches)
@@ -141,7 +149,7 @@ def forward_backward(
 
         return run(chunk, batch), loss_of
 
-    return step_metrics(_schedule(forward_step, packed, model, count))
+    return step_metrics(_schedule(forward_step, packed, model, count, forward_only=forward_only))
 
 
 def _start_reducing(model: Chunks) -> None:

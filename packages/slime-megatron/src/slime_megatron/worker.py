@@ -29,7 +29,7 @@ from slime_megatron.device import Device, HostCopy, move_back, move_to_host
 from slime_megatron.errors import TrainingError
 from slime_megatron.fits import check_fits
 from slime_megatron.kernels import choose_kernels, found_kernels
-from slime_megatron.losses import LOSSES, Loss, loss_named
+from slime_megatron.losses import CRITIC_LOSS, Loss, loss_of
 from slime_megatron.memory import check_memory, role_memory
 from slime_megatron.model import Chunks
 from slime_megatron.operations import flops_model
@@ -40,7 +40,7 @@ from slime_megatron.pairs import score_row, scored
 from slime_megatron.parallel import join_ranks, leave_ranks
 from slime_megatron.plan import Planner, StepPlan
 from slime_megatron.roles import TrainedModel
-from slime_megatron.step import Head, ValueReader, evaluate, forward_backward
+from slime_megatron.step import Head, ValueReader, forward_backward, forward_values
 from slime_megatron.sync import WeightExport, push_weights
 from slime_megatron.timer import PhaseTimer, reset_peak_memory
 
@@ -71,7 +71,6 @@ class MegatronWorker:
         rendezvous: Rendezvous,
         device: Device,
         *,
-        loss: str,
         estimator: AdvantageEstimator | None,
         resume_from: str | Path | None,
         overrides: Mapping[str, Mapping[str, Any]],
@@ -82,13 +81,13 @@ class MegatronWorker:
         self.algorithm = algorithm
         self.shape = shape
         self._device = device
-        self._loss = loss_named(loss)
+        self._loss = loss_of(algorithm)
         self._estimator = estimator
         actor = self._fitting("actor", overrides, rendezvous.world_size)
         critic = None
-        if "critic" in overrides and not self._loss.needs_critic(algorithm):
+        if "critic" in overrides and not algorithm.needs_critic:
             raise ConfigError("overrides of the role critic: there is none; add --advantage-estimator ppo")
-        if self._loss.needs_critic(algorithm):
+        if algorithm.needs_critic:
             critic = self._fitting("critic", overrides, rendezvous.world_size)
         join_ranks(config, rendezvous, device)
         resumed = resume_from is not None
@@ -140,12 +139,12 @@ class MegatronWorker:
     def _frozen_sources(self, resume_from: str | Path | None) -> dict[str, Path | None]:
         """Where the weights of the roles that are not trained come from; ``None`` for the random ones of the start."""
         sources: dict[str, Path | None] = {}
-        if self._loss.needs_reference(self.algorithm):
+        if self.algorithm.needs_reference:
             own = self.config.base_is_reference
             sources["reference"] = (
                 None if own else reference_source(self.config.load, self.config.ref_load, resume_from)
             )
-        if self._loss.uses_advantages and self.config.opd_teacher_load is not None:
+        if self.algorithm.uses_advantages and self.config.opd_teacher_load is not None:
             sources["teacher"] = Path(self.config.opd_teacher_load)
         return sources
 
@@ -189,7 +188,7 @@ class MegatronWorker:
         steps: list[dict[str, float]] = [{} for _ in plans]
         if self._critic is not None:
             for plan, metrics in zip(plans, steps, strict=True):
-                found = self._optimize(self._critic, LOSSES["value"], plan, ValueReader(), timer)
+                found = self._optimize(self._critic, CRITIC_LOSS, plan, ValueReader(), timer)
                 metrics |= {f"critic-{name}": value for name, value in found.items()}
         if self._critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
             for plan, metrics in zip(plans, steps, strict=True):
@@ -229,6 +228,18 @@ class MegatronWorker:
                 score_row(sample, found.get(id(view))) for sample, view in zip(shard.samples, seen.samples, strict=True)
             ]
         return [found.get(id(sample), np.zeros(sample.response_length, np.float32)) for sample in shard.samples]
+
+    def evaluate(self, shard: TrainShard) -> dict[str, float]:
+        """The loss of a shard of one step, and its metrics, without training on it; equal on all ranks."""
+        self._check_awake("evaluate")
+        timer, head = self._timer(), self._head(shard.temperature)
+        [plan] = self._planner(shard.temperature, timer).plan(shard)
+        batches = [planned.batch for planned in plan.batches]
+        packed = partial(self._packed, batches, timer, "evaluate", head, 1)
+        with torch.no_grad():
+            return forward_backward(
+                self._actor.wrapped, plan, packed, self._loss, self.algorithm, head, forward_only=True
+            )
 
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
@@ -378,7 +389,7 @@ class MegatronWorker:
         phase = _PHASES[role]
         head = ValueReader() if role == "critic" else self._head(temperature)
         with timer.phase(phase), self._model(role) as model:
-            return evaluate(model, partial(self._packed, batches, timer, phase, head, 1), batches, head)
+            return forward_values(model, partial(self._packed, batches, timer, phase, head, 1), batches, head)
 
     def _optimize(
         self, role: TrainedModel, loss: Loss, plan: StepPlan, head: Head | ValueReader, timer: PhaseTimer

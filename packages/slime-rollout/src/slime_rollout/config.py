@@ -15,6 +15,10 @@ COMPARING_RULES = ("exact", "first_integer", "math", "deepscaler", "dapo", "f1",
 REMOTE_RULES = ("remote_rm", "boxed_remote_rm")
 RULES = (*COMPARING_RULES, *(f"boxed_{name}" for name in COMPARING_RULES), *REMOTE_RULES, "random")
 DEFAULT_RULE = "exact"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+BUILT_IN_ROLLOUTS = ("slime.rollout.sglang_rollout.generate_rollout", SFT_ROLLOUT)
+"""What the upstream system calls its rollout functions; their work is built in here."""
+LOSS_MASKS = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 TEACHERS = ("sglang", "megatron")
 # What rendering a prompt decides itself.
 _OWN_TEMPLATE_ARGUMENTS = {"conversation", "tools", "tokenize", "return_dict", "return_tensors"}
@@ -28,6 +32,7 @@ class DataConfig(Config):
         help="Hugging Face directory: the model that engines start with, its config and tokenizer", metavar="DIR"
     )
     prompt_data: tuple[str, ...] | str = flag(
+        (),
         help="prompts: JSON Lines (also .gz, .bz2, .xz, .zst), Parquet, directories that `datasets` saved; several are "
         "joined; PATH@[a:b] takes rows a to b as Python does",
         metavar="PATH",
@@ -48,6 +53,14 @@ class DataConfig(Config):
     apply_chat_template: bool = flag(False, help="render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: str = flag(
         "{}", help='further arguments of the chat template, such as {"enable_thinking": false}', metavar="JSON"
+    )
+    chosen_key: str | None = flag(None, help="field of a pair's preferred response; else `chosen`")
+    rejected_key: str | None = flag(None, help="field of a pair's other response; else `rejected`")
+    loss_mask_type: str | None = flag(
+        None,
+        choices=LOSS_MASKS,
+        help="turns of a conversation that are trained on: all of the assistant's, found from any chat template "
+        "(unset, qwen, qwen3, qwen3_5), or its last alone (distill_qwen)",
     )
     on_bad_data: str = flag(
         "error", choices=("error", "skip"), help="for invalid rows: stop, or count, log and skip them", may_change=True
@@ -83,7 +96,7 @@ class DataConfig(Config):
     def contradictions(self) -> Iterator[str]:
         """Weights that do not match the paths, and settings without effect."""
         paths, weights = self.prompt_paths, self.prompt_data_weights
-        if not paths or not all(paths):
+        if not all(paths):
             yield "--prompt-data names no data set; give one or more paths"
         if weights and len(weights) != len(paths):
             yield f"--prompt-data-weights has {len(weights)} values and --prompt-data {len(paths)} paths; give one each"
@@ -131,6 +144,11 @@ class SamplingConfig(Config):
         help="custom generate function, such as an agent with tools: pkg.mod.fn, file.py:fn or file.py",
         metavar="PATH",
     )
+    rollout_function_path: str | None = flag(
+        None,
+        help="upstream's name of its rollout function for generation, or for conversations: both are built in",
+        metavar="PATH",
+    )
     custom_generate_timeout: float = flag(
         3600.0, help="time limit of one call of that function", unit="seconds", above=0, may_change=True
     )
@@ -141,6 +159,14 @@ class SamplingConfig(Config):
     def contradictions(self) -> Iterator[str]:
         """Stop strings and counts that mean nothing."""
         yield from _wrong_top_k("--rollout-top-k", self.rollout_top_k)
+        path = self.rollout_function_path
+        if path is not None and "fully_async" in path:
+            yield f"--rollout-function-path {path} generates ahead; --async-buffer-size N does that here: give that"
+        elif path is not None and path not in BUILT_IN_ROLLOUTS:
+            yield (
+                f"--rollout-function-path {path}: whole rollouts are made by slime itself; give the part that is yours "
+                "as --custom-generate-function-path, --data-source-path or --dynamic-sampling-filter-path"
+            )
         if any(not text for text in self.rollout_stop):
             yield "--rollout-stop has an empty string, which would end every response; leave it out"
 

@@ -46,7 +46,8 @@ class GenerationSpec:
 
     ``topology`` holds the contents of ``--sglang-config``, and ``flags`` every flag of the run, for hooks. ``dtype`` is
     ``float32`` or ``bfloat16``. ``context_length`` is the longest prompt plus response in tokens; ``None`` leaves it to
-    the model's config. With ``colocate``, trainer and engines share their GPUs.
+    the model's config. With ``colocate``, trainer and engines share their GPUs. Without ``weights_follow``, engines
+    keep the weights that they were started with.
     """
 
     engine: EngineConfig
@@ -60,6 +61,7 @@ class GenerationSpec:
     log_dir: str
     flags: Mapping[str, Any]
     colocate: bool = False
+    weights_follow: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,7 @@ class GenerationService:
             num_gpus=spec.num_gpus,
             topology=spec.topology,
             longest_sample=longest_sample(spec.rollout),
-            weights_follow=True,
+            weights_follow=spec.weights_follow,
             on_progress=self._count_processes,
         )
         local = spec.engine.update_weight_mode == "delta" and not spec.engine.update_weight_receivers

@@ -339,7 +339,10 @@ def test_pairs_that_the_limit_makes_useless_are_left_out(write_rows, pair_encode
         {"prompt": "a", "chosen": "b", "rejected": "c"},
     ]
     assert len(load_pairs(write_rows, pair_encoder, rows, max_length=8)) == 1
-    assert "of 2 pairs left out 1 that do not differ within 8 tokens, and cut 0" in caplog.text
+    assert (
+        "of 2 pairs left out 1 with an empty response, or two that do not differ, within 8 tokens, and cut 0"
+        in caplog.text
+    )
     with pytest.raises(DataError, match="none of the 2 pairs differs within 1 tokens"):
         load_pairs(write_rows, pair_encoder, rows, max_length=1)
 
@@ -373,5 +376,7 @@ def test_groups_that_are_no_pairs(write_rows, pair_encoder):
 
 def test_chat_without_a_chat_encoder(write_rows, chat_tokenizers):
     row = {"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}
-    with pytest.raises(DataError, match=r":1: the pair is chat messages; give a ChatEncoder"):
+    with pytest.raises(
+        DataError, match=r":1: the pair is chat messages, and there is no chat template; write it as text"
+    ):
         load_pairs(write_rows, PreferenceEncoder(chat_tokenizers["llama3"]), [row])

@@ -86,8 +86,13 @@ def make_plan(
     given = settings
     settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems, elsewhere=elsewhere)
-    prompt = None
-    if settings.generates and found.rows is not None and Path(settings.rollout.data.hf_checkpoint).is_dir():
+    settings, prompt = found.settings, None
+    if (
+        settings.generates
+        and settings.rollout.data.prompt_paths
+        and found.rows is not None
+        and Path(settings.rollout.data.hf_checkpoint).is_dir()
+    ):
         prompt = problems.attempt(first_prompt, settings.rollout)
     problems.attempt(check_layout, plan_layout(settings.placed, cuda=not device.is_cpu))
     nodes = place(settings, device, gpus_per_node)
@@ -178,7 +183,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 
 def _run(settings: Settings, sizes: Sizes | None, times: list[PhaseTime]) -> dict[str, Any]:
-    rollouts = settings.run.num_rollout
+    rollouts = settings.num_rollout
     values: dict[str, Any] = {"rollouts": rollouts, "optimizer_steps": rollouts * settings.run.num_steps_per_rollout}
     if sizes is not None:
         values |= {"samples": rollouts * sizes.samples, "tokens_at_most": rollouts * sizes.tokens}
@@ -201,7 +206,7 @@ def _derived(settings: Settings, batch: Batch | None) -> dict[str, Any]:
     if settings.cluster.rollout_num_gpus is None and settings.cluster.rollout_gpus:
         values["rollout-num-gpus"] = settings.cluster.rollout_gpus
     if settings.megatron.save is not None and settings.megatron.save_interval is None:
-        values["save-interval"] = settings.run.num_rollout
+        values["save-interval"] = settings.num_rollout
     return values
 
 
@@ -226,8 +231,9 @@ def _checkpoints(settings: Settings, found: Found) -> dict[str, str]:
     values: dict[str, str] = {}
     if found.run is not None:
         manifest, weights = found.run
-        values["policy"] = weights.load
-        if settings.algorithm.needs_reference:
+        if weights is not None:
+            values["policy"] = weights.load
+        if weights is not None and settings.algorithm.needs_reference:
             values["reference"] = weights.ref_load
         if manifest is not None:
             values["continues"] = f"{settings.megatron.save}, after {manifest.iteration} rollouts"

@@ -21,7 +21,13 @@ from slime_rollout.config import RolloutConfig
 from slime_rollout.data.chat import PromptEncoder
 from slime_rollout.data.dataset import PromptDataset, RowEncoder
 from slime_rollout.data.group_state import groups_from_plain, plain_groups
-from slime_rollout.data.source import AccountedSource, BufferFilter, RolloutDataSource, RolloutDataSourceWithBuffer
+from slime_rollout.data.source import (
+    AccountedSource,
+    BufferFilter,
+    NoPrompts,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+)
 from slime_rollout.data.stream import StreamingPrompts
 from slime_rollout.errors import HookTimeoutError
 from slime_rollout.threads import call_within
@@ -39,12 +45,14 @@ _SETTINGS = MappingProxyType({"samples_per_prompt": 1, "shuffle": False, "seed":
 
 
 def load_source(config: RolloutConfig, encoder: PromptEncoder, hook_args: HookArgs) -> AccountedSource:
-    """The prompts to train on, in memory or as a stream, in the data source that the flags choose.
+    """The prompts to train on, in memory or as a stream, in the data source that the flags choose; or none.
 
     Raises:
         ConfigError: The data source cannot be used.
         DataError: A prompt file breaks its format; of one that is streamed, only what opening it shows.
     """
+    if not config.data.prompt_paths:
+        return NoPrompts()
     encoding = RowEncoder(config, encoder, config.data.num_data_workers)
     with contextlib.ExitStack() as stack:
         stack.callback(encoding.close)

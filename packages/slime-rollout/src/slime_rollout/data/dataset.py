@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -31,6 +32,7 @@ from slime_rollout.data.rows import PromptRow, check_row, usable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+DatasetT = TypeVar("DatasetT", bound="Dataset[Any]")
 
 CHUNK = 32
 """Rows that a process takes at once."""
@@ -186,6 +188,17 @@ class Dataset(ABC, Generic[T]):
             raise DataError("a data set needs at least one row")
         self._sizes = [len(self._items)]
         self._weights: list[float] | None = None
+        self.notices: tuple[str, ...] = ()  # what was left out or cut, a line for each file
+
+    @staticmethod
+    def join(parts: Sequence[DatasetT], weights: Sequence[float] | None = None) -> DatasetT:
+        """Several data sets as one; with ``weights``, an epoch's items are shared as :func:`epoch_order` says."""
+        joined = copy.copy(parts[0])
+        joined._items = [item for part in parts for item in part._items]
+        joined._sizes = [len(part) for part in parts]
+        joined._weights = list(weights) if weights else None
+        joined.notices = tuple(notice for part in parts for notice in part.notices)
+        return joined
 
     def __len__(self) -> int:
         return len(self._items)
@@ -239,14 +252,6 @@ class PromptDataset(Dataset[TokenizedPrompt]):
         if left_out := len(prompts) - len(kept):
             logger.warning("%s: left out %d of %d prompts, longer than %s tokens", path, left_out, len(prompts), limit)
         return cls(kept)
-
-    @classmethod
-    def join(cls, parts: Sequence[PromptDataset], weights: Sequence[float] | None = None) -> PromptDataset:
-        """Several data sets as one; with ``weights``, an epoch's prompts are shared as :func:`epoch_order` says."""
-        joined = cls(prompt for part in parts for prompt in part._items)
-        joined._sizes = [len(part) for part in parts]
-        joined._weights = list(weights) if weights else None
-        return joined
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """Fresh samples of one prompt, numbered from ``first_index``."""

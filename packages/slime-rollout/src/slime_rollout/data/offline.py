@@ -81,9 +81,11 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         max_length: int | None = None,
         fields: SftFields | None = None,
         on_bad_data: str = "error",
+        last_turn_only: bool = False,
     ) -> SftDataset:
         """Read, check and tokenize a file as :func:`read_sft` does; a row that the template refuses is bad, too.
 
+        With ``last_turn_only`` only the assistant's last message is trained on.
         Conversations longer than ``max_length`` tokens lose their end. Those without a trained token are left out.
         Raises `DataError` if the file breaks its format, the template cannot be used, or no row is left.
         """
@@ -91,7 +93,8 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         def encoded_row(raw: RawRow) -> tuple[SftRow, EncodedChat]:
             row = _sft_row(raw, fields or SftFields())
             try:
-                return row, encoder.encode(row.messages, tools=row.tools, max_length=max_length)
+                first = _last_turn(row.messages) if last_turn_only else 0
+                return row, encoder.encode(row.messages, tools=row.tools, first_trained=first, max_length=max_length)
             except DataError as error:
                 raise DataError(f"{row.where}: {error}") from None
 
@@ -100,8 +103,10 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         if not kept:
             raise DataError(f"{path}: none of the {len(rows)} conversations has a trained token within {max_length}")
         cut = sum(encoded.truncated for _, encoded in kept)
-        _log_left_out(path, len(rows), "conversations", len(kept), cut, f"without a trained token within {max_length}")
-        return cls(kept, encoder)
+        dataset = cls(kept, encoder)
+        why = f"without a trained token within {max_length}"
+        dataset.notices = _left_out(path, len(rows), "conversations", len(kept), cut, why)
+        return dataset
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """Samples of one conversation: ``size`` of them, usually one.
@@ -127,6 +132,10 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         return [row.metadata, encoded.tokens, encoded.loss_mask]
 
 
+def _last_turn(messages: Sequence[Message]) -> int:
+    return max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+
+
 def _sft_row(raw: RawRow, fields: SftFields) -> SftRow:
     where, values = raw.where, row_values(raw)
     key = field_name(where, values, fields.messages_key, _MESSAGE_KEYS, "the conversation", "name the field")
@@ -139,9 +148,13 @@ def _sft_row(raw: RawRow, fields: SftFields) -> SftRow:
     return SftRow(messages=messages, **common_values(where, values, fields, {key}))
 
 
-def _log_left_out(path: str, total: int, what: str, kept: int, cut: int, why: str) -> None:
-    if cut or kept < total:
-        logger.warning("%s: of %d %s left out %d %s tokens, and cut %d", path, total, what, total - kept, why, cut)
+def _left_out(path: str, total: int, what: str, kept: int, cut: int, why: str) -> tuple[str, ...]:
+    """What was left out or cut, in a line that is logged, too."""
+    if not cut and kept == total:
+        return ()
+    notice = f"{path}: of {total} {what} left out {total - kept} {why} tokens, and cut {cut}"
+    logger.warning("%s", notice)
+    return (notice,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +246,7 @@ class PreferenceEncoder:
         if isinstance(row.prompt, str):
             return self._text(row.prompt, response)
         if self._chat is None:
-            raise DataError("the pair is chat messages; give a ChatEncoder, or write it as text")
+            raise DataError("the pair is chat messages, and there is no chat template; write it as text")
         return self._chat.encode([*row.prompt, *response], tools=row.tools, first_trained=len(row.prompt))
 
     def _text(self, prompt: str, response: str) -> EncodedChat:
@@ -282,8 +295,10 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         if not kept:
             raise DataError(f"{path}: none of the {len(pairs)} pairs differs within {max_length} tokens")
         cut = sum(chosen.truncated or rejected.truncated for _, chosen, rejected in kept)
-        _log_left_out(path, len(pairs), "pairs", len(kept), cut, f"that do not differ within {max_length}")
-        return cls(kept, encoder)
+        why = f"with an empty response, or two that do not differ, within {max_length}"
+        dataset = cls(kept, encoder)
+        dataset.notices = _left_out(path, len(pairs), "pairs", len(kept), cut, why)
+        return dataset
 
     def group(self, place: int, *, group_index: int, first_index: int, size: int) -> Group:
         """The chosen (reward 1) and the rejected sample (reward 0) of one pair; ``size`` must be 2."""

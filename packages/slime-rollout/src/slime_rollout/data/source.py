@@ -93,6 +93,31 @@ class AccountedSource(abc.ABC):
         """So many groups, or an error and none."""
 
 
+class NoPrompts(AccountedSource):
+    """The source of a run that only evaluates: it has nothing to hand out."""
+
+    def add_samples(self, groups: list[Group]) -> None:
+        """Nothing was handed out."""
+
+    def begin(self) -> Callable[[], None]:
+        """As for `AccountedSource`."""
+        return lambda: None
+
+    def fresh_index(self) -> int:
+        """As for `AccountedSource`."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is none."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As :meth:`state_dict`."""
+
+    def _next_groups(self, num_groups: int) -> list[Group]:
+        raise DataError("there are no prompts to generate for; give --prompt-data")
+
+
 class RolloutDataSource(AccountedSource):
     """Endless groups of fresh samples, one group per prompt. `RolloutDataSourceWithBuffer` keeps what is given back.
 

@@ -1,0 +1,114 @@
+"""Runs on conversations and on preference pairs learn, without engines; evaluation and generation alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kinds import conversation, data_command, make_chat_model, pair, write_rows
+from launching import LAUNCHER, Assets, rows, run, train_command
+
+from slime_core.types import RolloutColumns
+
+TRAINED, HELD_OUT = range(48), range(50, 60)
+
+
+@pytest.fixture(scope="session")
+def chat(llama: Assets, tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    """The tiny Llama with a chat template."""
+    hf = Path(shutil.copytree(llama.hf, tmp_path_factory.mktemp("chat") / "hf"))
+    assets = Assets(hf, llama.torch_dist, llama.prompts, llama.engine_python)
+    make_chat_model(assets)
+    return assets
+
+
+def on_data(assets: Assets, work: Path, loss: str, *extra: str, **how: Any) -> str:
+    """A run with a held-out set; what it printed."""
+    row = conversation if loss == "sft_loss" else pair
+    trained = write_rows(work / "train.jsonl", [row(number) for number in TRAINED])
+    held_out = write_rows(work / "held.jsonl", [row(number) for number in HELD_OUT])
+    words = ("--eval-prompt-data", "held", str(held_out), "--rollout-shuffle", *extra)
+    return run(data_command(assets, work, loss, trained, *words, **how), work / "train.txt")
+
+
+def plain(work: Path, kind: str) -> list[dict[str, Any]]:
+    """A run's rows without times and speeds."""
+    return [
+        {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")}
+        for row in rows(work, kind)
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_conversations_are_learned(chat: Assets, tmp_path: Path) -> None:
+    """With packed micro-batches and the loss per token; it knows the answer after two epochs."""
+    extra = ("--calculate-per-token-loss", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64")
+    text = on_data(chat, tmp_path, "sft_loss", *extra, "--eval-interval", "6")
+    assert "--prompt-data holds conversations, no engines" in text and "loss on held: " in text
+    first, half, last = plain(tmp_path, "eval")
+    assert first["eval/held/loss"] > 5 > 1.5 > half["eval/held/loss"] > last["eval/held/loss"]
+    assert last["eval/held/loss"] < 0.5
+    assert plain(tmp_path, "rollout")[5]["rollout/epoch"] == 1
+    assert "rollout/raw_reward" not in plain(tmp_path, "rollout")[0]
+    logs = {path.name for path in (tmp_path / "out" / "logs").iterdir()}
+    assert not [name for name in logs if "engine" in name or "router" in name]
+    assert (tmp_path / "out" / "loss_curve.png").exists() and not (tmp_path / "out" / "reward_curve.png").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_stopped_run_on_conversations_continues_bit_equal(chat: Assets, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    on_data(chat, whole, "sft_loss", save=True)
+    on_data(chat, parts, "sft_loss", rollouts=5, save=True)
+    assert "continuing the run" in on_data(chat, parts, "sft_loss", save=True)
+    for kind in ("train", "rollout"):
+        assert plain(parts, kind) == plain(whole, kind)
+    assert plain(parts, "eval")[-1] == plain(whole, "eval")[-1]
+    one, other = (sorted((work / "save" / "iter_0000012").glob("*.distcp")) for work in (whole, parts))
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other] != []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
+def test_held_out_pairs_are_ordered(chat: Assets, tmp_path: Path, loss: str) -> None:
+    on_data(chat, tmp_path, loss)
+    first, last = plain(tmp_path, "eval")
+    assert first["eval/held/loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert last["eval/held/accuracy"] == 1 and last["eval/held/loss"] < 0.3
+    assert plain(tmp_path, "train")[-1]["train/accuracy"] == 1
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_evaluation_alone_gives_the_figures_of_a_runs_first_one(qwen3: Assets, tmp_path: Path) -> None:
+    """From the trainer's weights, and without a trainer from those of the engines' own directory."""
+    held = ["--eval-prompt-data", "held", f"{qwen3.prompts}@[0:16]", "--eval-temperature", "0"]
+    run(train_command(qwen3, tmp_path / "run", *held, rollouts=1, save=False), tmp_path / "run.txt")
+    expected = plain(tmp_path / "run", "eval")[0]
+    for name in ("with trainer", "without"):
+        _, _, *words = train_command(qwen3, tmp_path / name, *held, rollouts=3)
+        if name == "without":
+            at = words.index("--load")
+            del words[at : at + 2]
+        text = run([str(LAUNCHER), "eval", *words], tmp_path / f"{name}.txt")
+        assert plain(tmp_path / name, "eval") == [expected], name
+        assert ("no trainers are started" in text) == (name == "without")
+        assert not (tmp_path / name / "save").exists() and not plain(tmp_path / name, "train")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_generation_alone_writes_what_can_be_trained_on(qwen3: Assets, tmp_path: Path) -> None:
+    template = f"{tmp_path}/written/{{rollout_id}}.npz"
+    extra = ["--debug-rollout-only", "--save-debug-rollout-data", template]
+    text = run(train_command(qwen3, tmp_path, *extra, rollouts=2, save=False), tmp_path / "train.txt")
+    assert "no trainers are started" in text and "generated 2 rollouts" in text
+    for number in range(2):
+        columns = RolloutColumns.read(tmp_path / "written" / f"{number}.npz")
+        assert columns.rollout_id == number and columns.group_sizes == [8] * 8
+    assert len(list((tmp_path / "out" / "rollouts").glob("*.npz"))) == 2

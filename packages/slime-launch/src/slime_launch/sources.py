@@ -1,0 +1,99 @@
+"""Where the batches of a run come from: engines that generate, rows of a data set, or rollouts that were written down.
+
+Whatever it is, it lives in one Ray actor (`slime_launch.rollouts`); this file starts nothing and imports no Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime_core.errors import DataError
+from slime_core.types import RolloutBatch, RolloutColumns
+from slime_rollout.data_service import DataService, DataSpec
+from slime_rollout.generation_service import GenerationService, GenerationSpec, Progress
+
+
+class BatchSource(Protocol):
+    """Gives one batch after the other. Its state is plain values that JSON can hold.
+
+    :meth:`progress` and :meth:`cancel` may be called from another thread at any time; all others one after the other.
+    """
+
+    def start(self) -> list[str] | None:
+        """Start what has to be started; may return what a user should know, a line each."""
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """The batch of this number."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What comes next."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with what came next when ``state`` was saved."""
+
+    def cancel(self) -> None:
+        """End what another thread waits for."""
+
+    def progress(self) -> Progress:
+        """How far it is; raises if something that it needs is gone."""
+
+    def close(self) -> None:
+        """Stop everything in order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedSpec:
+    """Rollouts from files: ``template`` has ``{rollout_id}`` in it."""
+
+    template: str
+
+
+SourceSpec = GenerationSpec | DataSpec | RecordedSpec
+"""Settings of a source. Only the first kind has engines, which take weights, and scores held-out prompts."""
+
+
+def make_source(spec: SourceSpec) -> BatchSource:
+    """The source of these settings, not started."""
+    if isinstance(spec, RecordedSpec):
+        return RecordedRollouts(spec.template)
+    return DataService(spec) if isinstance(spec, DataSpec) else GenerationService(spec)
+
+
+class RecordedRollouts:
+    """Rollouts of ``--load-debug-rollout-data``, as if they had just been generated: the number says all."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+
+    def start(self) -> None:
+        """Nothing has to be started."""
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """The rollout in the file of this number.
+
+        Raises:
+            DataError: The file is missing, torn, or not a rollout.
+        """
+        path = Path(self._template.format(rollout_id=rollout_id))
+        if not path.is_file():
+            raise DataError(f"--load-debug-rollout-data: {path}, rollout {rollout_id}, does not exist")
+        return dataclasses.replace(RolloutColumns.read(path), rollout_id=rollout_id).batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is none."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As :meth:`state_dict`."""
+
+    def cancel(self) -> None:
+        """Nothing takes long."""
+
+    def progress(self) -> Progress:
+        """Nothing takes long."""
+        return Progress()
+
+    def close(self) -> None:
+        """Nothing has to be stopped."""

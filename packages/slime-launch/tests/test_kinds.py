@@ -1,0 +1,170 @@
+"""What a command line says about its kind of run: data, generation or recorded rollouts; trainers or none."""
+
+import json
+
+import pytest
+
+from slime_core.errors import SlimeError
+from slime_launch import train
+from slime_launch.cli import main
+from slime_launch.flags import parse_train
+from slime_launch.placement import plan_layout
+from slime_launch.preflight import preflight
+from slime_launch.run import describe, source_spec
+from slime_launch.sources import RecordedRollouts, RecordedSpec, make_source
+from slime_launch.validate import notices
+from slime_rollout.config import BUILT_IN_ROLLOUTS, SFT_ROLLOUT
+from slime_rollout.data_service import DataService, DataSpec
+
+CONVERSATION = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "1", "chosen": "2", "rejected": "3"}
+UPSTREAM_SFT = {
+    "--rollout-function-path": SFT_ROLLOUT,
+    "--input-key": "messages",
+    "--rollout-shuffle": None,
+    "--num-epoch": "3",
+    "--loss-type": "sft_loss",
+    "--loss-mask-type": "qwen3",
+    "--calculate-per-token-loss": None,
+    "--disable-compute-advantages-and-returns": None,
+    "--debug-train-only": None,
+    "--lr-decay-style": "cosine",
+}
+
+
+@pytest.fixture
+def data_flags(flags, workspace):
+    """The flags of a run on rows of a data set, written there."""
+
+    def build(loss, row, count=8):
+        (workspace / "rows.jsonl").write_text((json.dumps(row) + "\n") * count)
+        for name in ("--colocate", "--n-samples-per-prompt", "--global-batch-size"):
+            flags.pop(name, None)
+        flags["--loss-type"], flags["--prompt-data"] = loss, str(workspace / "rows.jsonl")
+        return flags
+
+    return build
+
+
+def checked(flags, to_words):
+    return preflight(parse_train(to_words(flags)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "row", "rows"), [("sft_loss", CONVERSATION, "conversations"), ("rm_loss", PAIR, "pairs")]
+)
+def test_rows_of_a_data_set_need_no_engines_and_no_room_for_them(data_flags, to_words, tmp_path, loss, row, rows):
+    found = checked(data_flags(loss, row) | {"--micro-batch-size": "2"}, to_words)
+    settings = found.settings
+    assert (settings.rows, settings.generates, settings.trains) == (rows, False, True)
+    spec = source_spec(found, settings, tmp_path)
+    assert isinstance(spec, DataSpec) and spec.max_length == 512 and isinstance(make_source(spec), DataService)
+    layout = plan_layout(settings.placed, cuda=False, trains=settings.trains)
+    assert (len(layout.bundles), layout.rollout) == (1, ())
+    assert f"--loss-type {loss}: --prompt-data holds {rows}, no engines" in notices(settings)
+
+
+def test_upstreams_words_for_sft_work(data_flags, to_words):
+    flags = data_flags("sft_loss", CONVERSATION) | UPSTREAM_SFT
+    del flags["--num-rollout"]
+    settings = checked(flags, to_words).settings
+    assert settings.num_rollout == settings.megatron.lr_decay_iters == 3 * 8 // 4
+    assert "--num-epoch 3: 6 rollouts" in notices(settings)
+
+
+def test_epochs_count_prompts_too_and_num_rollout_counts_alone(flags, to_words):
+    flags |= {"--num-epoch": "5"}
+    assert checked(flags, to_words).settings.num_rollout == 2
+    del flags["--num-rollout"]
+    assert checked(flags, to_words).settings.num_rollout == 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "row", "changes", "message"),
+    [
+        ("dpo_loss", CONVERSATION, {}, "no field 'chosen'"),
+        ("dpo_loss", PAIR | {"rejected": "2"}, {}, "are the same, so nothing is preferred"),
+        ("dpo_loss", PAIR, {"--n-samples-per-prompt": "4"}, "a row makes 2 with --loss-type dpo_loss; leave it out"),
+        ("sft_loss", PAIR, {}, "no field 'messages' or 'conversations'"),
+        ("sft_loss", CONVERSATION, {"--use-kl-loss": None}, "--use-kl-loss: --loss-type sft_loss does not look at it"),
+        ("sft_loss", CONVERSATION, {"--debug-rollout-only": None}, "--debug-rollout-only generates"),
+        ("sft_loss", CONVERSATION, {"--streaming-data": None}, "rows that are trained on are read whole"),
+        (
+            "dpo_loss",
+            PAIR,
+            {"--rollout-function-path": SFT_ROLLOUT},
+            "gives conversations; add --loss-type sft_loss or",
+        ),
+        ("sft_loss", CONVERSATION, {"--rollout-function-path": BUILT_IN_ROLLOUTS[0]}, "takes rows of --prompt"),
+        ("policy_loss", CONVERSATION, {"--rollout-function-path": "a.b"}, "whole rollouts are made by slime itself"),
+        ("sft_loss", CONVERSATION, {"--rollout-function-path": "x.fully_async"}, "--async-buffer-size N does that"),
+        ("custom_loss", CONVERSATION, {}, "--custom-loss-function-path belong together"),
+    ],
+)
+def test_what_does_not_go_together(data_flags, to_words, loss, row, changes, message):
+    with pytest.raises(SlimeError, match=message):
+        checked(data_flags(loss, row) | {"--micro-batch-size": "2"} | changes, to_words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--num-rollout": None}, "missing --num-rollout, or --num-epoch"),
+        ({"--num-rollout": "0"}, "--num-rollout 0 only evaluates; give held-out sets"),
+        ({"--debug-train-only": ""}, "--debug-train-only starts no engines; give --load-debug-rollout-data"),
+        ({"--debug-rollout-only": "", "--debug-train-only": ""}, "--debug-rollout-only trains nothing and"),
+        ({"--num-rollout": None, "--num-epoch": "1", "--rollout-batch-size": "16"}, "8 rows are less than one rollout"),
+        ({"--prompt-data": None}, "missing --prompt-data"),
+    ],
+)
+def test_what_a_run_that_generates_needs(flags, to_words, changes, message):
+    for name, value in changes.items():
+        if value is None:
+            flags.pop(name)
+        else:
+            flags[name] = value or None
+    with pytest.raises(SlimeError, match=message):
+        checked(flags, to_words)
+
+
+def test_evaluation_alone_needs_neither_prompts_nor_a_checkpoint(flags, to_words, workspace):
+    kept = {name: flags[name] for name in ("--hf-checkpoint", "--save")}
+    kept |= {"--rollout-batch-size": "1", "--num-rollout": "0", "--rollout-num-gpus": "2"}
+    kept |= {"--eval-prompt-data": str(workspace / "train.jsonl"), "--n-samples-per-prompt": "3"}
+    found = checked(kept, to_words)
+    assert found.weights is None and not found.settings.trains and found.settings.megatron.save is None
+    layout = plan_layout(found.settings.placed, cuda=True, trains=False)
+    assert (layout.trainer, layout.rollout, layout.shared) == ((), (0, 1), False)
+    assert describe(layout, external=True).startswith("placement: 2 for generation (GPUs); no trainers")
+    assert "nothing is trained, and no checkpoint is written" in notices(found.settings)
+    assert checked(kept | {"--load": flags["--load"]}, to_words).settings.trains
+
+
+def test_rollouts_alone_take_the_engines_place_of_a_colocated_run(flags, to_words, tmp_path):
+    found = checked(flags | {"--debug-rollout-only": None, "--actor-num-gpus-per-node": "2"}, to_words)
+    layout = plan_layout(found.settings.placed, cuda=False, trains=found.settings.trains)
+    assert (layout.trainer, layout.rollout) == ((), (0, 1))
+    spec = source_spec(found, found.settings, tmp_path)
+    assert not spec.weights_follow and not spec.colocate and spec.num_gpus == 2
+
+
+def test_recorded_rollouts_need_no_data(flags, to_words, tmp_path):
+    del flags["--prompt-data"]
+    settings = parse_train(to_words(flags | {"--load-debug-rollout-data": "{rollout_id}.npz"}))
+    assert settings.is_recorded and not settings.generates
+    assert isinstance(make_source(RecordedSpec("{rollout_id}.npz")), RecordedRollouts)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "passed"),
+    [
+        ("sft", ["--lr", "1"], ["--loss-type", "sft_loss", "--lr", "1"]),
+        ("eval", ["--num-rollout", "9"], ["--rollout-batch-size", "1", "--num-rollout", "9", "--num-rollout", "0"]),
+        ("eval", ["--help"], ["--help"]),
+    ],
+)
+def test_short_commands(name, words, passed, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "train", lambda argv: seen.append(argv) or 0)
+    assert main([name, *words]) == 0
+    assert seen == [passed]
