@@ -98,8 +98,11 @@ class Layer:
         attention = hidden * (1 + shape.post_self_attn_layernorm) + _attention(shape, fused) / tensor
         # Of a gated activation: both halves and their product; without a fused kernel also the steps in between.
         gated = 3 if fused else 5
+        if config.lora is not None:  # what adapters give is held beside the layers' own outputs, as measured
+            attention += hidden + (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.kv_channels / tensor
         if not shape.has_layer("experts", layer):
             mlp = hidden * (2 + shape.post_mlp_layernorm) + gated * shape.ffn_hidden_size / tensor
+            mlp += 0 if config.lora is None else hidden + 2 * shape.ffn_hidden_size / tensor
             return cls(hidden, attention, mlp)
         topk, experts = shape.moe_router_topk or 0, shape.num_experts or 0
         spread = config.expert_tensor_size if rows > 1 else 1
