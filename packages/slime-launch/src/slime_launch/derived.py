@@ -27,6 +27,8 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     samples = prompts * group if isinstance(prompts, int) else 0
     if "num_rollout" not in given and samples and (rollouts := _rollouts_of_epochs(values)):
         found["num_rollout"] = values["num_rollout"] = rollouts
+    elif values["num_epoch"] and not values["num_rollout"]:
+        values["num_rollout"] = 1  # the rows cannot be counted, which is refused later: that alone is to be said
     if size and samples and "num_steps_per_rollout" not in given and samples % size == 0:
         found["num_steps_per_rollout"] = samples // size
     steps = found.get("num_steps_per_rollout", values["num_steps_per_rollout"])
