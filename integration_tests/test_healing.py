@@ -26,7 +26,7 @@ DIFFERENT = ("time", "perf/", "train/train_rollout_logprob_abs_diff")
 # The advantages of a step are computed on every rank. In the rollout of number 2, rank 1 is struck once: at once, or
 # when it saves or sends weights next.
 FAULT = """
-import os, pathlib, resource, signal, time
+import os, pathlib, signal, time
 import psutil
 import torch
 from slime_core.ops import estimator_named
@@ -201,10 +201,9 @@ STALLS = {
         1,
         "trainer rank . (process {})",
     ),
-    "the rollout worker is stopped": ("train", "stop('ray::RolloutHost')", 1, "the rollout worker (process "),
+    "the rollout worker is stopped": ("train", "stop('ray::RecordedHost')", 1, "the rollout worker (process "),
     "the raylet is stopped": ("train", "stop('raylet/raylet')", None, "raylet (process "),
     "Ray's gcs_server is stopped": ("train", "stop('gcs/gcs_server')", None, "gcs_server (process "),
-    "the disk is full": ("save", "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))", 1, "File too large"),
 }
 
 

@@ -49,6 +49,8 @@ def on_nodes(asked: Sequence[tuple[str, Asked]], function: Callable[[list[Asked]
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    if not asked:  # perhaps Ray is not up yet, and would be started by a question
+        return []
     nodes: dict[str, list[Asked]] = {}
     for node, what in asked:
         nodes.setdefault(node, []).append(what)

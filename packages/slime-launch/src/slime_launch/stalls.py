@@ -95,6 +95,10 @@ class StallWatch:
 
     def _look(self) -> tuple[list[str], str]:
         """What is stopped on this node and on those of the workers, and the stacks of workers."""
+        import ray
+
+        if not ray.is_initialized():  # a question would start it
+            return stopped_below(), ""
         looking = start_call("stall-look", look_at_workers, self._watch)
         found = [([], "")] if not wait([looking], timeout=LOOK_SECONDS).done else looking.result()
         stopped = dict.fromkeys(name for names, _ in found for name in names)
