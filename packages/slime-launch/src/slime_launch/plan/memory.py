@@ -15,7 +15,7 @@ from slime_launch.plan.devices import GIB, Device
 from slime_launch.validate import engine_dtype
 from slime_megatron.activations import activation_memory
 from slime_megatron.config import MegatronConfig
-from slime_megatron.memory import RoleMemory, stage_memory
+from slime_megatron.memory import stage_memory
 from slime_megatron.overrides import role_config
 from slime_rollout.engine.server import KV_TOKENS
 
@@ -90,8 +90,8 @@ def trainer_memory(
             process=TRAINER_PROCESS if device.is_cpu else CUDA_PROCESS,
             weights=own.weights,
             gradients=own.gradients,
-            optimizer=_on_device(own, actor),
-            critic=0 if other is None else other.weights + other.gradients + _on_device(other, actor),
+            optimizer=own.optimizer,
+            critic=0 if other is None else other.weights + other.gradients + other.optimizer,
             frozen=copies if device.is_cpu else 0,
             activations=activations.layers + activations.working,
             logits=activations.logits,
@@ -99,13 +99,6 @@ def trainer_memory(
         )
 
     return max(map(of, range(megatron.pipeline_model_parallel_size)), key=lambda found: found.total)
-
-
-def _on_device(role: RoleMemory, config: MegatronConfig) -> int:
-    """The optimizer's bytes that are not in host memory."""
-    if not config.megatron_args.get("optimizer_cpu_offload"):
-        return role.optimizer
-    return round(role.optimizer * (1 - float(config.megatron_args.get("optimizer_offload_fraction", 1.0))))
 
 
 def frozen_models(algorithm: AlgorithmConfig, megatron: MegatronConfig) -> int:
