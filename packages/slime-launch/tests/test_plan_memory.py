@@ -95,7 +95,7 @@ def test_what_is_known_to_run_is_not_refused(case):
         check(case)
         return
     # It runs elsewhere with the optimizer's state in host memory, which is not built: only the state is too much.
-    with pytest.raises(ConfigError, match="a trainer rank takes [^;]*optimizer"):
+    with pytest.raises(ConfigError, match=r"a trainer rank takes [^;]*optimizer"):
         check(case)
 
 
