@@ -201,7 +201,6 @@ STALLS = {
         1,
         "trainer rank . (process {})",
     ),
-    "the rollout worker is stopped": ("train", "stop('ray::RecordedHost')", 1, "the rollout worker (process "),
     "the raylet is stopped": ("train", "stop('raylet/raylet')", None, "raylet (process "),
     "Ray's gcs_server is stopped": ("train", "stop('gcs/gcs_server')", None, "gcs_server (process "),
 }
