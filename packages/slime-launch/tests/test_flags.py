@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -119,10 +118,8 @@ def test_sglang_python_is_read_before_the_parser_exists():
     assert sglang_python(["--sglang-python"]) is None
 
 
-def test_help_groups_flags_and_is_quick():
-    start = time.monotonic()
+def test_help_groups_flags():
     done = subprocess.run([*CLI, "train", "--help"], capture_output=True, text=True, timeout=30, check=True)
-    seconds = time.monotonic() - start
     for title in ("run:", "cluster:", "evaluation:", "algorithm:", "Megatron: training:", "Megatron: model shape:"):
         assert f"\n{title}\n" in done.stdout
     for flag in (
@@ -133,8 +130,6 @@ def test_help_groups_flags_and_is_quick():
     ):
         assert flag in done.stdout
     assert "[prompts; required]" in done.stdout
-    print(f"--help took {seconds:.2f} s")
-    assert seconds < 3  # 0.3 s alone on the machine; the claim itself is the next test
 
 
 def test_help_imports_neither_torch_nor_ray():
