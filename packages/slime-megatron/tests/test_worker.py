@@ -248,12 +248,14 @@ def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, 
 def test_what_is_not_finite_stops_the_run_before_the_weights_change(
     ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, broken
 ):
-    model, how = tiny_model("qwen3"), {}
+    model, algorithm = tiny_model("qwen3"), AlgorithmConfig()
     samples = [dataclasses.replace(sample, reward=3e38) for sample in make_samples(groups=1)]
     if broken == "loss":  # its gradient is finite
         (tmp_path / "mine.py").write_text("def infinite(inputs): return inputs.log_probs_N.sum() + float('inf'), {}\n")
-        samples, how = make_samples(groups=1), {"loss": f"{tmp_path}/mine.py:infinite"}
-    ranks.start(1, tiny_config(load=model.checkpoint, lr=0.1), model.shape, **how)
+        own = f"{tmp_path}/mine.py:infinite"
+        algorithm = AlgorithmConfig(loss_type="custom_loss", custom_loss_function_path=own)
+        samples = make_samples(groups=1)
+    ranks.start(1, tiny_config(load=model.checkpoint, lr=0.1), model.shape, algorithm)
     error, unchanged = ranks.first("train_and_fail", make_shards(samples))
     assert error.startswith(f"{broken} of an optimizer step must be finite; the step was not taken")
     assert unchanged
