@@ -88,6 +88,7 @@ class LoopThread:
     def __init__(self, name: str, *, daemon_calls: bool = True) -> None:
         self._loop = asyncio.new_event_loop()
         self._awaited: Future[Any] | None = None
+        self._lock = threading.Lock()  # what runs already is the awaited one for whoever cancels it
         if daemon_calls:
             self._loop.set_default_executor(_DaemonThreads())
         self._thread = threading.Thread(target=_live, args=(self._loop,), name=name, daemon=True)
@@ -99,8 +100,8 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something there and wait for it. If the wait is interrupted, the work is cancelled, and has ended."""
-        future = self.submit(work)
-        self._awaited = future
+        with self._lock:
+            future = self._awaited = self.submit(work)
         try:
             return future.result()
         except BaseException:
@@ -110,8 +111,10 @@ class LoopThread:
 
     def cancel(self) -> None:
         """Interrupt the last :meth:`run`, where another thread still waits in it: it raises `CancelledError`."""
-        if self._awaited is not None:
-            self._awaited.cancel()
+        with self._lock:
+            awaited = self._awaited
+        if awaited is not None:
+            awaited.cancel()
 
     def _wait_for_end(self, work: Coroutine[Any, Any, Any]) -> None:
         async def ended() -> None:

@@ -289,7 +289,8 @@ def test_contract(trial, tmp_path, field, more, source, message):
 
 
 def test_no_kind_of_hook_is_left_out():
-    fields = {spec.dest for spec in flag_specs(RolloutConfig) if spec.dest.endswith("_path")} - {"custom_config_path"}
+    others = {"custom_config_path", "rollout_function_path"}
+    fields = {spec.dest for spec in flag_specs(RolloutConfig) if spec.dest.endswith("_path")} - others
     assert fields == {hook.field for hook in HOOKS} == {flag for flag, _, _ in KINDS.values()}
     for _, _, cases in KINDS.values():
         assert {"good", "wrong arity", "wrong return", "raising", "hanging"} <= cases.keys()
