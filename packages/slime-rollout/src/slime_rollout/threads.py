@@ -101,7 +101,8 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run something there and wait for it. If the wait is interrupted, the work is cancelled, and has ended."""
         with self._lock:
-            future = self._awaited = self.submit(work)
+            future = self.submit(work)
+            self._awaited = future
         try:
             return future.result()
         except BaseException:
