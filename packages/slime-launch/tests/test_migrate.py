@@ -167,3 +167,17 @@ def test_a_toml_file_has_the_same_words(tmp_path, capsys):
 def test_a_script_that_is_not_there(capsys):
     assert main(["migrate", "no/such/run.sh"]) == 2
     assert "no/such/run.sh does not exist" in capsys.readouterr().err
+
+
+def test_a_key_is_neither_shown_nor_written_down(tmp_path, capsys):
+    words = ["--num-rollout", "1", "--use-wandb", "--wandb-key", "planted0secret1", "--optimizer-cpu-offload"]
+    main(["migrate", "--toml", str(tmp_path / "run.toml"), "--", "python3", "train.py", *words])
+    main(["migrate", "--", "python3", "train.py", *words])
+    shown = "".join(capsys.readouterr())
+    assert "planted0secret1" not in shown + (tmp_path / "run.toml").read_text()
+    assert "set WANDB_API_KEY" in shown
+
+
+def test_an_argument_of_megatrons_without_effect_is_called_so():
+    done = migrated(TrainCommand("train.py", ["--optimizer-cpu-offload"], []))
+    assert [became.outcome for became in done.flags] == [Outcome.NO_EFFECT] and "--optimizer-cpu-offload" not in done.words

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from plain import ADAM_EPS
 from slime_core.config import AlgorithmConfig
 from test_parallel import LAYOUTS
 
@@ -13,6 +12,9 @@ GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FAMILIES = ["llama-tied/4", "glm4-moe-mtp/4", "deepseek-mtp/4"]
 ALONE = {"one": (1, {}, None)}
 FULL = pytest.mark.full
+# Four steps follow each other, and each makes a rounding error of a vanishing gradient lr / eps times as large: ten times,
+# with this. A gradient that is wrong by 2e-6 still shows in the weights.
+EPS = 1e-3
 SHOWN = [
     ("llama-tied/4", True, "one", "pp2+vpp2"),
     ("glm4-moe-mtp/4", False, "pp2+vpp2", "tp2+sp"),
@@ -55,7 +57,7 @@ class Run:
     def start(self, layout, distributed, save, resume_from=None):
         world, settings, self._micro = (ALONE | LAYOUTS)[layout]
         values = settings | {"use_distributed_optimizer": distributed}
-        self._settings = self._config(load=self.model.checkpoint, save=str(save), adam_eps=ADAM_EPS, **values)
+        self._settings = self._config(load=self.model.checkpoint, save=str(save), adam_eps=EPS, **values)
         self._world = world
         self.ranks.start(world, self._settings, self.model.shape, GRPO, resume_from=resume_from)
 
@@ -69,10 +71,6 @@ class Run:
             rollout_id=rollout_id,
         )
         return self.ranks.call("train", shards)[0].steps
-
-    @property
-    def learning_rate(self):
-        return self._settings.lr
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +105,5 @@ def test_any_layout_continues_any_other(
             assert step[metric] == pytest.approx(wanted[metric], rel=2e-5, abs=2e-6), metric
     weights = ranks.first("weights")
     assert weights.keys() == expected.keys()
-    # Adam makes a rounding error (1e-7) of a vanishing gradient lr / eps times as large, in each of four steps.
-    tolerance = 4 * 1e-7 * job.learning_rate / ADAM_EPS
     for key, value in expected.items():
-        np.testing.assert_allclose(weights[key], value, atol=tolerance, rtol=0, err_msg=key)
+        np.testing.assert_allclose(weights[key], value, atol=2e-5, rtol=0, err_msg=key)

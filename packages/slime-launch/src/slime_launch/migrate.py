@@ -16,9 +16,10 @@ from slime_launch.answers import Outcome, table
 from slime_launch.errors import FlagError
 from slime_launch.flags import PREFIX, command
 from slime_launch.parser import parse, suggestions
+from slime_launch.redact import HIDDEN, is_secret
 from slime_launch.shell_words import TrainCommand, read_command, unresolved
 from slime_launch.translate import Became, Context, Item, become, context, items
-from slime_megatron.arguments import reason
+from slime_megatron.arguments import has_no_effect, reason
 from slime_megatron.megatron_words import answer, field_words
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
@@ -113,10 +114,16 @@ def _of(item: Item, around: Context) -> Became:
     """What became of one flag, with SGLang's and unknown ones."""
     if own := _set_by_slime(item.name):
         return Became(item, Outcome.NO_EFFECT, (), own)
+    if is_secret(item.name):
+        note = "left out: set WANDB_API_KEY where it runs" if item.name == "--wandb-key" else "left out: a secret"
+        return Became(Item(item.name, (HIDDEN,)), Outcome.RENAMED, (), note)
     became = become(item, around)
     word = field_words().get(item.name)
-    if became.outcome is Outcome.SAME and word is not None and word.is_refused:
-        return Became(item, Outcome.REFUSED, (), reason(word.field) or "Megatron has it, slime does not")
+    if became.outcome is Outcome.SAME and word is not None:
+        if word.is_refused:
+            return Became(item, Outcome.REFUSED, (), reason(word.field) or "Megatron has it, slime does not")
+        if has_no_effect(word.field):
+            return Became(item, Outcome.NO_EFFECT, (), reason(word.field))
     if became.outcome is not Outcome.UNKNOWN:
         return became
     if (megatrons := answer(item.name, item.values)) is not None:

@@ -57,7 +57,7 @@ def local_model(name: str) -> str:
             if is_whole(Path(found)):
                 return found
     raise PreflightError(
-        f"--hf-checkpoint {name} is no directory here, is not whole in the cache of the Hub {constants.HF_HUB_CACHE}, "
+        f"--hf-checkpoint {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
         f"and cannot be downloaded ({reason}); give a directory, or run `hf download {name}` where there is a network"
     )
 
@@ -66,7 +66,10 @@ def is_whole(directory: Path) -> bool:
     """Whether a model's directory has its config, and every file of weights that its index names."""
     index = directory / INDEX
     if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):  # a download that was cut off
+            return False
         weights = all((directory / file).is_file() for file in files)
     else:
         weights = any(directory.glob("*.safetensors"))

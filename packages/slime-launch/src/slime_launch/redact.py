@@ -24,6 +24,11 @@ SHORTEST = 8
 """Secrets of the environment that are shorter are not looked for in other values: too much is like them."""
 
 
+def is_secret(flag: str) -> bool:
+    """Whether a flag's value is one."""
+    return NAMES.search(flag.replace("-", "_")) is not None
+
+
 def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The same values by name, each secret in them replaced.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_core.files import write_whole
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS
 from slime_launch.preflight import Checked
@@ -22,7 +23,7 @@ ENVIRONMENT = ("SLIME_", "RAY_", "CUDA_", "NCCL_", "GLOO_", "SGLANG_", "HF_", "O
 def write_resolved(checked: Checked, directory: Path) -> None:
     """Write the settings of a run; secrets are removed."""
     text = json.dumps(resolved(checked, os.environ), indent=1, ensure_ascii=False)
-    (directory / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+    write_whole(directory / FILE_NAME, text + "\n")
 
 
 def resolved(checked: Checked, environment: Mapping[str, str]) -> dict[str, Any]:

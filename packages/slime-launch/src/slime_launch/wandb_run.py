@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime_core.files import write_whole
 from slime_launch.config import TrackingConfig
 from slime_launch.errors import PreflightError
 
@@ -102,7 +103,7 @@ class WandbRun:
             )
         except Exception as error:  # wrong key, no such team, no network
             raise PreflightError(f"--use-wandb: W&B does not start: {error}; try --wandb-mode offline") from error
-        stored.write_text(str(self._run.id), encoding="utf-8")
+        write_whole(stored, str(self._run.id))
         for prefix in ("train", "rollout", "perf", "passrate", "eval"):
             self._run.define_metric(f"{prefix}/*", step_metric=AXES.get(prefix, f"{prefix}/step"))
         self._factor = steps_per_rollout if config.wandb_always_use_train_step else 1
