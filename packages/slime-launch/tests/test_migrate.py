@@ -180,4 +180,6 @@ def test_a_key_is_neither_shown_nor_written_down(tmp_path, capsys):
 
 def test_an_argument_of_megatrons_without_effect_is_called_so():
     done = migrated(TrainCommand("train.py", ["--optimizer-cpu-offload"], []))
-    assert [became.outcome for became in done.flags] == [Outcome.NO_EFFECT] and "--optimizer-cpu-offload" not in done.words
+    assert [became.outcome for became in done.flags] == [
+        Outcome.NO_EFFECT
+    ] and "--optimizer-cpu-offload" not in done.words

@@ -48,7 +48,14 @@ def test_a_directory_is_itself(snapshot, tmp_path, monkeypatch):
 @pytest.mark.parametrize("missing", ["model-1.safetensors", "config.json"])
 def test_what_is_not_whole_and_cannot_be_downloaded(snapshot, missing):
     (snapshot / missing).unlink()
-    with pytest.raises(PreflightError, match=r"is not whole in the cache.*hf download owner/tiny-model"):
+    with pytest.raises(PreflightError, match=r"is not complete in the Hub's cache.*hf download owner/tiny-model"):
+        local_model(NAME)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]"])
+def test_an_index_that_was_cut_off(snapshot, content):
+    (snapshot / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(PreflightError, match=r"is not complete in the Hub's cache"):
         local_model(NAME)
 
 

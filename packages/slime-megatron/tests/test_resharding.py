@@ -12,8 +12,8 @@ GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FAMILIES = ["llama-tied/4", "glm4-moe-mtp/4", "deepseek-mtp/4"]
 ALONE = {"one": (1, {}, None)}
 FULL = pytest.mark.full
-# Four steps follow each other, and each makes a rounding error of a vanishing gradient lr / eps times as large: ten times,
-# with this. A gradient that is wrong by 2e-6 still shows in the weights.
+# Adam's. Four steps follow each other, and each makes a rounding error of a vanishing gradient lr / eps times as
+# large: ten times, with this. A gradient that is wrong by 2e-6 still shows in the weights.
 EPS = 1e-3
 SHOWN = [
     ("llama-tied/4", True, "one", "pp2+vpp2"),

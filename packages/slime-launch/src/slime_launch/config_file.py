@@ -92,4 +92,4 @@ def _text(path: str, name: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-    raise ConfigError(f"{FLAG} {path}: {name.removeprefix('--')} {value!r} is no value of a flag; {FORM}")
+    raise ConfigError(f"{FLAG} {path}: {name.removeprefix('--')} {value!r} cannot be the value of a flag; {FORM}")

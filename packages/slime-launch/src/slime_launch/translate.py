@@ -14,7 +14,7 @@ from slime_launch.answers import SAME, Answer, Outcome, foreign_answer, table, u
 SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
 """A word of verl's: ``actor_rollout_ref.actor.optim.lr=1e-6``."""
 THEIRS = ("slime.", "slime_plugins.")
-"""Packages of upstream's own functions."""
+"""Packages of upstream's functions."""
 KNOWS_THEIRS = ("--rollout-function-path", "--eval-function-path")
 """Flags whose own code knows upstream's functions, once the parser has them."""
 
