@@ -30,6 +30,11 @@ def test_no_row_stands_in_two_sections_of_upstreams():
     assert sum(map(len, sections)) == len(set.union(*sections))
 
 
+@pytest.mark.parametrize("section", ["no-effect", "renamed", "not-built", "trl", "verl"])
+def test_no_row_is_about_a_flag_that_the_parser_knows(section):
+    assert [name for name in table()[section] if f"--{name}" in KNOWN] == []
+
+
 @pytest.mark.parametrize("section", ["trl", "verl"])
 def test_others_lead_to_flags_that_there_are_or_are_upstreams(section):
     for name, row in table()[section].items():

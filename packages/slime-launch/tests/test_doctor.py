@@ -87,6 +87,8 @@ def test_completion_in_bash(capsys):
     assert complete(script, "slime-launch", "train", "--num-r") == ["--num-rollout"]
     assert complete(script, "slime-launch", "train", "--kl-loss-type", "low") == ["low_var_kl"]
     assert complete(script, "slime-launch", "completion", '""') == ["bash", "zsh"]
+    assert complete(script, "slime-launch", "plan", "--gpus-per") == ["--gpus-per-node"]
+    assert complete(script, "slime-launch", "train", "--gpus-per") == []
 
 
 def test_completion_in_zsh(capsys):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from slime_core.flags import FlagSpec
+from slime_core.flags import FlagSpec, flag_specs
 from slime_launch.commands import COMMANDS
 from slime_launch.errors import FlagError
 from slime_launch.flags import train_groups
+from slime_launch.plan.command import PlanConfig
 
 USAGE = """\
 usage: slime-launch completion bash|zsh
@@ -28,12 +29,13 @@ def completion(argv: list[str]) -> int:
     if len(argv) > 1 or argv[0] not in SHELLS:
         raise FlagError(f"completion {' '.join(argv)}: allowed: {', '.join(SHELLS)}")
     flags = {spec.name: spec for group in train_groups() for spec in group.flags}
-    print(bash(flags) if argv[0] == "bash" else zsh(flags))
+    of_plan = {spec.name: spec for spec in flag_specs(PlanConfig)}
+    print(bash(flags, of_plan) if argv[0] == "bash" else zsh(flags, of_plan))
     return 0
 
 
-def bash(flags: Mapping[str, FlagSpec]) -> str:
-    """Completion for bash."""
+def bash(flags: Mapping[str, FlagSpec], of_plan: Mapping[str, FlagSpec]) -> str:
+    """Completion for bash: the flags of training, and those that ``plan`` has besides."""
     return "\n".join(
         [
             "_slime_launch() {",
@@ -49,6 +51,7 @@ def bash(flags: Mapping[str, FlagSpec]) -> str:
             '    if [ -z "$words" ]; then',
             '        case "${COMP_WORDS[1]}" in',
             *(f'            {name}) words="{" ".join(own)}" ;;' for name, own in OTHERS.items()),
+            f"            plan) words={shlex.quote(' '.join([*of_plan, *flags]))} ;;",
             f"            *) words={shlex.quote(' '.join(flags))} ;;",
             "        esac",
             '        if [[ "$word" != -* && "${COMP_WORDS[1]}" != completion ]]; then',
@@ -62,8 +65,8 @@ def bash(flags: Mapping[str, FlagSpec]) -> str:
     )
 
 
-def zsh(flags: Mapping[str, FlagSpec]) -> str:
-    """Completion for zsh, with the flags' help."""
+def zsh(flags: Mapping[str, FlagSpec], of_plan: Mapping[str, FlagSpec]) -> str:
+    """Completion for zsh, with the flags' help: those of training, and those that ``plan`` has besides."""
     return "\n".join(
         [
             "#compdef slime-launch",
@@ -83,6 +86,9 @@ def zsh(flags: Mapping[str, FlagSpec]) -> str:
             "    flags=(",
             *(f"        {_described(spec.name, spec.help)}" for spec in flags.values()),
             "    )",
+            "    if [[ ${words[2]} == plan ]]; then flags+=(",
+            *(f"        {_described(spec.name, spec.help)}" for spec in of_plan.values()),
+            "    ); fi",
             "    _describe -o flag flags",
             "}",
             "compdef _slime_launch slime-launch",

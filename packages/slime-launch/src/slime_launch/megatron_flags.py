@@ -36,7 +36,10 @@ def unknown_words(argv: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def megatron_groups(argv: Sequence[str], known: Collection[str]) -> list[FlagGroup]:
-    """Megatron's words, in two groups, of which the second is never suggested; empty unless one may have been typed."""
+    """Megatron's words, in two groups; empty unless one may have been typed.
+
+    The second group (refused arguments) is never offered as a suggestion.
+    """
     words = field_words().values() if unknown_words(argv, known) else ()
     new = [word for word in words if word.spec.name not in known]
     taken = tuple(word.spec for word in new if not word.is_refused)

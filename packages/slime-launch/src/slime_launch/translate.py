@@ -205,7 +205,7 @@ def _listed(value: str) -> list[str]:
 
 
 def _path(item: Item, path: str) -> Became:
-    """A flag that names one of upstream's own functions."""
+    """A flag that names one of upstream's functions."""
     row = table()["paths"].get(path)
     if row is None:
         own = next((advice for part, advice in table()["path-advice"].items() if path.startswith(f"{part}.")), None)

@@ -114,7 +114,7 @@ class Layer:
 def _attention(shape: ModelShape, fused: bool) -> float:
     """Numbers per token and layer between attention's norm and its output projection.
 
-    The projection's output, rotated queries and keys, and the result; batched products arrange their factors anew.
+    The projection's output, rotated queries and keys, and the result; batched products copy their factors.
     """
     heads, groups, size = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
     if not shape.multi_latent_attention:

@@ -77,7 +77,7 @@ def find_device(name: str | None, memory_gib: float | None) -> Device:
     """The device of ``--device``, with the memory of ``--device-memory-gib``; by default what this machine has.
 
     Raises:
-        ConfigError: There is no such name, or this machine's GPU is not in the table and its memory is unknown.
+        ConfigError: The name is unknown, or this machine's GPU is not in the table and its memory is unknown.
     """
     device = _here() if name is None else _named(name)
     return device if memory_gib is None else dataclasses.replace(device, memory=int(memory_gib * GIB))
