@@ -35,10 +35,6 @@ def test_flags_carry_megatron_names_and_defaults():
         ),
         ({"share_prompts": True}, "--share-prompts True is unknown; allowed: auto, on, off"),
         (
-            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            "--expert-tensor-parallel-size 1 differs from --tensor-model-parallel-size 2, which needs --expert-model",
-        ),
-        (
             {"profile": True, "profile_step_start": 3, "profile_step_end": 3},
             "--profile-step-end 3 must be above --profile-step-start 3",
         ),
@@ -211,6 +207,11 @@ TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
             "--expert-tensor-parallel-size 4 does not divide the model's moe_ffn_hidden_size 6; allowed: 1, 2, 3, 6",
         ),
         (
+            TP2_SP | {"expert_tensor_parallel_size": 1},
+            EXPERTS | {"num_query_groups": 2},
+            "--expert-tensor-parallel-size 1 differs from --tensor-model-parallel-size 2, which needs --expert-model",
+        ),
+        (
             {"tensor_model_parallel_size": 3},
             EXPERTS,
             "--tensor-model-parallel-size 3 of a model with experts needs --sequence-parallel; add it",
@@ -241,6 +242,8 @@ def test_what_divides_fits():
     check_fits(MegatronConfig(tensor_model_parallel_size=3, pipeline_model_parallel_size=6), shape())
     config = MegatronConfig(**TP2_SP, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     check_fits(config, shape("qwen3_moe", num_query_groups=2, **EXPERTS))
+    # A size of experts' ranks means nothing to a model without experts.
+    check_fits(MegatronConfig(**TP2_SP, expert_tensor_parallel_size=1), shape(num_query_groups=2))
 
 
 def test_a_model_with_parts_that_the_trainer_lacks_is_refused():

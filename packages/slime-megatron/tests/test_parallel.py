@@ -22,6 +22,7 @@ SHARED = {"share_prompts": "on"}
 LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}, 3),
     "tp2+sp": (2, TP2_SP, 3),
+    "tp2+sp+etp1": (2, TP2_SP | {"expert_tensor_parallel_size": 1}, 3),
     "pp2": (2, PP2, 2),
     "pp2+vpp2": (2, VPP2, 2),
     "dp2": (2, {}, 3),
@@ -53,10 +54,11 @@ WITH_EXPERTS = ["qwen3-moe/4", "glm4-moe/4", "deepseek/4"]
 
 
 def suits(name, layout):
-    """Experts with tensor parallelism need sequence parallelism; other models have no experts to place."""
+    """Experts with tensor parallelism need sequence parallelism; other models have no experts to place, and what says
+    how many ranks share an expert changes nothing."""
     if "shared experts" in layout:
         return name in ("glm4-moe/4", "deepseek/4")
-    return layout != "tp2" if name in WITH_EXPERTS else "ep2" not in layout and "experts" not in layout
+    return layout not in ("tp2", "tp2+sp+etp1") if name in WITH_EXPERTS else "ep2" not in layout and "experts" not in layout
 
 
 def is_shown(name, layout):

@@ -381,12 +381,6 @@ class MegatronConfig(Config):
         if self.share_prompts == "on":
             for obstacle in self.sharing_obstacles:
                 yield f"--share-prompts on does not work with {obstacle}; leave one of the two out"
-        if self.expert_tensor_size != self.tensor_model_parallel_size and self.expert_model_parallel_size == 1:
-            # Megatron-core 0.16.1 then never sums the experts' gradients over the ranks that have copies.
-            yield (
-                f"--expert-tensor-parallel-size {self.expert_tensor_size} differs from --tensor-model-parallel-size "
-                f"{self.tensor_model_parallel_size}, which needs --expert-model-parallel-size 2 or more"
-            )
         if self.profile and self.profile_step_end <= self.profile_step_start:
             yield (
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "

@@ -72,6 +72,12 @@ def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
         yield from _not_divided("expert_model_parallel_size", experts, {"num_experts": shape.num_experts})
         ffn = {"moe_ffn_hidden_size": shape.moe_ffn_hidden_size or 0}
         yield from _not_divided("expert_tensor_parallel_size", config.expert_tensor_size, ffn)
+        if experts == 1 and config.expert_tensor_size != config.tensor_model_parallel_size:
+            # Megatron-core 0.16.1 then never sums the experts' gradients over the ranks that have copies.
+            yield (
+                f"--expert-tensor-parallel-size {config.expert_tensor_size} differs from --tensor-model-parallel-size "
+                f"{config.tensor_model_parallel_size}, which needs --expert-model-parallel-size 2 or more"
+            )
     there = {"moe": shape.num_experts, "shared_experts": shape.moe_shared_expert_intermediate_size}
     for module in config.recompute_modules or ():
         if there.get(module, 1) is None:
