@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from slime_convert.errors import UnsupportedModelError
 from slime_convert.published import PUBLISHED
+from slime_convert.shape import ModelShape
 from slime_launch.cli import main
 from slime_launch.shell_words import read_command
 
@@ -47,8 +49,10 @@ def model(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     monkeypatch.delenv("PYTHONPATH")
 
-    def choose(name):
-        (workspace / "hf" / "config.json").write_text(json.dumps(dict(PUBLISHED[name].config)))
+    def choose(name, **changes):
+        config = (dict(PUBLISHED[name].config) if name else {}) | changes
+        (workspace / "hf" / "config.json").write_text(json.dumps(config))
+        return config
 
     return choose
 
@@ -105,3 +109,115 @@ def test_upstreams_layouts_are_planned(name, model, workspace, capsys):
     assert [line for line in problems if NOT_BUILT[0] not in line] == []
     assert (code == 2) == ("--colocate" in words)
     assert "32 prompts × 8 samples = 256 = 1 steps × global batch 256" in out
+
+
+# `upstream_runs.json` has upstream's run scripts as flags: paths are stand-ins, `$name` is a block of flags that many
+# share, and the shape's flags are those of the model. It has 32 of the 45; `upstream_scripts.json` names the flags of
+# all. Of the 39 model scripts 37 are here: the sizes of two are missing.
+RUNS = json.loads((DATA / "upstream_runs.json").read_text())
+MODEL_SCRIPTS = json.loads((DATA / "upstream_scripts.json").read_text())["models"]
+SIZES_UNKNOWN = ("glm5-744B-A40B", "glm5.2-744B-A40B")
+SHOWN = "llama3.2-3B-Instruct qwen2.5-0.5B qwen3-0.6B glm4.5-106B-A12B qwen3-next-80B-A3B mimo-7B-rl minimax-m2".split()
+"""Models that no run script here has, one of each family."""
+QUANTIZED = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "all": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True, "group_size": 32}}
+        },
+    },
+}
+PARTS_NOT_BUILT = (
+    *NOT_BUILT,
+    "is not built: ",
+    "model_type '",  # of the families qwen3_5, qwen3_5_moe and minimax_m2
+    "which cannot be trained yet",
+    "is quantized, but its engines would take",
+    "it is a setting of Transformer Engine's layers",
+)
+"""Parts of commands that are refused as not built."""
+DOES_NOT_FIT = ("a trainer rank takes", "an engine on", "ranks and engines need")
+"""What follows from such a part: the optimizer's state is not kept on the CPU, and weights are not quantized."""
+THEIR_OWN = {"scripts/run-kimi-k2-Instruct.sh": "missing --hf-checkpoint, --rollout-batch-size"}
+"""A script that loses its flags: a backslash is missing in it."""
+
+
+@pytest.fixture
+def files(model, workspace, monkeypatch):
+    """Stand-ins of a script's paths by their names."""
+    monkeypatch.setattr("slime_megatron.core_check._ask_core", lambda config, shape: None)  # 2 s, and tested there
+    chat = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]}
+    (workspace / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 128)
+    (workspace / "evals.yaml").write_text("eval:\n  datasets: [{name: aime, path: train.jsonl}]\n")
+    (workspace / "own.yaml").write_text("threshold: 2\n")
+    (workspace / "score.py").write_text("async def score(args, sample, **kwargs):\n    return {'score': 0.0}\n")
+    return {
+        **{"HF": "hf", "REF": "dist", "SAVE": "save", "DATA": "train.jsonl", "CHATS": "chats.jsonl", "OWN": "own.yaml"},
+        **{"EVALS": "evals.yaml", "IMAGES": '{"image": "images"}', "REWARD": "score.py:score"},
+        **{"GENERATE": "custom_generate.py:custom_generate"},
+    }
+
+
+def model_words(name, model, **changes):
+    """The flags of one of upstream's model scripts, after its config was written."""
+    entry = dict(RUNS["models"].get(name, {"like": name})) | changes
+    config = model(entry.pop("like", None), **entry)
+    named = MODEL_SCRIPTS[name]["named"]
+    words = [word for flag in named for word in (flag, *RUNS["values"].get(flag, "").split())]
+    try:
+        return [*ModelShape.from_hf_config(config).to_megatron_flags(), *words]
+    except UnsupportedModelError:
+        return words
+
+
+def planned(words, capsys):
+    """What a plan says is wrong with a command."""
+    code = main(["plan", "--device", "h100", *words])
+    lines = capsys.readouterr().err.splitlines()
+    problems = [line for line in lines if line and not line.startswith(("this command", "slime-launch train"))]
+    assert (code == 2) == bool(problems), lines
+    return problems
+
+
+def unexplained(problems, words):
+    """Those that name no part which is not built, nor follow from one."""
+    follows = DOES_NOT_FIT if {"--optimizer-cpu-offload", "--moe-grouped-gemm"} & {*words} else ()
+    return [line for line in problems if not any(part in line for part in (*PARTS_NOT_BUILT, *follows))]
+
+
+@pytest.mark.parametrize("name", RUNS["scripts"])
+def test_upstreams_run_scripts_are_planned(name, model, files, capsys):
+    script = RUNS["scripts"][name]
+    config = {"quantization_config": QUANTIZED[script["quantized"]]} if "quantized" in script else {}
+    given = [RUNS["blocks"][word[1:]] if word[0] == "$" else word for word in script["words"].split()]
+    words = model_words(script["model"], model, **config)
+    words += [files.get(word, word) for word in " ".join(given).split()]
+    problems = planned(words, capsys)
+    if name in THEIR_OWN:
+        assert [THEIR_OWN[name] in line for line in problems] == [True]
+        return
+    assert unexplained(problems, words) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in SHOWN else [pytest.mark.full])
+        for name in MODEL_SCRIPTS
+        if name not in SIZES_UNKNOWN
+    ],
+)
+def test_upstreams_model_scripts_are_planned(name, model, files, capsys):
+    run = "--hf-checkpoint hf --load dist --prompt-data train.jsonl --num-rollout 3 --rollout-batch-size 32 "
+    run += "--n-samples-per-prompt 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8 "
+    run += "--update-weight-transport nccl --bf16"
+    words = [*model_words(name, model), *run.split()]
+    problems = [line for line in planned(words, capsys) if not any(part in line for part in DOES_NOT_FIT)]
+    assert unexplained(problems, words) == []
+
+
+def test_counts_of_what_is_there():
+    assert (len(RUNS["scripts"]), len(MODEL_SCRIPTS) - len(SIZES_UNKNOWN)) == (32, 37)
+    assert set(RUNS["scripts"]) <= json.loads((DATA / "upstream_scripts.json").read_text())["scripts"].keys()
