@@ -58,7 +58,11 @@ def suits(name, layout):
     how many ranks share an expert changes nothing."""
     if "shared experts" in layout:
         return name in ("glm4-moe/4", "deepseek/4")
-    return layout not in ("tp2", "tp2+sp+etp1") if name in WITH_EXPERTS else "ep2" not in layout and "experts" not in layout
+    return (
+        layout not in ("tp2", "tp2+sp+etp1")
+        if name in WITH_EXPERTS
+        else "ep2" not in layout and "experts" not in layout
+    )
 
 
 def is_shown(name, layout):
