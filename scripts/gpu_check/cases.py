@@ -194,7 +194,8 @@ def offload_cases(machine: Machine) -> Cases:
         found = machine.first(1, "offload", config, shape, shards(steps=1))
         freed = 1 - found["left"] / found["held"]
         equal = "bit-equal" if found["equal"] else "changed"
-        return f"{freed:.0%} freed, {equal}", f"{FREED_PART:.0%}, bit-equal", freed >= FREED_PART and found["equal"]
+        good = freed >= FREED_PART and found["equal"] and found["left"] < found["half"] < found["held"]
+        return f"{freed:.0%} freed, {equal}", f"{FREED_PART:.0%}, bit-equal", good
 
     yield "sleep and wake", compute
 

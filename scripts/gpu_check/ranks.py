@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata
 import multiprocessing
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -143,35 +143,36 @@ def train(
 def offload(
     meeting: Rendezvous, config: MegatronConfig, shape: ModelShape, shards: Sequence[TrainShard]
 ) -> dict[str, Any]:
-    """Bytes on the device before and during sleep, and whether all tensors came back; trains before and after.
+    """Bytes that the trainer holds, of them those left asleep and in between; whether all tensors came back.
 
-    A CPU has nothing to give back: there the tensors' storages are moved and counted.
+    Goes through every state of `slime_core.memory.MemoryState`, pushes where weights alone are there, and trains before
+    and after. On a GPU bytes are those of all of torch's tensors; a process on a CPU is large beside a tiny model, so
+    there they are those of the trainer's own.
     """
     import torch
 
+    from slime_megatron.offload import resident_bytes
+
     with working(meeting, config, shape) as worker:
         worker.train(shards[0])
-        before, on_gpu = _hashes(worker), torch.version.cuda is not None and torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.synchronize()
-            held = torch.cuda.memory_allocated()
-            worker.sleep()
-            left = torch.cuda.memory_allocated()
-            worker.wake()
-        else:
-            from slime_megatron.device import move_back, move_to_host
-
-            held = _nbytes(worker)
-            moved = move_to_host(worker.device_tensors())
-            left = _nbytes(worker)
-            move_back(moved)
-        equal = _hashes(worker) == before
+        before, first, again = _hashes(worker), KeptWeights(), KeptWeights()
+        worker.push(WeightUpdate(version=1), first)
+        on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
+        held = resident_bytes(worker._device)
+        half = worker.sleep(keep_weights=True)
+        worker.push(WeightUpdate(version=2), again)
+        asleep = worker.sleep()
+        worker.wake(weights_only=True)
+        worker.wake()
+        equal = _hashes(worker) == before and _same(first.tensors, again.tensors)
         worker.train(shards[0])
-    return {"held": held, "left": left, "equal": equal}
+    if not on_gpu:
+        return {"held": asleep.waiting, "half": half.device, "left": asleep.device, "equal": equal}
+    return {"held": held, "half": half.resident, "left": asleep.resident, "equal": equal}
 
 
-def _nbytes(worker: MegatronWorker) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in worker.device_tensors())
+def _same(first: Mapping[str, NDArray[np.float32]], second: Mapping[str, NDArray[np.float32]]) -> bool:
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def _hashes(worker: MegatronWorker) -> list[str]:

@@ -24,6 +24,7 @@ from slime_core.types import (
     Keep,
     RolloutBatch,
     Sample,
+    SleepReport,
     Status,
     SyncReport,
     TrainReport,
@@ -110,10 +111,10 @@ class PlainRollout:
     def evaluate(self, rollout_id):
         return EvalReport(rollout_id=rollout_id, scores={}, metrics={}, samples={}, seconds=0.0)
 
-    def sleep(self):
+    def sleep(self, keep_weights=False):
         pass
 
-    def wake(self):
+    def wake(self, weights_only=False):
         pass
 
     def state_dict(self):
@@ -163,10 +164,14 @@ class Worker:
     def load(self, directory):
         return 0
 
-    def sleep(self):
+    def sleep(self, keep_weights=False):
+        return SleepReport(device=0, waiting=0, resident=0)
+
+    def wake(self, weights_only=False):
         pass
 
-    wake = close = sleep
+    def close(self):
+        pass
 
 
 def test_a_rollout_needs_nothing_but_the_interfaces():

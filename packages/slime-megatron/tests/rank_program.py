@@ -168,8 +168,12 @@ class Rank(Checkpoints):
         return self.worker.forward(shards[self.worker.data_parallel_rank], role)
 
     def error_of_training(self, shards):
+        return self.error_of("train", shards)
+
+    def error_of(self, command, *args):
+        """The error of a command; the ranks can go on after it."""
         try:
-            self.train(shards)
+            getattr(self, command)(*args)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -328,23 +332,38 @@ class Rank(Checkpoints):
     def load(self, directory):
         return self.worker.load(directory)
 
-    def sleep(self):
-        """Sleep; bytes of this process that were given back."""
-        before = _status("VmRSS")
-        self.worker.sleep()
-        return before - _status("VmRSS")
+    def sleep(self, keep_weights=False):
+        """Sleep; the report, with the bytes of this process that were given back as ``freed``."""
+        from slime_megatron.offload import resident_bytes
 
-    def wake(self):
-        self.worker.wake()
+        before = resident_bytes(self.worker._device)
+        report = self.worker.sleep(keep_weights)
+        return report, before - report.resident
 
-    def move_to_host_and_back(self):
-        """What a GPU's rank does when it sleeps; bytes that were left on the device, and that were moved."""
-        from slime_megatron.device import move_back, move_to_host
+    def wake(self, weights_only=False):
+        self.worker.wake(weights_only)
 
-        moved = move_to_host(self.worker.device_tensors())
-        left = sum(tensor.untyped_storage().nbytes() for tensor in self.worker.device_tensors())
-        move_back(moved)
-        return left, sum(copy.nbytes() for _, copy in moved)
+    def error_of_sleep_on_a_full_disk(self):
+        from unittest import mock
+
+        with mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")):
+            return self.error_of("sleep")
+
+    def held(self):
+        """Checksums of weights and optimizer state, and bytes of them and of the gradients."""
+        import torch
+
+        from slime_megatron.offload import unique_storages
+
+        tensors = list(self.worker.device_tensors())
+        gradients = unique_storages(tensor for model in self.worker.trained for tensor in model.gradients())
+        # Of copies: a storage that NumPy has seen cannot be emptied.
+        copies = (tensor.detach().contiguous().view(-1).view(torch.uint8).clone() for tensor in tensors)
+        return (
+            [hash(copy.numpy().tobytes()) for copy in copies],
+            sum(storage.nbytes() for storage in unique_storages(tensors)),
+            sum(storage.nbytes() for storage in gradients),
+        )
 
     def attention_calls(self, shards):
         """Train, and count how often a core attention was computed."""

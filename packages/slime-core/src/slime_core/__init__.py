@@ -33,7 +33,7 @@ _NAMES = {
     "hooks": "HookArgs",
     "interfaces": "DataSource GroupFilter GroupReward Reward Rollout TrainerWorker WeightChannel",
     "types": "Drop EvalReport Group Keep Message Prompt Rendezvous RolloutBatch RolloutColumns Sample Status "
-    "SyncReport TrainReport TrainSample TrainShard TrainStep Verdict WeightUpdate",
+    "SleepReport SyncReport TrainReport TrainSample TrainShard TrainStep Verdict WeightUpdate",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

@@ -10,6 +10,7 @@ from slime_core.types import (
     Group,
     RolloutBatch,
     Sample,
+    SleepReport,
     SyncReport,
     TrainReport,
     TrainShard,
@@ -75,11 +76,17 @@ class Rollout(Protocol):
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score the held-out prompts."""
 
-    def sleep(self) -> None:
-        """Stop generating, and give back device memory as far as possible."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Stop generating, and give back device memory, with ``keep_weights`` all but the weights'.
 
-    def wake(self) -> None:
-        """Take the memory again. Weights are undefined until the next update."""
+        Which call may follow which says `slime_core.memory.MemoryState`.
+        """
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Take the memory again, with ``weights_only`` the weights' alone, which is enough to be sent new ones.
+
+        Weights that were given back are undefined until the next update.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """State of the data source, as plain values."""
@@ -149,11 +156,14 @@ class TrainerWorker(Protocol):
     def load(self, directory: str) -> int:
         """Continue the newest checkpoint of ``directory`` with its optimizer; returns its iteration."""
 
-    def sleep(self) -> None:
-        """Give device memory back. Only :meth:`wake` and :meth:`close` may follow."""
+    def sleep(self, keep_weights: bool = False) -> SleepReport:
+        """Give device memory back; with ``keep_weights`` all but the weights', which is enough to :meth:`push`.
 
-    def wake(self) -> None:
-        """Take the device memory again and go on as before."""
+        Which call may follow which says `slime_core.memory.MemoryState`.
+        """
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Take the device memory again, with ``weights_only`` the weights' alone; what is in it is as before."""
 
     def close(self) -> None:
         """Leave the other ranks in order. Nothing is called after it."""

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,29 +73,6 @@ def select_device(threads: int | None = None, *, deterministic: bool = False) ->
     install_cpu_device()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(torch.device("cpu"), "gloo", lambda: None, memory)
-
-
-HostCopy = tuple[torch.UntypedStorage, torch.UntypedStorage]
-"""A storage on the device, emptied, and its content in host memory."""
-
-
-def move_to_host(tensors: Iterable[torch.Tensor]) -> list[HostCopy]:
-    """Move the tensors' content to host memory. The tensors, and all views of them, are empty until it is back."""
-    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    moved = []
-    for storage in storages.values():
-        if storage.nbytes():
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
-            moved.append((storage, copy.copy_(storage)))
-            storage.resize_(0)
-    return moved
-
-
-def move_back(moved: Iterable[HostCopy]) -> None:
-    """Undo :func:`move_to_host`."""
-    for storage, copy in moved:
-        storage.resize_(copy.nbytes())
-        storage.copy_(copy)
 
 
 def install_cpu_device() -> None:

@@ -150,22 +150,34 @@ class TrainedModel:
             self.update_frozen("reference")
         return load_checkpoint(found, self.config, self.shape, self.model, self.optimizer, self.scheduler)
 
-    def offload(self) -> None:
-        """Give the gradient buffers' memory back."""
+    def free_gradients(self) -> None:
+        """Give the gradient buffers' memory back; all weights of the last step are here after it."""
         self.gather_weights()
         for chunk in self.wrapped:
             chunk.offload_grad_buffers()
 
-    def restore(self) -> None:
+    def restore_gradients(self) -> None:
         """Take it again."""
         for chunk in self.wrapped:
             chunk.restore_grad_buffers()
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """What stays on the device between calls, without the gradient buffers."""
-        for chunk in self.model:
-            yield from chunk.parameters()
-            yield from chunk.buffers()
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers of the model."""
+        return _weights(self.model)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradient buffers."""
+        for chunk in self.wrapped:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+    def optimizer_state(self) -> Iterator[torch.Tensor]:
+        """What the optimizer holds besides the model's own weights."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in self.weights()}
+        for tensor in self._optimizer_tensors():
+            if tensor.untyped_storage().data_ptr() not in own:
+                yield tensor
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
         for part in self.optimizer.chained_optimizers:

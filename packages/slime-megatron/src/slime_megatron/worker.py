@@ -18,20 +18,21 @@ from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.interfaces import Role, WeightChannel
+from slime_core.memory import Held, MemoryState
 from slime_core.ops import AdvantageEstimator
-from slime_core.types import Rendezvous, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
+from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source
 from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import argument_notices, check_arguments
 from slime_megatron.debugging import profiled, write_train_data
-from slime_megatron.device import Device, HostCopy, move_back, move_to_host
-from slime_megatron.errors import TrainingError
+from slime_megatron.device import Device
 from slime_megatron.fits import check_fits
 from slime_megatron.kernels import choose_kernels, found_kernels
 from slime_megatron.losses import CRITIC_LOSS, Loss, loss_of
 from slime_megatron.memory import check_memory, role_memory
 from slime_megatron.model import Chunks
+from slime_megatron.offload import WaitingRoom, resident_bytes, unique_storages
 from slime_megatron.operations import flops_model
 from slime_megatron.optimizer import check_finite
 from slime_megatron.overrides import role_config
@@ -109,7 +110,8 @@ class MegatronWorker:
         if rendezvous.rank == 0:
             self._report_settings()
         self._export: WeightExport | None = None
-        self._moved: list[HostCopy] | None = None
+        self._memory = MemoryState("the trainer")
+        self._weights, self._optimizer_state = (WaitingRoom(device, self._output_dir) for _ in range(2))
         self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
@@ -175,7 +177,7 @@ class MegatronWorker:
 
     def train(self, shard: TrainShard) -> TrainReport:
         """Train on one rollout: its optimizer steps, in order."""
-        self._check_awake("train")
+        self._check_holds("train")
         with profiled(self.config, shard.rollout_id, self._output_dir / "profile"):
             return self._train(shard)
 
@@ -213,7 +215,7 @@ class MegatronWorker:
         Raises:
             ConfigError: This worker has no model for the role.
         """
-        self._check_awake("forward")
+        self._check_holds("forward")
         self._check_role(role)
         timer = self._timer()
         seen = scored(shard) if self._loss.scores else shard
@@ -231,7 +233,7 @@ class MegatronWorker:
 
     def evaluate(self, shard: TrainShard) -> dict[str, float]:
         """The loss of a shard of one step, and its metrics, without training on it; equal on all ranks."""
-        self._check_awake("evaluate")
+        self._check_holds("evaluate")
         timer, head = self._timer(), self._head(shard.temperature)
         [plan] = self._planner(shard.temperature, timer).plan(shard)
         batches = [planned.batch for planned in plan.batches]
@@ -243,7 +245,7 @@ class MegatronWorker:
 
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
-        self._check_awake("push")
+        self._check_holds("push", Held.WEIGHTS)
         self._actor.gather_weights()
         if self._export is None:
             self._export = WeightExport(self.model, self.shape)
@@ -255,7 +257,7 @@ class MegatronWorker:
         With ``--async-save`` it is complete once :meth:`saved` says so. An earlier one is waited for; that it could not
         be written is raised by the next call. The actor's comes last: a run continues from its newest.
         """
-        self._check_awake("save")
+        self._check_holds("save")
         *_, directory = [model.save(iteration, self._background) for model in self.trained]
         self.iteration = iteration
         return str(directory)
@@ -269,33 +271,55 @@ class MegatronWorker:
 
         A critic continues the checkpoint of the same number in its own directory.
         """
-        self._check_awake("load")
+        self._check_holds("load")
         if self._critic is not None:
             root = self.config.critic_save or checkpoint_root(directory) / "critic"
             self._critic.load(Path(root) / find_checkpoint(directory).directory.name)
         self.iteration = self._actor.load(directory)
         return self.iteration
 
-    def sleep(self) -> None:
-        """Give device memory back until :meth:`wake`; nothing but that and :meth:`close` may be called meanwhile.
+    def sleep(self, keep_weights: bool = False) -> SleepReport:
+        """Give device memory back until :meth:`wake`: gradients and optimizer state, and without ``keep_weights`` all.
 
-        Gradient buffers are freed. On a GPU, weights and optimizer state move to host memory too (not run on CUDA); on
-        a CPU they already are there, and stay.
+        Gradient buffers are freed; the rest waits elsewhere: see `slime_megatron.offload`. A model that only has to be
+        pushed needs its weights alone. Copies of frozen roles are in host memory, and stay.
+
+        Raises:
+            MemoryStateError: There is nothing to give back.
+            TrainingError: There is no room where it would wait.
         """
-        self._check_awake("sleep")
-        for model in self.trained:
-            model.offload()
-        self._moved = [] if self._device.is_cpu else move_to_host(self.device_tensors())
-        torch.cuda.empty_cache()
+        had = self._memory.held
+        with self._memory.sleeping(keep_weights):
+            if had is Held.EVERYTHING:
+                for model in self.trained:
+                    model.free_gradients()
+                self._optimizer_state.take(tensor for model in self.trained for tensor in model.optimizer_state())
+            if not keep_weights:
+                self._weights.take(tensor for model in self.trained for tensor in model.weights())
+            torch.cuda.empty_cache()
+        return self._report_memory()
 
-    def wake(self) -> None:
-        """Take the device memory again; the weights and the optimizer's state are as before."""
-        if self._moved is None:
-            return
-        move_back(self._moved)
-        for model in self.trained:
-            model.restore()
-        self._moved = None
+    def wake(self, weights_only: bool = False) -> None:
+        """Take the device memory again, with ``weights_only`` the weights' alone; what is in it is as before.
+
+        Raises:
+            MemoryStateError: There is nothing to take.
+        """
+        with self._memory.waking(weights_only):
+            self._weights.give_back()
+            if not weights_only:
+                self._optimizer_state.give_back()
+                for model in self.trained:
+                    model.restore_gradients()
+
+    def _report_memory(self) -> SleepReport:
+        gradients = (tensor for model in self.trained for tensor in model.gradients())
+        held = unique_storages((*self.device_tensors(), *gradients))
+        return SleepReport(
+            device=sum(storage.nbytes() for storage in held),
+            waiting=self._weights.nbytes + self._optimizer_state.nbytes,
+            resident=resident_bytes(self._device),
+        )
 
     def close(self) -> None:
         """Finish a save that is under way, then leave the process groups."""
@@ -307,11 +331,11 @@ class MegatronWorker:
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What stays on the device between calls, without the gradient buffers."""
         for model in self.trained:
-            yield from model.tensors()
+            yield from model.weights()
+            yield from model.optimizer_state()
 
-    def _check_awake(self, verb: str) -> None:
-        if self._moved is not None:
-            raise TrainingError(f"{verb} was called while the trainer sleeps; call wake first")
+    def _check_holds(self, call: str, least: Held = Held.EVERYTHING) -> None:
+        self._memory.require(call, least)
         self.saved()  # raises what became of one that was under way
 
     @contextlib.contextmanager

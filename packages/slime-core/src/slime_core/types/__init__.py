@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from slime_core.types.sample import Group, Message, Prompt, Sample, Status
     from slime_core.types.train import (
         Rendezvous,
+        SleepReport,
         SyncReport,
         TrainReport,
         TrainSample,
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutBatch",
     "RolloutColumns",
     "Sample",
+    "SleepReport",
     "Status",
     "SyncReport",
     "TrainReport",

@@ -194,6 +194,21 @@ class WeightUpdate:
 
 
 @dataclasses.dataclass(kw_only=True)
+class SleepReport:
+    """What a trainer rank holds after it gave memory back, in bytes.
+
+    Attributes:
+        device: Of its weights, gradients and optimizer state that are still on the device.
+        waiting: Of those that wait elsewhere: in host memory beside a GPU, in a file on a CPU.
+        resident: Of the whole process: memory of the GPU that torch has allocated, or on a CPU all but mapped files.
+    """
+
+    device: int
+    waiting: int
+    resident: int
+
+
+@dataclasses.dataclass(kw_only=True)
 class SyncReport:
     """What one push of the weights did: the version that the engines confirmed, what was sent, and the wall time."""
 
