@@ -18,7 +18,9 @@ async def judged(args: HookArgs, sample: Sample) -> float:
     """What the judge writes next decides; every third token is good."""
     tokens = [*sample.prompt_tokens, *sample.response_tokens]
     body = {"input_ids": tokens, "sampling_params": ASK}
-    reply = await asyncio.to_thread(call, "POST", get_model_url(args, "judge", "/generate"), body)
+    reply = await asyncio.to_thread(
+        call, "POST", get_model_url(args, "judge", "/generate"), body, key=args.sglang_api_key
+    )
     seen = {
         "judge": reply["meta_info"]["weight_version"],
         "response": sorted(set(sample.weight_versions)),

@@ -75,7 +75,10 @@ def test_the_routers_flags_reach_it_under_its_own_names(flags, to_words):
     ("words", "text"),
     [
         (["--router-port", "1"], "--router-port cannot be given: use --sglang-router-port"),
-        (["--router-api-key", "x"], "--router-api-key cannot be given: slime sends the router no key"),
+        (
+            ["--router-api-key", "x"],
+            "--router-api-key cannot be given: the router takes the key of engines; use --sglang-api-key",
+        ),
         (["--router-cache-treshold", "1"], "did you mean --router-cache-threshold"),
         (["--router-queue-size", "x"], "--router-queue-size: 'x' is not a whole number"),
         (["--router-log-level", "loud"], "--router-log-level"),

@@ -29,6 +29,7 @@ FLAGS = {spec.name for config in (RolloutConfig, EngineConfig) for spec in flag_
 ELSEWHERE = {
     *("--colocate", "--opd-kl-coef", "--opd-teacher-load", "--rollout-num-gpus", "--use-opd", "--use-tis"),
     *("--reply", "--run", "--time-limit"),
+    *("--config", "--sglang-api-key"),
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
     *("--from", "--listen", "--to"),
 }

@@ -10,10 +10,11 @@ from typing import Any
 
 from slime_core.config import AlgorithmConfig
 from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
+from slime_launch.redact import HIDDEN
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
 from slime_rollout.data_service import Rows
-from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.config import API_KEY, EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +332,7 @@ class Settings:
         return self.cluster
 
     def flags(self) -> dict[str, Any]:
-        """Every flag by its name in Python, given or not, as plain values that JSON can hold."""
+        """Every flag by its name in Python, given or not, as plain values that JSON can hold; no secrets."""
         values: dict[str, Any] = dict(self.shape)
         for part in CONFIGS:
             config = getattr(self, part)
@@ -339,6 +340,8 @@ class Settings:
         values |= self.megatron.megatron_args
         values |= {f"router_{name.replace('-', '_')}": value for name, value in self.engine.router_args.items()}
         values |= {sglang_dest(name): value for name, value in self.engine.sglang_args.items()}
+        if API_KEY in self.engine.sglang_args:
+            values[sglang_dest(API_KEY)] = HIDDEN
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

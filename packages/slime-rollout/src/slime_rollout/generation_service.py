@@ -78,6 +78,7 @@ class ChannelSpec:
     hf_checkpoint: str
     receivers: tuple[str, ...]
     colocate: bool
+    key: str | None = dataclasses.field(default=None, repr=False)
 
     def open(self) -> WeightChannel:
         """The sending end."""
@@ -90,6 +91,7 @@ class ChannelSpec:
             hf_checkpoint=self.hf_checkpoint,
             receivers=self.receivers,
             colocate=self.colocate,
+            key=self.key,
         )
 
 
@@ -123,7 +125,7 @@ class GenerationService:
     """
 
     def __init__(self, spec: GenerationSpec) -> None:
-        self._spec = spec
+        self._spec = spec = dataclasses.replace(spec, engine=spec.engine.with_key())
         self._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
         self._engines: Fleet | None = None
         self._manager: RolloutManager | None = None
@@ -186,6 +188,7 @@ class GenerationService:
             teacher=teacher,
             retry_delays=retry_delays(spec.engine),
             cache_namespace=self._namespace,
+            key=spec.engine.key,
         )
         self._progress = Progress(note="engines and router are up; the trainers are loading")
 
@@ -232,6 +235,7 @@ class GenerationService:
             hf_checkpoint=self._spec.rollout.data.hf_checkpoint,
             receivers=self._receivers(engine_urls),
             colocate=self._spec.colocate,
+            key=self._spec.engine.key,
         )
 
     def confirm_update(self, version: int) -> None:
@@ -254,11 +258,11 @@ class GenerationService:
 
         self._built.close()
         for url in self._started.engine_urls:
-            if not call("GET", f"{url}/server_info").get("enable_memory_saver"):
+            if not call("GET", f"{url}/server_info", key=self._spec.engine.key).get("enable_memory_saver"):
                 logger.warning("%s runs without --enable-memory-saver: it keeps its device memory while it sleeps", url)
                 continue
-            _wait_until_idle(url)
-            call("POST", f"{url}/release_memory_occupation", {})
+            _wait_until_idle(url, self._spec.engine.key)
+            call("POST", f"{url}/release_memory_occupation", {}, key=self._spec.engine.key)
             self._sleeping.append(url)
 
     def wake(self) -> None:
@@ -266,7 +270,7 @@ class GenerationService:
         from slime_rollout.http import call
 
         while self._sleeping:
-            call("POST", f"{self._sleeping[-1]}/resume_memory_occupation", {})
+            call("POST", f"{self._sleeping[-1]}/resume_memory_occupation", {}, key=self._spec.engine.key)
             self._sleeping.pop()
 
     def progress(self) -> Progress:
@@ -355,14 +359,14 @@ def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
     )
 
 
-def _wait_until_idle(url: str) -> None:
+def _wait_until_idle(url: str, key: str | None) -> None:
     """Wait until an engine has ended what was aborted: one that is asked for its memory before that ends itself."""
     from slime_rollout.http import HttpError, call
 
     end = time.monotonic() + IDLE_SECONDS
     while True:
         try:
-            call("POST", f"{url}/flush_cache")  # refused while requests are running
+            call("POST", f"{url}/flush_cache", key=key)  # refused while requests are running
         except HttpError:
             if time.monotonic() > end:
                 raise

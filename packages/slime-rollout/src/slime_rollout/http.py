@@ -128,8 +128,15 @@ def patient_delays(seconds: float) -> tuple[float, ...]:
     return (*RETRY_DELAYS, *(_LONGEST_DELAY,) * math.ceil(more / _LONGEST_DELAY))
 
 
-def make_session(timeout: float | None = None) -> aiohttp.ClientSession:
+def key_headers(key: str | None) -> dict[str, str]:
+    """Headers that carry an API key to engines and routers; none without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def make_session(timeout: float | None = None, *, key: str | None = None) -> aiohttp.ClientSession:
     """A session for the running event loop; without ``timeout``, in seconds, only connecting is limited.
+
+    ``key`` is sent with every request; see :func:`key_headers`.
 
     Proxies of the environment are ignored: they do not know our loopback.
     """
@@ -137,6 +144,7 @@ def make_session(timeout: float | None = None) -> aiohttp.ClientSession:
 
     connect = _CONNECT_SECONDS if timeout is None else None
     return aiohttp.ClientSession(
+        headers=key_headers(key),
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=connect),
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -189,18 +197,24 @@ async def request(session: aiohttp.ClientSession, method: str, url: str, body: b
 
 
 def call(
-    method: str, url: str, payload: Any = None, *, timeout: float = CONTROL_TIMEOUT_SECONDS, attempts: int = 1
+    method: str,
+    url: str,
+    payload: Any = None,
+    *,
+    key: str | None = None,
+    timeout: float = CONTROL_TIMEOUT_SECONDS,
+    attempts: int = 1,
 ) -> Any:
     """Send one request and wait for its answer, for code that is not asynchronous.
 
-    ``timeout`` limits one attempt, in seconds; ``attempts`` above 1 are for requests that may be repeated. Returns the
-    answer as :func:`parse_body` gives it, or raises `HttpError`.
+    ``key`` is as of :func:`key_headers`. ``timeout`` limits one attempt, in seconds; ``attempts`` above 1 are for
+    requests that may be repeated. Returns the answer as :func:`parse_body` gives it, or raises `HttpError`.
     """
     retries = Retries(QUICK_DELAYS[: attempts - 1], quiet_seconds=0.0)
     body = None if payload is None else orjson.dumps(payload)
 
     async def work() -> Any:
-        async with make_session(timeout) as session:
+        async with make_session(timeout, key=key) as session:
             return await request(session, method, url, body, retries)
 
     try:

@@ -66,7 +66,7 @@ class RolloutManager:
         on_progress: Called with the number of scored samples and of all samples, after each one.
         teacher: The teacher of ``config``, if it has been checked already.
         retry_delays: Mean seconds before each retry of a request.
-        cache_namespace: As for `EngineClient`.
+        cache_namespace: As for `EngineClient`, like ``key``.
 
     Raises:
         ConfigError: The tokenizer or the reward function cannot be used.
@@ -86,9 +86,10 @@ class RolloutManager:
         teacher: TeacherLogProbs | None = None,
         retry_delays: Sequence[float] = RETRY_DELAYS,
         cache_namespace: Callable[[], str | None] = lambda: None,
+        key: str | None = None,
     ) -> None:
         self._config = config
-        hook_args = with_router(hook_args or hook_args_of(config), router_url)
+        hook_args = with_router(hook_args or hook_args_of(config), router_url, key)
         data = data or RolloutData.load(config, hook_args)
         scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
         self._sample_hooks, self._hooks = SampleHooks(config, hook_args), RolloutHooks(config, hook_args)
@@ -100,6 +101,7 @@ class RolloutManager:
             timeout=config.sampling.rollout_request_timeout,
             retry_delays=retry_delays,
             cache_namespace=cache_namespace,
+            key=key,
         )
         context = GenerationContext(
             client=client,

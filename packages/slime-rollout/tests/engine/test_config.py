@@ -12,7 +12,11 @@ from slime_rollout.engine.config import EngineConfig
 
 def test_every_field_but_the_pass_through_is_a_flag():
     names = {spec.dest for spec in flag_specs(EngineConfig)}
-    assert names == {field.name for field in dataclasses.fields(EngineConfig)} - {"sglang_args", "router_args"}
+    assert names == {field.name for field in dataclasses.fields(EngineConfig)} - {
+        "sglang_args",
+        "router_args",
+        "own_key",
+    }
 
 
 def test_defaults_are_this_interpreter_and_two_threads(monkeypatch):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseErr
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.engine.config import ROUTER_POLICIES, SESSION_POLICIES, EngineConfig
 from slime_rollout.engine.router import ExternalRouter, RouterApi, check_router_port, router_command
-from slime_rollout.http import HttpError
+from slime_rollout.http import HttpError, call
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -265,3 +266,30 @@ def test_an_engine_that_an_external_router_cannot_reach(router):
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineStartError, match=f"does not use {url} after 0.5 s"):
         given.add_workers([url], timeout=0.5)
+
+
+def test_a_router_with_a_key_answers_nobody_without_it_and_brings_it_to_engines(router, worker):
+    engine = worker("one")
+    running = router(own_key="the key", sglang_args={})
+    assert not any("the key" in word for pid in running.process_ids() for word in command_of(pid))
+    with pytest.raises(HttpError) as caught:
+        call("GET", f"{running.url}/workers", key="another")
+    assert caught.value.status == 401
+    running.add_workers([engine.url])
+    assert running.healthy_workers() == {engine.url}
+    body = {"input_ids": [1], "sampling_params": {}}
+    with pytest.raises(HttpError, match="HTTP 401"):
+        call("POST", f"{running.url}/generate", body)
+    assert call("POST", f"{running.url}/generate", body, key="the key") == {"text": "one"}
+    running.remove_worker(engine.url)
+    assert not running.healthy_workers()
+    given = ExternalRouter.connect(running.url, key="the key")
+    given.add_workers([engine.url])
+    given.stop()
+    with pytest.raises(EngineStartError, match="HTTP 401"):
+        ExternalRouter.connect(running.url)
+
+
+def command_of(pid):
+    """The words of a process's command line."""
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")

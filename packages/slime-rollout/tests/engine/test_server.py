@@ -1,5 +1,8 @@
 """One engine without a fleet: what is refused, and what is told when it does not come up."""
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,7 +11,15 @@ from slime_core.errors import ConfigError
 from slime_rollout.engine import EngineStartError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.server import EngineSpec, SGLangEngine, server_command
+from slime_rollout.engine.server import (
+    EngineSpec,
+    SGLangEngine,
+    check_flags,
+    key_environment,
+    module_words,
+    server_command,
+    server_environment,
+)
 from slime_rollout.http import HttpError, call
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,6 +35,7 @@ BAD_ARGS = [
     ({"page-size": True}, "--sglang-page-size needs a value"),
     ({"enable-metrics": "yes"}, "--sglang-enable-metrics takes no value"),
     ({"grammar-backend": "yacc"}, "--sglang-grammar-backend yacc is unknown; allowed: xgrammar, none"),
+    ({"admin-api-key": "x"}, "--sglang-admin-api-key cannot be given: slime sends engines one key"),
     ({"model-path": "other"}, "--sglang-model-path cannot be given: use --hf-checkpoint"),
 ]
 
@@ -87,3 +99,38 @@ def test_flags_of_one_engine_win():
     common = server_command(config, spec())
     assert common[common.index("--tp-size") + 1] == "2"
     assert "--enable-metrics" in common
+
+
+def test_a_key_is_in_the_environment_of_an_engine_and_not_among_its_words():
+    random = EngineConfig().with_key()
+    given, none = (EngineConfig(sglang_args={"api-key": text}).with_key() for text in ("theirs", ""))
+    assert len(random.key) > 30 and random.key != EngineConfig().with_key().key and random.key not in repr(random)
+    assert (given.key, none.key, EngineConfig().key) == ("theirs", None, None)
+    for config in (random, given, none):
+        words = server_command(config, spec())
+        assert "--api-key" not in words and config.key not in words
+        assert server_environment(config, spec()).get("SLIME_API_KEY") == config.key
+        assert ("-m" in words) == (config.key is None)
+
+
+def test_one_group_of_engines_cannot_have_a_key_of_its_own():
+    with pytest.raises(ConfigError, match="use --sglang-api-key"):
+        check_flags(EngineConfig(), [spec(sglang_args={"api-key": "x"})])
+
+
+MODULE = """
+import logging, os, sys
+print(sys.argv[1:], "SLIME_API_KEY" in os.environ, __name__)
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+logging.warning("settings: %s", {"api_key": sys.argv[-1]})
+"""
+
+
+def test_a_server_gets_its_key_and_its_log_does_not(tmp_path):
+    (tmp_path / "server.py").write_text(MODULE)  # slime_rollout.engine has a module of this name, too
+    command = [sys.executable, *module_words("server", "k" * 20), "--port", "1"]
+    environment = {**os.environ, **key_environment("k" * 20)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    words, log = done.stdout.splitlines()
+    assert words == f"['--port', '1', '--api-key', '{'k' * 20}'] False __main__"
+    assert log == "settings: {'api_key': '[removed]'}"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
+from slime_rollout.engine.addresses import router_args
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import Trajectory, sampling_seed
 
@@ -462,3 +463,25 @@ def test_a_sample_of_somebody_else(generate, custom, chat):
     source = COPIES % (", sample=copy.copy(sample)", "")
     with pytest.raises(GenerationError, match="this function was not called with sample 10"):
         generate(custom("import copy\n" + source), chat(2))
+
+
+ASKS = """
+from slime_rollout import get_model_url, post
+from slime_rollout.generate.trajectory import _key_for
+
+async def custom_generate(args, sample, sampling_params):
+    assert args.sglang_api_key == "the key"
+    assert _key_for(get_model_url(args)) == "the key"
+    assert _key_for("http://tools.example/run") is None
+    reply = await post(get_model_url(args), {"input_ids": sample.tokens, "sampling_params": sampling_params})
+    sample.append_response(reply["output_ids"], text=reply["text"])
+    sample.status = sample.Status.COMPLETED
+    return sample
+"""
+
+
+def test_a_request_of_a_functions_own_carries_the_key_to_routers_of_the_run_alone(generate, custom, say, chat, engine):
+    say("42<|end|>")
+    args = router_args(engine.url, {}) | {"sglang_api_key": "the key"}
+    generate(custom(ASKS), chat()[:1], args=args)
+    assert [headers.get("Authorization") for headers in engine.headers] == ["Bearer the key"]

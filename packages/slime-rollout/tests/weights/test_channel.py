@@ -207,7 +207,7 @@ def test_with_fault_tolerance_a_request_takes_no_longer_than_noticing_that_an_en
 def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_checkpoint, tmp_path, monkeypatch):
     limits = {}
 
-    def call(method, url, payload, *, timeout):
+    def call(method, url, payload, *, key, timeout):
         path = "/" + url.rpartition("/")[2]
         limits[path] = timeout
         engines[0].version = payload.get("new_version", engines[0].version)
@@ -216,7 +216,7 @@ def test_a_large_model_is_given_its_time_at_engines_and_receivers(engines, hf_ch
     monkeypatch.setattr("slime_rollout.weights.channel.call", call)
     for module in ("channel", "disk"):
         name = f"slime_rollout.weights.{module}.engine_weight_version"
-        monkeypatch.setattr(name, lambda url: engines[0].version)
+        monkeypatch.setattr(name, lambda url, key: engines[0].version)
     for tolerant, limit in ((True, 60.0), (False, 1800.0)):
         config = EngineConfig(
             **{**DELTA, "update_weight_disk_dir": str(tmp_path / f"shared-{tolerant}")},

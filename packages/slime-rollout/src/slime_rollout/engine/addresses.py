@@ -12,6 +12,7 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine import PortInUseError, WeightSyncError
+from slime_rollout.http import key_headers
 
 LOOPBACK = "127.0.0.1"
 _LOWEST_PORT, _USUAL_EPHEMERAL = 15000, 32768
@@ -41,6 +42,14 @@ def get_model_url(args: Any, name: str | None = None, endpoint: str = "/generate
     if name not in routers:
         raise ConfigError(f"no model is called {name}; there are: {', '.join(sorted(routers)) or 'none'}")
     return address(*routers[name]) + endpoint
+
+
+def auth_headers(args: Any) -> dict[str, str]:
+    """Headers that requests to a run's router must have, for those that go past slime's own functions.
+
+    ``args.sglang_api_key`` is the key alone, as clients of OpenAI's API take it; ``None`` if there is none.
+    """
+    return key_headers(args.sglang_api_key)
 
 
 def _host_and_port(url: str) -> list[Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 from slime_core.errors import ConfigError
 from slime_core.flags import Config, flag
@@ -20,6 +22,8 @@ REQUEST_TIMEOUT_SECONDS = 300.0
 SESSION_POLICIES = ("manual", "consistent_hashing")
 """Policies that send all requests with the same ``X-SMG-Routing-Key`` header to one engine."""
 ROUTER_POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", *SESSION_POLICIES)
+API_KEY = "api-key"
+"""SGLang's flag for the key that requests must carry."""
 SglangValue = str | bool | tuple[str, ...]
 RouterValue = str | int | float
 # A flag that may differ when a run is continued.
@@ -113,6 +117,7 @@ class EngineConfig(WeightSyncConfig):
         sglang_args: SGLang's own flags by name, without ``--sglang-``: ``{"chunked-prefill-size": "512",
             "enable-metrics": True}``. They win over slime's choices.
         router_args: sglang-router's own flags by name, without ``--router-``, likewise.
+        own_key: The key that engines and router ask for where ``--sglang-api-key`` gives none, of :meth:`with_key`.
     """
 
     sglang_python: str | None = setting(
@@ -176,6 +181,7 @@ class EngineConfig(WeightSyncConfig):
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
     router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
+    own_key: str | None = dataclasses.field(default=None, repr=False)
 
     def contradictions(self) -> Iterator[str]:
         """Flags without effect on external engines and routers, and values that are not addresses or names."""
@@ -187,7 +193,7 @@ class EngineConfig(WeightSyncConfig):
                 yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
         if self.rollout_external_engine_addrs:
             idle = self._given("sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")
-            if idle := [*idle, *(f"--sglang-{name}" for name in self.sglang_args)]:
+            if idle := [*idle, *(f"--sglang-{name}" for name in self.sglang_args if name != API_KEY)]:
                 engines = "the external engines of --rollout-external-engine-addrs"
                 yield f"{', '.join(idle)}: no effect on {engines}; leave out"
 
@@ -228,6 +234,16 @@ class EngineConfig(WeightSyncConfig):
     def python(self) -> str:
         """The interpreter that SGLang runs in."""
         return find_python(self.sglang_python)
+
+    @property
+    def key(self) -> str | None:
+        """The API key that requests to engines and router carry, and that these ask for; ``None`` if there is none."""
+        given = self.sglang_args.get(API_KEY)
+        return self.own_key if given is None else str(given) or None
+
+    def with_key(self) -> Self:
+        """The same with a random :attr:`key`, unless ``--sglang-api-key`` gives one, or says by ``""`` to have none."""
+        return self if API_KEY in self.sglang_args else dataclasses.replace(self, own_key=secrets.token_urlsafe(32))
 
     @property
     def threads(self) -> int:

@@ -51,11 +51,11 @@ class ExternalEngine:
     generates: bool  # whether it is a whole engine for text: no embedding, prefill, decode or encoder engine
 
     @classmethod
-    def probe(cls, url: str) -> ExternalEngine:
+    def probe(cls, url: str, key: str | None = None) -> ExternalEngine:
         """Ask a running engine; `ExternalEngineError` if it does not answer, or not like an SGLang engine."""
         try:
-            server = call("GET", f"{url}/server_info", timeout=PROBE_TIMEOUT_SECONDS)
-            model = call("GET", f"{url}/model_info", timeout=PROBE_TIMEOUT_SECONDS)
+            server = call("GET", f"{url}/server_info", key=key, timeout=PROBE_TIMEOUT_SECONDS)
+            model = call("GET", f"{url}/model_info", key=key, timeout=PROBE_TIMEOUT_SECONDS)
             sizes = {name: int(server[name.replace("-", "_")]) for name in ("pp-size", "dp-size", "nnodes")}
             return cls(
                 url=url,
@@ -151,9 +151,9 @@ def _plain_dtype(engine: ExternalEngine) -> str:
 class ExternalFleet(Fleet):
     """External engines behind a router. Made by :meth:`attach`; nothing of it is ever replaced."""
 
-    def __init__(self, engines: Sequence[ExternalEngine], router: RouterSlot) -> None:
+    def __init__(self, engines: Sequence[ExternalEngine], router: RouterSlot, key: str | None) -> None:
         self.engines = tuple(engines)
-        self._router = router
+        self._router, self._key = router, key
         self.tp_size = engines[0].tp_size
         self._next_check = 0.0
         self._attached = True
@@ -180,8 +180,8 @@ class ExternalFleet(Fleet):
         """
         started = time.monotonic()
         urls, timeout = config.external_urls, config.engine_startup_timeout
-        wait_for_answers(urls, timeout, on_progress)
-        engines = _on_all(urls, ExternalEngine.probe)
+        wait_for_answers(urls, timeout, on_progress, key=config.key)
+        engines = _on_all(urls, lambda url: ExternalEngine.probe(url, config.key))
         tp_size = config.rollout_num_gpus_per_engine if config.rollout_num_gpus_per_engine > 1 else None
         wanted = dataclasses.replace(wanted, tp_size=tp_size)
         if problems := mismatches(engines, wanted, weights_follow=weights_follow):
@@ -191,7 +191,7 @@ class ExternalFleet(Fleet):
         log_dir.mkdir(parents=True, exist_ok=True)
         ports = Ports(config.sglang_router_port, *(int(url.rsplit(":", 1)[1]) for url in urls))
         router = RouterSlot(config, ports, log_path=log_dir / "router.log", engine_urls=urls)
-        fleet = cls(engines, router)
+        fleet = cls(engines, router, config.key)
         try:
             router.start()
             left = timeout - (time.monotonic() - started)
@@ -229,7 +229,7 @@ class ExternalFleet(Fleet):
             return  # the router's own `check` reports what is wrong with it
         unused = [url for url in self.engine_urls if url not in used]
         path = PAUSED_HEALTH_PATH if self._updating else HEALTH_PATH
-        are_up = _on_all(unused, lambda url: answers(url + path))
+        are_up = _on_all(unused, lambda url: answers(url + path, key=self._key))
         if silent := [url for url, is_up in zip(unused, are_up, strict=True) if not is_up]:
             raise EngineDiedError(f"the external engine {silent[0]} does not answer; start it again")
 
@@ -242,11 +242,13 @@ class ExternalFleet(Fleet):
             return
         self._attached = False
         self._router.request_stop()
-        _on_all(self.engine_urls, release)
+        _on_all(self.engine_urls, lambda url: release(url, self._key))
         self._router.stop()
 
 
-def wait_for_answers(urls: Sequence[str], timeout: float, on_progress: Progress | None = None) -> None:
+def wait_for_answers(
+    urls: Sequence[str], timeout: float, on_progress: Progress | None = None, *, key: str | None = None
+) -> None:
     """Return when all engines answer; `EngineStartError` if one does not within ``timeout`` seconds.
 
     Those that a killed run left paused for new weights generate again.
@@ -258,7 +260,7 @@ def wait_for_answers(urls: Sequence[str], timeout: float, on_progress: Progress 
         # The update of a killed run may still be open; the next one closes it. Closing it here would wait for all
         # requests of an engine that is not paused. Its weight version is `incomplete` if weights have changed.
         with contextlib.suppress(HttpError):
-            call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
+            call("POST", f"{url}/continue_generation", {}, key=key, timeout=RELEASE_TIMEOUT_SECONDS)
         return answers(url + HEALTH_PATH, seconds)
 
     def all_answer(seconds: float) -> bool:
@@ -277,14 +279,16 @@ def wait_for_answers(urls: Sequence[str], timeout: float, on_progress: Progress 
     wait_for(all_answer, timeout, lambda: f"the engine {waiting[0]} of --rollout-external-engine-addrs {hint}")
 
 
-def release(url: str) -> None:
+def release(url: str, key: str | None = None) -> None:
     """Resume an engine that an interrupted weight update has paused."""
     with contextlib.suppress(HttpError):
-        call("POST", f"{url}/end_weight_update", {}, timeout=RELEASE_TIMEOUT_SECONDS)  # refused where none is open
+        call(
+            "POST", f"{url}/end_weight_update", {}, key=key, timeout=RELEASE_TIMEOUT_SECONDS
+        )  # refused where none is open
         version = {"new_version": INCOMPLETE, "abort_all_requests": False}
-        call("POST", f"{url}/update_weight_version", version, timeout=RELEASE_TIMEOUT_SECONDS)
+        call("POST", f"{url}/update_weight_version", version, key=key, timeout=RELEASE_TIMEOUT_SECONDS)
     with contextlib.suppress(HttpError):
-        call("POST", f"{url}/continue_generation", {}, timeout=RELEASE_TIMEOUT_SECONDS)
+        call("POST", f"{url}/continue_generation", {}, key=key, timeout=RELEASE_TIMEOUT_SECONDS)
 
 
 def _on_all(urls: Sequence[str], action: Callable[[str], T]) -> list[T]:

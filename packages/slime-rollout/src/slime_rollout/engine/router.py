@@ -15,7 +15,8 @@ from slime_rollout.engine import EngineDiedError, EngineStartError, PortInUseErr
 from slime_rollout.engine.addresses import address, check_port_free
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.router_flags import router_words
-from slime_rollout.engine.server import ServingProcess, answers
+from slime_rollout.engine.server import ServingProcess, answers, key_environment, module_words
+from slime_rollout.engine.with_key import KEY
 from slime_rollout.http import HttpError, call
 from slime_rollout.supervise import Supervised
 
@@ -51,11 +52,11 @@ _RECOVERY_FLAGS = {
 
 POLICIES_WITHOUT_FLAG = ("consistent_hashing",)
 # The router has these policies, but its own command line does not list them.
-_WITH_POLICY = """
-import sys
+_WITH_POLICY = f"""
+import os, sys
 from sglang_router.launch_router import launch_router, parse_router_args
 args = parse_router_args(sys.argv[2:])
-args.policy = sys.argv[1]
+args.policy, args.api_key = sys.argv[1], os.environ.pop({KEY!r}, None)
 launch_router(args)
 """
 
@@ -78,7 +79,8 @@ def router_command(config: EngineConfig, *, port: int, prometheus_port: int, dis
     arguments += ["--pd-disaggregation"] if disaggregated else []
     if config.router_policy in POLICIES_WITHOUT_FLAG:
         return [sys.executable, "-c", _WITH_POLICY, config.router_policy, *arguments]
-    return [sys.executable, "-m", "sglang_router.launch_router", *arguments, "--policy", config.router_policy]
+    words = module_words("sglang_router.launch_router", config.key)
+    return [sys.executable, *words, *arguments, "--policy", config.router_policy]
 
 
 def check_router_port(host: str, port: int) -> None:
@@ -96,10 +98,11 @@ Workers = dict[str, tuple[str, bool]]
 class RouterApi(abc.ABC):
     """What any running sglang-router is asked.
 
-    A request that gets no answer, or a server error, is tried ``attempts`` times.
+    A request that gets no answer, or a server error, is tried ``attempts`` times. It carries ``key``, if there is one.
     """
 
     url: str
+    key: str | None = None
     attempts: ClassVar[int] = 1
 
     @abc.abstractmethod
@@ -157,22 +160,24 @@ class RouterApi(abc.ABC):
 
         It tries ten at once, duplicates included: ten offers of one engine that hangs keep every other engine out.
         """
-        body = {"url": url, **(role or {})}
+        # Client requests bring the key along, but what the router itself asks an engine does not.
+        body = {"url": url, **(role or {}), **({"api_key": self.key} if self.key else {})}
         attempts = attempts or self.attempts
-        call("POST", f"{self.url}/workers", body, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
+        call("POST", f"{self.url}/workers", body, key=self.key, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
 
     def remove_worker(self, url: str) -> None:
         """Stop it from sending requests to an engine; does nothing if it does not know that one."""
         if url not in (workers := self.workers()):
             return
         try:
-            call("DELETE", f"{self.url}/workers/{workers[url][0]}", timeout=CONTROL_TIMEOUT_SECONDS)
+            path = f"{self.url}/workers/{workers[url][0]}"
+            call("DELETE", path, key=self.key, timeout=CONTROL_TIMEOUT_SECONDS)
         except HttpError as error:
             if error.status != NOT_FOUND:  # else it was removed meanwhile
                 raise
 
     def _workers(self, attempts: int) -> Workers:
-        answer = call("GET", f"{self.url}/workers", timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
+        answer = call("GET", f"{self.url}/workers", key=self.key, timeout=CONTROL_TIMEOUT_SECONDS, attempts=attempts)
         try:
             return {worker["url"]: (worker["id"], bool(worker["is_healthy"])) for worker in answer["workers"]}
         except (KeyError, TypeError):
@@ -199,8 +204,11 @@ class Router(ServingProcess, RouterApi):
         command = router_command(config, port=port, prometheus_port=prometheus_port, disaggregated=disaggregated)
         # Proxies cannot reach engines on the loopback address.
         environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+        environment |= key_environment(config.key)
         process = Supervised.start(command, env=environment, log_path=log_path, grace=GRACE_SECONDS)
-        return cls(process, address(config.sglang_router_ip, port))
+        router = cls(process, address(config.sglang_router_ip, port))
+        router.key = config.key
+        return router
 
 
 class ExternalRouter(RouterApi):
@@ -212,22 +220,22 @@ class ExternalRouter(RouterApi):
     attempts = 3
     exit_code = None  # it is not this run's process
 
-    def __init__(self, url: str, known: Collection[str] = ()) -> None:
-        self.url = url
+    def __init__(self, url: str, known: Collection[str] = (), key: str | None = None) -> None:
+        self.url, self.key = url, key
         self._known = frozenset(known)
         self._added: set[str] = set()
         self._next_check = 0.0
         self._missed = 0
 
     @classmethod
-    def connect(cls, url: str, engine_urls: Collection[str] = ()) -> ExternalRouter:
+    def connect(cls, url: str, engine_urls: Collection[str] = (), *, key: str | None = None) -> ExternalRouter:
         """Check that a router is there, and that it sends requests to no engines but ``engine_urls``.
 
         Raises:
             EngineStartError: Nobody answers, it is not an sglang-router, or it has other healthy workers, which would
                 get requests, too.
         """
-        router = cls(url.rstrip("/"), engine_urls)
+        router = cls(url.rstrip("/"), engine_urls, key)
         try:
             workers = super(cls, router)._workers(router.attempts)
         except HttpError as error:

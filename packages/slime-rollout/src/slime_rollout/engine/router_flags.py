@@ -21,7 +21,8 @@ _INSTEAD = {
     "use worker_type in --sglang-config": ("pd-disaggregation", "prefill", "decode", "mini-lb"),
     "engines are SGLang's": ("backend",),
     "slime chooses a free port of the loopback address": ("prometheus-port", "prometheus-host"),
-    "slime sends the router no key": ("api-key", "control-plane-api-keys", "control-plane-audit-enabled"),
+    "the router takes the key of engines; use --sglang-api-key": ("api-key",),
+    "slime sends the router one key, --sglang-api-key": ("control-plane-api-keys", "control-plane-audit-enabled"),
     "slime sends the router no token": ("jwt-issuer", "jwt-audience", "jwt-jwks-uri", "jwt-role-mapping"),
     "slime talks plain HTTP to the router, and the router to engines": (
         *("client-cert-path", "client-key-path", "ca-cert-paths", "tls-cert-path", "tls-key-path"),

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
-from slime_rollout.engine import EngineDiedError, EngineStartError
+from slime_core.errors import ConfigError
+from slime_rollout.engine import EngineDiedError, EngineStartError, with_key
 from slime_rollout.engine.addresses import LOOPBACK, Ports, address, check_port_free
-from slime_rollout.engine.config import EngineConfig, SglangValue
+from slime_rollout.engine.config import API_KEY, EngineConfig, SglangValue
 from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.sglang_flags import (
     check_sglang_args,
@@ -121,12 +122,22 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     )
     flags |= _role_flags(spec)
     flags |= {**config.sglang_args, **spec.sglang_args}
-    command = [config.python, "-m", "sglang.launch_server"]
+    command = [config.python, *module_words("sglang.launch_server", config.key)]
     for name, value in flags.items():
-        if value is not False:
+        if value is not False and name != API_KEY:
             values = value if isinstance(value, tuple) else () if value is True else (value,)
             command += [f"--{name}", *values]
     return command
+
+
+def module_words(module: str, key: str | None) -> list[str]:
+    """How an interpreter runs a server's module, with the key of :func:`key_environment` if there is one."""
+    return ["-m", module] if key is None else [with_key.__file__, module]
+
+
+def key_environment(key: str | None) -> dict[str, str]:
+    """What a server's environment must hold for the module of :func:`module_words` to find its key."""
+    return {} if key is None else {with_key.KEY: key}
 
 
 def _role_flags(spec: EngineSpec) -> dict[str, SglangValue]:
@@ -169,7 +180,7 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
     """The environment of one server: this process's, and what SGLang needs."""
     device = spec.runs_on(config)
     environment = import_environment(device)
-    environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **key_environment(config.key)}
     # An answer to /health only has to say that the server is up; it need not cost a generated token.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if Path(spec.model_path).is_dir():
@@ -183,10 +194,10 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
     return environment
 
 
-def answers(url: str, timeout: float = HEALTH_TIMEOUT_SECONDS) -> bool:
+def answers(url: str, timeout: float = HEALTH_TIMEOUT_SECONDS, *, key: str | None = None) -> bool:
     """Whether a GET of ``url`` succeeds within ``timeout`` seconds."""
     try:
-        call("GET", url, timeout=timeout)
+        call("GET", url, key=key, timeout=timeout)
     except HttpError:
         return False
     return True
@@ -285,9 +296,9 @@ class SGLangEngine(ServingProcess):
 
     title = "SGLang engine"
 
-    def __init__(self, process: Supervised, spec: EngineSpec) -> None:
+    def __init__(self, process: Supervised, spec: EngineSpec, key: str | None = None) -> None:
         super().__init__(process, spec.url)
-        self.spec = spec
+        self.spec, self._key = spec, key
 
     @classmethod
     def start(
@@ -312,7 +323,7 @@ class SGLangEngine(ServingProcess):
             grace=GRACE_SECONDS,
             remove_files=LOAD_FILES,
         )
-        return cls(process, spec)
+        return cls(process, spec, config.key)
 
     def freeze_gc(self) -> None:
         """Exclude all present objects from the server's garbage collection. For a server that is ready.
@@ -322,7 +333,7 @@ class SGLangEngine(ServingProcess):
         come before it listens, or meet the environment's proxy, and only logs that.
         """
         try:
-            call("POST", f"{self.url}/freeze_gc")
+            call("POST", f"{self.url}/freeze_gc", key=self._key)
         except HttpError as error:
             self.check()
             logger.warning("each weight update of %s may take 0.3 s longer: %s", self.url, error)
@@ -357,6 +368,8 @@ class EngineLauncher:
 def check_flags(config: EngineConfig, specs: Iterable[EngineSpec]) -> None:
     """Check the user's flags for engines; `ConfigError` if the installed SGLang does not know a flag or a value."""
     given = [args for args in (config.sglang_args, *(spec.sglang_args for spec in specs)) if args]
+    if any(API_KEY in spec.sglang_args for spec in specs):
+        raise ConfigError("api-key cannot be given for one group: all engines have one key; use --sglang-api-key")
     if given:
         flags = installed_flags(config.python)
         for args in given:

@@ -80,7 +80,7 @@ _INSTEAD = {
         "ssl-certfile",
     ),
     "slime talks HTTP to engines": ("grpc-mode", "smg-grpc-mode"),
-    "slime sends engines no key; they listen on this machine's loopback address": ("api-key", "admin-api-key"),
+    "slime sends engines one key; use --sglang-api-key": ("admin-api-key",),
     "use worker_type in --sglang-config": ROLE_FLAGS,
 }
 CONTROLLED: Mapping[str, str] = {name: advice for advice, names in _INSTEAD.items() for name in names}

@@ -191,7 +191,7 @@ class RouterSlot(Slot[Any]):
 
     def _start(self) -> Router | ExternalRouter:
         if self._config.sglang_router_url is not None:
-            return ExternalRouter.connect(self._config.sglang_router_url, self._engine_urls)
+            return ExternalRouter.connect(self._config.sglang_router_url, self._engine_urls, key=self._config.key)
         if self._port is None or self._may_move:
             self._port = self._config.sglang_router_port or self._ports.take(self._config.sglang_router_ip)
         return Router.start(

@@ -50,6 +50,7 @@ class EngineClient:
         retry_delays: Mean seconds before each retry.
         cache_namespace: Called before each attempt: engines share cached prefixes only among requests of one namespace
             (SGLang's ``extra_key``); ``None`` is a namespace, too.
+        key: API key of router and engines.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class EngineClient:
         timeout: float,
         retry_delays: Sequence[float] = RETRY_DELAYS,
         cache_namespace: Callable[[], str | None] = lambda: None,
+        key: str | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._where = f"{self._url}/generate"
@@ -69,6 +71,7 @@ class EngineClient:
         for _ in range(concurrency):
             self._places.put_nowait(None)
         self._timeout = timeout
+        self._key = key
         self._retries = Retries(retry_delays)
         self._prefix = f"{uuid.uuid4().hex}-"
         self._numbers = itertools.count()
@@ -81,7 +84,7 @@ class EngineClient:
         return self._retries.count
 
     async def __aenter__(self) -> EngineClient:
-        self._control = EngineControl(make_session(), self._url)
+        self._control = EngineControl(make_session(key=self._key), self._url)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -223,7 +223,7 @@ def _joined_text(sample: Sample, done: Completion, tokenizer: Any) -> str:
     return whole[: len(whole) - (len(last) - len(done.text))] if last.startswith(done.text) else whole
 
 
-def with_router(args: HookArgs, url: str) -> HookArgs:
-    """The flags with the actual address of the router in ``sglang_router_ip`` and ``sglang_router_port``."""
+def with_router(args: HookArgs, url: str, key: str | None = None) -> HookArgs:
+    """The flags with the router's actual address in ``sglang_router_ip`` and ``_port``, and its key."""
     place = urlsplit(url)
-    return args | {"sglang_router_ip": place.hostname, "sglang_router_port": place.port}
+    return args | {"sglang_router_ip": place.hostname, "sglang_router_port": place.port, "sglang_api_key": key}

@@ -41,8 +41,9 @@ def open_channel(
     hf_checkpoint: str,
     receivers: Sequence[str] = (),
     colocate: bool = False,
+    key: str | None = None,
 ) -> WeightChannel:
-    """Make the sending end that the flags choose. It connects in ``begin``.
+    """Make the sending end that the flags choose. It connects in ``begin``. ``key`` is what engines ask for.
 
     Raises `ConfigError` on NCCL without CUDA, and `WeightSyncError` on deltas without a receiver.
     """
@@ -54,6 +55,7 @@ def open_channel(
         "pause_mode": config.update_weight_pause_mode,
         "check": config.check_weight_update_equal,
         "hf_checkpoint": hf_checkpoint,
+        "key": key,
     }
     files: dict[str, Any] = {
         "directory": config.update_weight_disk_dir,

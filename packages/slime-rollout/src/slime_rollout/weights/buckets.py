@@ -174,7 +174,7 @@ class DistributedWeightChannel(EngineChannel):
         def destroy(url: str) -> None:
             with contextlib.suppress(HttpError):
                 payload = {"group_name": group.name}
-                call("POST", f"{url}/destroy_weights_update_group", payload, timeout=GIVE_UP_SECONDS)
+                call("POST", f"{url}/destroy_weights_update_group", payload, key=self.key, timeout=GIVE_UP_SECONDS)
 
         group.leave()
         self._on_all(destroy)

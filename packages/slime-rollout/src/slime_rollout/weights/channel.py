@@ -50,7 +50,8 @@ class EngineChannel(abc.ABC):
     ``engine_urls`` are the engines themselves, not the router: it forwards no control requests. A request that may read
     all weights, at an engine or a receiver, has ``load_timeout`` seconds, any other ``timeout``. With ``check`` the
     checksums of what engines hold are compared by :func:`check_engines`. Engines were started with ``hf_checkpoint``;
-    if it is in safetensors, tensors must have its shapes: not every engine would survive another one.
+    if it is in safetensors, tensors must have its shapes: not every engine would survive another one. Requests carry
+    ``key``, if there is one.
     """
 
     engine_urls: tuple[str, ...]
@@ -60,6 +61,7 @@ class EngineChannel(abc.ABC):
     pause_mode: str = "retract"
     check: bool = False
     hf_checkpoint: str = ""
+    key: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.engine_urls = tuple(url.rstrip("/") for url in self.engine_urls)
@@ -108,7 +110,7 @@ class EngineChannel(abc.ABC):
             self._on_all(self._flush_cache)
             if self._digests is not None:
                 held = dict(zip(self.engine_urls, self._on_all(self._checksums), strict=True))
-                check_engines(self._version, held, self._digests, tp_size=self.tp_size)
+                check_engines(self._version, held, self._digests, tp_size=self.tp_size, key=self.key)
             self._on_all(self._confirm_version)
             self._on_all(lambda url: self._post(url, "/continue_generation", {}))
             self._confirmed()
@@ -182,7 +184,7 @@ class EngineChannel(abc.ABC):
         """Send one request to one engine; ``is_long`` if it may take as long as reading all weights."""
         try:
             timeout = max(self.timeout, self.load_timeout) if is_long else self.timeout
-            answer = call("POST", url + path, payload, timeout=timeout)
+            answer = call("POST", url + path, payload, key=self.key, timeout=timeout)
         except HttpError as error:
             raise self._error(str(error), url, (url,) if error.timed_out else ()) from error
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -231,7 +233,7 @@ class EngineChannel(abc.ABC):
         """Set the version and read it back."""
         version = str(self._version)
         self._set_version(url, version)
-        if (confirmed := engine_weight_version(url)) != version:
+        if (confirmed := engine_weight_version(url, self.key)) != version:
             raise self._error(f"{url} says it has weight version {confirmed!r} after version {version!r} was sent", url)
 
     def _release(self, url: str) -> None:
@@ -240,19 +242,19 @@ class EngineChannel(abc.ABC):
         incomplete = {"new_version": INCOMPLETE, "abort_all_requests": False}
         for path, payload in (("/end_weight_update", {}), ("/update_weight_version", incomplete)):
             try:
-                call("POST", url + path, payload, timeout=limit)
+                call("POST", url + path, payload, key=self.key, timeout=limit)
             except HttpError as error:
                 if error.timed_out:  # the next request would time out as well, and everybody waits
                     limit = min(LAST_WORD_SECONDS, self.timeout)
                     break
         with contextlib.suppress(HttpError):
-            call("POST", f"{url}/continue_generation", {}, timeout=limit)
+            call("POST", f"{url}/continue_generation", {}, key=self.key, timeout=limit)
 
 
-def engine_weight_version(url: str) -> str:
+def engine_weight_version(url: str, key: str | None = None) -> str:
     """The weight version that an engine stamps on its samples."""
     try:
-        return str(call("GET", f"{url}/model_info", attempts=3)["weight_version"])
+        return str(call("GET", f"{url}/model_info", key=key, attempts=3)["weight_version"])
     except HttpError as error:
         silent = (url,) if error.timed_out else ()
         raise WeightSyncError(f"cannot ask for the weight version: {error}", url=url, silent=silent) from error
@@ -305,7 +307,14 @@ class SentDigests:
         return same, sorted(set(known) - set(same))
 
 
-def check_engines(version: int, held: Mapping[str, list[dict[str, str]]], sent: SentDigests, *, tp_size: int) -> None:
+def check_engines(
+    version: int,
+    held: Mapping[str, list[dict[str, str]]],
+    sent: SentDigests,
+    *,
+    tp_size: int,
+    key: str | None = None,
+) -> None:
     """Compare what all engines hold with each other, and with what was sent.
 
     The latter only where they report a checksum of it: on CPU (SHA-256; on CUDA it is a kernel of SGLang's), without
@@ -321,7 +330,7 @@ def check_engines(version: int, held: Mapping[str, list[dict[str, str]]], sent: 
         if other := _different(ranks, expected):
             text = f"{url} holds other weights than {first}: {some(other)}; send the weights again"
             raise WeightSyncError(f"weight version {version}: {text}", url=url)
-    if reason := _why_not_comparable(first, sent, tp_size):
+    if reason := _why_not_comparable(first, sent, tp_size, key):
         logger.warning("weight version %d: engines hold the same; not compared with what was sent: %s", version, reason)
         return
     same, different = sent.compare(expected[0])
@@ -332,11 +341,11 @@ def check_engines(version: int, held: Mapping[str, list[dict[str, str]]], sent: 
     logger.info("weight version %d: %d tensors of %d engines are what was sent", version, len(same), len(held))
 
 
-def _why_not_comparable(url: str, sent: SentDigests, tp_size: int) -> str:
+def _why_not_comparable(url: str, sent: SentDigests, tp_size: int, key: str | None) -> str:
     if tp_size > 1:
         return "every rank holds a part"
     try:
-        info = call("GET", f"{url}/server_info", attempts=3)
+        info = call("GET", f"{url}/server_info", key=key, attempts=3)
         device, dtype = info["device"], info["dtype"]
     except (HttpError, KeyError, TypeError) as error:
         raise WeightSyncError(f"{url} does not report its device and dtype: {error}", url=url) from error

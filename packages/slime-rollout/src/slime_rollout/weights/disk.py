@@ -78,7 +78,7 @@ class _FileChannel(EngineChannel):
         self._new = None
 
     def _begin(self) -> None:
-        self._on_all(engine_weight_version)  # an engine that is gone is noticed now
+        self._on_all(lambda url: engine_weight_version(url, self.key))  # an engine that is gone is noticed now
         self._new = self._start(Path(self.directory).absolute() / version_name(self._version))
 
     def _end(self) -> dict[str, str]:

@@ -1,0 +1,36 @@
+"""Runs a server's module with the API key of the environment: `python with_key.py MODULE [FLAG …]`.
+
+A key among the flags could be read by everybody who lists processes. Servers write their settings to their logs, too;
+there the key is replaced. Runs in the engines' interpreter, and so imports nothing of slime.
+"""
+
+import os
+import sys
+
+KEY = "SLIME_API_KEY"
+HIDDEN = "[removed]"
+
+
+def main() -> None:
+    """Run the module that is the first argument as ``python -m`` would."""
+    sys.path[0] = ""  # the working directory, not this file's directory, whose modules have names of other packages
+    import logging
+    import runpy
+
+    key = os.environ.pop(KEY)  # processes that the server starts do without it
+    make_record = logging.getLogRecordFactory()
+
+    def without_key(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        if key in (text := record.getMessage()):
+            record.msg, record.args = text.replace(key, HIDDEN), ()
+        return record
+
+    logging.setLogRecordFactory(without_key)
+    module = sys.argv[1]
+    sys.argv[1:] = [*sys.argv[2:], "--api-key", key]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
