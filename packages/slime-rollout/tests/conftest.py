@@ -147,7 +147,7 @@ class ScriptedEngine:
     """Answers each POST /generate by calling ``answer(number, body)``: a reply, an HTTP status, or a coroutine.
 
     Also keeps what POST /abort_request was told, and answers GET /workers as a router does once there are any, any
-    other GET from ``pages``, and any other POST by ``on_post(path)``.
+    other GET from ``pages``, and any other POST by ``on_post(path)``. ``posted`` has those, with tags of memory.
     """
 
     def __init__(self):
@@ -158,7 +158,7 @@ class ScriptedEngine:
         self.workers, self.workers_body, self.times_asked = None, None, 0
         self.in_flight = self.most_in_flight = 0
         self.answer: Callable = lambda number, body: good_reply()
-        self.pages = {}
+        self.pages, self.posted = {}, []
         self.on_post: Callable = lambda path: web.Response(status=404)
         self.url = ""
 
@@ -207,6 +207,8 @@ class ScriptedEngine:
         return web.json_response({"workers": [{"url": url} for url in self.workers]})
 
     async def _post(self, request):
+        text = await request.text()
+        self.posted.append((request.path, *((json.loads(text).get("tags") or ()) if text else ())))
         return self.on_post(request.path)
 
     async def _page(self, request):

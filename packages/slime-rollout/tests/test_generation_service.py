@@ -7,9 +7,9 @@ from aiohttp import web
 
 from slime_core.errors import SlimeError
 from slime_core.interfaces import Rollout
+from slime_core.memory import Held, MemoryStateError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.generation_service import GenerationService, GenerationSpec
-from slime_rollout.http import HttpError
 
 
 @pytest.fixture
@@ -26,6 +26,8 @@ def service(manager, engine):
     service._engines = types.SimpleNamespace(
         engine_urls=[engine.url], tp_size=1, updates=updates, check=lambda: None, stop=lambda: updates.append("stop"),
         begin_update=lambda only_behind: [] if only_behind else [engine.url], confirm_update=updates.append,
+        begin_sleep=lambda: updates.append("begin_sleep"), replace=lambda urls: updates.append(("replace", urls)),
+        end_sleep=lambda awake: updates.append(("end_sleep", awake)),
     )  # fmt: skip
     return service
 
@@ -49,33 +51,74 @@ def test_a_rollout_is_trained_from_the_version_that_was_confirmed_last(service, 
     assert service._engines.updates == [7, "stop"]
 
 
-def test_an_engine_gives_its_memory_back_once_it_is_idle_and_takes_it_again(service, engine):
-    posted, busy = [], [503, 400]
+@pytest.fixture
+def asked(engine):
+    """What the engine was asked besides generating: paths, with tags."""
+    busy = [503, 400]
     engine.pages["/server_info"] = {"enable_memory_saver": True}
+    engine.on_post = lambda path: web.Response(status=busy.pop() if path == "/flush_cache" and busy else 200)
+    return engine.posted
 
-    def answer(path):
-        posted.append(path)
-        return web.Response(status=busy.pop() if path == "/flush_cache" and busy else 200)
 
-    engine.on_post = answer
+def test_engines_give_their_memory_back_once_idle_and_take_it_again_in_steps(service, asked):
     service.sleep()
-    assert posted == ["/flush_cache", "/flush_cache", "/flush_cache", "/release_memory_occupation"]
+    assert asked == [("/flush_cache",)] * 3 + [("/release_memory_occupation", "weights", "kv_cache", "cuda_graph")]
+    service.wake(weights_only=True)
+    service.begin_update()
     service.wake()
+    assert asked[4:] == [
+        ("/resume_memory_occupation", "weights"),
+        ("/resume_memory_occupation", "kv_cache", "cuda_graph"),
+    ]
+    assert service._engines.updates == ["begin_sleep", ("end_sleep", False), ("end_sleep", True)]
+    del asked[:]
+    service.sleep(keep_weights=True)
     service.wake()
-    assert posted[4:] == ["/resume_memory_occupation"]
-
-
-def test_one_that_cannot_keeps_it_and_says_so(service, engine, caplog):
-    engine.pages["/server_info"] = {"enable_memory_saver": False}
+    service.sleep(keep_weights=True)
     service.sleep()
-    service.wake()
+    assert [call for call in asked if call[0] != "/flush_cache"] == [
+        ("/release_memory_occupation", "kv_cache", "cuda_graph"),
+        ("/resume_memory_occupation", "kv_cache", "cuda_graph"),
+        ("/release_memory_occupation", "kv_cache", "cuda_graph"),
+        ("/release_memory_occupation", "weights"),
+    ]
+
+
+def test_an_engine_that_came_meanwhile_has_its_memory(service, asked):
+    service.sleep()
+    service._engines.engine_urls = []
+    service.wake(weights_only=True)
+    assert len(asked) == 4
+
+
+def test_a_call_that_sleeping_engines_cannot_answer_is_refused(service, asked):
+    service.sleep(keep_weights=True)
+    assert service.held() is Held.WEIGHTS
+    service.begin_update()
+    for call in (service.generate, service.evaluate):
+        with pytest.raises(MemoryStateError, match=r"(generate|evaluate) needs all .* holds its weights alone"):
+            call(0)
+    service.sleep()
+    with pytest.raises(MemoryStateError, match=r"begin_update needs its weights .* the generation half holds nothing"):
+        service.begin_update()
+    with pytest.raises(MemoryStateError, match="sleep would leave the generation half with nothing"):
+        service.sleep()
+    assert len([call for call in asked if call[0] == "/release_memory_occupation"]) == 2
+
+
+def test_one_that_cannot_keeps_it_and_says_so_once(service, engine, caplog):
+    engine.pages["/server_info"] = {"enable_memory_saver": False, "device": "cuda"}
+    engine.on_post = lambda path: web.Response()
+    for _ in range(2):
+        service.sleep()
+        service.wake()
     (line,) = [record.getMessage() for record in caplog.records if "memory" in record.getMessage()]
-    assert line == f"{engine.url} runs without --enable-memory-saver: it keeps its device memory while it sleeps"
+    assert line == f"{engine.url} runs without --enable-memory-saver: it keeps its memory while it sleeps"
 
 
-def test_one_that_stays_busy_is_an_error(service, engine, monkeypatch):
-    monkeypatch.setattr("slime_rollout.generation_service.IDLE_SECONDS", 0.3)
+def test_one_that_stays_busy_is_replaced_where_that_is_wanted(service, engine, monkeypatch):
+    monkeypatch.setattr("slime_rollout.engine.sleep.IDLE_SECONDS", 0.3)
     engine.pages["/server_info"] = {"enable_memory_saver": True}
     engine.on_post = lambda path: web.Response(status=400)
-    with pytest.raises(HttpError, match="/flush_cache"):
-        service.sleep()
+    service.sleep()
+    assert ("replace", [engine.url]) in service._engines.updates

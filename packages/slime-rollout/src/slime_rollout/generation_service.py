@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,21 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
+from slime_core.memory import Held, MemoryState
 from slime_core.types import EvalReport, RolloutBatch
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings does not need it
     from slime_rollout.config import RolloutConfig
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
     from slime_rollout.engine.fleet import Fleet
+    from slime_rollout.engine.sleep import EngineMemory
     from slime_rollout.engine.topology_plan import Topology
     from slime_rollout.rollout import RolloutManager
     from slime_rollout.weights import DeltaReceiver
 
-logger = logging.getLogger(__name__)
-
-IDLE_SECONDS = 30.0  # until an engine has ended what was aborted
 NOT_STARTED = "the engines are not started; call start() first"
-_POLL_SECONDS = 0.2
 
 
 class Progress(NamedTuple):
@@ -46,8 +42,9 @@ class GenerationSpec:
 
     ``topology`` holds the contents of ``--sglang-config``, and ``flags`` every flag of the run, for hooks. ``dtype`` is
     ``float32`` or ``bfloat16``. ``context_length`` is the longest prompt plus response in tokens; ``None`` leaves it to
-    the model's config. With ``colocate``, trainer and engines share their GPUs. Without ``weights_follow``, engines
-    keep the weights that they were started with.
+    the model's config. With ``colocate``, trainer and engines share their GPUs. With ``engines_sleep`` the service may
+    be told to :meth:`~GenerationService.sleep`. Without ``weights_follow``, engines keep the weights that they were
+    started with.
     """
 
     engine: EngineConfig
@@ -61,6 +58,7 @@ class GenerationSpec:
     log_dir: str
     flags: Mapping[str, Any]
     colocate: bool = False
+    engines_sleep: bool = False
     weights_follow: bool = True
 
 
@@ -132,7 +130,8 @@ class GenerationService:
         self._receiver: DeltaReceiver | None = None
         self._version = 0
         self._is_up = False
-        self._sleeping: list[str] = []
+        self._memory = MemoryState("the generation half")
+        self._engine_memory: EngineMemory | None = None
         self._progress = Progress()
 
     def start(self) -> None:
@@ -162,6 +161,7 @@ class GenerationService:
                 dtype=spec.dtype,
                 context_length=spec.context_length,
                 seed=spec.seed,
+                memory_saver=spec.engines_sleep,
             ),
             num_engines=spec.num_engines,
             log_dir=Path(spec.log_dir),
@@ -197,12 +197,14 @@ class GenerationService:
 
         With ``--update-weights-interval`` the trainer may be further: after as many rollouts as have been trained on.
         """
+        self._memory.require("generate", Held.EVERYTHING)
         late = self._spec.rollout.selection.update_weights_interval > 1
         with self._blame_engines():
             return self._built.generate(rollout_id, weight_version=rollout_id if late else self._version)
 
     def evaluate(self, rollout_id: int) -> EvalReport:
         """Score the held-out prompts."""
+        self._memory.require("evaluate", Held.EVERYTHING)
         with self._blame_engines():
             return self._built.evaluate(rollout_id)
 
@@ -224,7 +226,9 @@ class GenerationService:
 
         Raises:
             EngineDiedError: An engine is gone that nobody replaces.
+            MemoryStateError: The engines sleep, and have no memory for weights.
         """
+        self._memory.require("begin_update", Held.WEIGHTS)
         engine_urls = tuple(self._started.begin_update(only_behind=only_behind))
         if engine_urls:
             self._namespace.change()
@@ -248,30 +252,43 @@ class GenerationService:
         """Record that sending failed; returns whether the cause is an engine that is being replaced."""
         return self._started.fail_update(silent)
 
-    def sleep(self) -> None:
-        """Stop generating, and have the engines give back their device memory: weights and cache.
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Stop generating, and have the engines give back their device memory, with ``keep_weights`` all but weights.
 
-        An engine without ``--enable-memory-saver`` keeps it, which is logged. Raises `HttpError` if an engine fails, or
-        is busy for half a minute.
+        With fault tolerance, engines that are being replaced are waited for, none is started from here on until
+        :meth:`wake`, and one that fails to give its memory back is replaced then.
+
+        Raises:
+            MemoryStateError: There is nothing to give back.
+            EngineError: An engine fails, or is busy for half a minute.
         """
-        from slime_rollout.http import call
+        with self._memory.sleeping(keep_weights):
+            self._built.close()
+            self._started.begin_sleep()
+            down_to = Held.WEIGHTS if keep_weights else Held.NOTHING
+            if failed := self._hand_over().release(self._started.engine_urls, down_to):
+                self._started.replace(failed)
 
-        self._built.close()
-        for url in self._started.engine_urls:
-            if not call("GET", f"{url}/server_info", key=self._spec.engine.key).get("enable_memory_saver"):
-                logger.warning("%s runs without --enable-memory-saver: it keeps its device memory while it sleeps", url)
-                continue
-            _wait_until_idle(url, self._spec.engine.key)
-            call("POST", f"{url}/release_memory_occupation", {}, key=self._spec.engine.key)
-            self._sleeping.append(url)
+    def wake(self, weights_only: bool = False) -> None:
+        """Have the engines take their memory again, with ``weights_only`` the weights' alone, to be sent new ones.
 
-    def wake(self) -> None:
-        """Have the engines take their memory again. Their weights are undefined until the next update."""
-        from slime_rollout.http import call
+        Weights that were given back are undefined until the next update. Errors as of :meth:`sleep`.
+        """
+        with self._memory.waking(weights_only):
+            up_to = Held.WEIGHTS if weights_only else Held.EVERYTHING
+            if failed := self._hand_over().resume(self._started.engine_urls, up_to):
+                self._started.replace(failed)
+            self._started.end_sleep(awake=not weights_only)
 
-        while self._sleeping:
-            call("POST", f"{self._sleeping[-1]}/resume_memory_occupation", {}, key=self._spec.engine.key)
-            self._sleeping.pop()
+    def held(self) -> Held:
+        """What the engines hold of their device memory."""
+        return self._memory.held
+
+    def _hand_over(self) -> EngineMemory:
+        from slime_rollout.engine.sleep import EngineMemory
+
+        self._engine_memory = self._engine_memory or EngineMemory(self._spec.engine.key)
+        return self._engine_memory
 
     def progress(self) -> Progress:
         """The last thing that happened; raises if an engine or the router is gone that nobody replaces."""
@@ -280,7 +297,12 @@ class GenerationService:
         self._started.check()
         lost = self._started.not_serving()
         note = f"replacing {', '.join(lost)}" if lost else self._progress.note
-        return self._progress._replace(note=note, behind=bool(self._started.engines_behind()))
+        return self._progress._replace(note=note, behind=self._needs_weights())
+
+    def _needs_weights(self) -> bool:
+        """Whether engines need the current weights: where memory is handed over, only if a rollout waits for that."""
+        behind = bool(self._started.engines_behind())
+        return behind and not (self._spec.engines_sleep and self._started.serves())
 
     def close(self) -> None:
         """Stop asynchronous generation, then engines and router."""
@@ -357,19 +379,3 @@ def start_receiver(spec: GenerationSpec) -> DeltaReceiver | None:
         hf_checkpoint=spec.rollout.data.hf_checkpoint,
         source=str(spec.engine.update_weight_disk_dir),
     )
-
-
-def _wait_until_idle(url: str, key: str | None) -> None:
-    """Wait until an engine has ended what was aborted: one that is asked for its memory before that ends itself."""
-    from slime_rollout.http import HttpError, call
-
-    end = time.monotonic() + IDLE_SECONDS
-    while True:
-        try:
-            call("POST", f"{url}/flush_cache", key=key)  # refused while requests are running
-        except HttpError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(_POLL_SECONDS)
-        else:
-            return

@@ -1,5 +1,6 @@
 """One engine without a fleet: what is refused, and what is told when it does not come up."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -88,6 +89,14 @@ def test_one_that_is_up_answers_at_its_own_port(quick_python, tmp_path):
         assert call("POST", f"{engine.url}/generate", {})["text"] == "model"
     with pytest.raises(HttpError):
         call("GET", f"{engine.url}/health")
+
+
+def test_an_engine_on_cuda_that_is_to_sleep_saves_its_memory():
+    for device, memory_saver in itertools.product(("cpu", "cuda"), (False, True)):
+        given = EngineSpec(model_path="model", device=device, memory_saver=memory_saver)
+        wanted = memory_saver and device == "cuda"
+        assert ("--enable-memory-saver" in server_command(EngineConfig(), given)) == wanted
+        assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in server_environment(EngineConfig(), given)) == wanted
 
 
 def test_flags_of_one_engine_win():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Self
 
+from slime_rollout.engine import EngineError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.health import FleetMonitor
@@ -63,6 +64,25 @@ class Fleet(abc.ABC):
     def engines_behind(self) -> list[str]:
         """Addresses of engines that miss the weights of the last confirmed update; empty without fault tolerance."""
         return []
+
+    def serves(self) -> bool:
+        """Whether an engine gets requests; always without fault tolerance."""
+        return True
+
+    def begin_sleep(self) -> None:  # noqa: B027 - nothing is started here without fault tolerance
+        """The engines are about to give their memory back: wait for those that start, and start none until the end."""
+
+    def end_sleep(self, *, awake: bool) -> None:  # noqa: B027
+        """There is memory for engines again; where they are ``awake``, they have all of theirs."""
+
+    def replace(self, urls: Collection[str]) -> None:
+        """Replace engines that gave no answer when they were asked for their memory. Raises as :meth:`check`.
+
+        Raises:
+            EngineError: Nobody replaces engines.
+        """
+        self.check()
+        raise EngineError(f"engines do not hand their memory over: {', '.join(urls)}")
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
         """Where to send weights now. With fault tolerance, waits until an engine is up. Raises as :meth:`check`.
@@ -246,6 +266,27 @@ class EngineFleet(Fleet):
     def engines_behind(self) -> list[str]:
         """As of :class:`Fleet`."""
         return self._monitor.behind() if self._monitor is not None else []
+
+    def serves(self) -> bool:
+        """As of :class:`Fleet`."""
+        return self._monitor is None or any(slot.now.in_router for slot in self._engines)
+
+    def begin_sleep(self) -> None:
+        """As of :class:`Fleet`. Raises as :meth:`check`."""
+        if self._monitor is not None:
+            self._monitor.begin_sleep()
+
+    def end_sleep(self, *, awake: bool) -> None:
+        """As of :class:`Fleet`."""
+        if self._monitor is not None:
+            self._monitor.end_sleep(awake=awake)
+
+    def replace(self, urls: Collection[str]) -> None:
+        """As of :class:`Fleet`."""
+        if self._monitor is None:
+            super().replace(urls)
+        else:
+            self._monitor.replace(urls)
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:
         """As of :class:`Fleet`."""

@@ -12,10 +12,11 @@ from the caller, who sends them to the engines that are ``behind``, and then con
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from slime_core.errors import SlimeError
@@ -155,6 +156,7 @@ class FleetMonitor:
         self._weights = AS_STARTED
         self._updating: list[Occupant[Any]] | None = None
         self._updates = 0
+        self._asleep = self._full = False  # whether engines cannot generate, and whether there is no memory for others
         self._faults = self._faults_before_update = 0
         self._ask_all_since = 0.0
         self._registry = Registry(engines, router, events.write)
@@ -234,6 +236,33 @@ class FleetMonitor:
         self.check()
         return self._faults > self._faults_before_update
 
+    def begin_sleep(self) -> None:
+        """As :meth:`Fleet.begin_sleep`: what dies from here on is replaced when the engines wake."""
+        while not all(slot.now.up or slot.now.no_successor for slot in self._engines):
+            self._wait()
+        with self._lock:
+            self._asleep = self._full = True
+            self._updates += 1
+            pending = [slot.now.probe.problem for slot in self._engines if slot.now.probe is not None]
+        wait(pending, 2 * self._config.rollout_health_check_timeout)  # they ask for a token
+
+    def end_sleep(self, *, awake: bool) -> None:
+        """As :meth:`Fleet.end_sleep`."""
+        with self._lock:
+            self._asleep, self._full = not awake, False
+            for slot in self._engines:
+                if slot.now.due == math.inf:
+                    slot.now.due = time.monotonic()
+
+    def replace(self, urls: Collection[str]) -> None:
+        """As :meth:`Fleet.replace`."""
+        with self._lock:
+            failed = [slot.now for slot in self._engines if slot.url in urls]
+            for occupant in failed:
+                occupant.silent = True
+        while any(occupant.up for occupant in failed):
+            self._wait()
+
     def _behind(self) -> list[EngineSlot]:
         return [slot for slot in self._engines if slot.now.up and slot.now.weights != self._weights]
 
@@ -275,7 +304,7 @@ class FleetMonitor:
                 return now.no_successor if time.monotonic() >= now.due else None
             return f"ended by itself (exit code {code})" if now.up else f"did not start (exit code {code})"
         if now.up and now.silent:
-            return "gave no answer to a request of a weight update"
+            return "gave no answer to a request of a weight update or for its memory"
         probe = now.probe
         if probe is None or probe.updates != self._updates or probe.since < self._ask_all_since:
             if time.monotonic() >= now.due or now.checked < self._ask_all_since:
@@ -289,7 +318,8 @@ class FleetMonitor:
     def _ask(self, slot: Slot[Any]) -> None:
         now = slot.now
         with self._lock:
-            path = PAUSED_HEALTH_PATH if now in (self._updating or ()) else slot.health_path
+            paused = now in (self._updating or ()) or (self._asleep and slot is not self._router)
+            path = PAUSED_HEALTH_PATH if paused else slot.health_path
             since, updates = time.monotonic(), self._updates
         if now.up:
             timeout = self._config.rollout_health_check_timeout
@@ -337,6 +367,9 @@ class FleetMonitor:
         if now.process.exit_code is None:
             now.process.kill()
             self._note(slot, Event.KILLED, "with all its processes")
+        if self._full and slot is not self._router:
+            now.no_successor, now.due = f"{problem} while there was no memory for another", math.inf
+            return
         if slot.restarts >= self._config.rollout_max_restarts:
             self._give_up(slot, problem)
         slot.restarts += 1

@@ -57,6 +57,7 @@ class EngineSpec:
         worker_type: ``regular``, ``prefill``, ``decode`` or ``encoder``.
         bootstrap_port: Port where a prefill engine hands over to decode engines.
         encoder_urls: Encoders that this engine sends images to.
+        memory_saver: Whether it will be asked to give its memory back, which on CUDA SGLang must know at its start.
     """
 
     model_path: str
@@ -71,6 +72,7 @@ class EngineSpec:
     worker_type: str = "regular"
     bootstrap_port: int | None = None
     encoder_urls: tuple[str, ...] = ()
+    memory_saver: bool = False
 
     @property
     def url(self) -> str:
@@ -120,7 +122,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     flags |= (
         _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else {"base-gpu-id": str(spec.base_gpu_id)}
     )
-    flags |= _role_flags(spec)
+    flags |= _role_flags(config, spec)
     flags |= {**config.sglang_args, **spec.sglang_args}
     command = [config.python, *module_words("sglang.launch_server", config.key)]
     for name, value in flags.items():
@@ -140,7 +142,7 @@ def key_environment(key: str | None) -> dict[str, str]:
     return {} if key is None else {with_key.KEY: key}
 
 
-def _role_flags(spec: EngineSpec) -> dict[str, SglangValue]:
+def _role_flags(config: EngineConfig, spec: EngineSpec) -> dict[str, SglangValue]:
     """Written from SGLang's documentation for all but regular engines; not run on CUDA."""
     flags: dict[str, SglangValue] = {}
     if spec.worker_type in ("prefill", "decode"):
@@ -149,6 +151,8 @@ def _role_flags(spec: EngineSpec) -> dict[str, SglangValue]:
         flags["disaggregation-bootstrap-port"] = str(spec.bootstrap_port)
     if spec.worker_type == "encoder":
         flags["encoder-only"] = True
+    if spec.memory_saver and spec.runs_on(config) != "cpu":
+        flags["enable-memory-saver"] = True
     if spec.encoder_urls:
         flags |= {"language-only": True, "encoder-urls": spec.encoder_urls}
     return flags
@@ -185,6 +189,8 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
+    if spec.memory_saver and device != "cpu":
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = str(config.threads)
         if (ranks := spec.ranks(config)) > 1:
