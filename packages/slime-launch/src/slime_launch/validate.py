@@ -96,6 +96,11 @@ def _problems_of_kind(settings: Settings) -> Iterator[str]:
         yield f"--rollout-function-path {path} gives conversations; add --loss-type sft_loss or custom_loss"
     if path not in (None, SFT_ROLLOUT) and settings.algorithm.on_data:
         yield f"--rollout-function-path {path}: --loss-type {loss} takes rows of --prompt-data as they are: leave out"
+    if settings.rollout.rollout_function is not None and settings.rollout.selection.async_buffer_size is not None:
+        yield (
+            f"--rollout-function-path {path} makes one rollout when it is called, and --async-buffer-size has slime "
+            "generate ahead; leave one of them out"
+        )
     if settings.rows is not None and size not in (1, settings.samples_per_prompt):
         yield (
             f"--n-samples-per-prompt {size}: a row makes {settings.samples_per_prompt} with --loss-type "

@@ -146,11 +146,14 @@ class SamplingConfig(Config):
     )
     rollout_function_path: str | None = flag(
         None,
-        help="upstream's name of its rollout function for generation, or for conversations: both are built in",
+        help="function (args, rollout_id, data_source, evaluation=) that makes whole rollouts in place of slime's own",
         metavar="PATH",
     )
+    eval_function_path: str | None = flag(
+        None, help="the same for evaluations; else --rollout-function-path makes them, too", metavar="PATH"
+    )
     custom_generate_timeout: float = flag(
-        3600.0, help="time limit of one call of that function", unit="seconds", above=0, may_change=True
+        3600.0, help="time limit of one call of such a function", unit="seconds", above=0, may_change=True
     )
     max_turns: int = flag(
         10, help="most turns of the model in an interaction, as args.max_turns too", unit="turns", least=1
@@ -162,11 +165,6 @@ class SamplingConfig(Config):
         path = self.rollout_function_path
         if path is not None and "fully_async" in path:
             yield f"--rollout-function-path {path} generates ahead; --async-buffer-size N does that here: give that"
-        elif path is not None and path not in BUILT_IN_ROLLOUTS:
-            yield (
-                f"--rollout-function-path {path}: whole rollouts are made by slime itself; give the part that is yours "
-                "as --custom-generate-function-path, --data-source-path or --dynamic-sampling-filter-path"
-            )
         if any(not text for text in self.rollout_stop):
             yield "--rollout-stop has an empty string, which would end every response; leave it out"
 
@@ -454,16 +452,30 @@ class RolloutConfig(Config):
     hooks: HookConfig
 
     @property
+    def rollout_function(self) -> str | None:
+        """The user's function that makes whole rollouts; ``None`` where slime does."""
+        path = self.sampling.rollout_function_path
+        return None if path in BUILT_IN_ROLLOUTS else path
+
+    @property
+    def eval_function(self) -> str | None:
+        """The user's function that makes whole evaluations; ``None`` where slime does."""
+        path = self.sampling.eval_function_path or self.rollout_function
+        return None if path in BUILT_IN_ROLLOUTS else path
+
+    @property
     def takes_messages(self) -> bool:
         """Whether prompts may be chat messages: a template renders them, or a custom function does."""
-        return self.data.apply_chat_template or self.sampling.custom_generate_function_path is not None
+        custom = self.sampling.custom_generate_function_path or self.rollout_function
+        return self.data.apply_chat_template or custom is not None
 
     @property
     def may_lag(self) -> bool:
         """Whether tokens may come from older weights than those that are trained next."""
         selection = self.selection
         ahead = selection.async_buffer_size is not None or selection.update_weights_interval > 1
-        return selection.gives_back or ahead or self.data.data_source_path is not None
+        custom = self.data.data_source_path or self.rollout_function
+        return selection.gives_back or ahead or custom is not None
 
 
 def _wrong_top_k(name: str, value: int | None) -> Iterator[str]:

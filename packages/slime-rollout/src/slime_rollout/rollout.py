@@ -22,6 +22,7 @@ from slime_rollout.filters import make_filter
 from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams
 from slime_rollout.generate.context import with_router
 from slime_rollout.hooks import hook_args_of
+from slime_rollout.hooks.rollout_function import find_functions
 from slime_rollout.hooks.rollouts import RolloutHooks, SampleHooks
 from slime_rollout.http import RETRY_DELAYS
 from slime_rollout.pipeline import GroupPipeline, Progress
@@ -95,6 +96,7 @@ class RolloutManager:
         self._sample_hooks, self._hooks = SampleHooks(config, hook_args), RolloutHooks(config, hook_args)
         pipeline = GroupPipeline(config, scorers.of(config), teacher or make_teacher(config), self._sample_hooks)
         self._calls = SourceCalls(data.source, config)
+        self._function, self._eval_function = find_functions(config, hook_args)
         client = EngineClient(
             router_url,
             concurrency=config.sampling.rollout_concurrency,
@@ -147,7 +149,7 @@ class RolloutManager:
         version = rollout_id if weight_version is None else weight_version
         self._sample_hooks.rollout_id = rollout_id
         start = time.perf_counter()
-        collected = self._thread.run(self._collector.collect(rollout_id, version))
+        collected, own = self._thread.run(self._collect(rollout_id, version))
         self._hooks.see_groups(collected.groups, collected.dropped, self._draw)
         samples = [sample for group in collected.groups for sample in group]
         metrics = self._hooks.log(
@@ -156,7 +158,8 @@ class RolloutManager:
             rollout_metrics(samples, self._config.rewards.reward_key),
             _engine_metrics(samples, self._seconds_since_last(collected))
             | (_age_metrics(samples, version) if self._config.may_lag else {})
-            | collected.counts,
+            | collected.counts
+            | own,
             time.perf_counter() - start,
         )
         return RolloutBatch(
@@ -210,7 +213,17 @@ class RolloutManager:
         """Stop what is in flight and close the connections. Another :meth:`generate` goes on with it."""
         self._thread.run(self._close())
 
+    async def _collect(self, rollout_id: int, version: int) -> tuple[Collected, dict[str, float]]:
+        """The groups of a rollout, and metrics of the user's function that made it, if one did."""
+        if self._function is not None:
+            start = time.perf_counter()
+            groups, metrics = await self._function.collect(rollout_id, self._calls)
+            return Collected(groups, {}, {"generate": time.perf_counter() - start, "reward": 0.0}, []), metrics
+        return await self._collector.collect(rollout_id, version), {}
+
     async def _evaluate(self, rollout_id: int) -> EvalReport:
+        if self._eval_function is not None:
+            return await self._eval_function.evaluate(rollout_id, self._calls)
         return await self._evaluator.evaluate(rollout_id, await self._collector.open())
 
     async def _state(self) -> dict[str, Any]:

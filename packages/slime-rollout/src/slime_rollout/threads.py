@@ -48,12 +48,14 @@ def call_within(seconds: float, what: str, function: Callable[..., Any], *args: 
     return answer.result()
 
 
-async def await_within(seconds: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
+async def await_within(
+    seconds: float, what: str, function: Callable[..., Any], *args: Any, flag: str = HOOK_FLAG
+) -> Any:
     """As :func:`call_within`, without blocking the event loop."""
     answer = asyncio.wrap_future(start_call(_HOOK_THREAD, function, *args))
     try:
         if not (await asyncio.wait([answer], timeout=seconds))[0]:
-            raise _too_long(seconds, what, HOOK_FLAG)
+            raise _too_long(seconds, what, flag)
         return answer.result()
     finally:
         answer.cancel()

@@ -253,6 +253,39 @@ KINDS["see each sample"] = (
         "hanging": (f"def hook(args, sample): time.sleep({LEFT})", "it hangs"),
     },
 )
+WHOLE = "args, rollout_id, data_source, evaluation=False"
+ALL_DONE = """
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for one in sum(groups, []): one.tokens, one.response_length, one.reward, one.status = [1, 2], 1, 0.5, 'completed'
+    return groups"""
+KINDS["make a rollout"] = (
+    "rollout_function_path",
+    {},
+    {
+        "good": (f"def hook({WHOLE}):{ALL_DONE}", ""),
+        "async": (f"async def hook({WHOLE}):{ALL_DONE}", ""),
+        "wrong arity": ("def hook(args, rollout_id): pass", r"takes \(args, rollout_id\); it is called as"),
+        "wrong return": (f"def hook({WHOLE}): return 7", "returned 7; return a list of groups"),
+        "too few": (f"def hook({WHOLE}): return []", "returned 0 groups; return --rollout-batch-size 2"),
+        "not ready": (f"def hook({WHOLE}): return data_source.get_samples(2)", "is not ready: set tokens"),
+        "raising": (f"def hook({WHOLE}): 1 / 0", "raised ZeroDivisionError"),
+        "hanging": (f"def hook({WHOLE}): time.sleep({LEFT})", "needs a higher --custom-generate-timeout"),
+        "hanging async": (f"async def hook({WHOLE}): await asyncio.sleep({LEFT})", "raise --custom-generate-timeout"),
+    },
+)
+KINDS["make an evaluation"] = (
+    "eval_function_path",
+    {},
+    {
+        "good": (f"def hook({WHOLE}): return {{'held': {{'rewards': [0, 1], 'truncated': [False, True]}}}}", ""),
+        "wrong arity": ("def hook(args): pass", r"takes \(args\); it is called as"),
+        "wrong return": (f"def hook({WHOLE}): return []", "return a mapping from held-out set"),
+        "no rewards": (f"def hook({WHOLE}): return {{'held': 0.5}}", "return finite numbers as its rewards"),
+        "raising": (f"def hook({WHOLE}): 1 / 0", "raised ZeroDivisionError"),
+        "hanging": (f"def hook({WHOLE}): time.sleep({LEFT})", "needs a higher --custom-generate-timeout"),
+        "training prompts": (f"def hook({WHOLE}): data_source.get_samples(1)", "belongs to a call that is over"),
+    },
+)
 CASES = [
     pytest.param(flag, more, *what, id=f"{kind}: {case}")
     for kind, (flag, more, cases) in KINDS.items()
@@ -289,8 +322,7 @@ def test_contract(trial, tmp_path, field, more, source, message):
 
 
 def test_no_kind_of_hook_is_left_out():
-    others = {"custom_config_path", "rollout_function_path"}
-    fields = {spec.dest for spec in flag_specs(RolloutConfig) if spec.dest.endswith("_path")} - others
+    fields = {spec.dest for spec in flag_specs(RolloutConfig) if spec.dest.endswith("_path")} - {"custom_config_path"}
     assert fields == {hook.field for hook in HOOKS} == {flag for flag, _, _ in KINDS.values()}
     for _, _, cases in KINDS.values():
         assert {"good", "wrong arity", "wrong return", "raising", "hanging"} <= cases.keys()

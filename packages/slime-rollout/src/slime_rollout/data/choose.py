@@ -75,7 +75,8 @@ def find_data_source(config: RolloutConfig) -> Callable[..., AccountedSource]:
     ``(dataset, samples_per_prompt=…, shuffle=…, seed=…, args=…)``. Raises `ConfigError` if a path names nothing that
     can be used, or a function that does not take the arguments it will get.
     """
-    kind: type[Any] = RolloutDataSourceWithBuffer if config.selection.gives_back else RolloutDataSource
+    gives_back = config.selection.gives_back or config.rollout_function is not None
+    kind: type[Any] = RolloutDataSourceWithBuffer if gives_back else RolloutDataSource
     if config.data.data_source_path is not None:
         kind = _load_class(config.data.data_source_path)
     if config.data.buffer_filter_path is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_values
 from slime_core.hooks import HookArgs
-from slime_rollout.config import RolloutConfig
+from slime_rollout.config import BUILT_IN_ROLLOUTS, RolloutConfig
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.strict_yaml import load_yaml
 
@@ -35,7 +35,8 @@ class Hook:
     def key(self, config: RolloutConfig) -> list[Any]:
         """The path and those fields; equal where two configurations have the same hook."""
         flags = flag_values(config)
-        return [flags[name] for name in (self.field, *self.settings)]
+        path = flags[self.field]
+        return [None if path in BUILT_IN_ROLLOUTS else path, *(flags[name] for name in self.settings)]
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,12 @@ def _rollout(config: RolloutConfig, hook_args: HookArgs) -> Any:
     return RolloutHooks(config, hook_args)
 
 
+def _whole(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.hooks.rollout_function import find_functions
+
+    return find_functions(config, hook_args)
+
+
 def _samples(config: RolloutConfig, hook_args: HookArgs) -> Any:
     from slime_rollout.hooks.rollouts import SampleHooks
 
@@ -146,6 +153,8 @@ HOOKS = (
     Hook("data_source_path", _source),
     Hook("buffer_filter_path", _source),
     Hook("custom_generate_function_path", _generate),
+    Hook("rollout_function_path", _whole),
+    Hook("eval_function_path", _whole),
     Hook("custom_rm_path", _reward, ("custom_rm_kwargs", "group_rm")),
     Hook("dynamic_sampling_filter_path", _filter),
     Hook("rollout_sample_hook_path", _samples),

@@ -25,6 +25,7 @@ from slime_rollout.data import (
     PromptDataset,
     PromptEncoder,
     RolloutDataSource,
+    SourceCalls,
     checked_groups,
     load_tokenizer,
     make_data_source,
@@ -42,6 +43,7 @@ from slime_rollout.generate import (
 from slime_rollout.generate.context import ROLLOUT_STREAM, with_router
 from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
+from slime_rollout.hooks.rollout_function import find_functions
 from slime_rollout.hooks.rollouts import RewardPostProcess, RolloutHooks, SampleHooks
 from slime_rollout.rewards import make_scorer
 from slime_rollout.threads import all_of, call_within
@@ -152,6 +154,29 @@ def _try_reward(trial: Trial) -> str:
         sample.reward = value
         sample.scalar_reward(trial.config.rewards.reward_key)
     return f"the rewards of {len(values)} responses were {', '.join(map(str, values))}"
+
+
+def _try_rollout(trial: Trial) -> str:
+    config = trial.config.changed(rollout_batch_size=_GROUPS, n_samples_per_prompt=trial.size)
+    source = make_data_source(config, trial.dataset, trial.args)
+
+    async def make() -> str:
+        async with StandInEngine(trial.tokenizer, trial.replies).serve() as url:
+            function, eval_function = find_functions(config, with_router(trial.args, url))
+            said = []
+            if function is not None:
+                groups, _ = await function.collect(0, SourceCalls(source, config))
+                trained = sum(sample.trained_tokens for group in groups for sample in group)
+                said.append(f"it made {_GROUPS} groups, and {trained} tokens are trained on")
+            if eval_function is not None and config.sampling.eval_function_path is not None:
+                scores = (await eval_function.evaluate(0, SourceCalls(source, config))).scores
+                said.append("it scored " + ", ".join(f"{name} {score:g}" for name, score in scores.items()))
+            return "; ".join(said)
+
+    said = asyncio.run(make())
+    if problem := source.check_ledger():
+        raise ContractError(problem)
+    return said
 
 
 def _try_filter(trial: Trial) -> str:
@@ -293,6 +318,8 @@ _TRIALS: dict[str, Callable[[Trial], str]] = {
     "data_source_path": _try_source,
     "buffer_filter_path": _try_source,
     "custom_generate_function_path": _try_generate,
+    "rollout_function_path": _try_rollout,
+    "eval_function_path": _try_rollout,
     "custom_rm_path": _try_reward,
     "dynamic_sampling_filter_path": _try_filter,
     "rollout_sample_hook_path": _try_samples,
