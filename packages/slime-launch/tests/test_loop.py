@@ -391,7 +391,7 @@ def test_trainers_lost_again_and_while_they_start(clock, launch, tmp_path):
 @pytest.mark.parametrize(("most", "code"), [("1", 3), ("0", 1)])
 def test_past_the_budget_one_line_names_the_first_cause(clock, flags, launch, tmp_path, capsys, most, code):
     flags["--trainer-max-restarts"] = most
-    launch(tmp_path / "whole")
+    launch(tmp_path / "whole", driver=True)
     place = clock.names.index("train 1")
     clock.names, clock.losses = [], [place, place + 1]
     assert launch(tmp_path / "lost", driver=True) == code
