@@ -37,7 +37,7 @@ def test_a_run_goes_on_without_its_only_engine(qwen3: Assets, tmp_path: Path) ->
 
 def test_past_the_budget_a_run_ends_with_one_error(qwen3: Assets, tmp_path: Path) -> None:
     code, text = run_and_kill_the_engine(qwen3, tmp_path, "--rollout-max-restarts", "0")
-    assert code == 1
+    assert code == 3
     assert text.count("slime-launch: ") == 1
     assert "slime-launch: engine 0 (http://127.0.0.1:" in text
     assert "after it was restarted 0 times, as often as --rollout-max-restarts allows; the end of its log" in text

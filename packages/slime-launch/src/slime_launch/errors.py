@@ -73,7 +73,7 @@ class LostContactError(TrainerLostError):
 
 
 class RestartsExhaustedError(RunError):
-    """The trainers were lost once more than they may be started again."""
+    """The trainers, an engine or the router were lost once more than they may be started again."""
 
     exit_code = 3
 

@@ -15,7 +15,7 @@ from slime_launch.calls import Watch, gather, stopped_line
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
-from slime_launch.errors import RayDiedError, RunError, Stopped
+from slime_launch.errors import RayDiedError, RestartsExhaustedError, RunError, Stopped
 from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
 from slime_launch.manifest import locked
@@ -34,6 +34,7 @@ from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import engine_dtype, notices, num_engines
 from slime_launch.wandb_run import WandbRun
 from slime_rollout.data_service import DataSpec
+from slime_rollout.engine import EngineRestartsError
 from slime_rollout.generation_service import GenerationSpec
 
 
@@ -157,6 +158,8 @@ def turn_the_crank(parts: Parts) -> Parts:
         return run_healing(parts)
     except RunError:
         raise
+    except EngineRestartsError as error:
+        raise RestartsExhaustedError(str(error)) from error
     except SlimeError as error:
         raise RunError(str(error)) from error
 

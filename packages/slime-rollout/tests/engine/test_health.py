@@ -439,7 +439,7 @@ def test_past_the_budget_one_error_names_the_engine_and_its_log(tmp_path):
         assert isinstance(error, EngineDiedError)
         assert str(error).startswith(
             f"engine 1 ({fleet.url(1)}) ended by itself (exit code 137), after it was restarted 1 times, as often as "
-            "--rollout-max-restarts allows; the end of its log "
+            "--rollout-max-restarts allows; the first cause: ended by itself (exit code 137); the end of its log "
         )
         assert fleet.events("engine 1")[-2:] == ["unhealthy", "budget_exhausted"]
         depths = [len(traceback.extract_tb(failure(fleet).__traceback__)) for _ in range(3)]

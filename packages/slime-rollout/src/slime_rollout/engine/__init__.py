@@ -21,6 +21,10 @@ class EngineDiedError(EngineError):
     """An engine or the router ended by itself."""
 
 
+class EngineRestartsError(EngineDiedError):
+    """An engine or the router failed once more than ``--rollout-max-restarts`` allows to replace it."""
+
+
 class ExternalEngineError(EngineError):
     """An external engine does not report what it is, or does not fit the run."""
 

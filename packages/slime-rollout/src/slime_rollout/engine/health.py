@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from slime_core.errors import SlimeError
-from slime_rollout.engine import EngineDiedError, EngineError, PortInUseError
+from slime_rollout.engine import EngineError, EngineRestartsError, PortInUseError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.router import OFFER_SECONDS
 from slime_rollout.engine.server import ServingProcess, SGLangEngine
@@ -355,6 +355,7 @@ class FleetMonitor:
         """End a process and start another one in its slot, or give up if the budget is used up."""
         now = slot.now
         self._note(slot, Event.UNHEALTHY, problem)
+        slot.first_problem = slot.first_problem or problem
         if slot is self._router:
             self._registry.offered.clear()
         with self._lock:
@@ -386,8 +387,10 @@ class FleetMonitor:
             f"{slot.name} ({slot.url}) {problem}, after it was restarted {slot.restarts} times, as often as "
             "--rollout-max-restarts allows"
         )
+        if slot.restarts:
+            message += f"; the first cause: {slot.first_problem}"
         self._note(slot, Event.BUDGET_EXHAUSTED, message)
-        raise EngineDiedError(f"{message}; {slot.process.log_excerpt()}")
+        raise EngineRestartsError(f"{message}; {slot.process.log_excerpt()}")
 
     def _register(self) -> None:
         with self._lock:

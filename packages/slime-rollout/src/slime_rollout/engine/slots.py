@@ -65,7 +65,8 @@ class Occupant(Generic[P]):
 class Slot(abc.ABC, Generic[P]):
     """A place for one process, such as ``engine 0``; empty before :meth:`start`.
 
-    A process that works answers ``health_path``. ``restarts`` counts how often it was replaced because it failed.
+    A process that works answers ``health_path``. ``restarts`` counts how often it was replaced because it failed, for
+    ``first_problem`` the first time.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Slot(abc.ABC, Generic[P]):
 
     def __init__(self) -> None:
         self.restarts = 0
+        self.first_problem: str | None = None
         self._moves = 0
         self._now: Occupant[P] | None = None
 
