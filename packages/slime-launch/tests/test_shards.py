@@ -77,6 +77,19 @@ def test_balance_by_operations(batch, flags, to_words):
     assert loads[1] == [1, 7]
 
 
+def test_pass_rates_on_request(batch, flags, to_words):
+    """Of the rewards 0 and 1 in turn: every second sample passes, and one of each pair."""
+    found = []
+    for more in ({}, {"--log-passrate": None}):
+        recipe = Recipe(
+            settings=parse_train(to_words(flags | more)), shape=SHAPE, data_parallel_size=1, store=None, can_resume=False
+        )
+        metrics = prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard).metrics
+        found.append({name: value for name, value in metrics.items() if name.startswith("passrate/")})
+    assert found[0] == {}
+    assert found[1] == {"passrate/pass@1": 0.5, "passrate/pass@2": 1.0}
+
+
 def test_rewards_of_a_function_replace_the_estimators(batch, flags, to_words, tmp_path):
     (tmp_path / "post.py").write_text(
         "def rewards(args, samples):\n"

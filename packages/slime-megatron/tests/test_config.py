@@ -17,7 +17,6 @@ def test_flags_carry_megatron_names_and_defaults():
     specs = {spec.name: spec for spec in flag_specs(MegatronConfig)}
     assert specs["--tensor-model-parallel-size"].default == 1
     assert (specs["--share-prompts"].default, specs["--share-prompts"].bare) == ("auto", "on")
-    assert specs["--balance-data"].is_switch
     assert specs["--recompute-activations"].is_switch
     assert specs["--clip-grad"].default == 1.0
     assert specs["--seed"].default == 1234
@@ -66,7 +65,6 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1"),
         ({"optimizer": "sgd"}, "--optimizer sgd is unknown; allowed: adam"),
-        ({"attention_backend": "quick"}, "allowed: auto, flash, fused, unfused, local"),
         ({"ckpt_format": "torch"}, "allowed: torch_dist"),
         ({"lr": float("nan")}, "--lr nan must be a finite number"),
         ({"clip_grad": float("inf")}, "--clip-grad inf"),
@@ -147,10 +145,7 @@ def test_what_is_so_anyway_may_be_said():
         optimizer="adam",
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        accumulate_allreduce_grads_in_fp32=True,
-        attention_softmax_in_fp32=True,
         no_gradient_accumulation_fusion=True,
-        attention_backend="flash",
         ckpt_format="torch_dist",
     )
 

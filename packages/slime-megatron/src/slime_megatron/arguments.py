@@ -67,6 +67,8 @@ _FIXED = {
 }
 # Fields without effect here.
 _UNREAD = {
+    "attention_softmax_in_fp32": "attention's softmax is computed in fp32 always",
+    "attention_backend": "what computes attention over packed rows follows from the layers and the precision",
     "moe_token_dispatcher_type moe_enable_deepep moe_flex_* moe_deepep_* moe_hybridep_*": "alltoall dispatches tokens",
     "moe_grouped_gemm moe_use_legacy_* moe_permute_fusion moe_router_fusion": "experts are computed one by one",
     "moe_shared_expert_overlap": "shared experts are computed before the others",

@@ -18,7 +18,6 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "
 AUTO_ON_OFF = ("auto", "on", "off")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 OPTIMIZERS = ("adam",)
-ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 CKPT_FORMATS = ("torch_dist",)
 MAX_SEED = 2**32 - 1  # NumPy's
 _EXACT = "log-probs of the engine and of the trainer would differ"
@@ -83,7 +82,6 @@ class MegatronConfig(Config):
     balance_by_flops: bool = flag(
         False, help="balance ranks and micro-batches by operations, in which long sequences weigh more, not by tokens"
     )
-    balance_data: bool = flag(False, help="no effect: the work is always balanced over the data-parallel ranks")
     share_prompts: str = flag(
         "auto",
         choices=AUTO_ON_OFF,
@@ -272,21 +270,9 @@ class MegatronConfig(Config):
         0.0, "dropout of attention weights; only 0 is supported (Megatron has 0.1)", _EXACT
     )
     hidden_dropout: float = _only(0.0, "dropout of hidden states; only 0 is supported (Megatron has 0.1)", _EXACT)
-    accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, help="no effect: gradients are accumulated and reduced in fp32 always", may_change=True
-    )
-    attention_softmax_in_fp32: bool = flag(
-        False, help="no effect: attention's softmax is computed in fp32 always", may_change=True
-    )
     no_gradient_accumulation_fusion: bool = flag(
         False,
         help="do not add weights' gradients up in the matrix product; done on a GPU with Apex's kernels alone",
-        may_change=True,
-    )
-    attention_backend: str = flag(
-        "auto",
-        choices=ATTENTION_BACKENDS,
-        help="no effect: what computes attention over packed rows follows from the layers and the precision",
         may_change=True,
     )
 
