@@ -7,7 +7,6 @@ limit, has a row in ``data/flag_effects.toml`` with the test that shows it.
 
 import ast
 import importlib
-import dataclasses
 import json
 import os
 import sys
@@ -201,7 +200,14 @@ def made(words):
         "tracking": tracked(settings),
         "evaluations": evaluations(settings),
         "requests": [SamplingParams.for_rollout(settings.rollout).to_request(1)],
-        "evaluation": [(held.path, held.n_samples_per_eval_prompt, str(held.config.data), SamplingParams.for_evaluation(held), held.config.rewards.reward_key)
+        "evaluation": [
+            (
+                held.path,
+                held.n_samples_per_eval_prompt,
+                str(held.config.data),
+                SamplingParams.for_evaluation(held),
+                held.config.rewards.reward_key,
+            )
             for held in sets
         ],
         "core": {role: slime_values(shape, config, on_gpu=False) for role, config in roles.items()},

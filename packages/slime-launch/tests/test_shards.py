@@ -82,7 +82,11 @@ def test_pass_rates_on_request(batch, flags, to_words):
     found = []
     for more in ({}, {"--log-passrate": None}):
         recipe = Recipe(
-            settings=parse_train(to_words(flags | more)), shape=SHAPE, data_parallel_size=1, store=None, can_resume=False
+            settings=parse_train(to_words(flags | more)),
+            shape=SHAPE,
+            data_parallel_size=1,
+            store=None,
+            can_resume=False,
         )
         metrics = prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard).metrics
         found.append({name: value for name, value in metrics.items() if name.startswith("passrate/")})
