@@ -190,7 +190,7 @@ def made(words):
     engine, model = settings.engine, EngineSpec(model_path="hf", dtype="float32")
     specs = equal_specs(model, 2, engine)
     shape = ModelShape.from_hf_config("hf")
-    roles = {role: values for role, values in (("actor", settings.megatron), ("critic", critic(settings)))}
+    roles = {"actor": settings.megatron, "critic": critic(settings)}
     plan = make_plan(settings, Problems(), find_device("h100", None), gpus_per_node=8, elsewhere=True).as_json()
     del plan["derived"]  # is what was given
     return {
