@@ -157,8 +157,8 @@ def loss(algorithm):
     mask = (torch.arange(4) < torch.tensor([4, 1, 2, 4, 3, 2]).unsqueeze(1)).long()
     rewards, groups = [1.0, 0.0, 0.5, 1.0, 0.0, 0.25], [0, 0, 0, 1, 1, 1]
     found, _ = ops.algorithm_loss(
-        algorithm, new, mask, rewards=rewards, group_ids=groups, old_log_probs=old, ref_log_probs=ref, entropy=values.abs(),
-        rollout_log_probs=old + 0.5 * (engine - old), teacher_log_probs=teacher, values=values,
+        algorithm, new, mask, rewards=rewards, group_ids=groups, old_log_probs=old, ref_log_probs=ref,
+        rollout_log_probs=old + 0.5 * (engine - old), teacher_log_probs=teacher, values=values, entropy=values.abs(),
     )  # fmt: skip
     clipped = values + (new_values - values).clamp(-algorithm.value_clip, algorithm.value_clip)
     return found.item(), clipped.sum().item() if algorithm.needs_critic else 0
