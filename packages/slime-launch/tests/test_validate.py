@@ -80,6 +80,19 @@ def test_a_group_of_one_learns_nothing_and_is_refused():
     assert len(notices(settings(use_kl_loss=None))) == 1
 
 
+def test_flags_that_have_no_effect_in_a_run_of_this_kind_are_named():
+    assert [line for line in notices(settings(loss_type="sft_loss", size=1)) if "no effect" in line] == [
+        "no effect, as nothing is generated: --colocate"
+    ]
+    more = {"use_tis": None, "tensor_model_parallel_size": 2, "eval_prompt_data": "held"}
+    assert [line for line in notices(settings(debug_rollout_only=None, **more)) if "no effect" in line] == [
+        "no effect, as nothing is trained: --use-tis",
+        "no effect, as there are no trainers: --tensor-model-parallel-size",
+        "no effect, as weights stay as they are: --num-steps-per-rollout",
+    ]
+    assert not any("no effect" in line for line in notices(settings(num_steps_per_rollout=2, size=2)))
+
+
 def test_weights_that_are_sent_less_often_and_engines_that_are_replaced():
     with pytest.raises(ConfigError, match="--update-weights-interval 3 does not work with --use-fault-tolerance"):
         check_settings(settings(update_weights_interval=3, use_fault_tolerance=None))

@@ -12,6 +12,7 @@ from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
 from slime_launch.config import Settings
 from slime_launch.errors import Problems
+from slime_launch.idle import idle_flags
 from slime_rollout.config import SFT_ROLLOUT
 
 
@@ -192,6 +193,7 @@ def _notices_of_kind(settings: Settings) -> list[str]:
         lines.append("no trainers are started: the engines keep the weights of --hf-checkpoint")
     if settings.only_evaluates or not settings.trains:
         lines.append("nothing is trained, and no checkpoint is written")
+    lines += [f"no effect, as {why}: {', '.join(flags)}" for why, flags in idle_flags(settings)]
     return lines
 
 
