@@ -34,8 +34,8 @@ HEAD = f"""\
 Written by `scripts/features_page.py` from what the checks before a run say of a command; a test compares the two. The
 command trains {MODEL} on 8 GPUs beside 8 for the engines. Every feature is accepted alone. A run has one of two that
 are alternatives of one choice. Of the other pairs some are refused; in some, one of the two has no effect, which the
-run says at start. The last two tables have these with the reason. All others are accepted: no check refuses them. What has
-been run together is in the tests.
+run says at start. The last two tables have these with the reason. All others are accepted: no check refuses them. What
+has been run together is in the tests.
 """
 
 
