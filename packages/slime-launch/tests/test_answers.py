@@ -44,11 +44,11 @@ def test_others_lead_to_flags_that_there_are_or_are_upstreams(section):
 
 
 def test_flags_without_effect_are_accepted_and_said_in_one_line(flags, to_words):
-    words = [*to_words(flags), "--no-offload-train", "--use-tensorboard", "--train-backend", "megatron"]
+    words = [*to_words(flags), "--use-tensorboard", "--train-backend", "megatron"]
     settings = parse_train([*words, "--log-probs-chunk-size", "1024", "--sglang-server-concurrency", "64"])
     assert settings.rollout.sampling.rollout_concurrency == 64
     line, renamed = settings.notes
-    for name in ("--no-offload-train", "--use-tensorboard", "--train-backend", "--log-probs-chunk-size"):
+    for name in ("--use-tensorboard", "--train-backend", "--log-probs-chunk-size"):
         assert f"{name} (" in line
     assert renamed == "--sglang-server-concurrency 64 is --rollout-concurrency 64 here"
     assert parse_train(to_words(flags)).notes == ()

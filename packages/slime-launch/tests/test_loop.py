@@ -24,8 +24,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import slime_launch.run
 from slime_core.errors import DataError
+from slime_core.memory import Held, MemoryState
 from slime_core.metrics import rollout_metrics
-from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
+from slime_core.types import EvalReport, RolloutBatch, Sample, SleepReport, SyncReport, TrainReport
 from slime_launch.calls import Watch
 from slime_launch.console import RunConsole
 from slime_launch.errors import RunError, TrainerLostError
@@ -68,6 +69,26 @@ class Engine:
     weights: int | None = None
 
 
+class Half:
+    """Checks every move of its memory as the real ones do, and may be killed before and after each."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name, self.memory = clock, name, MemoryState(name)
+
+    def sleep(self, *, keep_weights: bool = False, on_poll=lambda: None):
+        self.clock.tick(f"{self.name}: sleep{' half' * keep_weights}")
+        with self.memory.sleeping(keep_weights):
+            on_poll()
+        self.clock.tick(f"{self.name}: asleep{' half' * keep_weights}")
+        return SleepReport(device=0, waiting=16, resident=100)
+
+    def wake(self, *, weights_only: bool = False, on_poll=lambda: None) -> None:
+        self.clock.tick(f"{self.name}: wake{' half' * weights_only}")
+        with self.memory.waking(weights_only):
+            on_poll()
+        self.clock.tick(f"{self.name}: awake{' half' * weights_only}")
+
+
 class Call:
     """Ends at the second look."""
 
@@ -82,13 +103,20 @@ class Call:
         return self.looks > 1
 
 
-class Rollout:
+class Rollout(Half):
     """Generates what follows from the data position and from the weights that were sent last."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.engine, self.position, self.version = clock, Engine(), 0, 0
+        super().__init__(clock, "engines")
+        self.engine, self.position, self.version = Engine(), 0, 0
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        super().sleep(keep_weights=keep_weights)
+        if not keep_weights:
+            self.engine.weights = None
 
     def begin_update(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
+        self.memory.require("begin_update", Held.WEIGHTS)
         return types.SimpleNamespace(engine_urls=()) if only_behind else self.engine
 
     def confirm_update(self, version: int) -> None:
@@ -111,6 +139,7 @@ class Rollout:
         return pickle.loads(pickle.dumps(shard))
 
     def generated(self, rollout_id):
+        self.memory.require("generate", Held.EVERYTHING)
         assert self.engine.weights is not None
         groups = [
             [self.sample(group * 2 + member, group, self.position, self.engine.weights) for member in range(2)]
@@ -131,6 +160,7 @@ class Rollout:
         return Call(lambda: self.evaluated(iteration))
 
     def evaluated(self, iteration):
+        self.memory.require("evaluate", Held.EVERYTHING)
         rate = digest(self.engine.weights) % 101 / 100
         self.clock.tick(f"evaluated {iteration}")
         metrics = {"eval/sums": rate, "eval/sums-pass@2": rate}
@@ -146,14 +176,15 @@ class Rollout:
         return Progress()
 
 
-class Trainers:
+class Trainers(Half):
     """Weights that follow from everything they were trained on, in order."""
 
     data_parallel_size = 1
     in_background, writing, questions = False, None, 0
 
     def __init__(self, clock: Clock, save: Path, resume_from: Path | None) -> None:
-        self.clock, self.save_dir, self.checks = clock, save, 0
+        super().__init__(clock, "trainers")
+        self.save_dir, self.checks = save, 0
         self.load(resume_from)
 
     def load(self, resume_from):
@@ -161,12 +192,14 @@ class Trainers:
 
     def restart(self, resume_from, *, on_poll):
         self.writing, self.weights = None, None
+        self.memory = MemoryState("trainers")
         self.clock.tick("restart")
         on_poll()
         self.load(resume_from)
 
     def train(self, shards, *, on_poll):
         [shard] = shards
+        self.memory.require("train", Held.EVERYTHING)
         self.clock.tick(f"train {shard.rollout_id}")
         on_poll()
         self.weights = digest(self.weights, [(sample.tokens.tolist(), sample.reward) for sample in shard.samples])
@@ -175,11 +208,13 @@ class Trainers:
 
     def push_weights(self, engine, version, *, on_poll):
         engine.weights = None
+        self.memory.require("push", Held.WEIGHTS)
         self.clock.tick(f"push {version}")
         engine.weights = self.weights
         return SyncReport(version=version, tensors=1, bytes=4, seconds=0.1)
 
     def save(self, iteration, *, on_poll):
+        self.memory.require("save", Held.EVERYTHING)
         if not self.in_background:
             return self.write(iteration, self.weights)
         self.writing = functools.partial(self.write, iteration, self.weights)
@@ -252,7 +287,10 @@ def launch(clock, flags, to_words, monkeypatch):
             return False
 
         def start(*_, resume_from, **__):
-            return Trainers(clock, home / "save", resume_from), Rollout(clock)
+            trainers, rollout = Trainers(clock, home / "save", resume_from), Rollout(clock)
+            if checked.settings.engines_sleep:
+                rollout.sleep()
+            return trainers, rollout
 
         monkeypatch.setattr(slime_launch.run, "start", start)
         if driver:
@@ -311,7 +349,7 @@ def test_killed_anywhere_it_ends_the_same(clock, flags, launch, tmp_path, monkey
     print(f"killed at each of {len(points)} points")
 
 
-OF_TRAINERS = ("train ", "trained ", "push ", "save ", "saved ", "generate ", "evaluate ")
+OF_TRAINERS = ("train ", "trained ", "push ", "save ", "saved ", "generate ", "evaluate ", "trainers: ")
 """Points at which trainers may be lost: their calls, and where they are only looked at."""
 
 
@@ -332,7 +370,9 @@ def test_trainers_lost_anywhere_are_started_again_and_it_ends_the_same(
         assert launch(home)
         clock.losses = []
         names = clock.names
-        assert names[place] == points[place] and names[place + 1] == "restart", f"not lost at {points[place]}"
+        assert names[place] == points[place], f"not lost at {points[place]}"
+        assert names[names.index("cancel") :].index("restart") <= 3, f"lost at {points[place]}"
+        assert names.count("restart") == 1
         assert outcome(home) == expected, f"lost at {place}: {points[place]}"
         generated = [name for name in names if name.startswith("generate ") and name != points[place]]
         assert len(generated) == len(set(generated)), f"lost at {points[place]}"
@@ -381,9 +421,13 @@ def test_a_key_is_in_no_file_of_a_run(launch, flags, tmp_path, monkeypatch):
 def test_trainers_lost_again_and_while_they_start(clock, launch, tmp_path):
     launch(tmp_path / "whole")
     place, expected = clock.names.index("train 3"), outcome(tmp_path / "whole")
-    clock.names, clock.losses = [], [place, place + 1, place + 8]  # again when they start, and when they train again
+    twice = [place, place + 2]  # again when they start
+    clock.names, clock.losses = [], twice
+    assert launch(tmp_path / "lost twice")
+    third = clock.names.index("train 2", place)  # and when they train again
+    clock.names, clock.losses = [], [*twice, third]
     assert launch(tmp_path / "lost")
-    assert clock.names[place : place + 3] == ["train 3", "restart", "restart"]
+    assert clock.names[place : place + 5] == ["train 3", "cancel", "restart", "cancel", "restart"]
     assert clock.names.count("restart") == 3
     assert outcome(tmp_path / "lost") == expected
 
@@ -393,7 +437,7 @@ def test_past_the_budget_one_line_names_the_first_cause(clock, flags, launch, tm
     flags["--trainer-max-restarts"] = most
     launch(tmp_path / "whole", driver=True)
     place = clock.names.index("train 1")
-    clock.names, clock.losses = [], [place, place + 1]
+    clock.names, clock.losses = [], [place, place + 2]
     assert launch(tmp_path / "lost", driver=True) == code
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("slime-launch: ") and line.endswith("trainer rank 0 died: train 1")
@@ -495,6 +539,7 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
         shape=None,
         trainers=Dead(clock, tmp_path, None),
         rollout=Rollout(clock),
+        memory=types.SimpleNamespace(to_generate=lambda: None),
         state=Nothing(),
         tracker=None,
         console=RunConsole(io.StringIO()),

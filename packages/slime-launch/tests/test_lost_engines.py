@@ -12,6 +12,7 @@ import pytest
 from slime_core.types import SyncReport
 from slime_launch import loop
 from slime_launch.console import RunConsole
+from slime_launch.handover import Handover
 from slime_launch.loop import Parts, push_weights, wait_for, watch_trainers
 from slime_rollout.engine import EngineDiedError, WeightSyncError
 from slime_rollout.engine.config import EngineConfig
@@ -75,15 +76,25 @@ class Trainers:
 
 
 def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
-    rollout = Rollout(*urls)
+    rollout, console = Rollout(*urls), RunConsole(io.StringIO())
+    selection = types.SimpleNamespace(update_weights_interval=1)
+    settings = types.SimpleNamespace(
+        generates=True,
+        trains=True,
+        trainer_sleeps=False,
+        engines_sleep=False,
+        rollout=types.SimpleNamespace(selection=selection),
+    )
+    trainers = Trainers(rollout)
     return Parts(
-        settings=types.SimpleNamespace(generates=True, trains=True),
+        settings=settings,
         shape=None,
-        trainers=Trainers(rollout),
+        trainers=trainers,
         rollout=rollout,
+        memory=Handover(settings, trainers, rollout, console),
         state=types.SimpleNamespace(iteration=iteration, weight_version=version, is_saving=False, is_exported=True),
         tracker=None,
-        console=RunConsole(io.StringIO()),
+        console=console,
     )
 
 

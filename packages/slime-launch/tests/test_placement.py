@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_launch.config import ClusterConfig
-from slime_launch.errors import PlacementError
-from slime_launch.placement import Placement, check_layout, order_bundles, plan_layout, shortage, threads_per_worker
+from slime_launch.placement import Placement, layout_notes, order_bundles, plan_layout, shortage, threads_per_worker
 
 
 def test_disaggregated_halves_have_bundles_of_their_own():
@@ -25,12 +24,14 @@ def test_colocated_halves_share(rollout, bundles):
     assert layout.trainer_resources()["num_gpus"] == 0.5
 
 
-def test_gpus_are_not_shared_until_memory_is_handed_over():
+def test_what_was_not_run_on_shared_gpus_is_said():
     shared, apart = ClusterConfig(colocate=True), ClusterConfig(rollout_num_gpus=1)
-    with pytest.raises(PlacementError, match=r"--colocate is not supported on CUDA yet.* give --rollout-num-gpus N"):
-        check_layout(plan_layout(shared, cuda=True))
-    check_layout(plan_layout(apart, cuda=True))
-    check_layout(plan_layout(shared, cuda=False))
+    [line] = layout_notes(plan_layout(shared, cuda=True), hands_over=True)
+    assert "was not run there; scripts/gpu-check tries the trainer" in line
+    [line] = layout_notes(plan_layout(shared, cuda=True), hands_over=False)
+    assert "`slime-launch plan` says whether both fit" in line
+    for layout in (plan_layout(apart, cuda=True), plan_layout(shared, cuda=False)):
+        assert layout_notes(layout, hands_over=True) == []
 
 
 def test_without_cuda_a_gpu_is_a_cpu_worker():

@@ -132,10 +132,26 @@ def test_a_plan_writes_the_settings_that_a_run_reads(words, workspace, capsys):
     assert code == 2 and "must end in .toml" in err
 
 
-def test_what_is_not_built_for_gpus_is_refused(words, capsys):
-    code, _, err = run(words("--device", "h100"), capsys)
-    assert code == 2
-    assert "--colocate is not supported on CUDA yet" in err
+def test_halves_that_share_gpus_are_planned_by_what_each_phase_leaves_there(words, capsys):
+    def needed(*flags: str) -> dict[str, float]:
+        code, out, err = run(words("--device", "h100", "--json", *flags), capsys)
+        assert code == 0, err
+        plan = json.loads(out)
+        assert any("was not run there" in line or "says whether both fit" in line for line in plan["notices"])
+        return {f"{phase['phase']}, {phase['where']}": phase["needed"] for phase in plan["phases"]}
+
+    both = needed()
+    assert list(both) == [
+        "generate, shared GPU, trainer asleep",
+        "train, shared GPU, engine asleep",
+        "send weights, shared GPU, KV cache asleep",
+    ]
+    neither = needed("--no-offload-train", "--no-offload-rollout", "--sglang-mem-fraction-static", "0.5")
+    assert next(iter(neither)) == "generate, shared GPU, trainer awake" and len(neither) == 3
+    half = needed("--sglang-mem-fraction-static", "0.5")
+    assert half["generate, shared GPU, trainer asleep"] < neither["generate, shared GPU, trainer awake"]
+    code, _, err = run(words("--device", "h100", "--no-offload-train", "--sglang-mem-fraction-static", "0.98"), capsys)
+    assert code == 2 and "(shared GPU, trainer awake)" in err and "leave out --no-offload-train" in err
 
 
 def test_an_unknown_device_or_flag_is_refused(words, capsys):

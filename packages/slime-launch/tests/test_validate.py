@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -60,6 +61,35 @@ def test_data_parallel_ranks_must_divide_the_batch():
 def test_taking_turns_is_not_working_at_the_same_time():
     with pytest.raises(ConfigError, match="give --rollout-num-gpus in place of --colocate"):
         check_settings(settings(async_buffer_size=1))
+
+
+def test_who_gives_memory_back():
+    def of(**changes):
+        made = settings(**changes)
+        check_settings(made)
+        return made.trainer_sleeps, made.engines_sleep
+
+    assert of() == (True, True)  # --colocate
+    assert of(no_offload_train=None) == (False, True)
+    assert of(no_offload_rollout=None) == (True, False)
+    assert of(no_offload_train=None, no_offload_rollout=None) == (False, False)
+    assert of(debug_rollout_only=None) == (False, False)
+    apart = settings(rollout_num_gpus=1)
+    for asked in ({}, {"offload_train": True}, {"offload_rollout": True}, {"offload": True}):
+        cluster = dataclasses.replace(apart.cluster, colocate=False, **asked)
+        own = dataclasses.replace(apart, cluster=cluster)
+        check_settings(own)
+        wanted = {"offload"} & asked.keys()
+        assert own.trainer_sleeps == bool(wanted | {"offload_train"} & asked.keys())
+        assert own.engines_sleep == bool(wanted | {"offload_rollout"} & asked.keys())
+        if asked:
+            lagging = dataclasses.replace(settings(async_buffer_size=1), cluster=cluster)
+            with pytest.raises(ConfigError, match=r"take turns, and --async-buffer-size .* leave one of them out"):
+                check_settings(lagging)
+    with pytest.raises(ConfigError, match="--offload-train and --no-offload-train contradict each other"):
+        settings(offload_train=None, no_offload_train=None)
+    with pytest.raises(ConfigError, match="--offload and --no-offload-rollout contradict each other"):
+        settings(offload=None, no_offload_rollout=None)
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 40)])

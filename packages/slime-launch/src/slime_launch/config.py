@@ -45,6 +45,17 @@ class ClusterConfig(Config):
         may_change=True,
     )
     colocate: bool = flag(False, help="trainer and engines take turns on the same GPUs", may_change=True)
+    offload_train: bool = flag(
+        False,
+        help="trainers give weights, gradients and optimizer state back while engines generate; so with --colocate",
+        may_change=True,
+    )
+    no_offload_train: bool = flag(False, help="trainers keep their memory, also with --colocate", may_change=True)
+    offload_rollout: bool = flag(
+        False, help="engines give weights and KV cache back while trainers work; so with --colocate", may_change=True
+    )
+    no_offload_rollout: bool = flag(False, help="engines keep their memory, also with --colocate", may_change=True)
+    offload: bool = flag(False, help="--offload-train and --offload-rollout", may_change=True)
     ray_placement_timeout: float = flag(
         120.0, unit="seconds", help="longest wait for room on the Ray cluster", above=0, may_change=True
     )
@@ -69,7 +80,12 @@ class ClusterConfig(Config):
         return dict(json.loads(self.train_env_vars or "{}"))
 
     def contradictions(self) -> Iterator[str]:
-        """Environment variables that are no JSON object of texts."""
+        """Environment variables that are no JSON object of texts; memory that is kept and given back."""
+        for half in ("train", "rollout"):
+            given = self.offload or getattr(self, f"offload_{half}")
+            if given and getattr(self, f"no_offload_{half}"):
+                asked = f"--offload-{half}" if getattr(self, f"offload_{half}") else "--offload"
+                yield f"{asked} and --no-offload-{half} contradict each other; give one of them"
         try:
             given = json.loads(self.train_env_vars or "{}")
         except ValueError:
@@ -79,6 +95,16 @@ class ClusterConfig(Config):
                 f"--train-env-vars {self.train_env_vars} is not a JSON object of texts; give one such as "
                 '{"NCCL_DEBUG": "WARN"}'
             )
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether trainers give their memory back while engines generate."""
+        return not self.no_offload_train and (self.colocate or self.offload or self.offload_train)
+
+    @property
+    def offloads_rollout(self) -> bool:
+        """Whether engines give their memory back while trainers work."""
+        return not self.no_offload_rollout and (self.colocate or self.offload or self.offload_rollout)
 
     @property
     def actor_gpus(self) -> int:
@@ -316,6 +342,16 @@ class Settings:
         """Whether there are trainers; an evaluation of the weights that engines start with needs none."""
         given = self.megatron.load is not None or self.megatron.ref_load is not None
         return not self.run.debug_rollout_only and (given or not self.only_evaluates or not self.generates)
+
+    @property
+    def trainer_sleeps(self) -> bool:
+        """Whether trainers give memory back; without engines there is nobody to give it to."""
+        return self.cluster.offloads_train and self.generates and self.trains
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether engines give memory back."""
+        return self.cluster.offloads_rollout and self.generates and self.trains
 
     @property
     def samples_per_prompt(self) -> int:

@@ -48,6 +48,9 @@ def begin_again(parts: Parts) -> Parts:
     """New trainers at the last checkpoint, and the run's state there. What was being generated meanwhile ends."""
     state = parts.state.reopen()
     start = "the weights it began with" if state.resume_from is None else f"checkpoint {state.iteration}"
+    if parts.memory.engines_sleep:
+        parts.rollout.cancel()
+        parts.memory.to_restart()
     with parts.console.wait("start the trainers again", done=f"the trainers are up again, from {start}") as wait:
 
         def poll() -> None:
@@ -55,5 +58,6 @@ def begin_again(parts: Parts) -> Parts:
 
         parts.trainers.restart(state.resume_from, on_poll=poll)
         parts.rollout.cancel()
+    parts.memory.to_restart()
     parts.tracker.rewind(state.iteration)
     return dataclasses.replace(parts, state=state)

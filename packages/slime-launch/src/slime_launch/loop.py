@@ -17,6 +17,7 @@ from slime_core.types import SyncReport, TrainReport
 from slime_launch.calls import Call
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
+from slime_launch.handover import Handover
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import ReadyRollout, Recipe
@@ -46,6 +47,7 @@ class Parts:
     shape: ModelShape
     trainers: TrainerGroup
     rollout: RolloutWorker
+    memory: Handover
     state: RunState
     tracker: Tracker
     console: RunConsole
@@ -69,10 +71,14 @@ def run_sync(parts: Parts) -> None:
         catch_up(parts)
         with timed(seconds, "train"):
             report = train(parts, batch)
+        version = rollout_id + 1 if push_due_at(parts, rollout_id + 1) else parts.state.weight_version
+        is_due = version > parts.state.weight_version
+        parts.state.trained(batch, version)
+        if parts.memory.trainer_sleeps and parts.state.save_due:
+            take_checkpoint(parts)  # while all that it holds is there; it counts when this rollout is recorded
         with timed(seconds, "update_weights"):
-            sync = push_if_due(parts, rollout_id + 1)
+            sync = push_weights(parts, version=version) if is_due else nothing_sent(version)
         record(parts, batch, report, sync, seconds)
-        parts.state.trained(batch, sync.version)
         catch_up(parts)
         commit_save(parts)
         save_if_due(parts)
@@ -91,6 +97,8 @@ def restore_data_position(parts: Parts) -> None:
 def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     """The rollout to train on: the one written down before a restart, or a new one, which is written down first."""
     recipe = recipe_of(parts)
+    if not parts.state.is_written_down(rollout_id):
+        parts.memory.to_generate()
     with parts.console.wait("generate" if parts.settings.generates else "read") as wait:
         if not parts.state.is_written_down(rollout_id):
             return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
@@ -129,27 +137,32 @@ def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
     if not parts.settings.trains:
         batch.shards.clear()
         return TrainReport(rollout_id=batch.rollout_id, steps=[])
+    parts.memory.to_train()
     with parts.console.wait("train") as wait:
         report = parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
     batch.shards.clear()  # so that the object store has room for the next ones
     return report
 
 
-def push_if_due(parts: Parts, iteration: int) -> SyncReport:
-    """Send the weights that ``iteration`` rollouts were trained on, at every ``--update-weights-interval``.
+def push_due_at(parts: Parts, iteration: int) -> bool:
+    """Whether to send the weights that ``iteration`` rollouts were trained on: every ``--update-weights-interval``.
 
     What is evaluated or saved is what the engines have, so that a run that continues a checkpoint goes on alike.
     """
     interval = parts.settings.rollout.selection.update_weights_interval
-    if iteration % interval == 0 or parts.state.save_due_at(iteration) or eval_due_at(parts, iteration):
-        return push_weights(parts, version=iteration)
-    return SyncReport(version=parts.state.weight_version, tensors=0, bytes=0, seconds=0.0)
+    return iteration % interval == 0 or parts.state.save_due_at(iteration) or eval_due_at(parts, iteration)
+
+
+def nothing_sent(version: int) -> SyncReport:
+    """What a push that is left out did."""
+    return SyncReport(version=version, tensors=0, bytes=0, seconds=0.0)
 
 
 def push_weights(parts: Parts, *, version: int) -> SyncReport:
     """Send the trainer's weights to every engine; again, if one failed meanwhile that is being replaced."""
     if not (parts.settings.generates and parts.settings.trains):
-        return SyncReport(version=version, tensors=0, bytes=0, seconds=0.0)
+        return nothing_sent(version)
+    parts.memory.to_send()
     with parts.console.wait(f"send weights, version {version}") as wait:
         report = None
         while report is None:
@@ -172,19 +185,22 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
 
 def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     """Send the current weights to engines that were replaced; the trainers must have nothing else to do."""
-    if not (parts.settings.generates and parts.settings.trains):
-        return
+    if not (parts.settings.generates and parts.settings.trains) or (parts.memory.engines_sleep and wait is None):
+        return  # engines that sleep get the next weights all together, unless a rollout waits for these
     channel = parts.rollout.begin_update(only_behind=True)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
         with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what) as shown:
+            parts.memory.to_send(shown)
             try_to_push(parts, channel, parts.state.weight_version, shown)
+    if wait is not None:
+        parts.memory.to_generate(wait)
 
 
 def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:
     """Write the metrics of one rollout, and its line."""
     rollout_id, steps = batch.rollout_id, train_rows(report)
-    row = rollout_row(batch, report, sync, seconds)
+    row = rollout_row(batch, report, sync, seconds) | parts.memory.row()
     first_step = rollout_id * parts.settings.run.num_steps_per_rollout
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
@@ -196,16 +212,21 @@ def save_if_due(parts: Parts) -> None:
     """Write a checkpoint, with --async-save while the loop goes on; it counts once the manifest names it."""
     if not parts.state.save_due:
         return
+    take_checkpoint(parts)
+    if not parts.settings.megatron.async_save:
+        parts.state.commit()
+        export(parts)
+
+
+def take_checkpoint(parts: Parts) -> None:
+    """Have the trainers write a checkpoint, which does not count yet; an earlier one does, before."""
     commit_save(parts, wait=True)
+    parts.memory.to_train()
     iteration, in_background = parts.state.iteration, parts.settings.megatron.async_save
     done = f"{'copied' if in_background else 'saved'} checkpoint {iteration}"
     with parts.console.wait(f"save checkpoint {iteration}", done=done) as wait:
         checkpoint = parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait))
         parts.state.saving(checkpoint, parts.rollout.state_dict())
-        if not in_background:
-            parts.state.commit()
-    if not in_background:
-        export(parts)
 
 
 def commit_save(parts: Parts, *, wait: bool = False) -> None:
@@ -242,6 +263,7 @@ def evaluate_if_due(parts: Parts) -> None:
 def score_prompts(parts: Parts, wait: Wait) -> None:
     """Generate for the held-out prompts, and score that."""
     iteration = parts.state.iteration
+    parts.memory.to_generate()
     report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
     samples = sample_lines(report)
     parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report), samples=samples)

@@ -56,17 +56,16 @@ def plan_layout(cluster: ClusterConfig, *, cuda: bool, trains: bool = True) -> L
     return Layout(bundles=tuple(dict(bundle) for _ in range(count)), trainer=trainer, rollout=rollout, cuda=cuda)
 
 
-def check_layout(layout: Layout) -> None:
-    """Refuse a layout whose parts would not fit into a GPU's memory together.
-
-    Raises:
-        PlacementError: Trainer and engines share GPUs.
-    """
-    if layout.cuda and layout.shared:
-        raise PlacementError(
-            "--colocate is not supported on CUDA yet: neither trainer nor engines give their memory back while the "
-            "others work, and the two do not fit on one GPU; give --rollout-num-gpus N in place of --colocate"
-        )
+def layout_notes(layout: Layout, *, hands_over: bool) -> list[str]:
+    """What is not known of a layout, a line each; ``hands_over`` says whether a half gives memory back."""
+    if not (layout.cuda and layout.shared):
+        return []
+    if hands_over:
+        return ["--colocate on CUDA: that memory is handed over was not run there; scripts/gpu-check tries the trainer"]
+    return [
+        "--colocate on CUDA with --no-offload-train and --no-offload-rollout: trainer and engines share each GPU's "
+        "memory all the time; `slime-launch plan` says whether both fit"
+    ]
 
 
 def threads_per_worker(workers: int, cores: int) -> int:

@@ -133,6 +133,14 @@ class RolloutWorker:
         by_an_engine: bool = self._worker.call("call", "fail_update", silent)
         return by_an_engine
 
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Have the engines give memory back, with ``keep_weights`` all but weights."""
+        self._worker.call("call", "sleep", keep_weights)
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Have them take it again, with ``weights_only`` the weights' alone."""
+        self._worker.call("call", "wake", weights_only)
+
     def state_dict(self) -> dict[str, Any]:
         """State of the source."""
         state: dict[str, Any] = self._worker.call("call", "state_dict")

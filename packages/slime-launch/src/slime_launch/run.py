@@ -8,19 +8,21 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
-from slime_launch.calls import Watch, gather, stopped_line
+from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
 from slime_launch.errors import RayDiedError, RestartsExhaustedError, RunError, Stopped
+from slime_launch.handover import Handover
 from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
 from slime_launch.manifest import locked
 from slime_launch.megatron_flags import argument_notes
-from slime_launch.placement import Layout, check_layout, place_run, plan_layout, threads_per_worker
+from slime_launch.placement import Layout, layout_notes, place_run, plan_layout, threads_per_worker
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
@@ -122,6 +124,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                     shape=checked.shape,
                     trainers=trainers,
                     rollout=rollout,
+                    memory=Handover(settings, trainers, rollout, console),
                     state=state,
                     tracker=tracker,
                     console=console,
@@ -185,8 +188,9 @@ def start(
         watch.add(runtime.check)
         watch.listen(at_once=False)
     layout = plan_layout(cluster, cuda=runtime.cuda, trains=settings.trains)
-    check_layout(layout)
     console.line(describe(layout, external=settings.generates))
+    for note in layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep):
+        console.line(note)
     with console.wait("wait for room on the Ray cluster") as wait:
         place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
     if not layout.cuda:
@@ -207,8 +211,18 @@ def start(
     parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     with console.wait(f"start {what}", done=f"{what} are up") as wait:
-        pending = rollout.open() | trainers.build(spec)
-        found, *_ = gather(pending, on_poll=lambda: wait.update(rollout.progress().note))
+
+        def up(pending: dict[Any, Worker]) -> list[Any]:
+            return gather(pending, on_poll=lambda: wait.update(rollout.progress().note))
+
+        if settings.engines_sleep and layout.cuda and layout.shared:  # one after the other, as there is room for one
+            found, *_ = up(rollout.open())
+            rollout.sleep()
+            up(trainers.build(spec))
+        else:
+            found, *_ = up(rollout.open() | trainers.build(spec))
+            if settings.engines_sleep:
+                rollout.sleep()
     for notice in found or ():
         console.line(notice)
     return trainers, rollout
@@ -241,6 +255,7 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
         log_dir=str(log_dir.resolve()),
         flags=settings.flags(),
         colocate=settings.placed.colocate,
+        engines_sleep=settings.engines_sleep,
         weights_follow=settings.trains,
     )
 

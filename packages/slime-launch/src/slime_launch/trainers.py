@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
-from slime_core.types import Rendezvous, SyncReport, TrainReport, WeightUpdate
+from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.placement import KEEP_CHILDREN, Placement, free_port
@@ -207,6 +207,15 @@ class TrainerGroup:
         """Send the weights to the engines."""
         report: SyncReport = self._rank_0("push", WeightUpdate(version=version), channel, on_poll=on_poll)
         return report
+
+    def sleep(self, *, keep_weights: bool, on_poll: Callable[[], None]) -> SleepReport:
+        """Have all ranks give memory back, with ``keep_weights`` all but weights; rank 0's report."""
+        report: SleepReport = self._rank_0("sleep", keep_weights, on_poll=on_poll)
+        return report
+
+    def wake(self, *, weights_only: bool, on_poll: Callable[[], None]) -> None:
+        """Have all ranks take it again, with ``weights_only`` the weights' alone."""
+        self._rank_0("wake", weights_only, on_poll=on_poll)
 
     def save(self, iteration: int, *, on_poll: Callable[[], None]) -> Path:
         """Write a checkpoint; returns its directory, which is complete when :meth:`saved` says so."""

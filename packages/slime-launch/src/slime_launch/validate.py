@@ -130,9 +130,17 @@ def _check_sampling(settings: Settings) -> None:
 
 
 def _check_colocation(settings: Settings) -> None:
-    if not settings.cluster.colocate or not settings.generates:
+    cluster, asynchronous = settings.cluster, settings.rollout.selection.async_buffer_size is not None
+    if not settings.generates:
         return
-    if settings.rollout.selection.async_buffer_size is not None:
+    if asynchronous and not cluster.colocate and (cluster.offloads_train or cluster.offloads_rollout):
+        raise ConfigError(
+            "--offload-train and --offload-rollout have trainer and engines take turns, and --async-buffer-size has "
+            "them work at the same time; leave one of them out"
+        )
+    if not cluster.colocate:
+        return
+    if asynchronous:
         raise ConfigError(
             "--colocate has trainer and engines take turns, and --async-buffer-size has them work at the same time; "
             "give --rollout-num-gpus in place of --colocate"
@@ -189,6 +197,11 @@ def _notices_of_kind(settings: Settings) -> list[str]:
         lines.append(f"--loss-type {settings.algorithm.loss_type}: --prompt-data holds {settings.rows}, no engines")
     if run.num_epoch is not None:
         lines.append(f"--num-epoch {run.num_epoch}: {settings.num_rollout} rollouts")
+    if settings.engines_sleep and settings.engine.sglang_config is not None:
+        lines.append("engines of other models than the trained one keep their memory: only its weights are sent again")
+    given = (settings.cluster.offload, settings.cluster.offload_train, settings.cluster.offload_rollout)
+    if any(given) and not (settings.generates and settings.trains):
+        lines.append("--offload-train and --offload-rollout have no effect: the run has one half alone")
     if not settings.trains:
         lines.append("no trainers are started: the engines keep the weights of --hf-checkpoint")
     if settings.only_evaluates or not settings.trains:
@@ -225,6 +238,11 @@ def _check_engine_gpus(settings: Settings) -> None:
             raise ConfigError(
                 "--rollout-num-gpus and --colocate mean engines that the run starts, and "
                 "--rollout-external-engine-addrs names external engines; give one of the two"
+            )
+        if cluster.offloads_rollout:
+            raise ConfigError(
+                "--offload-rollout takes memory from engines that the run starts, and --rollout-external-engine-addrs "
+                "names external engines; give --offload-train alone, or leave it out"
             )
         return
     if not cluster.rollout_gpus:

@@ -280,10 +280,6 @@ class GenerationService:
                 self._started.replace(failed)
             self._started.end_sleep(awake=not weights_only)
 
-    def held(self) -> Held:
-        """What the engines hold of their device memory."""
-        return self._memory.held
-
     def _hand_over(self) -> EngineMemory:
         from slime_rollout.engine.sleep import EngineMemory
 

@@ -11,7 +11,7 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.errors import Problems
 from slime_launch.names import with_paths
-from slime_launch.placement import check_layout, plan_layout
+from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
 from slime_launch.plan.devices import Device
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
@@ -94,7 +94,7 @@ def make_plan(
         and Path(settings.rollout.data.hf_checkpoint).is_dir()
     ):
         prompt = problems.attempt(first_prompt, settings.rollout)
-    problems.attempt(check_layout, plan_layout(settings.placed, cuda=not device.is_cpu))
+    layout = plan_layout(settings.placed, cuda=not device.is_cpu)
     nodes = place(settings, device, gpus_per_node)
     problems.attempt(check_nodes, settings, nodes, device)
     parts = _Parts(settings, found, device, problems, prompt, len(nodes))
@@ -116,7 +116,10 @@ def make_plan(
         rows=found.rows or {},
         prompt=prompt,
         checkpoints=_checkpoints(settings, found),
-        notices=notices(settings),
+        notices=[
+            *notices(settings),
+            *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),
+        ],
         problems=problems.lines,
     )
 

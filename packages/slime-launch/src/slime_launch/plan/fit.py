@@ -116,7 +116,7 @@ def check_phases(device: Device, found: list[Phase]) -> None:
         ConfigError: There is too little in a phase.
     """
     for phase in found:
-        together = phase.where in ("machine", "shared GPU, engine asleep", "shared GPU, trainer asleep")
+        together = phase.where == "machine" or phase.where.startswith("shared GPU")
         if together and phase.needed > phase.available:
             raise ConfigError(
                 f"to {phase.phase}, ranks and engines need {gib(phase.needed)} together ({phase.where}), and there are "
@@ -125,5 +125,6 @@ def check_phases(device: Device, found: list[Phase]) -> None:
                     "give fewer workers or a smaller model"
                     if device.is_cpu
                     else "give a smaller --sglang-mem-fraction-static, or --rollout-num-gpus in place of --colocate"
+                    + (", or leave out --no-offload-train and --no-offload-rollout" if "awake" in phase.where else "")
                 )
             )

@@ -57,6 +57,11 @@ class TrainerMemory:
         return self.total - self.activations - self.logits
 
     @property
+    def asleep(self) -> int:
+        """What is left between steps of one that gave its memory back: frozen models are where they were."""
+        return self.process + self.frozen
+
+    @property
     def total(self) -> int:
         """What it needs in a step."""
         parts = ("process", "weights", "gradients", "optimizer", "critic", "frozen", "activations", "logits")
@@ -185,43 +190,41 @@ def phases(settings: Settings, device: Device, trainer: TrainerMemory, engine: E
     if not settings.cluster.colocate:
         found.append(Phase(phase="generate", where="engine GPU", needed=engine.total, available=device.memory))
         return found
+    return list(_phases_of_shared(settings, device, trainer, engine))
+
+
+def _phases_of_shared(
+    settings: Settings, device: Device, trainer: TrainerMemory, engine: EngineMemory
+) -> Iterator[Phase]:
+    """Ranks and engines share a GPU; each phase with what both hold then."""
+    trainer_sleeps, engines_sleep = settings.trainer_sleeps, settings.engines_sleep
+    keeps_weights = settings.rollout.selection.update_weights_interval > 1
+    sleeping = SLEEPING_ENGINE + (engine.weights if keeps_weights else 0)
     bucket = 2 * settings.megatron.update_weight_buffer_size
-    return [
-        Phase(
-            phase="generate",
-            where="shared GPU, trainer asleep",
-            needed=engine.total + trainer.process,
-            available=device.memory,
+    parts = {
+        "generate": ("trainer", trainer_sleeps, trainer.asleep if trainer_sleeps else trainer.resident, engine.total),
+        "train": ("engine", engines_sleep, trainer.total, sleeping if engines_sleep else engine.total),
+        "send weights": (
+            "KV cache",
+            engines_sleep,
+            bucket + (trainer.process + trainer.weights if trainer_sleeps else trainer.resident),
+            engine.weights + engine.rest if engines_sleep else engine.total,
         ),
-        Phase(
-            phase="train",
-            where="shared GPU, engine asleep",
-            needed=trainer.total + SLEEPING_ENGINE,
-            available=device.memory,
-        ),
-        Phase(
-            phase="send weights",
-            where="shared GPU, no KV cache yet",
-            needed=trainer.process + trainer.weights + bucket + engine.weights + engine.rest,
-            available=device.memory,
-        ),
-        Phase(
-            phase="train",
-            where="shared GPU, nothing asleep",
-            needed=trainer.total + engine.total,
-            available=device.memory,
-        ),
-    ]
+    }
+    for name, (who, asleep, ranks, engines) in parts.items():
+        where = f"shared GPU, {who} {'asleep' if asleep else 'awake'}"
+        yield Phase(phase=name, where=where, needed=ranks + engines, available=device.memory)
 
 
 def _phases_of_host(
     settings: Settings, device: Device, trainer: TrainerMemory, engine: EngineMemory | None
 ) -> Iterator[Phase]:
-    """Ranks and engines share the machine's memory, and on a CPU neither leaves it while the other works."""
+    """Ranks and engines share the machine's memory. On a CPU engines keep theirs; trainers' goes to a file."""
     ranks = settings.cluster.actor_num_gpus_per_node
     engines = 0 if engine is None else settings.cluster.rollout_gpus // engine.ranks
     serving = 0 if engine is None else engines * engine.total
-    yield Phase(phase="generate", where="machine", needed=ranks * trainer.resident + serving, available=device.memory)
+    own = trainer.asleep if settings.trainer_sleeps else trainer.resident
+    yield Phase(phase="generate", where="machine", needed=ranks * own + serving, available=device.memory)
     yield Phase(phase="train", where="machine", needed=ranks * trainer.total + serving, available=device.memory)
 
 

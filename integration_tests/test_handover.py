@@ -1,0 +1,45 @@
+"""Trainer and engines that take turns: the order of every move, what is left in memory, and the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from launching import Assets, rows, run, train_command
+from test_healing import ROLLOUTS, assert_same
+
+
+def engine_moves(work: Path) -> list[str]:
+    """What the engine was asked, in order, from its log."""
+    [log] = (work / "out" / "logs").glob("**/engine_0.log")
+    found = re.findall(r"POST /(release|resume|generate|begin_weight)_?\w*", log.read_text(errors="replace"))
+    return [name for name, _ in itertools.groupby(found)]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(qwen3: Assets, tmp_path: Path) -> None:
+    """fp32, with the evaluation, the saves and the reference of an ordinary run; bit for bit."""
+    flags = ("--save-interval", "2", "--eval-interval", "1", "--eval-prompt-data", "sums", str(qwen3.prompts))
+    logged = ("--sglang-log-level-http", "info")
+    works = {name: tmp_path / name for name in ("turns", "both stay")}
+    for work, more in zip(works.values(), ((), ("--no-offload-train", "--no-offload-rollout")), strict=True):
+        run(train_command(qwen3, work, *flags, *logged, *more, rollouts=ROLLOUTS), work / "log")
+    assert_same(works["turns"], works["both stay"])
+    turns, plain = (rows(work, "rollout") for work in works.values())
+    assert len(turns) == ROLLOUTS
+    for row in turns:
+        assert row["perf/trainer_asleep_device_bytes"] == 0 < row["perf/trainer_asleep_waiting_bytes"]
+        assert row["perf/sleep_time"] > 0 < row["perf/wake_up_time"]
+        print(
+            {
+                name: value
+                for name, value in row.items()
+                if name.startswith(("perf/trainer_a", "perf/sleep", "perf/wake"))
+            }
+        )
+    assert not any("asleep" in name for row in plain for name in row)
+    once = ["release", "resume", "begin_weight", "resume", "generate"]
+    assert engine_moves(works["turns"]) == once * (ROLLOUTS + 1)
+    assert engine_moves(works["both stay"]) == ["begin_weight", "generate"] * (ROLLOUTS + 1)
