@@ -88,6 +88,26 @@ def test_a_step(make, flags_given, moves_of_a_step):
     assert bool(row) == bool(moves_of_a_step) and all(value >= 0 for value in row.values())
 
 
+@pytest.mark.parametrize(
+    ("flag", "halves"),
+    [("--offload-train", ("trainers",)), ("--offload-rollout", ("engines",)), ("--offload", ("trainers", "engines"))],
+)
+def test_halves_side_by_side_give_memory_back_on_request(make, flags, flag, halves):
+    del flags["--colocate"]
+    flags["--rollout-num-gpus"] = "1"
+    assert step_of(make())[1] == []
+    assert step_of(make(flag))[1] == [move for move in WHOLE if move.startswith(halves)]
+
+
+def step_of(made):
+    memory, _, _, moves = made
+    memory.to_send()
+    memory.to_generate()
+    del moves[:]
+    step(memory)
+    return memory, moves
+
+
 def test_both_never_hold_everything_and_engines_generate_with_weights_alone(make):
     """In every order of what a loop may ask for: else it is refused."""
     for asked in itertools.product(("to_train", "to_send", "to_generate", "to_restart"), repeat=4):
