@@ -43,6 +43,7 @@ _OF_POLICY = (
     "kl_loss_coef",
     "use_rollout_logprobs",
     "use_tis",
+    "custom_tis_function_path",
     "use_mis",
     "use_opsm",
     "get_mismatch_metrics",
@@ -130,6 +131,11 @@ class OffPolicyConfig(MisConfig):
     )
     tis_clip: float = flag(2.0, help="upper bound of the importance weights", least=0)
     tis_clip_low: float = flag(0.0, help="lower bound of the importance weights", least=0)
+    custom_tis_function_path: str | None = flag(
+        None,
+        help="function of upstream's form that weighs and masks tokens in place of --tis-mode, with --use-tis",
+        metavar="PATH",
+    )
     use_mis: bool = flag(
         False, help="the same by token, sequence or geometric mean, with rejection and veto (masked IS; --mis-*)"
     )
@@ -144,6 +150,8 @@ class OffPolicyConfig(MisConfig):
         yield from super().contradictions()
         if self.tis_clip_low > self.tis_clip:
             yield f"--tis-clip-low {self.tis_clip_low} must be at most --tis-clip {self.tis_clip}"
+        if self.custom_tis_function_path is not None and not self.use_tis:
+            yield "--custom-tis-function-path is called by --use-tis; add that"
         if self.use_tis and self.use_mis:
             yield "--use-tis and --use-mis would weigh each token twice; give one of them"
         if self.use_rollout_logprobs and (self.use_tis or self.use_mis):

@@ -7,10 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_core.config import MIS_LEVELS, MIS_MODES, MisConfig
+from slime_core.config import MIS_LEVELS, MIS_MODES, AlgorithmConfig, MisConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.objective import token_weights
-from slime_core.ops.off_policy import icepop_weights, mis_weight_sums, mis_weights, opsm_mask, tis_weights
+from slime_core.ops.off_policy import (
+    correction_factors,
+    icepop_weights,
+    mis_weight_sums,
+    mis_weights,
+    opsm_mask,
+    tis_weights,
+)
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 HUGE = [0.0, 30.0, -30.0, 1e4, -1e4, 1e15, -1e15]
@@ -369,3 +376,66 @@ def test_what_cannot_be_is_said():
         opsm_mask(**{**inputs["opsm"], "advantages_T": torch.zeros(2)}, delta=0.1)
     with pytest.raises(DataError, match="add up to 4 but there are 5 tokens"):
         mis_weights(MisConfig(), **{**inputs["sequence"], "lengths": [2, 2]})
+
+
+OWN = """
+import torch
+
+def truncate(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    assert [len(mask) for mask in loss_masks] == response_lengths == total_lengths
+    ratio = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
+    kept = [mask * (length > 2) for mask, length in zip(loss_masks, response_lengths)]
+    return pg_loss * ratio.clamp(max=args.tis_clip), kept, {"own": list(ratio.split(response_lengths)), "ones": 1.0}
+
+def endless(*, pg_loss, loss_masks, **_):
+    return pg_loss / 0, loss_masks, {}
+
+def short(*, pg_loss, loss_masks, **_):
+    return pg_loss[1:], loss_masks, {}
+
+def nothing(**_):
+    return None
+"""
+
+
+def own_factors(path, name):
+    """The factors of a function of the user's for responses of 2 and 3 tokens, of which the fourth is masked."""
+    path.write_text(OWN)
+    train, rollout = torch.tensor([-1.0, -2.0, -0.5, math.nan, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -1.0, -1.5])
+    weights = torch.tensor([0.25, 0.25, 0.25, 0.0, 0.25])
+    config = AlgorithmConfig(use_tis=True, tis_clip=1.5, custom_tis_function_path=f"{path}:{name}")
+    factor, metrics = correction_factors(
+        config,
+        log_probs_T=train,
+        old_log_probs_T=train,
+        advantages_T=torch.ones(5),
+        weights_T=weights,
+        lengths=[2, 3],
+        rollout_log_probs_T=rollout,
+    )
+    return factor, metrics
+
+
+def test_a_function_of_the_users_weighs_and_masks(tmp_path):
+    factor, metrics = own_factors(tmp_path / "own.py", "truncate")
+    assert factor.tolist() == pytest.approx([0.0, 0.0, 1.5, 0.0, 1.5])
+    expected = 0.25 * (math.e + math.exp(-1) + 2 * math.exp(0.5))
+    assert metrics["own"].item() == pytest.approx(expected) and metrics["ones"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("endless", "not finite"),
+        ("short", "other shapes than it got"),
+        ("nothing", "returned NoneType; return pg_loss"),
+    ],
+)
+def test_what_a_function_of_the_users_may_not_return(tmp_path, name, message):
+    with pytest.raises(DataError, match=message):
+        own_factors(tmp_path / "own.py", name)
+
+
+def test_a_function_of_the_users_needs_tis():
+    with pytest.raises(ConfigError, match="is called by --use-tis; add that"):
+        AlgorithmConfig(custom_tis_function_path="own.py:truncate")

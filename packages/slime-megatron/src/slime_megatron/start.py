@@ -32,11 +32,15 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
         raise ConfigError("\n".join(problems))
     if (loss := algorithm.custom_loss_function_path) is not None:
         load_function(loss, "--custom-loss-function-path", arguments=("inputs",))
+    if (weigh := algorithm.custom_tis_function_path) is not None:
+        load_function(weigh, "--custom-tis-function-path")
     path, flag = algorithm.custom_advantage_function_path, "--custom-advantage-function-path"
     return None if path is None else load_function(path, flag, arguments=("inputs",))
 
 
 def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:
+    if algorithm.custom_tis_function_path is not None and config.context_parallel_size > 1:
+        yield "--custom-tis-function-path gets whole responses; leave out --context-parallel-size, or give --use-mis"
     critic = ("critic_load", "critic_save", "critic_lr", "critic_lr_warmup_iters")
     given = [name for name in critic if getattr(config, name) is not None]
     given += ["num_critic_only_steps"] if config.num_critic_only_steps else []

@@ -22,6 +22,7 @@ which add up over micro-batches and ranks. Functions raise DataError if shapes o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from slime_core.config import MisConfig, OffPolicyConfig
 from slime_core.errors import ConfigError, DataError
+from slime_core.hooks import HookArgs
 from slime_core.ops.tokens import (
     LIMIT,
     Lengths,
@@ -40,6 +42,7 @@ from slime_core.ops.tokens import (
     sequence_mean,
     sequence_sum,
 )
+from slime_core.user_functions import load_function
 
 Metrics = dict[str, Tensor]
 
@@ -108,6 +111,16 @@ def correction_factors(
             weight_sums=mis_sums,
             context_group=context_group,
         )
+    elif config.custom_tis_function_path is not None:
+        if context_group is not None:
+            raise ConfigError("--custom-tis-function-path gets whole responses; leave out --context-parallel-size")
+        factor_T, metrics = custom_weights(
+            config,
+            train_log_probs_T=old_log_probs_T,
+            rollout_log_probs_T=needed(rollout_log_probs_T, "--use-tis", "the engine's log-probs"),
+            weights_T=weights_T,
+            lengths=needed_lengths(lengths, "--custom-tis-function-path"),
+        )
     elif config.use_tis:
         factor_T, metrics = (icepop_weights if config.tis_mode == "icepop" else tis_weights)(
             train_log_probs_T=old_log_probs_T,
@@ -129,6 +142,60 @@ def correction_factors(
             context_group=context_group,
         )
         factor_T, metrics = kept_T if factor_T is None else factor_T * kept_T, metrics | found
+    return factor_T, metrics
+
+
+def custom_weights(
+    config: OffPolicyConfig,
+    *,
+    train_log_probs_T: Tensor,
+    rollout_log_probs_T: Tensor,
+    weights_T: Tensor,
+    lengths: Lengths,
+) -> tuple[Tensor, Metrics]:
+    """The factors of ``--custom-tis-function-path``, a function of the upstream system's form.
+
+    It is called with ``args`` (the algorithm's flags), ``pg_loss`` (ones [T], which it multiplies), and lists with an
+    entry per response: ``train_log_probs``, ``rollout_log_probs`` and ``loss_masks`` (tensors), ``response_lengths``
+    and ``total_lengths`` (numbers, here the same). It returns ``pg_loss``, the masks as they are to be, and metrics.
+
+    Returns:
+        The factors [T], 0 where its masks are; and its metrics, each a mean per token or a number per response.
+
+    Raises:
+        ConfigError: It cannot be used.
+        DataError: It returned something else, or numbers that are not finite.
+    """
+    path, flag = str(config.custom_tis_function_path), "--custom-tis-function-path"
+    count = sequence_lengths(lengths, weights_T)
+    lengths_N = [count] * (len(weights_T) // count) if isinstance(count, int) else [int(one) for one in count]
+    mask_T = (weights_T != 0).to(torch.float32)
+    train_T, rollout_T = masked(mask_T, train=train_log_probs_T.detach(), rollout=rollout_log_probs_T.detach())
+    found = load_function(path, flag)(
+        args=HookArgs.from_configs(config),
+        pg_loss=torch.ones_like(mask_T),
+        train_log_probs=list(torch.split(train_T, lengths_N)),
+        rollout_log_probs=list(torch.split(rollout_T, lengths_N)),
+        loss_masks=list(torch.split(mask_T, lengths_N)),
+        total_lengths=list(lengths_N),
+        response_lengths=list(lengths_N),
+    )
+    if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], Mapping):
+        raise DataError(f"{flag} {path} returned {type(found).__name__}; return pg_loss, masks and metrics")
+    factor_T, masks, given = found
+    kept_T = torch.cat([torch.as_tensor(mask, device=mask_T.device).flatten() for mask in masks])
+    if not isinstance(factor_T, Tensor) or factor_T.shape != mask_T.shape or kept_T.shape != mask_T.shape:
+        raise DataError(f"{flag} {path} returned other shapes than it got; return pg_loss [T] and a mask per response")
+    factor_T = torch.where((kept_T != 0) & (mask_T != 0), factor_T.detach(), 0.0)
+    if not bool(torch.isfinite(factor_T).all()):
+        raise DataError(f"{flag} {path} returned weights that are not finite")
+    metrics = {}
+    for name, values in given.items():
+        parts = values if isinstance(values, list | tuple) else [values]
+        values_T = torch.cat([torch.as_tensor(part, device=mask_T.device).flatten().float() for part in parts])
+        if values_T.shape != mask_T.shape:
+            values_T = expand(values_T, count) if len(values_T) == len(lengths_N) else values_T.mean() * mask_T
+        metrics[str(name)] = weighted_sum(values_T, mask_T, weights_T)
     return factor_T, metrics
 
 
