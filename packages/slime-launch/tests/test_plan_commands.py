@@ -160,7 +160,9 @@ def files(model, workspace, monkeypatch):
     (workspace / "evals.yaml").write_text("eval:\n  datasets: [{name: aime, path: train.jsonl}]\n")
     (workspace / "own.yaml").write_text("threshold: 2\n")
     (workspace / "score.py").write_text("async def score(args, sample, **kwargs):\n    return {'score': 0.0}\n")
+    (workspace / "weigh.py").write_text("def weigh(**given):\n    return given['pg_loss'], given['loss_masks'], {}\n")
     return {
+        "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": "weigh.py:weigh",
         **{"HF": "hf", "REF": "dist", "SAVE": "save", "DATA": "train.jsonl", "CHATS": "chats.jsonl", "OWN": "own.yaml"},
         **{"EVALS": "evals.yaml", "IMAGES": '{"image": "images"}', "REWARD": "score.py:score"},
         **{"GENERATE": "custom_generate.py:custom_generate"},

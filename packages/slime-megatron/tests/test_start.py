@@ -42,11 +42,3 @@ def test_what_it_cannot(values, message):
 def test_settings_of_a_role_that_is_not_needed(settings, message):
     with pytest.raises(ConfigError, match=message):
         check_algorithm(AlgorithmConfig(), MegatronConfig(**settings))
-
-
-def test_a_function_that_weighs_tokens_gets_whole_responses(tmp_path):
-    (tmp_path / "own.py").write_text("def weigh(**_): pass\n")
-    algorithm = AlgorithmConfig(use_tis=True, custom_tis_function_path=f"{tmp_path}/own.py:weigh")
-    check_algorithm(algorithm, MegatronConfig())
-    with pytest.raises(ConfigError, match="gets whole responses; leave out --context-parallel-size"):
-        check_algorithm(algorithm, MegatronConfig(context_parallel_size=2))

@@ -363,7 +363,21 @@ def _difference(config, rank, split):
 
 def context_differences(rank):
     """The same with every response cut over the two ranks, as zig-zag slices or one rank having nothing of it."""
-    return {name: max(_context_difference(config_of(name), rank, count) for count in (2, 3)) for name in CASES}
+    configs = {name: config_of(name) for name in CASES}
+    configs["a function"] = AlgorithmConfig(use_tis=True, custom_tis_function_path=f"{__file__}:geometric")
+    return {name: max(_context_difference(one, rank, count) for count in (2, 3)) for name, one in configs.items()}
+
+
+def geometric(*, pg_loss, train_log_probs, rollout_log_probs, loss_masks, response_lengths, **_):
+    """Weights for a function of the user's: each response's mean ratio, and nothing of responses of two tokens."""
+    assert [len(mask) for mask in loss_masks] == response_lengths
+    means = [
+        ((train - rollout) * mask).sum() / mask.sum().clamp(min=1)
+        for train, rollout, mask in zip(train_log_probs, rollout_log_probs, loss_masks, strict=True)
+    ]
+    weights = torch.cat([mean.exp().expand(length) for mean, length in zip(means, response_lengths, strict=True)])
+    kept = [mask * (len(mask) != 2) for mask in loss_masks]
+    return pg_loss * weights, kept, {"mean": torch.stack(means), "weight": weights, "kept": torch.tensor(0.5)}
 
 
 def _context_difference(config, rank, chunks):

@@ -39,8 +39,6 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
 
 
 def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:
-    if algorithm.custom_tis_function_path is not None and config.context_parallel_size > 1:
-        yield "--custom-tis-function-path gets whole responses; leave out --context-parallel-size, or give --use-mis"
     critic = ("critic_load", "critic_save", "critic_lr", "critic_lr_warmup_iters")
     given = [name for name in critic if getattr(config, name) is not None]
     given += ["num_critic_only_steps"] if config.num_critic_only_steps else []

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,14 +113,13 @@ def correction_factors(
             context_group=context_group,
         )
     elif config.custom_tis_function_path is not None:
-        if context_group is not None:
-            raise ConfigError("--custom-tis-function-path gets whole responses; leave out --context-parallel-size")
         factor_T, metrics = custom_weights(
             config,
             train_log_probs_T=old_log_probs_T,
             rollout_log_probs_T=needed(rollout_log_probs_T, "--use-tis", "the engine's log-probs"),
             weights_T=weights_T,
             lengths=needed_lengths(lengths, "--custom-tis-function-path"),
+            context_group=context_group,
         )
     elif config.use_tis:
         factor_T, metrics = (icepop_weights if config.tis_mode == "icepop" else tis_weights)(
@@ -152,51 +152,86 @@ def custom_weights(
     rollout_log_probs_T: Tensor,
     weights_T: Tensor,
     lengths: Lengths,
+    context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Metrics]:
     """The factors of ``--custom-tis-function-path``, a function of the upstream system's form.
 
-    It is called with ``args`` (the algorithm's flags), ``pg_loss`` (ones [T], which it multiplies), and lists with an
-    entry per response: ``train_log_probs``, ``rollout_log_probs`` and ``loss_masks`` (tensors), ``response_lengths``
-    and ``total_lengths`` (numbers, here the same). It returns ``pg_loss``, the masks as they are to be, and metrics.
+    It is called with ``args`` (the algorithm's flags), ``pg_loss`` (ones, which it multiplies), and lists with an entry
+    per response: ``train_log_probs``, ``rollout_log_probs`` and ``loss_masks`` (tensors), ``response_lengths`` and
+    ``total_lengths`` (numbers, here the same). It returns ``pg_loss``, the masks as they are to be, and metrics. With a
+    ``context_group`` responses are gathered from its ranks, the tokens of one rank after those of the other.
 
     Returns:
-        The factors [T], 0 where its masks are; and its metrics, each a mean per token or a number per response.
+        The factors [T], 0 where its masks are; and its metrics, each a number per token, per response, or one.
 
     Raises:
         ConfigError: It cannot be used.
-        DataError: It returned something else, or numbers that are not finite.
+        DataError: It returned something else, or weights that are not finite.
     """
     path, flag = str(config.custom_tis_function_path), "--custom-tis-function-path"
     count = sequence_lengths(lengths, weights_T)
-    lengths_N = [count] * (len(weights_T) // count) if isinstance(count, int) else [int(one) for one in count]
-    mask_T = (weights_T != 0).to(torch.float32)
-    train_T, rollout_T = masked(mask_T, train=train_log_probs_T.detach(), rollout=rollout_log_probs_T.detach())
+    own_N = [count] * (len(weights_T) // count) if isinstance(count, int) else [int(one) for one in count]
+    mask_T = (weights_T != 0).to(torch.promote_types(weights_T.dtype, torch.float32))
+    given = masked(mask_T, train=train_log_probs_T.detach(), rollout=rollout_log_probs_T.detach())
+    places_T, whole_N = _places(own_N, weights_T.device, context_group)
+    train_W, rollout_W, mask_W = (_gathered(one_T, places_T, sum(whole_N), context_group) for one_T in (*given, mask_T))
     found = load_function(path, flag)(
         args=HookArgs.from_configs(config),
-        pg_loss=torch.ones_like(mask_T),
-        train_log_probs=list(torch.split(train_T, lengths_N)),
-        rollout_log_probs=list(torch.split(rollout_T, lengths_N)),
-        loss_masks=list(torch.split(mask_T, lengths_N)),
-        total_lengths=list(lengths_N),
-        response_lengths=list(lengths_N),
+        pg_loss=torch.ones_like(mask_W),
+        train_log_probs=list(torch.split(train_W, whole_N)),
+        rollout_log_probs=list(torch.split(rollout_W, whole_N)),
+        loss_masks=list(torch.split(mask_W, whole_N)),
+        total_lengths=list(whole_N),
+        response_lengths=list(whole_N),
     )
     if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], Mapping):
         raise DataError(f"{flag} {path} returned {type(found).__name__}; return pg_loss, masks and metrics")
-    factor_T, masks, given = found
-    kept_T = torch.cat([torch.as_tensor(mask, device=mask_T.device).flatten() for mask in masks])
-    if not isinstance(factor_T, Tensor) or factor_T.shape != mask_T.shape or kept_T.shape != mask_T.shape:
+    factor_W, kept_W = found[0], _flat(found[1], mask_W)
+    if not isinstance(factor_W, Tensor) or factor_W.shape != mask_W.shape or kept_W.shape != mask_W.shape:
         raise DataError(f"{flag} {path} returned other shapes than it got; return pg_loss [T] and a mask per response")
-    factor_T = torch.where((kept_T != 0) & (mask_T != 0), factor_T.detach(), 0.0)
-    if not bool(torch.isfinite(factor_T).all()):
+    factor_W = torch.where((kept_W != 0) & (mask_W != 0), factor_W.detach(), 0.0)
+    if not bool(torch.isfinite(factor_W).all()):
         raise DataError(f"{flag} {path} returned weights that are not finite")
     metrics = {}
-    for name, values in given.items():
-        parts = values if isinstance(values, list | tuple) else [values]
-        values_T = torch.cat([torch.as_tensor(part, device=mask_T.device).flatten().float() for part in parts])
-        if values_T.shape != mask_T.shape:
-            values_T = expand(values_T, count) if len(values_T) == len(lengths_N) else values_T.mean() * mask_T
+    for name, values in found[2].items():
+        values_X = _flat(values, mask_W)
+        if values_X.shape == mask_W.shape:
+            values_T = values_X[places_T]
+        else:
+            values_T = expand(values_X, count) if len(values_X) == len(own_N) else values_X.mean() * mask_T
         metrics[str(name)] = weighted_sum(values_T, mask_T, weights_T)
-    return factor_T, metrics
+    return factor_W[places_T], metrics
+
+
+def _places(own_N: list[int], device: torch.device, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """Where this rank's tokens are among those of all ranks, response by response; and the whole responses' lengths."""
+    if group is None:
+        return torch.arange(sum(own_N), device=device), own_N
+    rank, own = dist.get_rank(group), torch.tensor(own_N, device=device, dtype=torch.int64)
+    counts_RN = torch.zeros(dist.get_world_size(group), len(own_N), device=device, dtype=torch.int64)
+    counts_RN[rank] = own
+    dist.all_reduce(counts_RN, group=group)
+    whole = counts_RN.sum(0)
+    before = whole.cumsum(0) - whole + counts_RN[:rank].sum(0) - (own.cumsum(0) - own)
+    return torch.arange(sum(own_N), device=device) + torch.repeat_interleave(before, own), whole.tolist()
+
+
+def _gathered(values_T: Tensor, places_T: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The numbers of all ranks at their places."""
+    if group is None:
+        return values_T
+    values_W = values_T.new_zeros(size)
+    values_W[places_T] = values_T
+    dist.all_reduce(values_W, group=group)
+    return values_W
+
+
+def _flat(values: Any, like: Tensor) -> Tensor:
+    """A number, a tensor, or a list of them, as one tensor."""
+    parts = values if isinstance(values, list | tuple) else [values]
+    if not parts:
+        return like.new_zeros(0)
+    return torch.cat([torch.as_tensor(part, device=like.device).flatten().to(like.dtype) for part in parts])
 
 
 def tis_weights(
