@@ -1,4 +1,5 @@
 import importlib
+import shlex
 
 import pytest
 
@@ -32,3 +33,29 @@ def test_train_async_generates_one_rollout_ahead_unless_told(words, passed, monk
     monkeypatch.setattr(train, "train", lambda argv: seen.append(argv) or 0)
     assert main(["train-async", *words]) == 0
     assert seen == [passed]
+
+
+def test_a_job_is_printed_as_a_command_that_runs_it(flags, to_words, capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = [*to_words(flags), "--train-env-vars", '{"A": "b c"}']
+    assert main(["submit", "--ray-address", "http://head:8265", *words]) == 0
+    printed = shlex.split(capsys.readouterr().out)
+    assert printed == [*"ray job submit --address http://head:8265 -- slime-launch train".split(), *words]
+    monkeypatch.setenv("RAY_ADDRESS", "https://other:1")
+    assert main(["submit", *words]) == 0
+    assert "--address https://other:1 --" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ray-address", "head:6379"], "--ray-address head:6379 must be the address of the cluster's dashboard"),
+        (["--lr", "1"], "--ray-address (not given) must be"),
+        (["--ray-address=http://head:8265", "--wandb-key", "k"], "set WANDB_API_KEY there instead"),
+        (["--ray-address=http://head:8265", "--num-rolout", "1"], "did you mean --num-rollout"),
+    ],
+)
+def test_a_job_that_cannot_be_submitted_is_one_line(words, message, capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["submit", *words]) == 2
+    assert message in capsys.readouterr().err
