@@ -40,7 +40,10 @@ def test_a_job_is_printed_as_a_command_that_runs_it(flags, to_words, capsys, mon
     words = [*to_words(flags), "--train-env-vars", '{"A": "b c"}']
     assert main(["submit", "--ray-address", "http://head:8265", *words]) == 0
     printed = shlex.split(capsys.readouterr().out)
-    assert printed == [*"ray job submit --address http://head:8265 -- slime-launch train".split(), *words]
+    assert printed == [
+        *["ray", "job", "submit", "--address", "http://head:8265", "--", "slime-launch", "train"],
+        *words,
+    ]
     monkeypatch.setenv("RAY_ADDRESS", "https://other:1")
     assert main(["submit", *words]) == 0
     assert "--address https://other:1 --" in capsys.readouterr().out

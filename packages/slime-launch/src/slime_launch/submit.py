@@ -37,8 +37,8 @@ def submit(argv: list[str]) -> int:
         address = value if equals else words.pop(0) if words else ""
     if not address.startswith(("http://", "https://")):
         raise FlagError(
-            f"--ray-address {address or '(not given)'} must be the address of the cluster's dashboard, http://HEAD:8265; "
-            "give it first, or set RAY_ADDRESS"
+            f"--ray-address {address or '(not given)'} must be the address of the cluster's dashboard, "
+            "http://HEAD:8265; give it first, or set RAY_ADDRESS"
         )
     if any(word.split("=")[0] == "--wandb-key" for word in words):
         raise FlagError("--wandb-key would be shown to all who see the cluster's jobs; set WANDB_API_KEY there instead")
