@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, call, patient_delays, retry_after_seconds
+from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, _Asked, call, patient_delays, retry_after_seconds
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -230,3 +230,13 @@ def test_patience_goes_on_as_it_began(seconds):
     assert delays[: len(RETRY_DELAYS)] == RETRY_DELAYS
     assert set(delays[len(RETRY_DELAYS) :]) <= {10.0}
     assert max(seconds, sum(RETRY_DELAYS)) <= sum(delays) < max(seconds, sum(RETRY_DELAYS)) + 10.0
+
+
+def test_a_server_that_answers_nothing_is_known_as_long_as_requests_wait_there():
+    asked, url = _Asked(), "http://127.0.0.1:1"
+    with asked(f"{url}/one"):
+        with asked(f"{url}/two"), asked("https://other"):
+            assert asked.silent(0.0) == [url, "https://other"]
+            assert asked.silent() == []
+        assert asked.silent(0.0) == [url]
+    assert asked.silent(0.0) == []

@@ -32,8 +32,14 @@ class Wait:
         """Seconds since the wait began."""
         return time.monotonic() - self.started
 
-    def update(self, note: str = "", *, done: int | None = None, total: int | None = None) -> None:
-        """Show how far it is, by what happened last and by units where they can be counted."""
+    def update(
+        self, note: str = "", *, done: int | None = None, total: int | None = None, silent: tuple[str, ...] = ()
+    ) -> None:
+        """Show how far it is, by what happened last and by units where they can be counted.
+
+        ``silent`` are servers that do not answer.
+        """
+        self._out.silent = silent
         self._progress.update(self._task, completed=done, total=total, note=note)
         self._out.on_progress(self.what, (note, done, total))
         if self._progress.disable and time.monotonic() - self._announced >= PLAIN_UPDATE_SECONDS:
@@ -45,13 +51,14 @@ class Wait:
 class RunConsole:
     """A run's output, to standard output unless a stream is given, and to a log file if one is.
 
-    ``on_progress`` hears what is waited for, and how far that is.
+    ``on_progress`` hears what is waited for, and how far that is; ``silent`` are servers that do not answer meanwhile.
     """
 
     def __init__(self, stream: TextIO | None = None, log_path: Path | None = None) -> None:
         self._rich = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._log = log_path.open("a", encoding="utf-8") if log_path is not None else None
         self.on_progress: Callable[[str, Any], None] = lambda what, marker: None
+        self.silent: tuple[str, ...] = ()
 
     def line(self, text: str = "") -> None:
         """Print one line as it is."""
@@ -76,6 +83,7 @@ class RunConsole:
             disable=not self._rich.is_terminal,
         ) as progress:
             wait = Wait(what, progress, self)
+            self.silent = ()
             self.on_progress(what, None)
             yield wait
             self.on_progress(f"after: {what}", None)

@@ -125,7 +125,7 @@ def wait_for(parts: Parts, call: Call[Result], wait: Wait) -> Result:
     while not call.done():
         parts.trainers.check()
         progress = parts.rollout.progress()
-        wait.update(progress.note, done=progress.done, total=progress.total)
+        wait.update(progress.note, done=progress.done, total=progress.total, silent=progress.silent)
         if progress.behind:
             catch_up(parts, wait)
     [result] = call.results()

@@ -99,7 +99,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
     with contextlib.ExitStack() as stack:
-        stalls = StallWatch(settings.run.stall_timeout, watch, output_dir / "logs")
+        stalls = StallWatch(settings.run.stall_timeout, watch, output_dir / "logs", lambda: console.silent)
         stack.callback(stalls.close)
         console.on_progress = stalls.progress
         try:

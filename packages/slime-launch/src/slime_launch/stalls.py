@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,18 @@ STACKS_FILE = "stacks.txt"
 class StallWatch:
     """Watches the waits of a run, from the beginning to :meth:`close`.
 
-    A wait that makes no progress for ``seconds`` ends with an error: which phase it is, which processes are stopped,
-    and where the stacks of all workers and of this process are. If this process's main thread hangs itself, the process
-    ends; its supervisor ends everything below it.
+    A wait that makes no progress for ``seconds`` ends with an error: which phase it is, which servers of ``silent`` do
+    not answer, which processes are stopped, and where the stacks of all workers and of this process are. If this
+    process's main thread hangs itself, the process ends; its supervisor ends everything below it.
     """
 
-    def __init__(self, seconds: float, watch: Watch, log_dir: Path) -> None:
+    def __init__(
+        self, seconds: float, watch: Watch, log_dir: Path, silent: Callable[[], Sequence[str]] = tuple
+    ) -> None:
         self._seconds = seconds
         self._watch = watch
         self._log_dir = log_dir
+        self._silent = silent
         self._cause: BaseException | None = None
         self._stopping = False
         self._phase, self._marker = "begin", None
@@ -82,6 +86,8 @@ class StallWatch:
         stopped, stacks = self._look()
         path = self._log_dir / STACKS_FILE
         text = f"no progress for {seconds:g} s (--stall-timeout) in the phase: {self._phase}"
+        if silent := self._silent():
+            text += f"; no answer from {', '.join(silent)}"
         if stopped:
             text += f"; stopped by a signal: {', '.join(stopped)}"
         try:

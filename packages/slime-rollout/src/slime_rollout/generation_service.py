@@ -28,12 +28,16 @@ NOT_STARTED = "the engines are not started; call start() first"
 
 
 class Progress(NamedTuple):
-    """How far the service is: samples scored, of how many, or a note; and whether engines need the current weights."""
+    """How far the service is: samples scored, of how many, or a note; and whether engines need the current weights.
+
+    ``silent`` are servers that were asked something and answer nothing.
+    """
 
     done: int | None = None
     total: int | None = None
     note: str = ""
     behind: bool = False
+    silent: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,12 +292,14 @@ class GenerationService:
 
     def progress(self) -> Progress:
         """The last thing that happened; raises if an engine or the router is gone that nobody replaces."""
+        from slime_rollout.http import ASKED
+
         if not self._is_up:
             return self._progress
         self._started.check()
         lost = self._started.not_serving()
         note = f"replacing {', '.join(lost)}" if lost else self._progress.note
-        return self._progress._replace(note=note, behind=self._needs_weights())
+        return self._progress._replace(note=note, behind=self._needs_weights(), silent=tuple(ASKED.silent()))
 
     def _needs_weights(self) -> bool:
         """Whether engines need the current weights: where memory is handed over, only if a rollout waits for that."""

@@ -10,8 +10,9 @@ import logging
 import math
 import os
 import random
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,39 @@ _KEEP_ALIVE_SECONDS = 4.0  # uvicorn, and so SGLang, closes a connection that wa
 _READ_AHEAD = 2**20  # bytes
 _SHOWN = 300  # characters
 _JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+class _Asked:
+    """Addresses of servers → how many requests wait there, and since when none was answered. Of this whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, tuple[int, float]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, url: str) -> Iterator[None]:
+        """Count a request while the block runs; its end is an answer, of whatever kind."""
+        server = url[: url.find("/", len("https://"))] if url.count("/") > 2 else url
+        with self._lock:
+            count, since = self._waiting.get(server, (0, time.monotonic()))
+            self._waiting[server] = (count + 1, since)
+        try:
+            yield
+        finally:
+            with self._lock:
+                count, _ = self._waiting.pop(server)
+                if count > 1:
+                    self._waiting[server] = (count - 1, time.monotonic())
+
+    def silent(self, seconds: float = 10.0) -> list[str]:
+        """Addresses that requests wait for, and that have answered none for so long."""
+        limit = time.monotonic() - seconds
+        with self._lock:
+            return sorted(server for server, (_, since) in self._waiting.items() if since < limit)
+
+
+ASKED = _Asked()
+"""What the process's requests wait for: whoever looks for the cause of a stall asks it."""
 
 
 class HttpError(SlimeError):
@@ -171,8 +205,9 @@ async def exchange(
     if body is not None:
         headers = {**_JSON_HEADERS, **headers} if headers else _JSON_HEADERS
     try:
-        async with session.request(method, url, data=body, headers=headers, allow_redirects=not strict) as answer:
-            content = await answer.read()
+        with ASKED(url):
+            async with session.request(method, url, data=body, headers=headers, allow_redirects=not strict) as answer:
+                content = await answer.read()
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         is_connecting = isinstance(error, aiohttp.ConnectionTimeoutError | aiohttp.ClientConnectorError)
         is_late = isinstance(error, TimeoutError)

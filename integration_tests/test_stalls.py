@@ -1,0 +1,207 @@
+"""Whatever stops, at the start, while samples are generated or while the trainers work: no run waits without an end.
+
+Each case strikes a real run once, and says by `fired` that it has. The run then heals, or ends and says what was
+stopped, or who waited for what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import Assets, started, train_command, tree, wait_for, wait_until_gone
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+STALL = 30.0
+# From the strike until everything is gone: the stall is noticed, stacks are written, all parts are stopped.
+END_SECONDS = STALL + 200.0
+
+# Functions of the run. Each waits at its moment until the test has struck, so that the moment is not over by then.
+HOOKS = """
+import asyncio, os, time
+from pathlib import Path
+import torch
+from slime_core.ops import estimator_named
+from slime_rollout import post
+from slime_rollout.generate.context import generate_sample
+from slime_rollout import current
+from slime_rollout.http import call
+
+WORK, PHASE, URLS = Path({work!r}), {phase!r}, {urls!r}
+scored = steps = 0
+
+def moment(phase):
+    if PHASE != phase or (WORK / "fired").exists():
+        return
+    (WORK / "ready").touch()
+    end = time.monotonic() + 60
+    while not (WORK / "fired").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+
+async def generate(args, sample, sampling_params):
+    await post(URLS["tool"], {{"text": "1 + 1"}})
+    [sample] = await generate_sample(sample, current().context)
+    return sample
+
+def reward(args, sample):
+    global scored
+    scored += 1
+    if scored == 70:
+        moment("generating")
+    return float(call("POST", URLS["judge"], {{"tokens": sample.response_tokens}})["score"])
+
+def advantages(inputs):
+    global steps
+    steps += 1
+    if steps == 2 and torch.distributed.get_rank() == 1:
+        moment("training")
+    return estimator_named("grpo")(inputs)
+"""
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        content = json.dumps({"score": len(self.path) % 2}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+    def log_message(self, *_):
+        pass
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[str, psutil.Process]]:
+    """A small HTTP server in a process of its own: a judge, or a tool."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}/", psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+VICTIMS = {
+    "rank": "ray::TrainerRank",
+    "rollout worker": "ray::RolloutHost",
+    "scheduler": "sglang::scheduler",
+    "router": "sglang::router",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs/gcs_server",
+    "judge": None,
+    "tool": None,
+}
+"""What is stopped → a word in its command line; judge and tool are no processes of the run."""
+STOPPED = {
+    "starting": ("rank", "rollout worker"),
+    "generating": ("rank", "rollout worker", "scheduler", "router", "judge", "tool", "raylet", "gcs"),
+    "training": ("rank", "scheduler"),
+}
+NORMAL = ("scheduler", "generating")
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A run after its fault."""
+
+    code: int
+    text: str
+    seconds: float
+    left: list[str]
+
+
+def find(family: list[psutil.Process], word: str) -> psutil.Process | None:
+    """The last process of the run whose command line has the word."""
+    for process in reversed(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            line = " ".join(process.cmdline())
+            if word in line and "reaper.py" not in line:
+                return process
+    return None
+
+
+def run_struck(
+    assets: Assets,
+    work: Path,
+    phase: str,
+    strike: Callable[[list[psutil.Process]], bool],
+    urls: dict[str, str],
+) -> Struck:
+    """Run until the moment comes; ``strike`` says whether it has struck. Then wait for the end of everything."""
+    work.mkdir(parents=True)
+    hooks = work / "hooks.py"
+    hooks.write_text(HOOKS.format(work=str(work), phase=phase, urls=urls))
+    flags = ["--stall-timeout", str(STALL), "--actor-num-gpus-per-node", "2", "--micro-batch-size", "32"]
+    flags += ["--custom-generate-function-path", f"{hooks}:generate", "--custom-rm-path", f"{hooks}:reward"]
+    flags += ["--custom-advantage-function-path", f"{hooks}:advantages", "--num-data-workers", "1"]
+    flags += ["--streaming-data", "--trainer-max-restarts", "1", "--save-interval", "1"]
+    command = train_command(assets, work, *flags, rollouts=4, colocate=False)
+    log = work / "log.txt"
+    with started(command, log) as process:
+        family: list[psutil.Process] = []
+
+        def struck() -> bool:
+            family[:] = tree(process)
+            return (phase == "starting" or (work / "ready").exists()) and strike(family)
+
+        wait_for(struck, f"the moment of {phase}", process=process, log=log)
+        (work / "fired").touch()
+        begun, seen = time.monotonic(), set(family)
+        while (code := process.poll()) is None and time.monotonic() < begun + END_SECONDS:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.update(tree(process))
+            time.sleep(0.3)
+        seconds = time.monotonic() - begun
+        text = log.read_text(errors="replace")
+        assert code is not None, f"no end after {END_SECONDS:g} s\n{text[-6000:]}"
+        left = wait_until_gone(list(seen), 30)
+    return Struck(code, text, seconds, left)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        pytest.param(kind, phase, marks=[pytest.mark.full] * ((kind, phase) != NORMAL))
+        for phase, kinds in STOPPED.items()
+        for kind in kinds
+    ],
+)
+def test_what_a_signal_stops_is_named_and_no_wait_is_endless(
+    llama: Assets, tmp_path: Path, kind: str, phase: str
+) -> None:
+    victims: list[psutil.Process] = []
+    with serving() as (tool_url, tool), serving() as (judge_url, judge):
+        others = {"tool": tool, "judge": judge}
+
+        def strike(family: list[psutil.Process]) -> bool:
+            found = others.get(kind) or find(family, VICTIMS[kind] or "")
+            if found is None:
+                return False
+            victims.append(found)
+            os.kill(found.pid, signal.SIGSTOP)
+            return True
+
+        urls = {"tool": tool_url, "judge": judge_url}
+        struck = run_struck(llama, tmp_path / "run", phase, strike, urls)
+    print(f"{kind} stopped while {phase}: exit code {struck.code} after {struck.seconds:.0f} s")
+    print(struck.text[-2500:])
+    assert struck.left == []
+    assert struck.code in (0, 1, 2, 3)
+    said = f"no answer from {urls[kind].rstrip('/')}" if kind in urls else f"(process {victims[0].pid})"
+    assert said in struck.text, said
