@@ -104,13 +104,12 @@ VICTIMS = {
     "router": "sglang::router",
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",
-    "judge": None,
     "tool": None,
 }
-"""What is stopped → a word in its command line; judge and tool are no processes of the run."""
+"""What is stopped → a word in its command line; a tool is no process of the run."""
 STOPPED = {
     "starting": ("rank", "rollout worker"),
-    "generating": ("rank", "rollout worker", "scheduler", "router", "judge", "tool", "raylet", "gcs"),
+    "generating": ("rank", "rollout worker", "scheduler", "router", "tool", "raylet", "gcs"),
     "training": ("rank", "scheduler"),
 }
 NORMAL = ("scheduler", "generating")

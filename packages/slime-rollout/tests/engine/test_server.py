@@ -141,5 +141,5 @@ def test_a_server_gets_its_key_and_its_log_does_not(tmp_path):
     environment = {**os.environ, **key_environment("k" * 20)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     words, log = done.stdout.splitlines()
-    assert words == f"['--port', '1', '--api-key', '{'k' * 20}'] False __main__"
+    assert words == f"['--port', '1', '--api-key={'k' * 20}'] False __main__"
     assert log == "settings: {'api_key': '[removed]'}"

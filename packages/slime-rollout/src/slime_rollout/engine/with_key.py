@@ -28,7 +28,7 @@ def main() -> None:
 
     logging.setLogRecordFactory(without_key)
     module = sys.argv[1]
-    sys.argv[1:] = [*sys.argv[2:], "--api-key", key]
+    sys.argv[1:] = [*sys.argv[2:], f"--api-key={key}"]  # a key may begin with a dash
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
