@@ -142,4 +142,4 @@ def test_a_server_gets_its_key_and_its_log_does_not(tmp_path):
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     words, log = done.stdout.splitlines()
     assert words == f"['--port', '1', '--api-key={'k' * 20}'] False __main__"
-    assert log == "settings: {'api_key': '[removed]'}"
+    assert log == "settings: {'api_key': '--api-key=[removed]'}"
