@@ -25,7 +25,8 @@ PAGES = {
     for path in sorted(ROOT.glob(pattern))
 }
 OTHERS = {
-    "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"},
+    "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
+    | {"--enable-memory-saver", "--sglang-api-key"},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
     "TensorBoard, uv, Ray": {"--generate", "--logdir", "--python"},
