@@ -19,7 +19,13 @@ def engine_flags(*words):
 
 
 def spec(*words, **more):
-    given = {"engine_urls": ("http://e",), "tp_size": 1, "hf_checkpoint": "hf", "receivers": (), "colocate": False}
+    given = {
+        "engine_urls": ("http://127.0.0.1:9",),
+        "tp_size": 1,
+        "hf_checkpoint": "hf",
+        "receivers": (),
+        "colocate": False,
+    }
     return ChannelSpec(sync=engine_flags(*words).engine, **given | more)
 
 

@@ -3,7 +3,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_launch.config import ClusterConfig
-from slime_launch.placement import Placement, layout_notes, order_bundles, plan_layout, shortage, threads_per_worker
+from slime_launch.errors import PlacementError
+from slime_launch.placement import (
+    Placement,
+    choose_transport,
+    interface_of,
+    layout_notes,
+    order_bundles,
+    plan_layout,
+    shortage,
+    threads_per_worker,
+)
+from slime_rollout.engine.config import EngineConfig
 
 
 def test_disaggregated_halves_have_bundles_of_their_own():
@@ -55,7 +66,8 @@ def test_shortage_names_every_figure():
 
 
 def test_ranks_of_one_node_follow_each_other():
-    assert order_bundles({0: "b", 1: "a", 2: "b", 3: "a"}) == [0, 2, 1, 3]
+    assert order_bundles({0: "b", 1: "a", 2: "b", 3: "a"}, {}) == [0, 2, 1, 3]
+    assert order_bundles({0: "b", 1: "a", 2: "b", 3: "a"}, {0: 1, 1: 0, 2: 0, 3: 1}) == [2, 0, 1, 3]
 
 
 @pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 2, 2), (2, 2, 1), (3, 2, 1), (4, 16, 4)])
@@ -69,5 +81,40 @@ def test_where_others_run_the_engines_there_are_trainers_only():
     assert layout.rollout == ()
     assert layout.bundles == ({"GPU": 1.0, "CPU": 1.0},) * 2
     assert layout.trainer_resources() == {"num_cpus": 0.5, "num_gpus": 1.0}
-    place = Placement(group=None, layout=layout, trainer=(0, 1), rollout=(), gpus=())
+    place = Placement(group=None, layout=layout, trainer=(0, 1), rollout=(), nodes={}, gpus={})
     assert place.rollout_worker == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "within", "cuda", "chosen"),
+    [
+        ("auto", True, False, "tensor"),
+        ("auto", False, False, "gloo"),
+        ("auto", False, True, "nccl"),
+        ("gloo", True, True, "gloo"),
+        ("tensor", True, False, "tensor"),
+    ],
+)
+def test_weights_travel_by_the_fastest_way_that_is_possible(given, within, cuda, chosen):
+    engine = EngineConfig(update_weight_transport=given)
+    assert choose_transport(engine, within_node=within, cuda=cuda, shared=False) == chosen
+
+
+def test_a_transport_that_does_not_reach_is_refused():
+    with pytest.raises(PlacementError, match=r"tensor works within one machine.*leave it out, or give gloo or disk"):
+        choose_transport(EngineConfig(update_weight_transport="tensor"), within_node=False, cuda=False, shared=False)
+    with pytest.raises(PlacementError, match="--colocate on several nodes needs --update-weight-transport disk"):
+        choose_transport(EngineConfig(), within_node=False, cuda=True, shared=True)
+
+
+def test_where_a_run_is_on_two_nodes():
+    layout = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2), cuda=False)
+    nodes = {0: "a", 1: "b", 2: "b", 3: "b"}
+    place = Placement(group=None, layout=layout, trainer=(0, 1), rollout=(2, 3), nodes=nodes, gpus={})
+    assert (place.num_nodes, place.rollout_worker, place.sends_within_node) == (2, 2, False)
+    assert [place.neighbours(bundle) for bundle in place.trainer] == [1, 1]
+
+
+def test_an_address_has_an_interface():
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.2") == interface_of("::1") == "lo"
+    assert interface_of("192.0.2.1") is None and interface_of("2001:db8::1") is None

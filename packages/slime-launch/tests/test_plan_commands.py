@@ -14,7 +14,7 @@ from slime_launch.shell_words import read_command
 DATA = Path(__file__).parent / "data"
 SEEDS = json.loads((DATA / "seed_commands.json").read_text())
 REST = "--num-rollout 3 --rollout-batch-size 16 --n-samples-per-prompt 8"
-NOT_BUILT = ("nodes, which is not supported yet", "works within one machine")
+NOT_BUILT = ("--colocate on several nodes needs", "works within one machine")
 REFUSED = {"readme, conversion's parallel flags": "--ckpt-format"}
 """Commands that cannot run, and the flag that is named."""
 MODELS = {"Megatron's arguments": "llama3-8B"}

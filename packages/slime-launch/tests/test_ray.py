@@ -21,7 +21,7 @@ from slime_launch.errors import LostContactError, PlacementError, RunError, Stop
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.processes import Place, own_place
 from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
-from slime_launch.trainers import TrainerGroup, TrainerRank, TrainerSpec
+from slime_launch.trainers import Seat, TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 
@@ -87,7 +87,7 @@ def part(group, tmp_path):
 
 
 def test_bundles_are_on_this_node(group):
-    assert order_bundles(bundle_nodes(group)) == [0, 1, 2]
+    assert order_bundles(bundle_nodes(group), {}) == [0, 1, 2]
 
 
 def test_results_come_in_order(part):
@@ -156,7 +156,7 @@ def test_a_trainer_rank_that_dies_ends_a_wait_for_something_else(part, tmp_path)
     workers = []
     for rank in range(2):
         path = tmp_path / f"trainer-{rank}.log"
-        actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(path), 1)
+        actor = ray.remote(TrainerRank).options(num_cpus=0).remote(str(tmp_path), str(path), Seat(1, 0, 1))
         workers.append(Worker(f"trainer rank {rank}", actor, path, part.watch))
     trainers = TrainerGroup(lambda: workers, MegatronConfig())
     pid = workers[1].call("alive")
@@ -193,7 +193,7 @@ def test_trainers_start_again_in_the_place_of_those_that_died_or_hang(group, tmp
         workers = []
         for rank in range(2):
             path = tmp_path / f"trainer-{rank}.log"
-            actor = ray.remote(Rank).options(num_cpus=0).remote(str(tmp_path), str(path), 1)
+            actor = ray.remote(Rank).options(num_cpus=0).remote(str(tmp_path), str(path), Seat(1, 0, 1))
             workers.append(Worker(f"trainer rank {rank}", actor, path, Watch(), lost=TrainerLostError))
         return workers
 

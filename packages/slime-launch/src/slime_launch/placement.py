@@ -5,21 +5,32 @@
 
 A bundle is one GPU with a CPU core. On a machine without CUDA it is a CPU worker process: a logical core; the
 embedded Ray gets as many as the bundles need. (Bundles with GPUs were not run on CUDA.)
+
+Bundles fill one node after the other. Where they are on several, servers listen on the address by which Ray knows their
+node, and torch uses the interface that has it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import ipaddress
+import os
 import socket
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
+from slime_rollout.engine.config import EngineConfig
 
 POLL_SECONDS = 0.2
+_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 # Of the run's actors. Their children end by themselves when the actor is gone, and clear up what is in /dev/shm:
 # torch's manager of shared memory, and the engines' supervisors. Ray would kill both when an actor exits, and on a
 # cluster that was there before nobody else cleans up.
@@ -73,21 +84,62 @@ def threads_per_worker(workers: int, cores: int) -> int:
     return max(1, cores // max(1, workers))
 
 
+def own_share(workers: int) -> int:
+    """As :func:`threads_per_worker`, for the cores that this process may use."""
+    return threads_per_worker(workers, len(os.sched_getaffinity(0)))
+
+
+def choose_transport(engine: EngineConfig, *, within_node: bool, cuda: bool, shared: bool) -> str:
+    """How weights travel from the trainer's first rank to engines that are on its node alone, or on others, too.
+
+    Raises:
+        PlacementError: The transport that was given does not work there.
+    """
+    chosen = engine.transport(one_machine=within_node, cuda=cuda)
+    if chosen == "tensor" and not within_node:
+        raise PlacementError(
+            "--update-weight-transport tensor works within one machine, and engines are on other nodes than the "
+            f"trainer's first rank; leave it out, or give {'nccl' if cuda else 'gloo'} or disk"
+        )
+    if chosen == "nccl" and shared and cuda:
+        raise PlacementError(
+            "--colocate on several nodes needs --update-weight-transport disk, with a --update-weight-disk-dir that "
+            "all nodes see: NCCL takes no GPU twice into one group"
+        )
+    return chosen
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where the run lives: the ready placement group for a layout.
 
     Attributes:
-        trainer: Bundle of each trainer rank; ranks of one node follow each other.
-        rollout: Bundles of the engines; empty with external engines.
-        gpus: Numbers of the engines' GPUs on their node; empty without CUDA.
+        trainer: Bundle of each trainer rank; ranks of one node follow each other, in the order of its GPUs.
+        rollout: Bundles of the engines, likewise; empty with external engines.
+        nodes: Bundle → Ray's id of its node.
+        gpus: Bundle → number of its GPU on its node; empty without CUDA.
     """
 
     group: Any
     layout: Layout
     trainer: tuple[int, ...]
     rollout: tuple[int, ...]
-    gpus: tuple[int, ...]
+    nodes: Mapping[int, str]
+    gpus: Mapping[int, int]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the run is on."""
+        return len(set(self.nodes.values()))
+
+    @property
+    def sends_within_node(self) -> bool:
+        """Whether all engines are on the node of the trainer's first rank, which sends the weights."""
+        return {self.nodes[bundle] for bundle in self.rollout} <= {self.nodes[bundle] for bundle in self.trainer[:1]}
+
+    def neighbours(self, bundle: int) -> int:
+        """Trainer ranks on the node of a bundle."""
+        return sum(self.nodes[other] == self.nodes[bundle] for other in self.trainer)
 
     @property
     def rollout_worker(self) -> int:
@@ -96,20 +148,22 @@ class Placement:
 
     def strategy(self, bundle: int) -> Any:
         """Ray's scheduling strategy for a bundle."""
-        return _strategy(self.group, bundle)
+        return strategy_of(self.group, bundle)
 
 
 def place_run(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None]) -> Placement:
     """Get room for the run; errors as of :func:`reserve`."""
     group = reserve(layout, timeout=timeout, watch=watch, on_wait=on_wait)
-    order = order_bundles(bundle_nodes(group))
-    rollout = tuple(order[place] for place in layout.rollout)
+    nodes = bundle_nodes(group)
+    gpus = bundle_gpus(group, list(nodes)) if layout.cuda else {}
+    order = order_bundles(nodes, gpus)
     return Placement(
         group=group,
         layout=layout,
         trainer=tuple(order[place] for place in layout.trainer),
-        rollout=rollout,
-        gpus=tuple(bundle_gpus(group, rollout)) if layout.cuda and rollout else (),
+        rollout=tuple(order[place] for place in layout.rollout),
+        nodes=nodes,
+        gpus=gpus,
     )
 
 
@@ -146,40 +200,68 @@ def shortage(layout: Layout, free: dict[str, float], total: dict[str, float]) ->
     )
 
 
-def order_bundles(nodes: dict[int, str]) -> list[int]:
-    """Bundles (with the id of their node) sorted so that ranks of one node follow each other."""
+def order_bundles(nodes: Mapping[int, str], gpus: Mapping[int, int]) -> list[int]:
+    """Bundles (with the id of their node, and their GPU there) sorted by node and GPU; the nodes as they come."""
     first_seen = {node: place for place, node in reversed(list(enumerate(nodes.values())))}
-    return sorted(nodes, key=lambda bundle: (first_seen[nodes[bundle]], bundle))
+    return sorted(nodes, key=lambda bundle: (first_seen[nodes[bundle]], gpus.get(bundle, 0), bundle))
 
 
 def bundle_nodes(group: Any) -> dict[int, str]:
-    """Node id of each bundle of a ready placement group."""
+    """Node id of each bundle of a placement group; one that has just lost its node may be without, or name that."""
     from ray.util import placement_group_table
 
     table = placement_group_table(group)["bundles_to_node_id"]
     return {int(bundle): str(node) for bundle, node in sorted(table.items())}
 
 
-def bundle_gpus(group: Any, bundles: Sequence[int]) -> list[int]:
-    """Numbers of the GPUs that Ray gave to some bundles. (Not run on CUDA.)
+def bundle_gpus(group: Any, bundles: Sequence[int]) -> dict[int, int]:
+    """Number of the GPU that Ray gave to each of some bundles, on its node. (Not run on CUDA.)"""
+    import ray
 
-    Raises:
-        PlacementError: The bundles are on several nodes; engines are only started on one.
+    ids = ray.remote(num_cpus=0, num_gpus=0.01)(ray.get_gpu_ids)
+    calls = [ids.options(scheduling_strategy=strategy_of(group, bundle)).remote() for bundle in bundles]
+    return {bundle: int(found[0]) for bundle, found in zip(bundles, ray.get(calls), strict=True)}
+
+
+def live_nodes() -> dict[str, str]:
+    """Ray's id of each node that is there → its address."""
+    import ray
+
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def use_cluster_interface() -> None:
+    """Have torch in this process, and below it, talk through the interface by which Ray knows the node.
+
+    By itself gloo takes what the host's name stands for, which may be the loopback address, and NCCL any interface.
     """
     import ray
 
-    nodes = bundle_nodes(group)
-    if len({nodes[bundle] for bundle in bundles}) > 1:
-        raise PlacementError(
-            f"the {len(bundles)} GPUs for generation lie on several nodes, which is not supported yet; ask for fewer "
-            "with --rollout-num-gpus"
-        )
-    ids = ray.remote(num_cpus=0, num_gpus=0.01)(ray.get_gpu_ids)
-    calls = [ids.options(scheduling_strategy=_strategy(group, bundle)).remote() for bundle in bundles]
-    return sorted(int(gpu) for gpus in ray.get(calls) for gpu in gpus)
+    if (name := interface_of(ray.util.get_node_ip_address())) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # NCCL takes a name alone for a prefix
 
 
-def _strategy(group: Any, bundle: int) -> Any:
+def interface_of(address: str) -> str | None:
+    """The interface of this machine that has an address, IPv4 or IPv6; ``None`` if there is none."""
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_loopback:
+        return "lo"
+    if wanted.version == 6:
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        found = {ipaddress.ip_address(bytes.fromhex(line.split()[0])): line.split()[-1] for line in lines}
+        return found.get(wanted)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asked, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted.packed:
+                    return name
+    return None
+
+
+def strategy_of(group: Any, bundle: int) -> Any:
+    """Ray's scheduling strategy for a bundle of a placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from slime_core.errors import SlimeError
 from slime_core.types import EvalReport
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
+from slime_launch.engine_nodes import EngineRoom, NodeLauncher
 from slime_launch.placement import KEEP_CHILDREN, Placement
 from slime_launch.processes import Place, own_place
 from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_rollout, split_held_out
@@ -24,11 +26,13 @@ CLOSE_SECONDS = 10.0
 class RolloutHost:
     """A source of batches inside a Ray actor with two threads: one works, the other answers :meth:`progress`."""
 
-    def __init__(self, directory: str, log_path: str, gpus: Sequence[int], spec: SourceSpec) -> None:
+    def __init__(
+        self, directory: str, log_path: str, gpus: Sequence[int], spec: SourceSpec, room: EngineRoom | None
+    ) -> None:
         prepare(directory, log_path, threads=1)
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
-        self._source = make_source(spec)
+        self._source = make_source(spec, None if room is None else functools.partial(NodeLauncher, room))
 
     def introduce(self) -> Place:
         """Where this process is."""
@@ -73,8 +77,10 @@ class RolloutWorker:
         self._begun: Call[Any] | None = None
 
     @classmethod
-    def start(cls, place: Placement, spec: SourceSpec, *, log_dir: Path, watch: Watch) -> RolloutWorker:
-        """Start the actor, not the engines yet."""
+    def start(
+        cls, place: Placement, spec: SourceSpec, *, room: EngineRoom | None, log_dir: Path, watch: Watch
+    ) -> RolloutWorker:
+        """Start the actor, not the engines yet: those will be in ``room``, or beside the actor."""
         import ray
 
         log_path = log_dir / "rollout.log"
@@ -84,7 +90,8 @@ class RolloutWorker:
             max_concurrency=2,
             runtime_env=KEEP_CHILDREN,
         )
-        handle = actor.remote(str(Path.cwd()), str(log_path), list(place.gpus), spec)
+        gpus = [place.gpus[bundle] for bundle in place.rollout] if place.gpus and room is None else []
+        handle = actor.remote(str(Path.cwd()), str(log_path), gpus, spec, room)
         worker = Worker("the rollout worker", handle, log_path, watch)
         worker.introduce()
         return cls(worker)

@@ -16,13 +16,23 @@ from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
+from slime_launch.engine_nodes import EngineRoom
 from slime_launch.errors import RayDiedError, RestartsExhaustedError, RunError, Stopped
 from slime_launch.handover import Handover
 from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
 from slime_launch.manifest import locked
 from slime_launch.megatron_flags import argument_notes
-from slime_launch.placement import Layout, layout_notes, place_run, plan_layout, threads_per_worker
+from slime_launch.placement import (
+    Layout,
+    Placement,
+    choose_transport,
+    layout_notes,
+    live_nodes,
+    own_share,
+    place_run,
+    plan_layout,
+)
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
@@ -193,12 +203,18 @@ def start(
         console.line(note)
     with console.wait("wait for room on the Ray cluster") as wait:
         place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
-    if not layout.cuda:
+    room = None
+    if place.num_nodes > 1:
+        settings, line = across_nodes(settings, place)
+        console.line(line)
+        room = EngineRoom.of(place, checked.num_engines, log_dir) if place.rollout else None
+    elif not layout.cuda:
         settings = limit_threads(settings, engines=checked.num_engines)
     environment = cluster.train_environment
     trainers = TrainerGroup.start(place, settings.megatron, environment=environment, log_dir=log_dir, watch=watch)
     stack.callback(trainers.kill)
-    rollout = RolloutWorker.start(place, source_spec(checked, settings, log_dir), log_dir=log_dir, watch=watch)
+    source = source_spec(checked, settings, log_dir)
+    rollout = RolloutWorker.start(place, source, room=room, log_dir=log_dir, watch=watch)
     stack.callback(rollout.close)
     spec = TrainerSpec(
         config=settings.megatron if checked.weights is None else checked.weights.into(settings.megatron),
@@ -261,15 +277,34 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
 
 
 def limit_threads(settings: Settings, *, engines: int) -> Settings:
-    """Share the machine's cores: all trainer ranks compute at the same time, and so do all ``engines``."""
-    cores = len(os.sched_getaffinity(0))
-    megatron, engine = settings.megatron, settings.engine
-    if megatron.trainer_threads is None:
-        threads = threads_per_worker(settings.cluster.actor_num_gpus_per_node, cores)
-        megatron = dataclasses.replace(megatron, trainer_threads=threads)
-    if engine.engine_threads is None and not engine.rollout_external_engine_addrs:
-        engine = dataclasses.replace(engine, engine_threads=threads_per_worker(engines, cores))
-    return dataclasses.replace(settings, megatron=megatron, engine=engine)
+    """Share the machine's cores among the engines, which all compute at the same time; trainer ranks do so, too."""
+    engine = settings.engine
+    if engine.engine_threads is not None or engine.rollout_external_engine_addrs:
+        return settings
+    return dataclasses.replace(settings, engine=dataclasses.replace(engine, engine_threads=own_share(engines)))
+
+
+def across_nodes(settings: Settings, place: Placement) -> tuple[Settings, str]:
+    """Settings of a run on several nodes, with the transport that is possible there; and a line that says it.
+
+    Raises:
+        PlacementError: The transport that was given cannot be used.
+    """
+    nodes, live = dict.fromkeys(place.nodes.values()), live_nodes()
+    where = [
+        f"{live.get(node, node)} (trainer ranks: {sum(place.nodes[bundle] == node for bundle in place.trainer)}, "
+        f"for engines: {sum(place.nodes[bundle] == node for bundle in place.rollout)})"
+        for node in nodes
+    ]
+    line = f"{len(nodes)} nodes: {', '.join(where)}"
+    if not place.rollout or not settings.trains:
+        return settings, line
+    engine = settings.engine
+    chosen = choose_transport(
+        engine, within_node=place.sends_within_node, cuda=place.layout.cuda, shared=place.layout.shared
+    )
+    engine = dataclasses.replace(engine, update_weight_transport=chosen)
+    return dataclasses.replace(settings, engine=engine), f"{line}; weights travel by {chosen}"
 
 
 def describe(layout: Layout, *, external: bool) -> str:

@@ -6,12 +6,15 @@ Whatever it is, it lives in one Ray actor (`slime_launch.rollouts`); this file s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime_core.errors import DataError
 from slime_core.types import RolloutBatch, RolloutColumns
 from slime_rollout.data_service import DataService, DataSpec
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.server import EngineLauncher
 from slime_rollout.generation_service import GenerationService, GenerationSpec, Progress
 
 
@@ -54,11 +57,11 @@ SourceSpec = GenerationSpec | DataSpec | RecordedSpec
 """Settings of a source. Only the first kind has engines, which take weights, and scores held-out prompts."""
 
 
-def make_source(spec: SourceSpec) -> BatchSource:
-    """The source of these settings, not started."""
+def make_source(spec: SourceSpec, make_launcher: Callable[[EngineConfig], EngineLauncher] | None = None) -> BatchSource:
+    """The source of these settings, not started; ``make_launcher`` gives what starts its engines, if it has some."""
     if isinstance(spec, RecordedSpec):
         return RecordedRollouts(spec.template)
-    return DataService(spec) if isinstance(spec, DataSpec) else GenerationService(spec)
+    return DataService(spec) if isinstance(spec, DataSpec) else GenerationService(spec, make_launcher)
 
 
 class RecordedRollouts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
-from slime_launch.placement import KEEP_CHILDREN, Placement, free_port
+from slime_launch.placement import KEEP_CHILDREN, Placement, free_port, own_share, use_cluster_interface
 from slime_launch.processes import Place, end_processes, on_nodes, own_place
 from slime_rollout.generation_service import ChannelSpec
 
@@ -42,11 +43,22 @@ class Shards(NamedTuple):
     references: list[Any]
 
 
+class Seat(NamedTuple):
+    """What a rank shares: its CPU threads as given, or the ranks on its node where cores are shared; all nodes."""
+
+    threads: int | None
+    neighbours: int
+    num_nodes: int
+
+
 class TrainerRank:
     """Runs inside a Ray actor: passes calls on to this rank's :class:`~slime_core.interfaces.TrainerWorker`."""
 
-    def __init__(self, directory: str, log_path: str, threads: int | None) -> None:
-        prepare(directory, log_path, threads=threads)
+    def __init__(self, directory: str, log_path: str, seat: Seat) -> None:
+        self._threads = own_share(seat.neighbours) if seat.threads is None and seat.neighbours else seat.threads
+        prepare(directory, log_path, threads=self._threads)
+        if seat.num_nodes > 1:
+            use_cluster_interface()
         self._worker: TrainerWorker | None = None  # until `build`
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
 
@@ -69,7 +81,7 @@ class TrainerRank:
         from slime_megatron.start import start_worker
 
         self._worker = start_worker(
-            spec.config,
+            dataclasses.replace(spec.config, trainer_threads=self._threads),
             spec.algorithm,
             spec.shape,
             rendezvous,
@@ -121,7 +133,8 @@ def start_ranks(
             runtime_env={"env_vars": {**KEEP_CHILDREN["env_vars"], **environment}},
             **place.layout.trainer_resources(),
         )
-        handle = actor.remote(str(Path.cwd()), str(log_path), threads)
+        neighbours = 0 if place.layout.cuda else place.neighbours(bundle)
+        handle = actor.remote(str(Path.cwd()), str(log_path), Seat(threads, neighbours, place.num_nodes))
         workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch, lost=TrainerLostError))
     return workers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings
     from slime_rollout.config import RolloutConfig
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
     from slime_rollout.engine.fleet import Fleet
+    from slime_rollout.engine.server import EngineLauncher
     from slime_rollout.engine.sleep import EngineMemory
     from slime_rollout.engine.topology_plan import Topology
     from slime_rollout.rollout import RolloutManager
@@ -126,8 +127,12 @@ class GenerationService:
     :meth:`progress` and :meth:`cancel` may be called from another thread at any time; all others one after the other.
     """
 
-    def __init__(self, spec: GenerationSpec) -> None:
+    def __init__(
+        self, spec: GenerationSpec, make_launcher: Callable[[EngineConfig], EngineLauncher] | None = None
+    ) -> None:
+        """Nothing is started yet. ``make_launcher`` gives what starts the engines; on this host if it is ``None``."""
         self._spec = spec = dataclasses.replace(spec, engine=spec.engine.with_key())
+        self._launcher = None if make_launcher is None else make_launcher(spec.engine)
         self._namespace = CacheNamespace(spec.engine.update_weight_pause_mode)
         self._engines: Fleet | None = None
         self._manager: RolloutManager | None = None
@@ -174,6 +179,7 @@ class GenerationService:
             longest_sample=longest_sample(spec.rollout),
             weights_follow=spec.weights_follow,
             on_progress=self._count_processes,
+            launcher=self._launcher,
         )
         local = spec.engine.update_weight_mode == "delta" and not spec.engine.update_weight_receivers
         if spec.engine.update_weight_transport == "tensor" or local:

@@ -106,7 +106,7 @@ FAR = {"update_weight_receivers": ("h:1",)}
     ("flags", "message"),
     [
         ({"update_weight_mode": "half"}, "--update-weight-mode half is unknown; allowed: full, delta"),
-        ({"update_weight_transport": "mail"}, "transport mail is unknown; allowed: tensor, nccl, gloo, disk"),
+        ({"update_weight_transport": "mail"}, "transport mail is unknown; allowed: auto, tensor, nccl, gloo, disk"),
         ({"update_weight_pause_mode": "abort"}, "pause-mode abort is unknown; allowed: retract, in_place"),
         *(
             (
@@ -116,7 +116,7 @@ FAR = {"update_weight_receivers": ("h:1",)}
             for seconds in (0.0, -1.0, float("nan"), float("inf"))
         ),
         ({"update_weight_transport": "disk"}, "disk needs --update-weight-disk-dir"),
-        ({"update_weight_mode": "delta"}, r"give --update-weight-transport disk \(got tensor\)"),
+        ({"update_weight_mode": "delta"}, r"give --update-weight-transport disk \(got auto\)"),
         ({**DISK, "update_weight_mode": "delta"}, "delta needs --update-weight-local-checkpoint-dir"),
         ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "./a"}, "another directory"),
         ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "b/../a"}, "another directory"),

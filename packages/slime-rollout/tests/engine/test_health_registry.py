@@ -5,9 +5,11 @@ import types
 
 import pytest
 
-from slime_rollout.engine import EngineDiedError, EngineError, health
-from slime_rollout.engine.health import Registry, not_ready
+from slime_rollout.engine import EngineDiedError, EngineError, NoRoomError, health
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.health import FleetMonitor, Registry, not_ready
 from slime_rollout.engine.server import SGLangEngine
+from slime_rollout.engine.slots import EventLog, read_events
 from slime_rollout.http import HttpError
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,3 +94,25 @@ class DiesOnceReady(SGLangEngine):
 
 def test_an_engine_that_dies_once_it_is_ready_is_one_more_that_is_not():
     assert not_ready(DiesOnceReady()) == "has ended"
+
+
+def test_an_engine_that_no_node_has_room_for_is_tried_again_and_not_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "ROOM_AGAIN_SECONDS", 0.0)
+    refusals = [NoRoomError("no node has room")] * 3
+
+    def start():
+        if refusals:
+            raise refusals.pop()
+        slot.now = types.SimpleNamespace(has_no_room=False, process=None)
+        monitor._stopping.set()
+
+    slot = types.SimpleNamespace(name="engine 0", url=URL, restarts=0, start=start)
+    slot.now = types.SimpleNamespace(has_no_room=False, due=0.0)
+    router = types.SimpleNamespace(is_external=True, now=types.SimpleNamespace(up=False))
+    monitor = FleetMonitor([slot], router, EngineConfig(), EventLog(tmp_path))
+    monitor._start_again(slot)
+    assert slot.now.has_no_room and slot.restarts == 0
+    while not monitor._stopping.is_set():
+        monitor._look_at_all()
+    assert [event["event"] for event in read_events(tmp_path)] == ["no_room", "restarted"]
+    assert slot.restarts == 1

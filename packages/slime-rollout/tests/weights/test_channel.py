@@ -60,10 +60,15 @@ def channel(engines, hf_checkpoint):
 def test_flags_choose_the_channel_which_survives_pickling(flags, kind):
     config = WeightSyncConfig(**flags, update_weight_pause_mode="in_place", check_weight_update_equal=True)
     channel = open_channel(
-        config, engine_urls=["http://e/"], tp_size=2, hf_checkpoint="/hf", receivers=["http://r"], colocate=True
+        config,
+        engine_urls=["http://127.0.0.1:9/"],
+        tp_size=2,
+        hf_checkpoint="/hf",
+        receivers=["http://r"],
+        colocate=True,
     )
     assert type(channel) is kind and isinstance(channel, WeightChannel)
-    assert channel.engine_urls == ("http://e",)
+    assert channel.engine_urls == ("http://127.0.0.1:9",)
     assert (channel.tp_size, channel.pause_mode, channel.check, channel.hf_checkpoint) == (2, "in_place", True, "/hf")
     assert pickle.loads(pickle.dumps(channel)) == channel
     if kind is TensorWeightChannel:

@@ -15,7 +15,7 @@ from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
 from slime_launch.plan.devices import Device
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
-from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of
+from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of, transport_of
 from slime_launch.plan.memory import (
     EngineMemory,
     Phase,
@@ -97,7 +97,7 @@ def make_plan(
     layout = plan_layout(settings.placed, cuda=not device.is_cpu)
     nodes = place(settings, device, gpus_per_node)
     problems.attempt(check_nodes, settings, nodes, device)
-    parts = _Parts(settings, found, device, problems, prompt, len(nodes))
+    parts = _Parts(settings, found, device, problems, prompt, nodes)
     return Plan(
         device=device,
         gpus_per_node=gpus_per_node,
@@ -134,7 +134,7 @@ class _Parts:
         device: Device,
         problems: Problems,
         prompt: FirstPrompt | None,
-        nodes: int,
+        nodes: list[Node],
     ) -> None:
         self.sizes: Sizes | None = None
         self.batch: Batch | None = None
@@ -151,7 +151,9 @@ class _Parts:
         self.batch = None if self.sizes is None else problems.attempt(batch_of, settings, self.sizes)
         if settings.generates and not settings.engine.rollout_external_engine_addrs and settings.cluster.rollout_gpus:
             self.engine = problems.attempt(engine_memory, settings, shape, device)
-            self.transports = transports(settings, shape, device, nodes)
+            chosen = problems.attempt(transport_of, settings, nodes, device) if settings.trains else None
+            within = all(node.node == 0 for node in nodes if node.engines)
+            self.transports = transports(settings, shape, device, chosen, within_node=within)
         if self.sizes is None or self.batch is None:
             return
         overrides = found.overrides or {}
@@ -171,7 +173,9 @@ class _Parts:
                 problems.attempt(check_phases, device, self.phases)
         if self.engine is not None:
             problems.attempt(check_engine, settings, device, self.engine, self.sizes)
-        self.times = problems.attempt(phase_times, settings, shape, device, self.engine, self.sizes) or []
+        self.times = (
+            problems.attempt(phase_times, settings, shape, device, self.engine, self.sizes, self.transports) or []
+        )
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:

@@ -7,6 +7,7 @@ is reached is a guess. On a CPU with other work beside it everything takes longe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
@@ -61,9 +62,14 @@ class PhaseTime:
 
 
 def phase_times(
-    settings: Settings, shape: ModelShape, device: Device, engine: EngineMemory | None, sizes: Sizes
+    settings: Settings,
+    shape: ModelShape,
+    device: Device,
+    engine: EngineMemory | None,
+    sizes: Sizes,
+    ways: Sequence[Transport],
 ) -> list[PhaseTime]:
-    """The phases of a rollout in their order."""
+    """The phases of a rollout in their order; weights travel by the chosen one of ``ways``."""
     model, ranks = flops_model(shape), settings.cluster.actor_gpus
     forward = sizes.samples * model.forward(sizes.sample_tokens)
     rate = ranks * device.operations * (1.0 if device.is_cpu else TRAINING)
@@ -80,7 +86,7 @@ def phase_times(
     what = f"{passes * forward:.2g} operations on {ranks} ranks"
     found.append(PhaseTime(phase="train", seconds=passes * forward / rate, of=what))
     if settings.generates:
-        chosen = next((one for one in transports(settings, shape, device) if one.chosen), None)
+        chosen = next((one for one in ways if one.chosen), None)
         if chosen is not None:
             found.append(PhaseTime(phase="send weights", seconds=chosen.seconds, of=f"{chosen.sent:,} bytes"))
     if settings.megatron.save is not None:
@@ -142,15 +148,16 @@ class Transport:
     problem: str | None
 
 
-def transports(settings: Settings, shape: ModelShape, device: Device, nodes: int = 1) -> list[Transport]:
-    """Every transport, with what an update takes."""
+def transports(
+    settings: Settings, shape: ModelShape, device: Device, chosen: str | None, *, within_node: bool
+) -> list[Transport]:
+    """Every transport, with what an update takes; engines may all be on the node of the trainer's first rank."""
     width = 2 if settings.megatron.bf16 else 4
     size = num_parameters(shape) * width
     engines = max(1, settings.cluster.rollout_gpus // settings.engine.rollout_num_gpus_per_engine)
-    chosen = settings.engine.update_weight_transport
-    between = NETWORK if nodes > 1 else device.link
+    between = device.link if within_node else NETWORK
     problems = {
-        "tensor": "works within one machine" if nodes > 1 else None,
+        "tensor": None if within_node else "works within one machine",
         "nccl": "needs CUDA" if device.is_cpu else "takes no GPU twice" if settings.cluster.colocate else None,
     }
     seconds = {

@@ -8,7 +8,7 @@ import math
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings
 from slime_launch.errors import PlacementError
-from slime_launch.placement import plan_layout
+from slime_launch.placement import choose_transport, plan_layout
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.devices import Device
 from slime_launch.validate import global_batch_size
@@ -42,24 +42,30 @@ def place(settings: Settings, device: Device, gpus_per_node: int) -> list[Node]:
 
 
 def check_nodes(settings: Settings, nodes: list[Node], device: Device) -> None:
-    """Check that engines and weights stay where they can.
+    """Check that every engine has as many GPUs on each of its nodes, and that weights reach it.
 
     Raises:
-        PlacementError: Engines are on several nodes, or where the transport of weights does not reach.
+        PlacementError: One has not, or the transport of weights does not reach all.
     """
-    serving = [node.node for node in nodes if node.engines]
-    if device.is_cpu or len(nodes) == 1 or not serving:
-        return
-    if len(serving) > 1:
+    shares: dict[int, list[int]] = {}
+    for node in nodes:
+        for engine, gpus in node.engines.items():
+            shares.setdefault(engine, []).append(len(gpus))
+    if uneven := next((engine for engine, share in shares.items() if len(set(share)) > 1), None):
         raise PlacementError(
-            f"the {settings.cluster.rollout_gpus} GPUs for generation lie on {len(serving)} nodes, which is not "
-            "supported yet; ask for fewer with --rollout-num-gpus, or give --gpus-per-node if nodes are larger"
+            f"engine {uneven} gets {' + '.join(str(number) for number in shares[uneven])} GPUs on "
+            f"{len(shares[uneven])} nodes, and needs as many on each; give another --rollout-num-gpus-per-engine, or "
+            "trainers a multiple of it"
         )
-    if settings.engine.update_weight_transport == "tensor" and not settings.cluster.colocate and serving != [0]:
-        raise PlacementError(
-            f"--update-weight-transport tensor works within one machine, and the engines are on node {serving[0]}, the "
-            "trainer's first rank on node 0; give --update-weight-transport nccl"
-        )
+    if shares and settings.trains:
+        transport_of(settings, nodes, device)
+
+
+def transport_of(settings: Settings, nodes: list[Node], device: Device) -> str:
+    """How weights travel; errors as of `choose_transport`."""
+    within = all(node.node == 0 for node in nodes if node.engines)
+    shared = settings.cluster.colocate
+    return choose_transport(settings.engine, within_node=within, cuda=not device.is_cpu, shared=shared)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,10 @@ class PortInUseError(EngineError):
     """A port that was asked for is taken."""
 
 
+class NoRoomError(EngineError):
+    """No node has room for an engine now; one may have it later."""
+
+
 class EngineStartError(EngineError):
     """An engine or the router did not come up."""
 

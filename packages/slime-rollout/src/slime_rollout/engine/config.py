@@ -16,7 +16,7 @@ from slime_rollout.engine.addresses import full_address
 from slime_rollout.engine.python import find_python
 
 MODES = ("full", "delta")
-TRANSPORTS = ("tensor", "nccl", "gloo", "disk")
+TRANSPORTS = ("auto", "tensor", "nccl", "gloo", "disk")
 PAUSE_MODES = ("retract", "in_place")
 REQUEST_TIMEOUT_SECONDS = 300.0
 SESSION_POLICIES = ("manual", "consistent_hashing")
@@ -38,9 +38,10 @@ class WeightSyncConfig(Config):
         "full", choices=MODES, help="send whole tensors, or only the bytes that changed (needs the transport disk)"
     )
     update_weight_transport: str = setting(
-        "tensor",
+        "auto",
         choices=TRANSPORTS,
-        help="shared memory or CUDA IPC on one machine, a broadcast with NCCL or gloo, or files",
+        help="shared memory or CUDA IPC on one machine (tensor), a broadcast with NCCL or gloo, or files; auto takes "
+        "tensor where engines are on the trainer's machine, else nccl, or gloo without CUDA",
     )
     update_weight_disk_dir: str | None = setting(
         None, help="directory that trainer and engines both see; needed by the transport disk", metavar="DIR"
@@ -72,6 +73,12 @@ class WeightSyncConfig(Config):
         help="after every update, compare checksums of what the engines hold: with each other, and with what was sent "
         "where SGLang reports a checksum of it (CPU engines without tensor parallelism, in the dtype that is sent)",
     )
+
+    def transport(self, *, one_machine: bool, cuda: bool) -> str:
+        """How weights travel: ``auto`` is the fastest way that is possible."""
+        if self.update_weight_transport != "auto":
+            return self.update_weight_transport
+        return "tensor" if one_machine else "nccl" if cuda else "gloo"
 
     @property
     def update_request_timeout(self) -> float:

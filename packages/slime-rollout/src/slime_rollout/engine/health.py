@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from slime_core.errors import SlimeError
-from slime_rollout.engine import EngineError, EngineRestartsError, PortInUseError
+from slime_rollout.engine import EngineError, EngineRestartsError, NoRoomError, PortInUseError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.router import OFFER_SECONDS
 from slime_rollout.engine.server import ServingProcess, SGLangEngine
@@ -35,6 +35,8 @@ START_TIMEOUT_SECONDS = 10.0
 PROBE_AGAIN_SECONDS = 0.5
 # Another program has a port that cannot be changed, perhaps for a moment.
 PORT_AGAIN_SECONDS = 5.0
+# An engine's node is gone, and another one may join.
+ROOM_AGAIN_SECONDS = 2.0
 # The only path that an engine answers while its generation is paused for new weights.
 PAUSED_HEALTH_PATH = "/health"
 # The router's list is read so often while an engine is missing there, and else.
@@ -284,7 +286,10 @@ class FleetMonitor:
 
     def _look_at_all(self) -> None:
         for slot in self._slots:
-            if (problem := self._problem(slot)) is not None:
+            if slot.now.has_no_room:
+                if time.monotonic() >= slot.now.due:
+                    self._start_again(slot)
+            elif (problem := self._problem(slot)) is not None:
                 self._replace(slot, problem)
         if self._router.now.up:
             self._register()
@@ -296,13 +301,13 @@ class FleetMonitor:
         the first.
         """
         now = slot.now
-        if (code := now.process.exit_code) is not None:
+        if now.process.exit_code is not None:
             if slot.move():
                 self._note(slot, Event.RESTARTED, "on another port, as another program had taken the last one")
                 return None
             if now.no_successor is not None:
                 return now.no_successor if time.monotonic() >= now.due else None
-            return f"ended by itself (exit code {code})" if now.up else f"did not start (exit code {code})"
+            return f"{'ended by itself' if now.up else 'did not start'} ({now.process.ending})"
         if now.up and now.silent:
             return "gave no answer to a request of a weight update or for its memory"
         probe = now.probe
@@ -373,12 +378,24 @@ class FleetMonitor:
             return
         if slot.restarts >= self._config.rollout_max_restarts:
             self._give_up(slot, problem)
+        self._start_again(slot)
+
+    def _start_again(self, slot: Slot[Any]) -> None:
+        """Start another process in a slot; one that no node has room for is tried again, and not counted."""
+        now = slot.now
         slot.restarts += 1
         try:
             slot.start()
+        except NoRoomError as error:
+            slot.restarts -= 1
+            if not now.has_no_room:
+                self._note(slot, Event.NO_ROOM, str(error))
+            now.has_no_room, now.due = True, time.monotonic() + ROOM_AGAIN_SECONDS
+            return
         except PortInUseError as error:
             logger.warning("%s was not restarted: %s", slot.name, error)
             now.no_successor, now.due = f"could not be started: {error}", time.monotonic() + PORT_AGAIN_SECONDS
+            now.has_no_room = False
             return
         self._note(slot, Event.RESTARTED, f"restart {slot.restarts} of {self._config.rollout_max_restarts}")
 

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine import EngineDiedError, EngineStartError, with_key
@@ -24,7 +24,7 @@ from slime_rollout.engine.sglang_flags import (
     missing_sglang,
 )
 from slime_rollout.http import HttpError, call
-from slime_rollout.supervise import Supervised, reaper
+from slime_rollout.supervise import Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,10 @@ class EngineSpec:
         bootstrap_port: Port where a prefill engine hands over to decode engines.
         encoder_urls: Encoders that this engine sends images to.
         memory_saver: Whether it will be asked to give its memory back, which on CUDA SGLang must know at its start.
+        host: Address that it listens on.
+        nodes: Number of nodes that it runs on, each with as many of its GPUs; it is reached on the first of them.
+        node_rank: Which of these nodes this process is for.
+        meeting_point: ``HOST:PORT`` on the first node, where the processes of several nodes meet.
     """
 
     model_path: str
@@ -73,11 +77,15 @@ class EngineSpec:
     bootstrap_port: int | None = None
     encoder_urls: tuple[str, ...] = ()
     memory_saver: bool = False
+    host: str = LOOPBACK
+    nodes: int = 1
+    node_rank: int = 0
+    meeting_point: str | None = None
 
     @property
     def url(self) -> str:
         """Address of the engine."""
-        return address(LOOPBACK, self.port)
+        return address(self.host, self.port)
 
     @property
     def router_role(self) -> dict[str, str | int]:
@@ -106,7 +114,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     """The command line of one server. The user's ``sglang_args`` win over what is chosen here."""
     flags: dict[str, SglangValue] = {
         "model-path": spec.model_path,
-        "host": LOOPBACK,
+        "host": spec.host,
         "port": str(spec.port),
         "dtype": spec.dtype,
         "tp-size": str(spec.ranks(config)),
@@ -123,6 +131,8 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
         _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else {"base-gpu-id": str(spec.base_gpu_id)}
     )
     flags |= _role_flags(config, spec)
+    if spec.meeting_point is not None:
+        flags |= {"nnodes": str(spec.nodes), "node-rank": str(spec.node_rank), "dist-init-addr": spec.meeting_point}
     flags |= {**config.sglang_args, **spec.sglang_args}
     command = [config.python, *module_words("sglang.launch_server", config.key)]
     for name, value in flags.items():
@@ -193,7 +203,7 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = str(config.threads)
-        if (ranks := spec.ranks(config)) > 1:
+        if (ranks := spec.ranks(config) // spec.nodes) > 1:
             cores = sorted(os.sched_getaffinity(0))
             bound = (str(cores[rank % len(cores)]) for rank in range(ranks))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
@@ -222,13 +232,45 @@ def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callabl
         time.sleep(POLL_SECONDS)
 
 
+class ServerProcess(Protocol):
+    """The process of a server: a `Supervised`, or one on another node that is asked and ended likewise."""
+
+    log_path: Path | None
+
+    @property
+    def pid(self) -> int:
+        """Process id of its supervisor."""
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+
+    def poll(self) -> int | None:
+        """Its exit code; ``None`` while anything of it is left."""
+
+    def process_ids(self) -> list[int]:
+        """Those of the server and of all that it started."""
+
+    def log_tail(self, lines: int) -> str:
+        """The last lines of its log."""
+
+    def request_stop(self) -> None:
+        """Ask it to end, without waiting."""
+
+    def stop(self) -> object:
+        """End it, and wait for that."""
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+
+
 class ServingProcess:
     """A supervised process that serves HTTP. As a context manager it ends the process on exit."""
 
     title = "server"  # what messages call it
     ready_path = "/health"  # what it answers once it serves
 
-    def __init__(self, process: Supervised, url: str) -> None:
+    def __init__(self, process: ServerProcess, url: str) -> None:
         self._process = process
         self._was_ready = False
         self.url = url
@@ -250,10 +292,10 @@ class ServingProcess:
 
     def check(self) -> None:
         """Raise if it has ended; errors as of :meth:`is_ready`."""
-        if (code := self.exit_code) is not None:
+        if self.exit_code is not None:
             kind = EngineDiedError if self._was_ready else EngineStartError
             what = "ended by itself" if self._was_ready else "did not start"
-            raise kind(f"{self.title} {self.url} {what} (exit code {code}); {self.log_excerpt()}")
+            raise kind(f"{self.title} {self.url} {what} ({self.ending}); {self.log_excerpt()}")
 
     @property
     def pid(self) -> int:
@@ -265,17 +307,26 @@ class ServingProcess:
         """How it ended; ``None`` while any of its processes is left."""
         return self._process.poll()
 
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        return self._process.ending
+
     def process_ids(self) -> list[int]:
         """Process ids of the server itself, then of all that it started; none once it has ended."""
-        return [process.pid for process in reaper.descendants(self.pid)]
+        return self._process.process_ids()
 
     def found_port_taken(self) -> bool:
         """Whether its log says that its port was taken after it had been found free."""
         return bool(re.search("address already in use|EADDRINUSE", self._process.log_tail(PORT_LOG_LINES), re.I))
 
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """The last lines of its log."""
+        return self._process.log_tail(lines)
+
     def log_excerpt(self) -> str:
         """Where the log is, and its last lines."""
-        return f"the end of its log {self._process.log_path}:\n{self._process.log_tail(LOG_LINES)}"
+        return f"the end of its log {self._process.log_path}:\n{self.log_tail()}"
 
     def request_stop(self) -> None:
         """Ask the process to end, without waiting."""
@@ -302,7 +353,7 @@ class SGLangEngine(ServingProcess):
 
     title = "SGLang engine"
 
-    def __init__(self, process: Supervised, spec: EngineSpec, key: str | None = None) -> None:
+    def __init__(self, process: ServerProcess, spec: EngineSpec, key: str | None = None) -> None:
         super().__init__(process, spec.url)
         self.spec, self._key = spec, key
 
@@ -319,8 +370,8 @@ class SGLangEngine(ServingProcess):
         """
         check_flags(config, [spec])
         if spec.port == 0:
-            spec = dataclasses.replace(spec, port=(ports or Ports()).take())
-        check_port_free(spec.port)
+            spec = dataclasses.replace(spec, port=(ports or Ports()).take(spec.host))
+        check_port_free(spec.port, spec.host)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         process = Supervised.start(
             server_command(config, spec),

@@ -66,10 +66,10 @@ ROLE_FLAGS = ("disaggregation-mode", "disaggregation-bootstrap-port", "encoder-o
 _INSTEAD = {
     "use --hf-checkpoint": ("model-path", "model"),
     "give the flags themselves": ("config",),
-    "slime's engines listen on this machine's loopback address": ("host",),
+    "slime's engines listen on the loopback address, or on their node's in a run on several": ("host",),
     "slime chooses free ports for engines; --sglang-router-port sets the router's": ("port",),
     "use --rollout-num-gpus-per-engine": ("tp-size", "tensor-parallel-size"),
-    "slime starts engines on single nodes": ("nnodes", "node-rank", "dist-init-addr"),
+    "slime places engines on nodes; see --rollout-num-gpus-per-engine": ("nnodes", "node-rank", "dist-init-addr"),
     "slime chooses free ports for engines": ("nccl-port",),
     "slime places engines on GPUs": ("base-gpu-id", "gpu-id-step"),
     "use --seed": ("random-seed",),

@@ -60,6 +60,7 @@ class Occupant(Generic[P]):
     probe: Probe | None = None  # the pending one
     silent: bool = False  # whether it did not answer a request of a weight update
     no_successor: str | None = None  # why it could not be replaced, after it has ended
+    has_no_room: bool = False  # whether it has ended, and waits for a node that has room for another one
 
 
 class Slot(abc.ABC, Generic[P]):
@@ -210,6 +211,7 @@ class Event(enum.StrEnum):
 
     UNHEALTHY = "unhealthy"  # it has ended, or gave no good answer in time
     KILLED = "killed"  # what was left of it was ended by SIGKILL
+    NO_ROOM = "no_room"  # no node has room for another one; it is tried again
     RESTARTED = "restarted"  # another process was started in its place
     STARTED = "started"  # that process answers
     WEIGHTS = "weights"  # it has the current weights

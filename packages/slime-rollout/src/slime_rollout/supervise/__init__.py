@@ -122,6 +122,15 @@ class Supervised:
         """
         return self._process.poll()
 
+    @property
+    def ending(self) -> str:
+        """That code, in words."""
+        return f"exit code {self._process.poll()}"
+
+    def process_ids(self) -> list[int]:
+        """Process ids of the command itself, then of all that it started; none once it has ended."""
+        return [process.pid for process in reaper.descendants(self.pid)]
+
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the whole tree to end, or raise `subprocess.TimeoutExpired`; the exit code as in :meth:`poll`."""
         return self._process.wait(timeout)

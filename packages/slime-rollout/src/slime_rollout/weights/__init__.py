@@ -12,7 +12,9 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_core.interfaces import WeightChannel
+from slime_rollout.engine.addresses import is_this_machine
 from slime_rollout.engine.config import WeightSyncConfig
+from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.weights.buckets import DistributedWeightChannel, TensorWeightChannel
 from slime_rollout.weights.channel import engine_weight_version
 from slime_rollout.weights.checkpoint import verify_checkpoint
@@ -43,7 +45,9 @@ def open_channel(
     colocate: bool = False,
     key: str | None = None,
 ) -> WeightChannel:
-    """Make the sending end that the flags choose. It connects in ``begin``. ``key`` is what engines ask for.
+    """Make the sending end that the flags choose, in the process that sends. It connects in ``begin``.
+
+    ``key`` is what engines ask for.
 
     Raises `ConfigError` on NCCL without CUDA, and `WeightSyncError` on deltas without a receiver.
     """
@@ -65,9 +69,11 @@ def open_channel(
         return DeltaWeightChannel(**common, **files, receivers=tuple(receivers))
     if config.update_weight_transport == "disk":
         return DiskWeightChannel(**common, **files)
-    if config.update_weight_transport == "tensor":
+    one_machine = config.update_weight_transport == "auto" and all(is_this_machine(url) for url in engine_urls)
+    transport = config.transport(one_machine=one_machine, cuda=engine_device() == "cuda")
+    if transport == "tensor":
         return TensorWeightChannel(**common, cuda_ipc=colocate)
-    return DistributedWeightChannel(**common, backend=config.update_weight_transport)
+    return DistributedWeightChannel(**common, backend=transport)
 
 
 def receivers_beside(engine_urls: Sequence[str], receivers: Sequence[str]) -> tuple[str, ...]:

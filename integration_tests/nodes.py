@@ -1,0 +1,154 @@
+"""Machines of a cluster, as far as Ray and the run can tell: network namespaces, joined by a virtual switch.
+
+Each has an address and a loopback of its own, and can be cut off or lost. Files and memory are the host's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import wait_for
+
+RAY = Path(sys.executable).with_name("ray")
+PORT = 6379
+CABLE = "cable"
+OBJECT_STORE = 128 * 2**20
+
+
+def can_make_nodes() -> bool:
+    """Whether this user may make network namespaces here."""
+    name = f"slime-try-{os.getpid()}"
+    try:
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    except OSError:
+        return False
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return made.returncode == 0
+
+
+@dataclass
+class Machine:
+    """One network namespace with a Ray node in it."""
+
+    name: str
+    address: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def words(self, *command: str) -> list[str]:
+        """A command that runs there."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def processes(self) -> list[psutil.Process]:
+        """All that runs there."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        processes = []
+        for pid in found.stdout.split():
+            with suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(int(pid)))
+        return processes
+
+    def running(self, *words: str) -> list[psutil.Process]:
+        """What runs there with one of these words in its command line."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if any(word in " ".join(process.cmdline()) for word in words):
+                    found.append(process)
+        return found
+
+    def join(self, *, head: str | None, cpus: int, directory: str) -> None:
+        """Start its Ray node: the first of a cluster, or one more of the cluster that ``head`` began."""
+        words = [str(RAY), "start", "--block", "--node-ip-address", self.address, "--num-cpus", str(cpus)]
+        words += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
+        if head is None:
+            words += ["--head", "--port", str(PORT), "--include-dashboard", "false", "--temp-dir", directory]
+        else:
+            words += ["--address", f"{head}:{PORT}"]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(self.words(*words), stdout=out, stderr=out, start_new_session=True)
+        ready = b"Ray runtime started"
+        wait_for(lambda: ready in self.log.read_bytes(), f"Ray on {self.name}", process=self.process, log=self.log)
+
+    def cut_off(self) -> None:
+        """Take its cable away; whoever talks to it waits in vain."""
+        _ip("-n", self.name, "link", "set", CABLE, "down")
+
+    def lose(self) -> None:
+        """End everything on it at once."""
+        while processes := self.processes():
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            time.sleep(0.05)
+        if self.process is not None:
+            self.process.wait(10)
+
+
+@dataclass
+class Machines:
+    """A cluster of such machines; the first one is its head."""
+
+    work: Path
+    switch: str
+    directory: str
+    all: list[Machine] = field(default_factory=list)
+
+    @property
+    def first(self) -> Machine:
+        """The head, where commands of a run belong."""
+        return self.all[0]
+
+    def add(self, *, cpus: int) -> Machine:
+        """One more machine, which joins the cluster."""
+        number = len(self.all) + 1
+        machine = Machine(f"{self.switch}-{number}", f"10.77.0.{number}", self.work / f"node-{number}.txt")
+        _ip("netns", "add", machine.name)
+        head = self.first.address if self.all else None
+        self.all.append(machine)
+        port = f"port{number}"
+        _ip("link", "add", CABLE, "netns", machine.name, "type", "veth", "peer", "name", port, "netns", self.switch)
+        _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", CABLE)
+        for interface in ("lo", CABLE):
+            _ip("-n", machine.name, "link", "set", interface, "up")
+        machine.join(head=head, cpus=cpus, directory=self.directory)
+        return machine
+
+
+@contextmanager
+def machines(work: Path, *, cpus: Sequence[int]) -> Iterator[Machines]:
+    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about three seconds of silence."""
+    switch = f"slime-{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
+        for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3}.items():
+            patch.setenv(f"RAY_health_check_{name}", str(value))
+        cluster = Machines(work, switch, directory)
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", switch, "link", "set", "bridge", "up")
+            for each in cpus:
+                cluster.add(cpus=each)
+            patch.setenv("RAY_ADDRESS", f"{cluster.first.address}:{PORT}")
+            yield cluster
+        finally:
+            for machine in reversed(cluster.all):
+                machine.lose()
+            for name in (*(machine.name for machine in cluster.all), switch):
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -1,0 +1,79 @@
+"""Runs on a Ray cluster of several machines, each with an address of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ended import FOREVER, trained
+from launching import Assets, rows, run, started, train_command, wait_for
+from nodes import Machines, can_make_nodes, machines
+
+from slime_rollout.engine.slots import read_events
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(not can_make_nodes(), reason="needs the right to make network namespaces"),
+]
+
+HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
+
+
+def test_engines_on_both_nodes_and_the_trainer_on_one(qwen3: Assets, tmp_path: Path) -> None:
+    command = train_command(qwen3, tmp_path, "--rollout-num-gpus", "2", rollouts=8, colocate=False)
+    log = tmp_path / "log.txt"
+    with machines(tmp_path, cpus=(2, 1)) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            wait_for(
+                lambda: "engines, router and trainers are up" in log.read_text(), "engines", process=process, log=log
+            )
+            assert all(machine.running("sglang") for machine in cluster.all)
+            assert process.wait(200) == 0, log.read_text()
+        left_alone(cluster)
+    text = log.read_text()
+    assert "2 nodes: 10.77.0.1 (trainer ranks: 1, for engines: 1), 10.77.0.2 (trainer ranks: 0, for engines: 1)" in text
+    assert "weights travel by gloo" in text
+    assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == list(range(8))
+
+
+def test_trainer_ranks_on_two_nodes(qwen3: Assets, tmp_path: Path) -> None:
+    """The host's name stands for the loopback address here, which gloo would take by itself."""
+    shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32"]
+    command = train_command(qwen3, tmp_path, *shape, rollouts=2, colocate=False)
+    with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
+        text = run(cluster.first.words(*command), tmp_path / "log.txt")
+    assert text.count("(trainer ranks: 1, for engines: 0)") == 2
+    assert text.count("(trainer ranks: 0, for engines: 1)") == 1
+    assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == [0, 1]
+
+
+@pytest.mark.parametrize("end", ["is cut off", pytest.param("dies", marks=pytest.mark.full)])
+def test_a_run_goes_on_without_a_node_and_uses_one_that_joins(end: str, qwen3: Assets, tmp_path: Path) -> None:
+    command = train_command(qwen3, tmp_path, "--rollout-num-gpus", "2", *HEALING, rollouts=FOREVER, colocate=False)
+    log = tmp_path / "log.txt"
+
+    def happened(event: str) -> bool:
+        found = read_events(tmp_path / "out" / "logs")
+        return any(one["engine"] == "engine 1" and one["event"] == event for one in found)
+
+    with machines(tmp_path, cpus=(2, 1)) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            wait_for(trained(tmp_path, 1), "the first step", process=process, log=log)
+            lost = cluster.all[1]
+            lost.cut_off() if end == "is cut off" else lost.lose()
+            wait_for(lambda: happened("no_room"), "the loss of the engine", process=process, log=log)
+            done = len(rows(tmp_path, "rollout"))
+            wait_for(trained(tmp_path, done + 3), "steps without it", process=process, log=log)
+            joined = cluster.add(cpus=1)
+            wait_for(lambda: happened("registered"), "another engine", process=process, log=log)
+            assert joined.running("sglang")
+            done = len(rows(tmp_path, "rollout"))
+            wait_for(trained(tmp_path, done + 2), "steps with it", process=process, log=log)
+        left_alone(cluster)
+
+
+def left_alone(cluster: Machines) -> None:
+    """Nothing of the run is left on the machines that Ray still knows."""
+    for machine in (cluster.all[0], cluster.all[-1]):
+        assert not machine.running("sglang.launch_server", "TrainerRank", "RolloutHost")

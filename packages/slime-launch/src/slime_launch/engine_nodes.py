@@ -1,0 +1,354 @@
+"""Engines on several nodes: one small actor on each node starts them there, and is asked about them.
+
+    rollout worker: fleet, monitor ──▶ NodeLauncher ──▶ EngineNode (one a node) ──▶ engines of that node
+                                  └──────────────── HTTP ───────────────────────────────┘
+
+The placement group says where an engine belongs. Where a node is gone, Ray gives its bundles to another node that has
+room, perhaps one that joins later; with fault tolerance the engine is started there. Until then the run goes on with
+the engines that are left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slime_core.errors import SlimeError
+from slime_launch.calls import prepare
+from slime_launch.placement import (
+    KEEP_CHILDREN,
+    Placement,
+    bundle_gpus,
+    bundle_nodes,
+    live_nodes,
+    own_share,
+    strategy_of,
+    use_cluster_interface,
+)
+from slime_rollout.engine import EngineError, EngineStartError, NoRoomError
+from slime_rollout.engine.addresses import Ports, address
+from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.server import EngineLauncher, EngineSpec, SGLangEngine
+
+START_SECONDS = 60.0  # for an actor to start on a node, and for an engine's process; not until that serves
+LOOK_SECONDS = 1.0
+END_SECONDS = 20.0
+CALLS_AT_ONCE = 16
+LOST = -1  # exit code of an engine whose node is gone
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRoom:
+    """Where engines may be started: bundles of a placement group, and how many engines share them."""
+
+    group: Any
+    bundles: tuple[int, ...]
+    num_engines: int
+    cuda: bool
+    log_dir: str
+
+    @classmethod
+    def of(cls, place: Placement, num_engines: int, log_dir: Path) -> EngineRoom:
+        """That of a run."""
+        return cls(place.group, place.rollout, num_engines, place.layout.cuda, str(log_dir.resolve()))
+
+
+class Started(NamedTuple):
+    """An engine that was started: its number on the node, its port, and the id of its process there."""
+
+    number: int
+    port: int
+    pid: int
+
+
+class Look(NamedTuple):
+    """What an engine's process is doing: its exit code (``None`` while it runs), in words, and its process ids."""
+
+    code: int | None
+    ending: str
+    process_ids: list[int]
+
+
+class EngineNode:
+    """Runs inside a Ray actor: starts engines on its node, and ends them."""
+
+    def __init__(self, directory: str, log_path: str, config: EngineConfig, neighbours: int) -> None:
+        prepare(directory, log_path, threads=1)
+        use_cluster_interface()
+        if config.engine_threads is None and neighbours:
+            config = dataclasses.replace(config, engine_threads=own_share(neighbours))
+        self._ports = Ports(config.sglang_router_port)
+        self._launcher = EngineLauncher(config, self._ports)
+        self._engines: list[SGLangEngine] = []
+        self._starting = threading.Lock()
+
+    def introduce(self) -> str:
+        """Ray's id of the node that it is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def check(self, specs: Sequence[EngineSpec]) -> None:
+        """As of `EngineLauncher`."""
+        self._launcher.check(specs)
+
+    def take_port(self, host: str) -> int:
+        """A port that is free on this node."""
+        return self._ports.take(host)
+
+    def start(self, spec: EngineSpec, log_path: str, gpus: Sequence[int]) -> Started:
+        """Start an engine, or its part on this node, on its GPUs here; errors as of `EngineLauncher`."""
+        with self._starting:
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+            engine = self._launcher.start(spec, log_path=Path(log_path))
+            self._engines.append(engine)
+            return Started(len(self._engines) - 1, engine.spec.port, engine.pid)
+
+    def look(self, number: int) -> Look:
+        """How an engine's process is."""
+        engine = self._engines[number]
+        code = engine.exit_code
+        return Look(code, "" if code is None else engine.ending, engine.process_ids())
+
+    def log_tail(self, number: int, lines: int) -> str:
+        """The last lines of an engine's log."""
+        return self._engines[number].log_tail(lines)
+
+    def call(self, number: int, method: str) -> None:
+        """Call a method of an engine's that takes nothing and returns nothing."""
+        getattr(self._engines[number], method)()
+
+
+class NodeHandle:
+    """An :class:`EngineNode` from outside. One that does not answer in time is lost, with all its engines."""
+
+    def __init__(self, identity: str, name: str, handle: Any) -> None:
+        self.identity, self.name = identity, name
+        self.handle = handle
+        self.is_lost = False
+
+    def ask(self, method: str, *args: Any, seconds: float) -> Any:
+        """Call a method and wait for its result.
+
+        Raises:
+            NoRoomError: The node is gone, or does not answer.
+            SlimeError: As raised there.
+        """
+        return self.wait(self.begin(method, *args), seconds)
+
+    def begin(self, method: str, *args: Any) -> Any:
+        """Call a method without waiting; gives a reference for :meth:`wait`."""
+        return getattr(self.handle, method).remote(*args)
+
+    def wait(self, reference: Any, seconds: float) -> Any:
+        """The result of a call; errors as of :meth:`ask`."""
+        import ray
+
+        deadline = time.monotonic() + seconds
+        while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
+            if time.monotonic() > deadline or self.identity not in live_nodes():
+                self.lose()
+                raise NoRoomError(f"node {self.name} does not answer")
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, SlimeError):
+                raise error.cause from None
+            raise EngineError(f"an engine on node {self.name} cannot be handled: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            self.lose()
+            raise NoRoomError(f"node {self.name} is gone: {error}") from error
+
+    def lose(self) -> None:
+        """Give it up: end its actor, with which its engines end, wherever it still runs."""
+        import ray
+
+        self.is_lost = True
+        ray.kill(self.handle, no_restart=True)
+
+
+class NodeProcess:
+    """The process of an engine on its node, or its processes on several nodes. Used like `Supervised`."""
+
+    def __init__(self, parts: Sequence[tuple[NodeHandle, Started]], log_path: Path) -> None:
+        self._parts = list(parts)
+        self._looks: dict[int, Any] = {}
+        self._end: Look | None = None
+        self.log_path: Path | None = log_path
+
+    @property
+    def pid(self) -> int:
+        """Id of its supervisor, on its first node."""
+        return self._parts[0][1].pid
+
+    @property
+    def ending(self) -> str:
+        """As of `Supervised`."""
+        return "it has not ended" if self._end is None else self._end.ending
+
+    def poll(self) -> int | None:
+        """As of `Supervised`; what is left of it on other nodes is ended first."""
+        if self._end is None:
+            looks = [self._look(place) for place in range(len(self._parts))]
+            self._end = next((look for look in looks if look.code is not None), None)
+            if self._end is not None:
+                self.kill()
+        return None if self._end is None else self._end.code
+
+    def process_ids(self) -> list[int]:
+        """As of `Supervised`, on all its nodes."""
+        return [pid for place in range(len(self._parts)) for pid in self._look(place).process_ids]
+
+    def log_tail(self, lines: int = 20) -> str:
+        """As of `Supervised`, from the first node."""
+        node, started = self._parts[0]
+        try:
+            return str(self._ask(node, "log_tail", started.number, lines))
+        except EngineError as error:
+            return f"({error})"
+
+    def request_stop(self) -> None:
+        """As of `Supervised`."""
+        for node, started in self._parts:
+            if not node.is_lost:
+                node.begin("call", started.number, "request_stop")
+
+    def stop(self) -> None:
+        """As of `Supervised`; gives a node up that does not answer."""
+        self._end_all("stop")
+
+    def kill(self) -> None:
+        """As :meth:`stop`, at once."""
+        self._end_all("kill")
+
+    def _end_all(self, method: str) -> None:
+        calls = [
+            (node, node.begin("call", started.number, method)) for node, started in self._parts if not node.is_lost
+        ]
+        for node, call in calls:
+            try:
+                node.wait(call, END_SECONDS)
+            except NoRoomError:  # its engines end with it
+                continue
+
+    def _look(self, place: int) -> Look:
+        """The last look at one of its parts; a new one, unless the node takes long to answer."""
+        import ray
+
+        node, started = self._parts[place]
+        lost = Look(LOST, f"node {node.name} is lost", [])
+        if node.is_lost:
+            return lost
+        call = self._looks.pop(place, None) or node.begin("look", started.number)
+        if not ray.wait([call], timeout=LOOK_SECONDS)[0]:
+            self._looks[place] = call
+            return Look(None, "", [])
+        try:
+            look: Look = node.wait(call, LOOK_SECONDS)
+        except NoRoomError:
+            return lost
+        return look
+
+    def _ask(self, node: NodeHandle, method: str, *args: Any) -> Any:
+        if node.is_lost:
+            raise NoRoomError(f"node {node.name} is lost, and the log with it")
+        return node.ask(method, *args, seconds=END_SECONDS)
+
+
+class NodeLauncher(EngineLauncher):
+    """Starts engines on the nodes of a placement group; each on the nodes of the bundles that are its share."""
+
+    def __init__(self, room: EngineRoom, config: EngineConfig) -> None:
+        super().__init__(config, Ports())
+        self._room = room
+        self._nodes: dict[str, NodeHandle] = {}
+        self._lock = threading.Lock()  # several models start at once
+
+    def check(self, specs: Iterable[EngineSpec]) -> None:
+        """As of `EngineLauncher`, on every node."""
+        specs, places = list(specs), self._places()
+        for place in dict.fromkeys(places.values()):
+            self._node(place, places).ask("check", specs, seconds=START_SECONDS)
+
+    def start(self, spec: EngineSpec, *, log_path: Path) -> SGLangEngine:
+        """Start one engine, with a process on each node of its GPUs; returns at once.
+
+        Raises:
+            NoRoomError: A node of it is gone, and Ray has found no other yet.
+            EngineStartError: Its GPUs lie unevenly on several nodes.
+            SlimeError: As of `EngineLauncher`.
+        """
+        places = self._places()
+        first = spec.base_gpu_id
+        bundles = self._room.bundles[first : first + spec.ranks(self._config)]
+        if missing := [bundle for bundle in bundles if bundle not in places]:
+            raise NoRoomError(f"no node has room for {len(missing)} of its {len(bundles)} GPUs")
+        shares: dict[tuple[str, str], list[int]] = {}
+        for bundle in bundles:
+            shares.setdefault(places[bundle], []).append(bundle)
+        if len({len(share) for share in shares.values()}) > 1:
+            uneven = " + ".join(str(len(share)) for share in shares.values())
+            raise EngineStartError(
+                f"an engine of {len(bundles)} GPUs got {uneven} on {len(shares)} nodes, and needs as many on each; "
+                "give another --rollout-num-gpus-per-engine, or nodes with a multiple of it"
+            )
+        gpus = bundle_gpus(self._room.group, bundles) if self._room.cuda else {}
+        nodes = [self._node(place, places) for place in shares]
+        hosts = [host for _, host in shares]
+        spec = dataclasses.replace(spec, host=hosts[0], base_gpu_id=0, nodes=len(nodes))
+        if len(nodes) > 1:
+            port = nodes[0].ask("take_port", hosts[0], seconds=START_SECONDS)
+            spec = dataclasses.replace(spec, meeting_point=address(hosts[0], port).removeprefix("http://"))
+        parts: list[tuple[NodeHandle, Started]] = []
+        try:
+            for rank, (node, host, share) in enumerate(zip(nodes, hosts, shares.values(), strict=True)):
+                own = dataclasses.replace(spec, host=host, node_rank=rank)
+                log = log_path if rank == 0 else log_path.with_stem(f"{log_path.stem}_node_{rank}")
+                here = [gpus[bundle] for bundle in share] if gpus else []
+                parts.append((node, node.ask("start", own, str(log), here, seconds=START_SECONDS)))
+        except BaseException:
+            NodeProcess(parts, log_path).kill()
+            raise
+        process = NodeProcess(parts, log_path)
+        return SGLangEngine(process, dataclasses.replace(spec, port=parts[0][1].port), self._config.key)
+
+    def _places(self) -> dict[int, tuple[str, str]]:
+        """Of each bundle for engines that has a node now: Ray's id of it, and its address."""
+        live, placed = live_nodes(), bundle_nodes(self._room.group)
+        return {
+            bundle: (placed[bundle], live[placed[bundle]])
+            for bundle in self._room.bundles
+            if placed.get(bundle) in live
+        }
+
+    def _node(self, place: tuple[str, str], places: dict[int, tuple[str, str]]) -> NodeHandle:
+        """The actor on a node, started if it is not there yet."""
+        import ray
+
+        identity, host = place
+        with self._lock:
+            node = self._nodes.get(identity)
+            if node is None or node.is_lost:
+                bundles = [bundle for bundle in self._room.bundles if places.get(bundle) == place]
+                actor = ray.remote(EngineNode).options(
+                    scheduling_strategy=strategy_of(self._room.group, bundles[0]),
+                    num_cpus=0,
+                    max_concurrency=CALLS_AT_ONCE,
+                    runtime_env=KEEP_CHILDREN,
+                )
+                log = Path(self._room.log_dir) / f"engines-{host.replace(':', '-')}.log"
+                size = max(1, len(self._room.bundles) // max(1, self._room.num_engines))
+                neighbours = 0 if self._room.cuda else -(-len(bundles) // size)
+                handle = actor.remote(str(Path.cwd()), str(log), self._config, neighbours)
+                node = NodeHandle(identity, host, handle)
+                if node.ask("introduce", seconds=START_SECONDS) != identity:  # the bundle has moved meanwhile
+                    node.lose()
+                    raise NoRoomError(f"node {host} is gone")
+                self._nodes[identity] = node
+            return node
