@@ -110,8 +110,8 @@ class Machines:
         """The head, where commands of a run belong."""
         return self.all[0]
 
-    def add(self, *, cpus: int) -> Machine:
-        """One more machine, which joins the cluster."""
+    def add(self, *, cpus: int | None) -> Machine:
+        """One more machine, which joins the cluster, unless it has ``None`` as its CPUs."""
         number = len(self.all) + 1
         machine = Machine(f"{self.switch}-{number}", f"10.77.0.{number}", self.work / f"node-{number}.txt")
         _ip("netns", "add", machine.name)
@@ -123,12 +123,13 @@ class Machines:
         _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", CABLE)
         for interface in ("lo", CABLE):
             _ip("-n", machine.name, "link", "set", interface, "up")
-        machine.join(head=head, cpus=cpus, directory=self.directory)
+        if cpus is not None:
+            machine.join(head=head, cpus=cpus, directory=self.directory)
         return machine
 
 
 @contextmanager
-def machines(work: Path, *, cpus: Sequence[int]) -> Iterator[Machines]:
+def machines(work: Path, *, cpus: Sequence[int | None]) -> Iterator[Machines]:
     """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about three seconds of silence."""
     switch = f"slime-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:

@@ -479,13 +479,9 @@ class Rank(Checkpoints):
 
         def size(tensors):
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-            return sum(storages.values()), storages.keys()
+            return sum(storages.values())
 
-        weights, own = size(tensor for chunk in actor.model for tensor in (*chunk.parameters(), *chunk.buffers()))
-        buffers = [buffer for chunk in actor.wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        gradients, _ = size(buffer.grad_data for buffer in buffers)
-        kept = [tensor for tensor in actor.tensors() if tensor.untyped_storage().data_ptr() not in own]
-        return weights, gradients, size(kept)[0]
+        return size(actor.weights()), size(actor.gradients()), size(actor.optimizer_state())
 
     def stock_logits(self, *args, **kwargs):
         from stock_model import stock_logits
