@@ -25,7 +25,10 @@ while [[ $1 == --* ]]; do
     shift
 done
 echo "$node: $*" >>"$STEPS"
-if [[ $1 == hostname ]]; then ip -n "$node" -o -4 address show dev cable | sed 's|.*inet \\([0-9.]*\\)/.*|\\1|'; exit; fi
+if [[ $1 == hostname ]]; then
+    ip -n "$node" -o -4 address show dev cable | sed 's|.*inet \\([0-9.]*\\)/.*|\\1|'
+    exit
+fi
 exec ip netns exec "$node" "$@"
 """
 SCONTROL = "#!/usr/bin/env bash\ntr , '\\n' <<<\"$3\"\n"

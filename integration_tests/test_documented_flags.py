@@ -26,10 +26,11 @@ PAGES = {
 }
 OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
-    | {"--enable-memory-saver", "--sglang-api-key"},
+    | {"--enable-memory-saver", "--nnodes", "--sglang-api-key"},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
-    "TensorBoard, uv, Ray": {"--generate", "--logdir", "--python"},
+    "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--python", "--ray-address"},
+    "Slurm": {"--gpus-per-node", "--nodes"},
 }
 
 

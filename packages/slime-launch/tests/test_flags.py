@@ -162,7 +162,10 @@ def test_variables_of_the_trainers(flags, to_words, monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(remote=lambda _: Actor()))
     place = SimpleNamespace(
-        trainer=(0,), strategy=lambda _: None, layout=SimpleNamespace(trainer_resources=lambda: {"num_cpus": 0.5})
+        trainer=(0,),
+        strategy=lambda _: None,
+        layout=SimpleNamespace(cuda=True, trainer_resources=lambda: {"num_cpus": 0.5}),
+        num_nodes=1,
     )
     start_ranks(place, 1, settings.cluster.train_environment, log_dir=tmp_path, watch=Watch())
     assert options["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN" and len(options["runtime_env"]["env_vars"]) == 2

@@ -149,7 +149,12 @@ class RolloutManager:
         version = rollout_id if weight_version is None else weight_version
         self._sample_hooks.rollout_id = rollout_id
         start = time.perf_counter()
-        collected, own = self._thread.run(self._collect(rollout_id, version))
+        own: dict[str, float] = {}
+        if self._function is None:
+            collected = self._thread.run(self._collector.collect(rollout_id, version))
+        else:
+            groups, own = self._thread.run(self._function.collect(rollout_id, self._calls))
+            collected = Collected(groups, {}, {"generate": time.perf_counter() - start, "reward": 0.0}, [])
         self._hooks.see_groups(collected.groups, collected.dropped, self._draw)
         samples = [sample for group in collected.groups for sample in group]
         metrics = self._hooks.log(
@@ -212,14 +217,6 @@ class RolloutManager:
     def close(self) -> None:
         """Stop what is in flight and close the connections. Another :meth:`generate` goes on with it."""
         self._thread.run(self._close())
-
-    async def _collect(self, rollout_id: int, version: int) -> tuple[Collected, dict[str, float]]:
-        """The groups of a rollout, and metrics of the user's function that made it, if one did."""
-        if self._function is not None:
-            start = time.perf_counter()
-            groups, metrics = await self._function.collect(rollout_id, self._calls)
-            return Collected(groups, {}, {"generate": time.perf_counter() - start, "reward": 0.0}, []), metrics
-        return await self._collector.collect(rollout_id, version), {}
 
     async def _evaluate(self, rollout_id: int) -> EvalReport:
         if self._eval_function is not None:
