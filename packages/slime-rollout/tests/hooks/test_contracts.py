@@ -190,7 +190,10 @@ KINDS = {
             "wrong arity": ("def hook(args, buffer): pass", r"takes \(args, buffer\); it is called with 3 arguments"),
             "wrong return": ("def hook(args, buffer, num_samples): return None", "returned NoneType; return a list"),
             "raising": ("def hook(args, buffer, num_samples): 1 / 0", "raised ZeroDivisionError: division by zero"),
-            "hanging": (f"def hook(args, buffer, num_samples): time.sleep({LEFT})", "it was not done after 1.2 s"),
+            "hanging": (
+                f"def hook(args, buffer, num_samples): time.sleep({LEFT})",
+                "it was not done after 1.2 s; it hangs",
+            ),
             "async": ("async def hook(args, buffer, num_samples): return []", "is async; choosing from the buffer"),
         },
     ),
