@@ -29,7 +29,8 @@ from slime_rollout.weights import open_channel
 
 pytestmark = pytest.mark.timeout(120)
 
-INTERVAL, TIMEOUT = 0.2, 2.0
+# A loaded machine holds a healthy engine up for 2 s now and then: the limit is well above.
+INTERVAL, TIMEOUT = 0.2, 4.0
 # What a loaded machine may add to any of the limits.
 MARGIN = 15.0
 ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -227,16 +228,17 @@ def test_a_stopped_engine_is_noticed_within_the_limit_killed_and_replaced(fleet)
         assert not any(Path(f"/proc/{pid}").exists() for pid in [*pids, supervisor])
     fleet.whole()
     assert fleet.events("engine 1", since) == ["unhealthy", "killed", *REPLACED]
-    assert "gave no good answer within 2 s" in read_events(fleet.logs)[since]["detail"]
+    assert f"gave no good answer within {TIMEOUT:g} s" in read_events(fleet.logs)[since]["detail"]
 
 
 @pytest.mark.parametrize("behaviour", [{"health": "slow", "seconds": 1.0}, {"health": "flapping"}])
-def test_an_engine_that_is_slow_or_answers_the_second_time_is_left_alone(fleet, behaviour):
-    fleet.behave(0, **behaviour)
-    before = probes(fleet)
-    wait_until(lambda: probes(fleet) >= before + 3)
-    fleet.behave(0, health="good")
-    assert fleet.events(since=fleet.start_of_test) == []
+def test_an_engine_that_is_slow_or_answers_the_second_time_is_left_alone(tmp_path, behaviour):
+    with running(tmp_path, rollout_health_check_timeout=MARGIN) as fleet:
+        since = fleet.now()
+        fleet.behave(0, **behaviour)
+        before = probes(fleet)
+        wait_until(lambda: probes(fleet) >= before + 3)
+        assert fleet.events(since=since) == []
 
 
 def probes(fleet):
