@@ -39,16 +39,26 @@ def can_make_nodes() -> bool:
 
 @dataclass
 class Machine:
-    """One network namespace with a Ray node in it."""
+    """A network namespace with shared memory of its own, and a Ray node in it."""
 
     name: str
     address: str
     log: Path
     process: subprocess.Popen[bytes] | None = None
+    holder: subprocess.Popen[str] | None = None
+
+    def hold(self) -> None:
+        """Make its shared memory, by which SGLang tells whether two ranks are on one machine."""
+        script = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec sleep infinity"
+        words = ["ip", "netns", "exec", self.name, "sh", "-c", script]  # which gives it a mount namespace of its own
+        self.holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert self.holder.stdout is not None
+        assert self.holder.stdout.readline() == "ready\n"
 
     def words(self, *command: str) -> list[str]:
         """A command that runs there."""
-        return ["ip", "netns", "exec", self.name, *command]
+        assert self.holder is not None
+        return ["nsenter", "--net", "--mount", f"--wd={Path.cwd()}", "--target", str(self.holder.pid), *command]
 
     def processes(self) -> list[psutil.Process]:
         """All that runs there."""
@@ -92,8 +102,8 @@ class Machine:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
             time.sleep(0.05)
-        if self.process is not None:
-            self.process.wait(10)
+        for ended in filter(None, (self.process, self.holder)):
+            ended.wait(10)
 
 
 @dataclass
@@ -123,6 +133,7 @@ class Machines:
         _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", CABLE)
         for interface in ("lo", CABLE):
             _ip("-n", machine.name, "link", "set", interface, "up")
+        machine.hold()
         if cpus is not None:
             machine.join(head=head, cpus=cpus, directory=self.directory)
         return machine

@@ -17,11 +17,14 @@ pytestmark = [
     pytest.mark.skipif(not can_make_nodes(), reason="needs the right to make network namespaces"),
 ]
 
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
 
 
-def test_engines_on_both_nodes_and_the_trainer_on_one(qwen3: Assets, tmp_path: Path) -> None:
-    command = train_command(qwen3, tmp_path, "--rollout-num-gpus", "2", rollouts=8, colocate=False)
+@pytest.mark.parametrize("gpus_per_engine", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: Assets, tmp_path: Path) -> None:
+    sizes = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", str(gpus_per_engine)]
+    command = train_command(qwen3, tmp_path, *sizes, rollouts=4, colocate=False)
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(2, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
@@ -34,7 +37,8 @@ def test_engines_on_both_nodes_and_the_trainer_on_one(qwen3: Assets, tmp_path: P
     text = log.read_text()
     assert "2 nodes: 10.77.0.1 (trainer ranks: 1, for engines: 1), 10.77.0.2 (trainer ranks: 0, for engines: 1)" in text
     assert "weights travel by gloo" in text
-    assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == list(range(8))
+    assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == list(range(4))
+    assert all(row[DIFFERENCE] < 1e-4 for row in rows(tmp_path, "train"))  # of log-probs; every rank has each update
 
 
 def test_trainer_ranks_on_two_nodes(qwen3: Assets, tmp_path: Path) -> None:

@@ -180,12 +180,18 @@ class NodeProcess:
         self._parts = list(parts)
         self._looks: dict[int, Any] = {}
         self._end: Look | None = None
-        self.log_path: Path | None = log_path
+        self._telling = 0  # the part whose log tells most: the first, or that which ended first
+        self._log_path = log_path
 
     @property
     def pid(self) -> int:
         """Id of its supervisor, on its first node."""
         return self._parts[0][1].pid
+
+    @property
+    def log_path(self) -> Path | None:
+        """Log of its first node, or of that on which it ended."""
+        return part_log(self._log_path, self._telling)
 
     @property
     def ending(self) -> str:
@@ -196,8 +202,9 @@ class NodeProcess:
         """As of `Supervised`; what is left of it on other nodes is ended first."""
         if self._end is None:
             looks = [self._look(place) for place in range(len(self._parts))]
-            self._end = next((look for look in looks if look.code is not None), None)
-            if self._end is not None:
+            ended = [place for place, look in enumerate(looks) if look.code is not None]
+            if ended:
+                self._telling, self._end = ended[0], looks[ended[0]]
                 self.kill()
         return None if self._end is None else self._end.code
 
@@ -206,8 +213,8 @@ class NodeProcess:
         return [pid for place in range(len(self._parts)) for pid in self._look(place).process_ids]
 
     def log_tail(self, lines: int = 20) -> str:
-        """As of `Supervised`, from the first node."""
-        node, started = self._parts[0]
+        """As of `Supervised`, of :attr:`log_path`."""
+        node, started = self._parts[self._telling]
         try:
             return str(self._ask(node, "log_tail", started.number, lines))
         except EngineError as error:
@@ -261,6 +268,11 @@ class NodeProcess:
         return node.ask(method, *args, seconds=END_SECONDS)
 
 
+def part_log(log_path: Path, node_rank: int) -> Path:
+    """Log of an engine's process on one of its nodes."""
+    return log_path if node_rank == 0 else log_path.with_stem(f"{log_path.stem}_node_{node_rank}")
+
+
 class NodeLauncher(EngineLauncher):
     """Starts engines on the nodes of a placement group; each on the nodes of the bundles that are its share."""
 
@@ -309,7 +321,7 @@ class NodeLauncher(EngineLauncher):
         try:
             for rank, (node, host, share) in enumerate(zip(nodes, hosts, shares.values(), strict=True)):
                 own = dataclasses.replace(spec, host=host, node_rank=rank)
-                log = log_path if rank == 0 else log_path.with_stem(f"{log_path.stem}_node_{rank}")
+                log = part_log(log_path, rank)
                 here = [gpus[bundle] for bundle in share] if gpus else []
                 parts.append((node, node.ask("start", own, str(log), here, seconds=START_SECONDS)))
         except BaseException:

@@ -247,6 +247,14 @@ def test_log_tail_exit_code_and_environment(tmp_path):
         assert supervised.log_tail(3) == "48\n49\nhere"
 
 
+def test_a_long_line_does_not_hide_those_below_it(tmp_path):
+    log = tmp_path / "log"
+    words = [sys.executable, "-c", "print('first'); print('x' * 20_000); print('the error')"]
+    with Supervised.start(words, log_path=log) as supervised:
+        supervised.wait(30)
+        assert supervised.log_tail(3) == "first\n" + "x" * 400 + "\nthe error"
+
+
 def test_log_tail_is_of_this_process_alone(tmp_path):
     log = tmp_path / "log.txt"
     for word in ("first", "second"):

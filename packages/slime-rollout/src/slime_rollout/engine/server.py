@@ -197,15 +197,17 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
     environment |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **key_environment(config.key)}
     # An answer to /health only has to say that the server is up; it need not cost a generated token.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    if spec.nodes > 1:  # else its ranks tell each other the address of the first interface that they find
+        environment.setdefault("SGLANG_HOST_IP", spec.host)
     if Path(spec.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if spec.memory_saver and device != "cpu":
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = str(config.threads)
-        if (ranks := spec.ranks(config) // spec.nodes) > 1:
+        if spec.ranks(config) > 1:
             cores = sorted(os.sched_getaffinity(0))
-            bound = (str(cores[rank % len(cores)]) for rank in range(ranks))
+            bound = (str(cores[rank % len(cores)]) for rank in range(spec.ranks(config) // spec.nodes))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     return environment
 
@@ -235,7 +237,9 @@ def wait_for(is_ready: Callable[[float], bool], timeout: float, problem: Callabl
 class ServerProcess(Protocol):
     """The process of a server: a `Supervised`, or one on another node that is asked and ended likewise."""
 
-    log_path: Path | None
+    @property
+    def log_path(self) -> Path | None:
+        """Its log."""
 
     @property
     def pid(self) -> int:

@@ -27,6 +27,8 @@ from slime_core.errors import SlimeError
 from slime_rollout.supervise import reaper
 
 _STOP_MARGIN_SECONDS = 10.0
+# SGLang writes all its settings into one line of 20 kB, which would hide the error below it.
+LOG_BYTES, LINE_LIMIT = 65_536, 400
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PIPES: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
@@ -167,12 +169,12 @@ class Supervised:
             ) from None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that it wrote to its log; empty without one."""
+        """The last lines that it wrote to its log, long ones cut off; empty without one."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as file:
-            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - 400 * lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - max(LOG_BYTES, LINE_LIMIT * lines)))
+            return "\n".join(line[:LINE_LIMIT] for line in file.read().decode(errors="replace").splitlines()[-lines:])
 
     def __enter__(self) -> Supervised:
         return self
