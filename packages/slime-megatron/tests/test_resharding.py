@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slime_core.config import AlgorithmConfig
-from test_parallel import LAYOUTS
+from test_parallel import LAYOUTS, suits
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FAMILIES = ["llama-tied/4", "glm4-moe-mtp/4", "deepseek-mtp/4"]
@@ -34,8 +34,7 @@ def pairs():
         layouts = [
             layout
             for layout, (_, settings, _) in (ALONE | LAYOUTS).items()
-            if not (name.startswith("llama") and ("ep2" in layout or "experts" in layout))
-            and not (layout == "tp2" and not name.startswith("llama"))
+            if (layout in ALONE or suits(name.replace("-mtp", ""), layout))
             and (distributed or "use_distributed_optimizer" not in settings)
         ]
         cases = [

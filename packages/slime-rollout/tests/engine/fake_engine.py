@@ -17,6 +17,7 @@ port, model = int(arguments["--port"]), Path(arguments["--model-path"])
 
 class Engine(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 256
     version = arguments["--weight-version"]
     health = "good"
     seconds = 0.0

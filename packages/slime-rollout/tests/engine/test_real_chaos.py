@@ -136,7 +136,7 @@ class RewardService:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.request_queue_size = 128
+        self._server.socket.listen(256)  # by itself it lets 5 wait, and the others try again after seconds
         self.url = f"http://127.0.0.1:{self._server.server_port}/score"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
