@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from slime_core.errors import SlimeError
 from slime_launch.calls import prepare
+from slime_launch.errors import PlacementError
 from slime_launch.placement import (
     KEEP_CHILDREN,
     Placement,
@@ -310,7 +311,7 @@ class NodeLauncher(EngineLauncher):
                 f"an engine of {len(bundles)} GPUs got {uneven} on {len(shares)} nodes, and needs as many on each; "
                 "give another --rollout-num-gpus-per-engine, or nodes with a multiple of it"
             )
-        gpus = bundle_gpus(self._room.group, bundles) if self._room.cuda else {}
+        gpus = self._gpus(bundles)
         nodes = [self._node(place, places) for place in shares]
         hosts = [host for _, host in shares]
         spec = dataclasses.replace(spec, host=hosts[0], base_gpu_id=0, nodes=len(nodes))
@@ -329,6 +330,13 @@ class NodeLauncher(EngineLauncher):
             raise
         process = NodeProcess(parts, log_path)
         return SGLangEngine(process, dataclasses.replace(spec, port=parts[0][1].port), self._config.key)
+
+    def _gpus(self, bundles: Sequence[int]) -> dict[int, int]:
+        """The GPU of each bundle on its node; none without CUDA."""
+        try:
+            return bundle_gpus(self._room.group, bundles) if self._room.cuda else {}
+        except PlacementError as error:
+            raise NoRoomError(str(error)) from error
 
     def _places(self) -> dict[int, tuple[str, str]]:
         """Of each bundle for engines that has a node now: Ray's id of it, and its address."""

@@ -29,6 +29,7 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
 from slime_rollout.engine.config import EngineConfig
 
+GPU_SECONDS = 120.0  # for a process to start for every GPU of a run
 POLL_SECONDS = 0.2
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 # Of the run's actors. Their children end by themselves when the actor is gone, and clear up what is in /dev/shm:
@@ -215,12 +216,28 @@ def bundle_nodes(group: Any) -> dict[int, str]:
 
 
 def bundle_gpus(group: Any, bundles: Sequence[int]) -> dict[int, int]:
-    """Number of the GPU that Ray gave to each of some bundles, on its node. (Not run on CUDA.)"""
+    """Number of the GPU that Ray gave to each of some bundles, on its node.
+
+    Raises:
+        PlacementError: A node of theirs is lost, or Ray does not answer.
+    """
     import ray
 
+    placed = bundle_nodes(group)
     ids = ray.remote(num_cpus=0, num_gpus=0.01)(ray.get_gpu_ids)
     calls = [ids.options(scheduling_strategy=strategy_of(group, bundle)).remote() for bundle in bundles]
-    return {bundle: int(found[0]) for bundle, found in zip(bundles, ray.get(calls), strict=True)}
+    deadline = time.monotonic() + GPU_SECONDS
+    while len(ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)[0]) < len(calls):
+        # Without its node a call waits until another one joins.
+        if time.monotonic() > deadline or not {placed.get(bundle) for bundle in bundles} <= live_nodes().keys():
+            for call in calls:
+                ray.cancel(call, force=True)
+            raise PlacementError("Ray does not say which GPUs it gave: a node is lost, or does not answer")
+    try:
+        found = ray.get(calls)
+    except ray.exceptions.RayError as error:
+        raise PlacementError(f"Ray does not say which GPUs it gave: {error}") from error
+    return {bundle: int(gpus[0]) for bundle, gpus in zip(bundles, found, strict=True)}
 
 
 def live_nodes() -> dict[str, str]:
