@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ END_SECONDS = STALL + 200.0
 
 # Functions of the run. Each waits at its moment until the test has struck, so that the moment is not over by then.
 HOOKS = """
-import asyncio, os, time
+import time
 from pathlib import Path
 import torch
 from slime_core.ops import estimator_named
@@ -63,7 +64,17 @@ def advantages(inputs):
     global steps
     steps += 1
     if steps == 2 and torch.distributed.get_rank() == 1:
+        if PHASE == "apart":
+            WORK.joinpath("fired").touch()
+            torch.distributed.all_reduce(torch.zeros(1))
         moment("training")
+    if steps == 2 and PHASE == "sending":
+        from slime_rollout.weights.channel import EngineChannel
+        real = EngineChannel.send
+        def send(*args, **kwargs):
+            moment("sending")
+            return real(*args, **kwargs)
+        EngineChannel.send = send
     return estimator_named("grpo")(inputs)
 """
 SERVER = """
@@ -105,12 +116,14 @@ VICTIMS = {
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",
     "tool": None,
+    "judge": None,
 }
-"""What is stopped → a word in its command line; a tool is no process of the run."""
+"""What is stopped → a word in its command line; tool and judge are no processes of the run."""
 STOPPED = {
     "starting": ("rank", "rollout worker"),
-    "generating": ("rank", "rollout worker", "scheduler", "router", "tool", "raylet", "gcs"),
+    "generating": ("rank", "rollout worker", "scheduler", "router", "tool", "judge", "raylet", "gcs"),
     "training": ("rank", "scheduler"),
+    "sending": ("scheduler",),
 }
 NORMAL = ("scheduler", "generating")
 
@@ -157,7 +170,7 @@ def run_struck(
 
         def struck() -> bool:
             family[:] = tree(process)
-            return (phase == "starting" or (work / "ready").exists()) and strike(family)
+            return (phase in ("starting", "apart") or (work / "ready").exists()) and strike(family)
 
         wait_for(struck, f"the moment of {phase}", process=process, log=log)
         (work / "fired").touch()
@@ -202,5 +215,20 @@ def test_what_a_signal_stops_is_named_and_no_wait_is_endless(
     print(struck.text[-2500:])
     assert struck.left == []
     assert struck.code in (0, 1, 2, 3)
+    if phase == "sending":
+        assert re.search(r"weight version \d+: POST http://127.0.0.1:\d+/\w+: no answer: ", struck.text)
+        assert "trainer rank" not in struck.text
+        return
     said = f"no answer from {urls[kind].rstrip('/')}" if kind in urls else f"(process {victims[0].pid})"
     assert said in struck.text, said
+
+
+@pytest.mark.full
+def test_ranks_that_do_not_communicate_alike_are_named(llama: Assets, tmp_path: Path) -> None:
+    """One rank runs one more all-reduce than the other."""
+    with serving() as (tool_url, _), serving() as (judge_url, _):
+        urls = {"tool": tool_url, "judge": judge_url}
+        struck = run_struck(llama, tmp_path / "run", "apart", lambda _: (tmp_path / "run/fired").exists(), urls)
+    print(f"exit code {struck.code} after {struck.seconds:.0f} s\n{struck.text[-2500:]}")
+    assert struck.left == [] and struck.code in (0, 1, 3)
+    assert "trainer rank " in struck.text

@@ -13,7 +13,7 @@ import pytest
 
 from slime_launch.calls import Call, Question, Watch, Worker, gather, prepare
 from slime_launch.config import ClusterConfig
-from slime_launch.errors import RunError, TrainerLostError
+from slime_launch.errors import RayDiedError, RunError, TrainerLostError
 from slime_launch.processes import Place, end_processes, own_place
 from slime_launch.ray_runtime import ray_runtime
 from slime_launch.stalls import STACKS_FILE, StallWatch
@@ -81,7 +81,7 @@ def test_what_a_signal_has_stopped_is_named(run, tmp_path):
     try:
         stalls.progress("save checkpoint 7")
         calls = {worker.start_call("wait_for_nothing"): worker for worker in workers}
-        with pytest.raises(TrainerLostError) as caught:
+        with pytest.raises(RayDiedError) as caught:  # nothing can be started again
             gather(calls)
     finally:
         raylet.resume()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from slime_core.errors import SlimeError
-from slime_launch.errors import LostContactError, RunError, Stopped
+from slime_launch.errors import LostContactError, RayDiedError, RunError, Stopped
 from slime_launch.processes import Place
 from slime_megatron.errors import CheckpointError
 
@@ -37,6 +37,7 @@ class Watch:
     Attributes:
         workers: All that were ever started, for whoever looks for the cause of a stall.
         stall: What is said of a wait without progress; it ends with that.
+        ray_hangs: Whether that is because a process of Ray's own is stopped.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Watch:
         self._checks: list[Callable[[], None]] = []
         self.workers: list[Worker] = []
         self.stall: str | None = None
+        self.ray_hangs = False
 
     def listen(self, *, at_once: bool) -> None:
         """Take SIGINT, SIGTERM and SIGHUP over, again if something else has done so meanwhile.
@@ -200,7 +202,8 @@ class Call(Generic[Result]):
         watch = silent[0].watch
         if watch.stall is not None:
             stall, watch.stall = watch.stall, None
-            raise silent[0].lost(f"{', '.join(worker.name for worker in silent)} did not end: {stall}")
+            lost = RayDiedError if watch.ray_hangs else silent[0].lost
+            raise lost(f"{', '.join(worker.name for worker in silent)} did not end: {stall}")
 
     def _take(self, ready: list[Any]) -> LostContactError | None:
         """Keep what has ended; the error of a worker that another one left alone, if nothing worse has happened."""

@@ -79,7 +79,7 @@ class RestartsExhaustedError(RunError):
 
 
 class RayDiedError(RunError):
-    """Ray itself is gone, so nothing can be stopped in order."""
+    """Ray itself is gone or stopped, so nothing can be stopped in order."""
 
 
 class Stopped(BaseException):

@@ -47,7 +47,10 @@ from slime_launch.validate import engine_dtype, notices, num_engines
 from slime_launch.wandb_run import WandbRun
 from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.generation_service import GenerationSpec
+
+GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
 
 
 def run(checked: Checked, watch: Watch) -> int:
@@ -260,7 +263,7 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
         longest = min((limit for limit in limits if limit is not None), default=None)
         return DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=longest)
     return GenerationSpec(
-        engine=settings.engine,
+        engine=answers_in_time(settings),
         rollout=settings.rollout,
         num_engines=num_engines(settings),
         num_gpus=settings.placed.rollout_gpus,
@@ -274,6 +277,13 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
         engines_sleep=settings.engines_sleep,
         weights_follow=settings.trains,
     )
+
+
+def answers_in_time(settings: Settings) -> EngineConfig:
+    """Settings of engines that are given up during an update before the run is said to stall: so they are blamed."""
+    stall = settings.run.stall_timeout
+    limit = min(settings.engine.update_weight_timeout, max(stall / 2, stall - GIVE_UP_SECONDS))
+    return dataclasses.replace(settings.engine, update_weight_timeout=limit)
 
 
 def limit_threads(settings: Settings, *, engines: int) -> Settings:

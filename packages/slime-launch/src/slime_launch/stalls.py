@@ -15,6 +15,7 @@ from typing import Any
 from slime_launch.calls import DUMP_STACKS, Watch, stopped_line
 from slime_launch.errors import RunError, Stopped
 from slime_launch.processes import Suspect, look_at, on_nodes, stopped_below
+from slime_launch.ray_runtime import ESSENTIAL
 from slime_rollout.threads import start_call
 
 POLL_SECONDS = 0.2
@@ -84,6 +85,7 @@ class StallWatch:
     def _explain(self, seconds: float) -> str:
         """The phase and the causes that can be seen; the stacks go to a file."""
         stopped, stacks = self._look()
+        self._watch.ray_hangs = any(name.startswith(ESSENTIAL) for name in stopped)
         path = self._log_dir / STACKS_FILE
         text = f"no progress for {seconds:g} s (--stall-timeout) in the phase: {self._phase}"
         if silent := self._silent():
