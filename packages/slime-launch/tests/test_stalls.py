@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import RayDiedError, RunError, TrainerLostError
 from slime_launch.processes import Place, end_processes, own_place
 from slime_launch.ray_runtime import ray_runtime
+from slime_launch.run import answers_in_time
 from slime_launch.stalls import STACKS_FILE, StallWatch
+from slime_rollout.engine.config import EngineConfig
 
 pytestmark = pytest.mark.real
 CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
@@ -102,6 +105,13 @@ def test_progress_keeps_a_wait_alive_and_a_question_is_not_blamed(run):
             assert question.answers() == []
             stalls.progress("generate", min(10, int(4 * (time.monotonic() - start))))
     assert time.monotonic() - start > 3.0
+
+
+@pytest.mark.parametrize(("stall", "given", "limit"), [(30, 300, 15), (100, 300, 70), (100, 20, 20), (3600, 300, 300)])
+def test_an_engine_is_given_up_during_an_update_before_the_run_stalls(stall, given, limit):
+    run = types.SimpleNamespace(stall_timeout=stall)
+    settings = types.SimpleNamespace(run=run, engine=EngineConfig(update_weight_timeout=given))
+    assert answers_in_time(settings).update_weight_timeout == limit
 
 
 HANGS = """
