@@ -1,4 +1,8 @@
 import io
+import os
+import pty
+import re
+import threading
 
 from slime_launch.console import RunConsole
 
@@ -32,3 +36,57 @@ def test_a_long_wait_speaks_now_and_then():
         wait.update("shard 2", done=3, total=8)
         wait.update("shard 3")
     assert stream.getvalue().splitlines() == ["  train … 30 s 3/8 shard 2"]
+
+
+CELLS = {"step": "1/2", "reward": "0.500", "KL": "0.0100", "time left": "0:00:07"}
+
+
+def test_without_a_terminal_a_step_is_a_line(tmp_path):
+    stream = io.StringIO()
+    console = RunConsole(stream, tmp_path / "launch.log")
+    console.step("step 1/2  reward 0.500", CELLS)
+    with console.wait("train"):
+        pass
+    console.close()
+    assert stream.getvalue() == "step 1/2  reward 0.500\n" == (tmp_path / "launch.log").read_text()
+
+
+def test_on_a_terminal_steps_are_a_live_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    parent, child = pty.openpty()
+    shown: list[bytes] = []
+
+    def read():
+        while True:
+            try:
+                got = os.read(parent, 65536)
+            except OSError:  # Linux: the other end was closed
+                return
+            if not got:
+                return
+            shown.append(got)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with os.fdopen(child, "w", encoding="utf-8") as terminal:
+        console = RunConsole(terminal, tmp_path / "launch.log")
+        console.step("step 1/2  reward 0.500", CELLS)
+        with console.wait("generate") as wait:
+            wait.update("6 of 8", done=6, total=8)
+            console.line("a line above it")
+        console.step("step 2/2  reward 0.750", CELLS | {"step": "2/2", "reward": "0.750", "time left": "0:00:00"})
+        console.close()
+    reader.join(20)
+    os.close(parent)
+    written = b"".join(shown).decode()
+    text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", written)
+    lines = [line.split() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    bar = next(i for i, line in enumerate(lines) if "generate" in line)
+    assert lines[bar - 2] == ["step", "reward", "KL", "time", "left"]
+    assert lines[bar - 1] == ["1/2", "0.500", "0.0100", "0:00:07"]
+    assert "6 of 8" in text
+    assert ["a", "line", "above", "it"] in lines
+    assert "\x1b[2K" in written  # it is drawn again in its place
+    assert lines[-2:] == [["1/2", "0.500", "0.0100", "0:00:07"], ["2/2", "0.750", "0.0100", "0:00:00"]]
+    assert (tmp_path / "launch.log").read_text().count("step ") == 2

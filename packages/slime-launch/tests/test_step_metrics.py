@@ -5,7 +5,7 @@ import pytest
 from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, RolloutBatch, Sample, SyncReport, TrainReport
 from slime_launch.shards import ReadyRollout, reward_failures
-from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_line, train_rows
+from slime_launch.step_metrics import eval_line, eval_row, rollout_row, step_cells, step_line, train_rows
 
 SAMPLES = [
     Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=float(i)) for i in range(2)
@@ -54,6 +54,7 @@ def test_rows_have_the_documented_names():
     assert row["perf/forward_backward_time"] == 3.0
     assert row["perf/forward_backward_tokens"] == 10.0
     assert row["perf/step_time"] == 7.0
+    assert row["perf/wait_time_ratio"] == pytest.approx(3 / 7)
     assert row["perf/tokens_per_second"] == 2.0
     assert "perf/optimizer_tokens" not in row
     assert all("/" in name for name in row)
@@ -110,3 +111,31 @@ def test_samples_that_could_not_be_scored_are_told():
 
 def test_rewards_that_teach_nothing_are_told():
     assert "reward 1.000  (equal within every group: no gradient)  loss 0  " in line_of([1.0, 1.0])
+
+
+def test_the_table_has_what_the_rollout_has():
+    rollout = rollout_row(BATCH, REPORT, SYNC, SECONDS) | {"rollout/staleness/mean": 1.5}
+    rows = [
+        {"kind": "eval", "rollout_id": 0, "perf/eval_time": 99.0},
+        {"kind": "rollout", "rollout_id": 2, "perf/step_time": 5.0},
+        {"kind": "eval", "rollout_id": 3, "perf/eval_time": 2.0},
+        *({"kind": "train", "rollout_id": 3, **metrics} for metrics in train_rows(REPORT)),
+        {"kind": "rollout", "rollout_id": 3, **rollout},
+    ]
+    assert step_cells(4, 604, rows) == {
+        "step": "4/604",
+        "reward": "0.500",
+        "loss": "0.5000",
+        "KL": "0.2500",
+        "length": "2",
+        "tokens/s": "2",
+        "idle": "43%",
+        "stale": "1.5",
+        "step s": "7.0",
+        "time left": "1:10:00",
+    }
+    assert step_cells(1, 1, [{"kind": "rollout", "rollout_id": 0, "perf/step_time": 5.0}]) == {
+        "step": "1/1",
+        "step s": "5.0",
+        "time left": "0:00:00",
+    }

@@ -1,19 +1,48 @@
-"""Terminal output: a progress bar for every wait, and one line per step."""
+"""Terminal output: one line per step; on a terminal a table of the last steps, and a progress bar for every wait."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 PLAIN_UPDATE_SECONDS = 20.0
 QUIET_SECONDS = 1.0
+TABLE_ROWS = 8
+
+Cells = Mapping[str, str]
+"""What the table shows of a step: column -> text."""
+
+
+def step_table(steps: Iterable[Cells]) -> Table:
+    """A row for each step, with the columns that any of them has."""
+    rows = list(steps)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in names))
+    return table
+
+
+class _LiveSteps(Progress):
+    """The last steps, above the bar of what is going on."""
+
+    steps: Iterable[Cells] = ()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.steps:
+            yield step_table(self.steps)
+        yield self.make_tasks_table(self.tasks)
 
 
 class Wait:
@@ -59,10 +88,22 @@ class RunConsole:
         self._log = log_path.open("a", encoding="utf-8") if log_path is not None else None
         self.on_progress: Callable[[str, Any], None] = lambda what, marker: None
         self.silent: tuple[str, ...] = ()
+        self._steps: deque[Cells] = deque(maxlen=TABLE_ROWS)
+
+    def step(self, text: str, cells: Cells) -> None:
+        """Show a step: on a terminal as a row of the table, which stands there while something goes on; else a line."""
+        if not self._rich.is_terminal:
+            self.line(text)
+            return
+        self._steps.append(cells)
+        self._to_log(text)
 
     def line(self, text: str = "") -> None:
         """Print one line as it is."""
         self._rich.print(text, markup=False)
+        self._to_log(text)
+
+    def _to_log(self, text: str) -> None:
         if self._log is not None:
             self._log.write(text + "\n")
             self._log.flush()
@@ -72,7 +113,7 @@ class RunConsole:
         """Show that something is going on until the block ends; if it took more than a second, end with ``done``."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
         notes = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
-        with Progress(
+        with _LiveSteps(
             *columns,
             *notes,
             console=self._rich,
@@ -82,6 +123,7 @@ class RunConsole:
             redirect_stderr=False,
             disable=not self._rich.is_terminal,
         ) as progress:
+            progress.steps = self._steps
             wait = Wait(what, progress, self)
             self.silent = ()
             self.on_progress(what, None)
@@ -91,6 +133,9 @@ class RunConsole:
             self.line(f"{done} ({wait.seconds:.1f} s)")
 
     def close(self) -> None:
-        """Close the log file."""
+        """Leave the table on the terminal, and close the log file."""
+        if self._steps:
+            self._rich.print(step_table(self._steps))
+            self._steps.clear()
         if self._log is not None:
             self._log.close()

@@ -28,6 +28,7 @@ from slime_launch.step_metrics import (
     held_out_row,
     rollout_row,
     sample_lines,
+    step_cells,
     step_line,
     train_rows,
 )
@@ -205,7 +206,10 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row)
-    parts.console.line(step_line(batch, parts.settings.num_rollout, row, steps[-1] if steps else {}))
+    parts.console.step(
+        step_line(batch, parts.settings.num_rollout, row, steps[-1] if steps else {}),
+        step_cells(rollout_id + 1, parts.settings.num_rollout, parts.tracker.rows),
+    )
 
 
 def save_if_due(parts: Parts) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slime_core.types import EvalReport, Sample, SyncReport, TrainReport
 from slime_launch.shards import ReadyRollout
@@ -12,6 +13,7 @@ from slime_launch.shards import ReadyRollout
 REASON_CHARACTERS = 100
 TEXT_CHARACTERS = 60
 EXAMPLES = 3
+RECENT = 10
 ROUNDING = 5e-8  # less is what float32 leaves of 0
 PASS_RATES = "passrate/"
 NOT_OF_SAMPLES = ("tokens_per_second",)  # reported as perf/
@@ -39,7 +41,10 @@ def rollout_row(
     row |= {f"perf/{name}_tokens": float(value) for name, value in report.tokens.items() if value}
     row |= {f"perf/{name}": value for name, value in report.performance.items()}
     row["perf/update_weights_bytes"] = float(sync.bytes)
-    row["perf/step_time"] = sum(seconds.values())
+    step_time = sum(seconds.values())
+    row["perf/step_time"] = step_time
+    if report.steps and step_time:
+        row["perf/wait_time_ratio"] = 1.0 - seconds["train"] / step_time
     if "tokens_per_second" in batch.metrics:
         row["perf/tokens_per_second"] = batch.metrics["tokens_per_second"]
     return row
@@ -117,3 +122,41 @@ def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], l
     phases += [("update_weights", "sync")] if generated else []
     words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
     return "  ".join(words)
+
+
+def step_cells(number: int, num_rollout: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What the console's table shows of the last rollout in the tracker's ``rows``, as far as it has it.
+
+    ``idle`` is the share of the step in which the trainers do not train; ``stale`` how many weight versions the samples
+    lag behind, on average.
+    """
+    rollout = next((row for row in reversed(rows) if row["kind"] == "rollout"), {})
+    last_step = next((row for row in reversed(rows) if row["kind"] == "train"), {})
+    if last_step.get("rollout_id") != rollout.get("rollout_id"):
+        last_step = {}
+    shown = (
+        ("reward", rollout, ("rollout/raw_reward",), "{:.3f}"),
+        ("loss", last_step, ("train/loss",), "{:.4f}"),
+        ("KL", last_step, ("train/kl_loss", "train/ppo_kl"), "{:.4f}"),
+        ("length", rollout, ("rollout/response_len/mean",), "{:.0f}"),
+        ("tokens/s", rollout, ("perf/tokens_per_second",), "{:.0f}"),
+        ("idle", rollout, ("perf/wait_time_ratio",), "{:.0%}"),
+        ("stale", rollout, ("rollout/staleness/mean",), "{:.1f}"),
+        ("step s", rollout, ("perf/step_time",), "{:.1f}"),
+    )
+    cells = {"step": f"{number}/{num_rollout}"}
+    for title, row, names, form in shown:
+        value = next((row[name] for name in names if row.get(name) is not None), None)
+        if value is not None:
+            cells[title] = form.format(0.0 if abs(value) < ROUNDING else value)
+    return cells | {"time left": time_left(rows, number, num_rollout)}
+
+
+def time_left(rows: Sequence[Mapping[str, Any]], number: int, num_rollout: int) -> str:
+    """Hours, minutes and seconds until the last rollout, by the steps and evaluations of the last ten; without saves."""
+    first = max(number - RECENT, 0)
+    rollouts = [row for row in rows if row["kind"] == "rollout" and row["rollout_id"] >= first]
+    evaluations = [row for row in rows if row["kind"] == "eval" and row["rollout_id"] > first]
+    spent = sum(row["perf/step_time"] for row in rollouts) + sum(row.get("perf/eval_time", 0.0) for row in evaluations)
+    left = round(spent / max(len(rollouts), 1) * (num_rollout - number))
+    return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
