@@ -130,8 +130,8 @@ def step_cells(number: int, num_rollout: int, rows: Sequence[Mapping[str, Any]])
     ``idle`` is the share of the step in which the trainers do not train; ``stale`` how many weight versions the samples
     lag behind, on average.
     """
-    rollout = next((row for row in reversed(rows) if row["kind"] == "rollout"), {})
-    last_step = next((row for row in reversed(rows) if row["kind"] == "train"), {})
+    rollout: Mapping[str, Any] = next((row for row in reversed(rows) if row["kind"] == "rollout"), {})
+    last_step: Mapping[str, Any] = next((row for row in reversed(rows) if row["kind"] == "train"), {})
     if last_step.get("rollout_id") != rollout.get("rollout_id"):
         last_step = {}
     shown = (
@@ -153,7 +153,7 @@ def step_cells(number: int, num_rollout: int, rows: Sequence[Mapping[str, Any]])
 
 
 def time_left(rows: Sequence[Mapping[str, Any]], number: int, num_rollout: int) -> str:
-    """Hours, minutes and seconds until the last rollout, by the steps and evaluations of the last ten; without saves."""
+    """Hours, minutes and seconds until the last rollout, by the last ten with their evaluations; without saves."""
     first = max(number - RECENT, 0)
     rollouts = [row for row in rows if row["kind"] == "rollout" and row["rollout_id"] >= first]
     evaluations = [row for row in rows if row["kind"] == "eval" and row["rollout_id"] > first]
