@@ -64,6 +64,9 @@ def advantages(inputs):
     global steps
     steps += 1
     if steps == 2 and torch.distributed.get_rank() == 1:
+        if PHASE == "apart" and not (WORK / "fired").exists():
+            WORK.joinpath("fired").touch()
+            torch.distributed.all_reduce(torch.zeros(1))
         moment("training")
     if steps == 2 and PHASE == "sending":
         from slime_rollout.weights.channel import EngineChannel
@@ -167,7 +170,7 @@ def run_struck(
 
         def struck() -> bool:
             family[:] = tree(process)
-            return (phase == "starting" or (work / "ready").exists()) and strike(family)
+            return (phase in ("starting", "apart") or (work / "ready").exists()) and strike(family)
 
         wait_for(struck, f"the moment of {phase}", process=process, log=log)
         (work / "fired").touch()
@@ -218,3 +221,15 @@ def test_what_a_signal_stops_is_named_and_no_wait_is_endless(
         return
     said = f"no answer from {urls[kind].rstrip('/')}" if kind in urls else f"(process {victims[0].pid})"
     assert said in struck.text, said
+
+
+@pytest.mark.full
+def test_ranks_that_do_not_communicate_alike_are_named(llama: Assets, tmp_path: Path) -> None:
+    """One rank runs one more all-reduce than the other."""
+    with serving() as (tool_url, _), serving() as (judge_url, _):
+        urls = {"tool": tool_url, "judge": judge_url}
+        struck = run_struck(llama, tmp_path / "run", "apart", lambda _: (tmp_path / "run/fired").exists(), urls)
+    print(f"exit code {struck.code} after {struck.seconds:.0f} s\n{struck.text[-2500:]}")
+    assert (struck.code, struck.left) == (0, [])
+    assert "trainer rank 0, trainer rank 1 did not end: no progress for 30 s" in struck.text
+    assert "the trainers are up again, from checkpoint 1" in struck.text
