@@ -69,6 +69,13 @@ def test_on_cuda_it_is_bf16_with_the_distributed_optimizer(small, to_words):
     plain = parse_train([*to_words(small), "--fp32"])
     assert (plain.megatron.bf16, plain.megatron.use_distributed_optimizer) == (False, True)
     assert engine_dtype(plain) == "float32"
+    whole = parse_train([*to_words(small), "--no-use-distributed-optimizer"])
+    assert (whole.megatron.bf16, whole.megatron.use_distributed_optimizer) == (True, False)
+
+
+def test_the_optimizer_is_either_split_or_whole(small, to_words):
+    with pytest.raises(ConfigError, match="--no-use-distributed-optimizer contradict each other"):
+        parse_train([*to_words(small), "--use-distributed-optimizer", "--no-use-distributed-optimizer"])
 
 
 def test_two_precisions_contradict_each_other(small, to_words):

@@ -44,7 +44,7 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     if on_gpu:
         if "bf16" not in given and "fp32" not in given:
             found["bf16"] = True
-        if "use_distributed_optimizer" not in given:
+        if not given.keys() & {"use_distributed_optimizer", "no_use_distributed_optimizer"}:
             found["use_distributed_optimizer"] = True
     return found
 

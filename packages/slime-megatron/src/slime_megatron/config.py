@@ -113,6 +113,7 @@ class MegatronConfig(Config):
     bf16: bool = flag(
         False, help="compute in bfloat16, with fp32 master weights and gradients; the launcher's default on CUDA"
     )
+    no_use_distributed_optimizer: bool = flag(False, help="keep the optimizer's whole state on every rank, on CUDA too")
     fp32: bool = flag(False, help="compute in fp32 on CUDA, too", may_change=True)
     transformer_impl: str = flag(
         "auto",
@@ -346,6 +347,8 @@ class MegatronConfig(Config):
         yield from self._training_contradictions()
         if self.bf16 and self.fp32:
             yield "--bf16 and --fp32 are two precisions; give one of them"
+        if self.use_distributed_optimizer and self.no_use_distributed_optimizer:
+            yield "--use-distributed-optimizer and --no-use-distributed-optimizer contradict each other; give one of them"
         if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
             yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
         if self.save_interval is not None and self.save is None:
