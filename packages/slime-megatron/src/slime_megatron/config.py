@@ -348,7 +348,7 @@ class MegatronConfig(Config):
         if self.bf16 and self.fp32:
             yield "--bf16 and --fp32 are two precisions; give one of them"
         if self.use_distributed_optimizer and self.no_use_distributed_optimizer:
-            yield "--use-distributed-optimizer and --no-use-distributed-optimizer contradict each other; give one of them"
+            yield "--use-distributed-optimizer and --no-use-distributed-optimizer contradict each other; give one"
         if self.use_dynamic_batch_size != (self.max_tokens_per_gpu is not None):
             yield ("--use-dynamic-batch-size and --max-tokens-per-gpu, its limit, go together; give both or none")
         if self.save_interval is not None and self.save is None:
