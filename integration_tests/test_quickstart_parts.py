@@ -89,13 +89,18 @@ def test_replaced_flags_keep_their_place_and_new_ones_come_last(places: Places) 
 
 @pytest.mark.parametrize(
     ("words", "gone"),
-    [(["--custom-rm-path", "f.py:score"], "--rm-type"), (["--async-buffer-size=1"], "--colocate")],
+    [
+        (["--custom-rm-path", "f.py:score"], "--rm-type"),
+        (["--async-buffer-size=1"], "--colocate"),
+        (["--offload-train"], "--no-offload-train"),
+    ],
 )
 def test_a_flag_takes_the_place_of_the_one_that_it_excludes(places: Places, words: list[str], gone: str) -> None:
     merged = replace_flags(train_flags(places, engine_python=Path(sys.executable), seed=1, steps=3), words)
     assert gone not in merged
     settings = parse_train([word for name, values in merged.items() for word in (name, *values)])
-    assert settings.rollout.rewards.custom_rm_path or settings.rollout.selection.async_buffer_size
+    own = settings.rollout
+    assert own.rewards.custom_rm_path or own.selection.async_buffer_size or settings.trainer_sleeps
 
 
 def test_the_printed_command_is_what_a_shell_runs(places: Places, tmp_path: Path) -> None:

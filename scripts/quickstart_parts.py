@@ -136,6 +136,9 @@ def train_flags(places: Places, *, engine_python: Path, seed: int, steps: int) -
         "--actor-num-gpus-per-node": 1,
         "--rollout-num-gpus": 1,
         "--colocate": None,
+        # there is no GPU's memory to hand over: each half would copy its own, a sixth of the step
+        "--no-offload-train": None,
+        "--no-offload-rollout": None,
         "--sglang-python": engine_python,
         # what a step is: 16 prompts with 8 samples each
         "--num-rollout": steps,
@@ -174,7 +177,12 @@ def _words(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
 
 
-TAKES_THE_PLACE_OF = {"--custom-rm-path": "--rm-type", "--async-buffer-size": "--colocate"}
+TAKES_THE_PLACE_OF = {
+    "--custom-rm-path": "--rm-type",
+    "--async-buffer-size": "--colocate",
+    "--offload-train": "--no-offload-train",
+    "--offload-rollout": "--no-offload-rollout",
+}
 """Flags that are refused beside one that is there already."""
 
 

@@ -72,6 +72,30 @@ def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samp
     assert moved > 1e-3
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "dist-opt"])
+def test_each_rollout_may_begin_with_a_new_optimizer(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, distributed
+):
+    """Two rollouts of two steps equal two trainings in plain PyTorch, the second on the weights of the first.
+
+    There are twice as many first steps of Adam as elsewhere, each with rounding errors times lr / eps: eps is larger.
+    """
+    model, algorithm = tiny_model("qwen3"), AlgorithmConfig()
+    settings = {"use_distributed_optimizer": distributed, "reset_optimizer_states": True}
+    config = tiny_config(load=model.checkpoint, adam_eps=10 * ADAM_EPS, **settings)
+    samples = make_samples(groups=4, per_group=3, masks=True)
+    ranks.start(1, config, model.shape, algorithm)
+    expected = model.hf
+    for rollout_id, steps in enumerate(([samples[:6], samples[6:]], [samples[6:], samples[:6]])):
+        expected, metrics = plain_training(expected, steps, config=config, algorithm=algorithm, temperature=0.8)
+        shards = make_shards([*steps[0], *steps[1]], steps=2, temperature=0.8, rollout_id=rollout_id)
+        same_step(ranks.first("train", shards).steps, metrics, ("loss", "grad_norm"), 1e-5)
+    weights = ranks.first("weights")
+    for key, value in expected.state_dict().items():
+        if key in weights:
+            np.testing.assert_allclose(weights[key], value.numpy(), atol=5e-6, rtol=0, err_msg=key)
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_the_optimizer_is_adamw_on_fp32_weights(ranks, tiny_model, tiny_config, make_samples, make_shards, bf16):
     """Fed with the same gradients, torch's AdamW takes the same weights to the same place, step by step.

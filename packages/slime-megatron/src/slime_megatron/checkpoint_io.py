@@ -243,7 +243,8 @@ def naming_failures(what: str, advice: str, written: Path | None = None) -> Iter
 
 def _reason(error: BaseException, written: Path | None) -> str:
     """What went wrong. torch's writer reports a full disk as a failed check of its own, without the reason."""
-    if written is not None and written.exists() and shutil.disk_usage(written).free < _FULL_BYTES:
+    # Its parent: rank 0 may have removed what was written already.
+    if written is not None and written.parent.exists() and shutil.disk_usage(written.parent).free < _FULL_BYTES:
         return f"the disk is full ({_one_line(error)})"
     return _one_line(error)
 

@@ -213,6 +213,9 @@ class MegatronConfig(Config):
         help="directory of the critic's checkpoints; critic in --save unless given",
         may_change=True,
     )
+    reset_optimizer_states: bool = flag(
+        False, help="begin every rollout's steps with Adam's moments and step count at 0", may_change=True
+    )
     critic_lr: float | None = flag(None, help="the critic's learning rate; --lr unless given", least=0)
     critic_lr_warmup_iters: int | None = flag(
         None, unit="steps", help="the critic's --lr-warmup-iters; the policy's unless given", least=0

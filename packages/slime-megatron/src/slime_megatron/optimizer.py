@@ -120,6 +120,14 @@ def load_optimizer(optimizer: Any, tensors: dict[Any, Any], step: float) -> None
             param_state["step"] = param_state["step"].clone()
 
 
+def reset_adam(optimizer: Any) -> None:
+    """Have the next step be Adam's first: its moments and its count of steps are 0 again; the learning rate goes on."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+
 def saved_step(state: Any) -> float:
     """The optimizer steps that were taken, from a checkpoint's common state; Megatron-core 0.16.1 leaves 0 out."""
     if isinstance(state, dict):

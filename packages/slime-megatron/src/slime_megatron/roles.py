@@ -19,7 +19,7 @@ from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
 from slime_megatron.lora import add_adapters, base_weights, reset_adapters
 from slime_megatron.model import Chunks, build_model, freeze_weights, named_weights
-from slime_megatron.optimizer import build_optimizer, build_scheduler, wrap_model
+from slime_megatron.optimizer import build_optimizer, build_scheduler, reset_adam, wrap_model
 from slime_megatron.parallel import seed_everything
 
 
@@ -114,6 +114,11 @@ class TrainedModel:
             for bias, earlier in zip(biases, before, strict=True):
                 bias.copy_(earlier)
             raise
+
+    def begin_rollout(self) -> None:
+        """Before the steps of a rollout."""
+        if self.config.reset_optimizer_states:
+            reset_adam(self.optimizer)
 
     def zero_gradients(self) -> None:
         """Before a step."""

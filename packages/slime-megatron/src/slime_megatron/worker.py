@@ -188,6 +188,8 @@ class MegatronWorker:
         if self.config.save_debug_train_data is not None:
             write_train_data(self.config.save_debug_train_data, shard, plans)
         steps: list[dict[str, float]] = [{} for _ in plans]
+        for model in self.trained:
+            model.begin_rollout()
         if self._critic is not None:
             for plan, metrics in zip(plans, steps, strict=True):
                 found = self._optimize(self._critic, CRITIC_LOSS, plan, ValueReader(), timer)
