@@ -14,6 +14,7 @@ from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.engine_nodes import EngineRoom, NodeLauncher
 from slime_launch.placement import Placement, place_run, plan_layout
+from slime_launch.ray_runtime import keep_to_this_user
 from slime_rollout.engine import EngineStartError, NoRoomError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineSpec, SGLangEngine, equal_specs
@@ -29,6 +30,7 @@ exec sleep 600
 @pytest.fixture
 def cluster(monkeypatch):
     """Two nodes for the run, and one without room. Ray takes one for lost after two seconds of silence."""
+    keep_to_this_user()
     import ray
     from ray.cluster_utils import Cluster
 

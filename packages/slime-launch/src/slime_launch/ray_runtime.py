@@ -122,12 +122,16 @@ def _knock(address: str) -> None:
         raise ConnectionError(error.strerror or str(error)) from error
 
 
-def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
-    # Despite its name, this setting decides on which address Ray listens: with 0 on 127.0.0.1 alone. On Linux the
-    # default is all addresses. The token keeps out other users of this machine.
+def keep_to_this_user() -> None:
+    """Have a Ray of this process's own listen on 127.0.0.1 alone, and ask for a token. Ray reads both only once."""
+    # Despite its name, this setting decides on which address Ray listens. On Linux the default is all addresses.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # keeps out other users of this machine
+
+
+def _embedded_options(cluster: ClusterConfig, directory: Path) -> dict[str, Any]:
+    keep_to_this_user()
     bundles = len(plan_layout(cluster, cuda=False).bundles)
     return {
         "num_cpus": max(bundles, os.cpu_count() or 1),
