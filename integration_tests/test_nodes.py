@@ -38,7 +38,8 @@ def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: As
     assert "2 nodes: 10.77.0.1 (trainer ranks: 1, for engines: 1), 10.77.0.2 (trainer ranks: 0, for engines: 1)" in text
     assert "weights travel by gloo" in text
     assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == list(range(4))
-    assert all(row[DIFFERENCE] < 1e-4 for row in rows(tmp_path, "train"))  # of log-probs; every rank has each update
+    # of log-probs: every rank of the engine has each update
+    assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
 
 
 def test_trainer_ranks_on_two_nodes(qwen3: Assets, tmp_path: Path) -> None:

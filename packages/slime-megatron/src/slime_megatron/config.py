@@ -173,6 +173,9 @@ class MegatronConfig(Config):
         above=0,
         advice="where a gradient is 0, Adam divides by it; 1e-8 is usual",
     )
+    reset_optimizer_states: bool = flag(
+        False, help="begin every rollout's steps with Adam's moments and step count at 0", may_change=True
+    )
     clip_grad: float = flag(1.0, help="largest norm of the global gradient; 0 for no clipping", least=0)
     use_distributed_optimizer: bool = flag(
         False, help="split the optimizer's state over the data-parallel ranks; the launcher's default on CUDA"
@@ -212,9 +215,6 @@ class MegatronConfig(Config):
         metavar="DIR",
         help="directory of the critic's checkpoints; critic in --save unless given",
         may_change=True,
-    )
-    reset_optimizer_states: bool = flag(
-        False, help="begin every rollout's steps with Adam's moments and step count at 0", may_change=True
     )
     critic_lr: float | None = flag(None, help="the critic's learning rate; --lr unless given", least=0)
     critic_lr_warmup_iters: int | None = flag(
