@@ -3,12 +3,14 @@
 import asyncio
 import concurrent.futures
 import copy
+import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from slime_rollout.generation_service import CacheNamespace
 from slime_rollout.http import call
 from slime_rollout.weights import (
     DeltaReceiver,
+    buckets,
     engine_weight_version,
     open_channel,
     verify_checkpoint,
@@ -278,12 +281,16 @@ def assert_spans_are_right(old, new, mode, prompt, reply, versions):
     assert (wrong - got[changed:]).abs().max() > DIFFERENT
 
 
-def test_an_engine_that_refuses_a_broadcast_blocks_nobody(parts):
+@pytest.mark.parametrize("late", [False, True])
+def test_an_engine_that_refuses_a_broadcast_blocks_nobody(parts, monkeypatch, late):
+    """Nor if another engine is so late that the trainer's broadcast has failed when it begins to wait for it."""
     first, second = parts.fleet.engine_urls
     channel = parts.channel("gloo")
     parts.push(channel)
     channel.begin(WeightUpdate(version=parts.version + 1))
     call("POST", f"{second}/end_weight_update", {})
+    if late:
+        stop_until_left(parts.fleet, first, second, monkeypatch)
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"_from_distributed: HTTP 400: .*must run between") as caught:
         channel.send(list(parts.model.state_dict().items()))
@@ -293,6 +300,27 @@ def test_an_engine_that_refuses_a_broadcast_blocks_nobody(parts):
     assert [engine_weight_version(url) for url in (first, second)] == ["incomplete"] * 2
     parts.push(channel)
     assert max(difference(parts.model, url) for url in (first, second)) < SAME
+
+
+def stop_until_left(fleet, stopped, left, monkeypatch):
+    """The first engine comes to the broadcast when the second has left the group, and the trainer has given up."""
+    (name,) = (name for name in ("engine 0", "engine 1") if fleet.engine_urls[int(name[-1])] == stopped)
+    pids = [pid for pid in fleet.process_ids()[name] if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert pids
+
+    def called(method, address, *args, **kwargs):
+        try:
+            return call(method, address, *args, **kwargs)
+        finally:
+            if address == f"{left}/destroy_weights_update_group":
+                # The broadcast has failed; only the stopped engine's request is left.
+                wait_until(lambda: [each.name for each in threading.enumerate()].count("weight-sync") == 1)
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+
+    monkeypatch.setattr(buckets, "call", called)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
 
 
 def test_weights_that_do_not_fit_are_refused_before_engines_meet_them(parts):

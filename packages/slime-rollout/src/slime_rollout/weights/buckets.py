@@ -310,7 +310,10 @@ class BroadcastGroup:
         backend = self._backend
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, self.timeout
-        backend.broadcast([tensor], options).wait()
+        try:
+            backend.broadcast([tensor], options).wait()
+        finally:
+            del backend  # an error keeps this frame, and so would keep the connections on which other engines wait
         if self.backend == "nccl":
             torch.cuda.synchronize()
 
