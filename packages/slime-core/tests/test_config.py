@@ -49,6 +49,10 @@ from slime_core.flags import flag_specs
             "--calculate-per-token-loss and --loss-divisor 9.0 are two denominators of the loss; give one of them",
         ),
         (
+            {"custom_pg_loss_reducer_function_path": "own.py:mean", "loss_divisor": 9.0},
+            "--custom-pg-loss-reducer-function-path and --loss-divisor 9.0 both say how .*; give one of them",
+        ),
+        (
             {"advantage_estimator": "cispo", "eps_clip_c": 3.0},
             "--eps-clip-c 3.0 bounds a clipped surrogate, which cispo has not; leave it out",
         ),

@@ -36,10 +36,19 @@ ALGORITHMS = {
     "icepop": {"use_tis": True, "tis_mode": "icepop", "tis_clip": 1.3, "tis_clip_low": 0.7},
     "mis": {"use_mis": True, "mis_level": "sequence", "mis_rs_level": "geometric", "mis_batch_normalize": True},
     "opsm": {"use_opsm": True, "opsm_delta": 0.0},
+    "own reducer": {"custom_pg_loss_reducer_function_path": f"{__file__}:over_ten", "entropy_coef": 0.05},
 }  # fmt: skip
 # The plainest one is in test_worker.py. These show each kind once in the normal run.
-SHOWN = ("KL in the reward", "gspo with KL in the reward", "reinforce++", "distillation", "mis", "opsm")
+SHOWN = ("KL in the reward", "gspo with KL in the reward", "reinforce++", "distillation", "mis", "opsm", "own reducer")
 EVERY = [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.full) for name in ALGORITHMS]
+
+
+def over_ten(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    """A reducer: the sum over each response, divided by ten."""
+    assert not calculate_per_token_loss and total_lengths == response_lengths == list(map(len, loss_masks))
+    return lambda losses: sum(
+        (part * mask).sum() / 10 for part, mask in zip(losses.split(response_lengths), loss_masks, strict=True)
+    )
 
 
 @pytest.fixture
@@ -100,8 +109,10 @@ def expected_training(hf, steps, *, config, algorithm):
         )
         optimizer.zero_grad()
         new = torch.cat([plain_log_probs(model, sample, TEMPERATURE) for sample in step])
+        own = algorithm.custom_pg_loss_reducer_function_path is not None
         loss, found = policy_objective(
-            algorithm, log_probs_T=new, old_log_probs_T=old[part], advantages_T=advantages[part],
+            algorithm, pg_weights_T=flat(step, "loss_mask") / 10 / len(step) if own else None,
+            log_probs_T=new, old_log_probs_T=old[part], advantages_T=advantages[part],
             ref_log_probs_T=ref[part], rollout_log_probs_T=rollout, entropy_T=plain_entropies(model, step),
             mis_sums=sums, **given,
         )  # fmt: skip

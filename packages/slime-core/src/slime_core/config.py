@@ -47,6 +47,7 @@ _OF_POLICY = (
     "use_mis",
     "use_opsm",
     "get_mismatch_metrics",
+    "custom_pg_loss_reducer_function_path",
 )
 _OF_TOKENS = ("calculate_per_token_loss", "loss_divisor")
 _OF_DPO = ("dpo_beta", "dpo_label_smoothing", "dpo_reference_free")
@@ -233,6 +234,11 @@ class AlgorithmConfig(OffPolicyConfig):
         above=0,
         advice="the largest response length is usual",
     )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        help="function of upstream's form that sums the policy loss over the tokens in place of the mean over samples",
+        metavar="PATH",
+    )
     dpo_beta: float = flag(0.1, help="what a departure from the reference costs (DPO)", above=0)
     dpo_label_smoothing: float = flag(
         0.0, help="probability that a preference is the wrong way round (conservative DPO)", least=0, below=0.5
@@ -264,6 +270,11 @@ class AlgorithmConfig(OffPolicyConfig):
             yield (
                 f"--calculate-per-token-loss and --loss-divisor {self.loss_divisor} are two denominators of the loss; "
                 "give one of them"
+            )
+        if self.custom_pg_loss_reducer_function_path is not None and self.loss_divisor is not None:
+            yield (
+                f"--custom-pg-loss-reducer-function-path and --loss-divisor {self.loss_divisor} both say how the "
+                "policy loss is summed; give one of them"
             )
         if self.eps_clip_c is not None and self.advantage_estimator == "cispo":
             yield (f"--eps-clip-c {self.eps_clip_c} bounds a clipped surrogate, which cispo has not; leave it out")

@@ -228,6 +228,79 @@ def test_every_setting_is_honoured(settings):
     assert abs(loss.item() - plain.item()) > 1e-6
 
 
+REDUCERS = """
+import torch
+
+def over_seven(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    def reduce(losses):
+        parts = losses.split(response_lengths)
+        divisor = 1 if calculate_per_token_loss else 7
+        return sum((part * mask).sum() for part, mask in zip(parts, loss_masks)) / divisor
+    return reduce
+
+def careless(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    return lambda losses: losses.sum() / 7
+
+def squared(*_):
+    return lambda losses: (losses**2).sum()
+
+def rows(*_):
+    return lambda losses: losses
+
+def constant(*_):
+    return lambda losses: torch.tensor(1.0)
+
+def number(*_):
+    return 3
+"""
+
+
+@pytest.fixture
+def reducer(tmp_path):
+    path = tmp_path / "reducers.py"
+    path.write_text(REDUCERS)
+    return lambda name: {"custom_pg_loss_reducer_function_path": f"{path}:{name}"}
+
+
+@pytest.mark.parametrize("name", ["over_seven", "careless"])
+@pytest.mark.parametrize("others", [{}, {"advantage_estimator": "gspo"}, {"use_tis": True, "tis_clip": 1.1}], ids=str)
+def test_a_reducer_of_the_users_sums_the_policy_loss(reducer, name, others):
+    """One that divides by a constant is the divisor of Dr.GRPO; it leaves the KL loss and the entropy alone."""
+    rows = Rows(seed=1, spread=1.0)
+    others = {**others, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    given = {**rows.given, "ref_log_probs": rows.ref, "rollout_log_probs": rows.ref, "entropy": rows.values.abs()}
+    _, plain = ops.algorithm_loss(AlgorithmConfig(**others), rows.new, rows.mask, **given)
+    _, divided = ops.algorithm_loss(AlgorithmConfig(**others, loss_divisor=7.0), rows.new, rows.mask, **given)
+    loss, own = ops.algorithm_loss(AlgorithmConfig(**others, **reducer(name)), rows.new, rows.mask, **given)
+    torch.testing.assert_close(own["pg_loss"], divided["pg_loss"])
+    assert abs(own["pg_loss"] - plain["pg_loss"]) > 1e-6
+    for metric in ("kl_loss", "entropy_loss"):
+        torch.testing.assert_close(own[metric], plain[metric], rtol=0, atol=0)
+    torch.testing.assert_close(loss.detach(), own["pg_loss"] + 0.1 * own["kl_loss"])
+
+
+def test_a_reducer_may_sum_per_token(reducer):
+    rows, per_token = Rows(seed=1, spread=1.0), {"calculate_per_token_loss": True}
+    expected, _ = ops.algorithm_loss(AlgorithmConfig(**per_token), rows.new, rows.mask, **rows.given)
+    own = AlgorithmConfig(**per_token, **reducer("over_seven"))
+    torch.testing.assert_close(ops.algorithm_loss(own, rows.new, rows.mask, **rows.given)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("squared", "is no sum of the losses under weights"),
+        ("rows", "must return one number, computed from the losses"),
+        ("constant", "must return one number, computed from the losses"),
+        ("number", "returned int; return a function from losses"),
+    ],
+)
+def test_what_a_reducer_may_not_be(reducer, name, message):
+    rows = Rows(seed=1)
+    with pytest.raises(DataError, match=message):
+        ops.algorithm_loss(AlgorithmConfig(**reducer(name)), rows.new, rows.mask, **rows.given)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

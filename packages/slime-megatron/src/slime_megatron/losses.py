@@ -50,6 +50,7 @@ class LossInputs:
         rollout_log_probs_N: The engine's, if all samples have them.
         teacher_log_probs_N: The teacher's, if all samples have them.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step, if the algorithm needs them.
+        pg_weights_N: :func:`slime_core.ops.reducer_weights` of the tokens, if the user's function sums the policy loss.
         old_values_N: Values from before the update, for a critic.
         returns_N: What a critic's values should be.
         global_pairs: Preference pairs in the step over all ranks; samples are chosen, rejected, chosen, rejected, …
@@ -67,6 +68,7 @@ class LossInputs:
     rollout_log_probs_N: torch.Tensor | None = None
     teacher_log_probs_N: torch.Tensor | None = None
     mis_sums: torch.Tensor | None = None
+    pg_weights_N: torch.Tensor | None = None
     old_values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
     global_pairs: int = 0
@@ -126,6 +128,7 @@ def policy_loss(inputs: LossInputs) -> tuple[torch.Tensor, Statistics]:
         rollout_log_probs_T=inputs.rollout_log_probs_N,
         entropy_T=inputs.entropy_N,
         mis_sums=inputs.mis_sums,
+        pg_weights_T=inputs.pg_weights_N,
     )
     parts = [Statistics(sums=sums), _ratio_statistics(inputs), _drift(inputs, old_N)]
     if inputs.algorithm.use_opd and inputs.teacher_log_probs_N is not None:

@@ -34,6 +34,9 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
         load_function(loss, "--custom-loss-function-path", arguments=("inputs",))
     if (weigh := algorithm.custom_tis_function_path) is not None:
         load_function(weigh, "--custom-tis-function-path")
+    if (reduce := algorithm.custom_pg_loss_reducer_function_path) is not None:
+        arguments = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
+        load_function(reduce, "--custom-pg-loss-reducer-function-path", arguments=arguments)
     path, flag = algorithm.custom_advantage_function_path, "--custom-advantage-function-path"
     return None if path is None else load_function(path, flag, arguments=("inputs",))
 

@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import Statistics, linear_log_probs_and_entropy, loss_weights, mis_weight_sums
+from slime_core.ops import Statistics, linear_log_probs_and_entropy, loss_weights, mis_weight_sums, reducer_weights
 from slime_core.ops.tokens import needed
 from slime_core.types import TrainStep
 from slime_megatron.losses import DRIFT_WEIGHT, Loss, LossInputs
@@ -217,6 +217,7 @@ def _loss(
             rollout_log_probs_N=None if rollout_N is None else rollout_N.to(device),
             teacher_log_probs_N=None if teacher_N is None else teacher_N.to(device),
             mis_sums=mis_sums,
+            pg_weights_N=_pg_weights(batch, step, algorithm, device),
             old_values_N=planned.old_values_N,
             returns_N=planned.returns_N,
             global_pairs=global_pairs,
@@ -236,6 +237,18 @@ def token_weights(batch: MicroBatch, step: TrainStep, algorithm: AlgorithmConfig
         global_trajectories=step.global_trajectories,
         global_tokens=step.global_tokens,
         device=device,
+    )
+
+
+def _pg_weights(
+    batch: MicroBatch, step: TrainStep, algorithm: AlgorithmConfig, device: torch.device
+) -> torch.Tensor | None:
+    return reducer_weights(
+        algorithm,
+        torch.ones(sum(batch.target_lengths), device=device),
+        list(batch.target_lengths),
+        global_trajectories=step.global_trajectories,
+        global_tokens=step.global_tokens,
     )
 
 

@@ -32,6 +32,7 @@ from slime_core.ops.losses import (
 from slime_core.ops.objective import (
     loss_weights,
     policy_objective,
+    reducer_weights,
     sft_objective,
     token_weights,
     trajectory_tokens,
@@ -94,6 +95,7 @@ __all__ = [
     "policy_token_loss",
     "ppo_loss",
     "preference_objective",
+    "reducer_weights",
     "reward_model_loss",
     "sft_objective",
     "tis_weights",

@@ -21,7 +21,7 @@ from torch import Tensor
 from slime_core.config import GROUP_RELATIVE, AlgorithmConfig
 from slime_core.errors import ConfigError, DataError
 from slime_core.ops.advantages import AdvantageEstimator, Advantages, policy_advantages
-from slime_core.ops.objective import policy_objective, value_objective
+from slime_core.ops.objective import policy_objective, reducer_weights, value_objective
 from slime_core.ops.off_policy import mis_weight_sums
 from slime_core.ops.preference import dpo_of_log_ratios, preference_objective
 from slime_core.ops.tokens import Lengths, scaled, sequence_lengths, sequence_sum, widen
@@ -135,6 +135,7 @@ def algorithm_loss(
         rollout_log_probs_T=rows.maybe("rollout_log_probs"),
         entropy_T=rows.maybe("entropy"),
         mis_sums=mis_sums,
+        pg_weights_T=rows.pg_weights(config),
     )
     return Loss(loss, metrics)
 
@@ -456,3 +457,16 @@ class _Rows:
             return self.mask_T / (config.loss_divisor * count)
         lengths_N = sequence_lengths(self.lengths, self.mask_T)
         return scaled(self.mask_T, 1 / (sequence_sum(self.mask_T, lengths_N).clamp(min=1) * count), lengths_N)
+
+    def pg_weights(self, config: AlgorithmConfig) -> Tensor | None:
+        """Those of a custom reducer of the policy loss [T]."""
+        tokens, sequences = self.batch.get("num_tokens"), self.batch.get("num_sequences")
+        if config.custom_pg_loss_reducer_function_path is None:
+            return None
+        return reducer_weights(
+            config,
+            self.mask_T,
+            self.lengths,
+            global_trajectories=self.size if sequences is None else sequences,
+            global_tokens=int(self.mask_T.sum()) if tokens is None else tokens,
+        )

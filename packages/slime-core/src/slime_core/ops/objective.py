@@ -38,6 +38,7 @@ from slime_core.ops.tokens import (
     weighted_sequences,
     widen,
 )
+from slime_core.user_functions import load_function
 
 Masks = Sequence[Sequence[int] | Tensor]
 
@@ -54,6 +55,7 @@ def policy_objective(
     rollout_log_probs_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
     mis_sums: Tensor | None = None,
+    pg_weights_T: Tensor | None = None,
     context_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss − entropy_coef · entropy + kl_loss_coef · KL, each summed under the tokens' weights.
@@ -76,6 +78,7 @@ def policy_objective(
             they are given, else with ``old_log_probs_T``.
         entropy_T: Entropies (nats) [T]; needed with an ``entropy_coef``, else only a metric.
         mis_sums: :func:`slime_core.ops.mis_weight_sums` over the step [2]; needed with ``mis_batch_normalize``.
+        pg_weights_T: From :func:`reducer_weights` [T], in place of ``weights_T`` for the policy loss alone.
         context_group: Ranks that hold the other tokens of the same N sequences (context parallelism); every one of them
             must call this. ``None`` if sequences are here whole.
 
@@ -102,7 +105,8 @@ def policy_objective(
         mis_sums=mis_sums,
         context_group=context_group,
     )
-    counted_T = weights_T if factor_T is None else factor_T * weights_T
+    summed_T = weights_T if pg_weights_T is None else pg_weights_T
+    counted_T = summed_T if factor_T is None else factor_T * summed_T
     given = (log_probs_T, old_log_probs_T.detach(), advantages_T.detach())
     loss, metrics = _policy_loss(config, *given, weights_T, counted_T, lengths, context_group)
     if entropy_T is not None:
@@ -113,15 +117,20 @@ def policy_objective(
     elif config.entropy_coef:
         raise ConfigError(f"--entropy-coef {config.entropy_coef} needs entropies, and none were given")
     if config.use_kl_loss:
-        ref_T = needed(ref_log_probs_T, "--use-kl-loss", "the reference's log-probs").detach()
-        new_T, ref_T = weighable(weights_T, log_probs_T=log_probs_T, ref_log_probs_T=ref_T)
-        sampled_T = None
-        if config.use_unbiased_kl:
-            (sampled_T,) = weighable(weights_T, old_log_probs_T=old_log_probs_T)
-        kl_T = kl_penalty(new_T, ref_T, config.kl_loss_type or "k3", old_log_probs_T=sampled_T)
+        kl_T = _kl(config, log_probs_T, old_log_probs_T, ref_log_probs_T, weights_T)
         metrics["kl_loss"] = (kl_T * weights_T).sum()
         loss = loss + config.kl_loss_coef * metrics["kl_loss"]
     return loss, {name: value.detach() for name, value in {"loss": loss, **metrics, **found}.items()}
+
+
+def _kl(config: AlgorithmConfig, new_T: Tensor, old_T: Tensor, ref_T: Tensor | None, weights_T: Tensor) -> Tensor:
+    """The KL loss of each token, before its coefficient [T]."""
+    ref_T = needed(ref_T, "--use-kl-loss", "the reference's log-probs").detach()
+    new_T, ref_T = weighable(weights_T, log_probs_T=new_T, ref_log_probs_T=ref_T)
+    sampled_T = None
+    if config.use_unbiased_kl:
+        (sampled_T,) = weighable(weights_T, old_log_probs_T=old_T)
+    return kl_penalty(new_T, ref_T, config.kl_loss_type or "k3", old_log_probs_T=sampled_T)
 
 
 def _policy_loss(
@@ -217,6 +226,47 @@ def loss_weights(
         dtype=dtype,
         device=device,
     )
+
+
+def reducer_weights(
+    config: AlgorithmConfig, mask_T: Tensor, lengths: Lengths, *, global_trajectories: int, global_tokens: int
+) -> Tensor | None:
+    """The weights under which ``--custom-pg-loss-reducer-function-path`` sums the policy loss [T]; ``None`` without it.
+
+    The function has the upstream system's form. It is called with the responses' ``total_lengths`` and
+    ``response_lengths`` (numbers, here the same), their loss masks (tensors) and whether the loss is per token, and
+    returns what makes one number of the losses of all tokens [T]. That is divided as the mean over samples is, by the
+    step's trajectories, or by its tokens. As it is a sum under weights, these are its gradient, so that corrections,
+    micro-batches and ranks leave it as it is.
+
+    Raises:
+        ConfigError: It cannot be used.
+        DataError: What it returned is no weighted sum over the tokens.
+    """
+    path, flag = config.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
+    if path is None:
+        return None
+    count = sequence_lengths(lengths, mask_T)
+    own_N = [count] * (len(mask_T) // count) if isinstance(count, int) else [int(one) for one in count]
+    masks = list(torch.split((mask_T != 0).to(torch.promote_types(mask_T.dtype, torch.float32)), own_N))
+    reduce = load_function(path, flag)(list(own_N), list(own_N), masks, config.calculate_per_token_loss)
+    if not callable(reduce):
+        raise DataError(
+            f"{flag} {path} returned {type(reduce).__name__}; return a function from losses [T] to a number"
+        )
+    with torch.enable_grad():
+        ones_T = torch.ones(len(mask_T), dtype=torch.float64, device=mask_T.device, requires_grad=True)
+        total = torch.as_tensor(reduce(ones_T))
+        if total.dim() or not total.requires_grad:
+            raise DataError(f"{flag} {path}: its function must return one number, computed from the losses [T]")
+        (weights_T,) = torch.autograd.grad(total, ones_T)
+    others_T = torch.arange(len(mask_T), dtype=torch.float64, device=mask_T.device) % 7 - 2
+    for losses_T in (ones_T.detach(), others_T):
+        expected = (weights_T * losses_T).sum()
+        if not torch.allclose(torch.as_tensor(reduce(losses_T)).double(), expected, rtol=1e-4, atol=1e-6):
+            raise DataError(f"{flag} {path}: its function is no sum of the losses under weights; return such a sum")
+    denominator = max(global_tokens if config.calculate_per_token_loss else global_trajectories, 1)
+    return (weights_T * torch.cat(masks) / denominator).to(mask_T.dtype)
 
 
 def token_weights(
