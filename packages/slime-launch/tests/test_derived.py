@@ -1,6 +1,7 @@
 """A copied command means what it meant: what is left open follows from the other flags, the machine and the files."""
 
 import pytest
+import torch
 
 from slime_core.errors import ConfigError, SlimeError
 from slime_launch import flags as launch_flags
@@ -110,10 +111,17 @@ def test_a_checkpoint_in_load_is_begun_with_and_a_broken_one_is_no_reason_for_an
         preflight(parse_train(to_words(flags | {"--load": str(broken)})))
 
 
-def test_a_legacy_checkpoint_is_named_with_what_to_run(flags, to_words, workspace):
-    legacy = workspace / "legacy"
-    (legacy / "release" / "mp_rank_00").mkdir(parents=True)
-    (legacy / "latest_checkpointed_iteration.txt").write_text("release")
-    with pytest.raises(SlimeError, match=r"legacy format torch; .*slime-convert megatron-to-hf --input-dir") as caught:
-        preflight(parse_train(to_words(flags | {"--load": str(legacy)})))
+def test_a_run_begins_with_the_weights_of_a_legacy_checkpoint(flags, to_words, workspace):
+    directory = workspace / "legacy" / "iter_0000007"
+    (directory / "mp_rank_00").mkdir(parents=True)
+    (workspace / "legacy" / "latest_checkpointed_iteration.txt").write_text("7")
+    settings = parse_train(to_words(flags | {"--load": str(workspace / "legacy")}))
+    with pytest.raises(SlimeError, match=r"mp_rank_00 has no model_optim_rng\.pt; .* incomplete") as caught:
+        preflight(settings)
     assert "\n" not in str(caught.value)
+    state = {"checkpoint_version": 3.0, "model": {"decoder.final_layernorm.weight": torch.ones(8)}}
+    torch.save(state, directory / "mp_rank_00" / "model_optim_rng.pt")
+    checked = preflight(settings)
+    assert checked.weights.load == str(directory.resolve())
+    [note] = start_notes(checked.settings, checked.manifest, checked.weights)
+    assert note.endswith("is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")

@@ -3,6 +3,7 @@
 import resource
 import shutil
 import threading
+from pathlib import Path
 
 
 class Checkpoints:
@@ -58,6 +59,32 @@ class Checkpoints:
             return self.worker.save(iteration)
         finally:
             checkpoint_io._random_state, checkpoint_io._arguments = random_state, arguments
+
+    def save_legacy(self, root, more=None):
+        """Write what Megatron-LM does with ``--ckpt-format torch``: each rank its part, and an optimizer's state."""
+        import argparse
+
+        import torch
+        from megatron.core import parallel_state as ps
+
+        config = self.worker.config
+        experts, stages = ps.get_expert_model_parallel_world_size(), ps.get_pipeline_model_parallel_world_size()
+        sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+        args = argparse.Namespace(
+            **self.worker.shape.to_megatron_args(),
+            **{f"{name}_parallel_size": getattr(config, f"{name}_parallel_size") for name in sizes},
+            **(more or {}),
+        )
+        place = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+        place += f"_{ps.get_pipeline_model_parallel_rank():03d}" if stages > 1 else ""
+        place += f"_{ps.get_expert_model_parallel_rank():03d}" if experts > 1 else ""
+        directory = Path(root) / "iter_0000012" / place
+        directory.mkdir(parents=True)
+        chunks = [chunk.state_dict() for chunk in self.worker.model]
+        models = {f"model{number if len(chunks) > 1 else ''}": chunk for number, chunk in enumerate(chunks)}
+        others = {"args": args, "checkpoint_version": 3.0, "iteration": 12, "optimizer": {"state": torch.ones(3)}}
+        torch.save(others | models, directory / "model_optim_rng.pt")
+        (Path(root) / "latest_checkpointed_iteration.txt").write_text("12")
 
     def bytes_read(self, directory):
         """Bytes of the files that are read when a Hugging Face directory is loaded once more."""

@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_named(ranks, tiny_model, tiny_config, tmp_path, ra
         ranks.start(1, tiny_config(), model.shape, resume_from=model.hf_directory)
     copy = shutil.copytree(model.hf_directory, tmp_path / "copy")
     found = find_checkpoint(copy)
-    assert (found.directory, found.iteration, found.is_hugging_face) == (copy, None, True)
+    assert (found.directory, found.iteration, found.format) == (copy, None, "hf")
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
         find_checkpoint(copy)

@@ -180,13 +180,24 @@ class WeightMap:
         weight = self._find(name)
         parts = [self._loaded(part, weight, load) for part in weight.rule.hf]
         whole: AnyTensor = weight.rule.layout.join(parts, self._sizes)
-        missing = self.megatron_shape(name)[0] - whole.shape[0]
-        if not missing:
-            return whole
-        rows = (missing, *whole.shape[1:])
-        zeros: Any = LazyTensor.zeros(whole.dtype, rows) if isinstance(whole, LazyTensor) else whole.new_zeros(rows)
-        padded: AnyTensor = concat([whole, zeros])
-        return padded
+        return self.padded(name, whole)
+
+    def padded(self, name: str, whole: AnyTensor) -> AnyTensor:
+        """A whole Megatron weight whose vocabulary may have any padding, in the shape :meth:`megatron_shape`.
+
+        Rows that are added are zero. A weight of another shape than the config says is a :class:`WeightError`.
+        """
+        dims: str = self._find(name).rule.dims
+        wanted: tuple[int, ...] = self.megatron_shape(name)
+        if dims.startswith("padded_vocab") and whole.shape[1:] == wanted[1:] and whole.shape[0] >= self._sizes["vocab"]:
+            given, size = whole.shape[0], self._sizes["vocab"]
+            own = whole if given == size else split(whole, [size, given - size])[0]
+            rows = (wanted[0] - size, *wanted[1:])
+            zeros: Any = LazyTensor.zeros(whole.dtype, rows) if isinstance(whole, LazyTensor) else whole.new_zeros(rows)
+            padded: AnyTensor = concat([own, zeros]) if rows[0] else own
+            return padded
+        _check_shape(name, whole, wanted)
+        return whole
 
     def split_axis(self, name: str) -> int | None:
         """The axis along which tensor-parallel ranks share a Megatron weight out; ``None`` if each holds it whole."""

@@ -97,7 +97,7 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
     if load is None and megatron.ref_load is None:
         raise ConfigError(
             "the trainer has no weights to start from: give --load DIR, a Hugging Face model, a checkpoint that "
-            "`slime-convert hf-to-torch-dist` has written, or one of an earlier run"
+            "`slime-convert hf-to-torch-dist` has written, one of an earlier run, or Megatron's legacy format torch"
         )
     if megatron.ref_load is not None and (load is None or not may_be_checkpoint(load)):
         load = megatron.ref_load
@@ -112,13 +112,16 @@ def _newest(path: str) -> str:
 
 
 def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:
-    """That a new run begins with ``--ref-load`` though ``--load`` is given."""
-    if weights is None:
+    """What a new run begins with: ``--ref-load`` though ``--load`` is given; of a legacy checkpoint, its weights."""
+    if weights is None or manifest is not None:
         return []
+    notes = []
     load, begins = settings.megatron.load, Path(weights.load)
-    if manifest is not None or load is None or Path(load).resolve() in (begins, *begins.parents):
-        return []
-    return [f"--load {load} holds no checkpoint, so the run begins with --ref-load {weights.load}"]
+    if load is not None and Path(load).resolve() not in (begins, *begins.parents):
+        notes.append(f"--load {load} holds no checkpoint, so the run begins with --ref-load {weights.load}")
+    if find_checkpoint(begins).format == "torch":
+        notes.append(f"{begins} is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")
+    return notes
 
 
 class Position(NamedTuple):

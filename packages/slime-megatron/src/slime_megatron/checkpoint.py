@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from slime_core.errors import ConfigError
 from slime_megatron.errors import CheckpointError
@@ -22,14 +23,15 @@ class CheckpointInfo:
     """A complete checkpoint.
 
     Attributes:
-        directory: The directory with the ``torch_dist`` files, or the Hugging Face model.
-        iteration: Rollouts trained on; ``None`` for a converted model (``release``), which has no optimizer state.
-        is_hugging_face: It is a Hugging Face model.
+        directory: The directory with the ``torch_dist`` files or the ``mp_rank_*``, or the Hugging Face model.
+        iteration: Rollouts trained on; ``None`` where weights alone can be loaded: of a converted model (``release``)
+            and of every format but ``torch_dist``.
+        format: ``torch`` is Megatron's legacy format, ``hf`` a Hugging Face model.
     """
 
     directory: Path
     iteration: int | None
-    is_hugging_face: bool = False
+    format: Literal["torch_dist", "torch", "hf"] = "torch_dist"
 
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
@@ -40,7 +42,8 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
 def find_checkpoint(path: str | Path) -> CheckpointInfo:
     """The newest checkpoint under ``path``, or ``path`` itself.
 
-    That is an ``iter_*`` or ``release`` directory, or a Hugging Face model with ``config.json`` and ``*.safetensors``.
+    That is an ``iter_*`` or ``release`` directory, of Megatron's legacy format ``torch`` too, or a Hugging Face model
+    with ``config.json`` and ``*.safetensors``.
 
     Raises:
         CheckpointError: There is none; the message says what was looked for.
@@ -84,7 +87,19 @@ def _hugging_face(directory: Path) -> CheckpointInfo:
         read_directory(directory)
     except ConvertError as error:
         raise CheckpointError(str(error)) from error
-    return CheckpointInfo(directory, None, is_hugging_face=True)
+    return CheckpointInfo(directory, None, "hf")
+
+
+def _legacy(directory: Path) -> CheckpointInfo:
+    """Check that the files of all ranks are there and whole; what they say of their tensors is read."""
+    from slime_convert.errors import ConvertError
+    from slime_convert.formats.legacy import LegacyWeights
+
+    try:
+        LegacyWeights(directory)
+    except ConvertError as error:
+        raise CheckpointError(str(error)) from error
+    return CheckpointInfo(directory, None, "torch")
 
 
 def reference_source(load: str | None, ref_load: str | None, resume_from: str | Path | None) -> Path | None:
@@ -123,12 +138,9 @@ def _not_yet_replaced(directory: Path) -> Path:
 
 
 def _complete(directory: Path) -> CheckpointInfo:
-    """Check that ``directory`` holds a whole ``torch_dist`` checkpoint. Its metadata are written last."""
+    """Check that ``directory`` holds a whole Megatron checkpoint. Metadata of ``torch_dist`` are written last."""
     if _is_legacy(directory):
-        raise CheckpointError(
-            f"{directory} is a checkpoint of Megatron's legacy format torch; give DIR, the Hugging Face model that "
-            f"`slime-convert megatron-to-hf --input-dir {directory} --output-dir DIR --origin-hf-dir MODEL` makes of it"
-        )
+        return _legacy(directory)
     for name in _FILES:
         if not (directory / name).is_file():
             raise CheckpointError(

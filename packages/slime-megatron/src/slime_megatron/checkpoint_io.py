@@ -26,10 +26,10 @@ from slime_megatron.checkpoint import CheckpointInfo
 from slime_megatron.config import MegatronConfig
 from slime_megatron.engine import checkpoint_key
 from slime_megatron.errors import CheckpointError
-from slime_megatron.hugging_face import load_hugging_face
 from slime_megatron.lora import loadable_adapters, without_adapters
 from slime_megatron.model import Chunks
 from slime_megatron.optimizer import load_optimizer, saved_step
+from slime_megatron.other_formats import load_hugging_face, load_legacy
 from slime_megatron.parts import VALUE_HEAD
 from slime_megatron.peft import lora_of
 
@@ -92,12 +92,14 @@ def checkpoint_state(
 def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None:
     """Load a checkpoint's weights, and nothing else, into ``model``, whatever the parallel size it was saved at.
 
-    Of a Hugging Face model, each rank reads its own parts.
+    Of a Hugging Face model and of a legacy ``torch`` checkpoint, each rank reads its own parts.
 
     Raises:
         CheckpointError: The checkpoint is of a model of another shape, or damaged.
     """
-    if info.is_hugging_face:
+    if info.format == "torch":
+        return load_legacy(info.directory, shape, model)
+    if info.format == "hf":
         _check_same_model(info, _hugging_face_arguments(info), shape)
         return load_hugging_face(info.directory, shape, model)
     _load(info, shape, model, model_state(model))
@@ -114,11 +116,11 @@ def load_checkpoint(
     Raises:
         CheckpointError: It has no optimizer state, its kind of optimizer or its shape is another, or it is damaged.
     """
-    saved = {} if info.is_hugging_face else _saved_arguments(info)
+    saved = _saved_arguments(info) if info.format == "torch_dist" else {}
     if info.iteration is None or saved.get("no_save_optim", True):
         raise CheckpointError(
-            f"{info.directory} holds no optimizer state, so no run can continue from it; give it as --load to start a "
-            "new run with its weights"
+            f"{info.directory} holds no optimizer state that can be loaded, so no run can continue from it; give it "
+            "as --load to start a new run with its weights"
         )
     if config.lora is not None and saved.get("lora") is None:
         raise CheckpointError(

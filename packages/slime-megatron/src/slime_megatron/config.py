@@ -199,7 +199,11 @@ class MegatronConfig(Config):
         1234, help="seed of everything random: initial weights, dropout, the samples drawn", least=0, most=MAX_SEED
     )
 
-    load: str | None = flag(None, metavar="DIR", help="checkpoint to start from: of an earlier run, or a converted one")
+    load: str | None = flag(
+        None,
+        metavar="DIR",
+        help="weights to start from: a torch_dist or legacy torch checkpoint, or a Hugging Face model",
+    )
     ref_load: str | None = flag(None, metavar="DIR", help="checkpoint of the reference model; --load's unless given")
     ref_ckpt_step: int | None = flag(
         None, unit="rollouts", help="number of the checkpoint in --ref-load; the newest unless given", least=0

@@ -1,0 +1,104 @@
+"""Load weights from checkpoints other than ``torch_dist``: each rank reads its own parts of the files.
+
+These are Hugging Face models and Megatron's legacy ``torch`` checkpoints. Those are read by slime-convert, whose reader
+of pickles runs nothing that they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from slime_convert.convert import check_args, checked_type
+from slime_convert.errors import ConvertError
+from slime_convert.files.reading import TensorReader
+from slime_convert.files.tensors import LazyTensor
+from slime_convert.formats.hf import open_model, refuse_other_copies
+from slime_convert.formats.legacy import LegacyWeights
+from slime_convert.mapping import WeightMap
+from slime_convert.shape import ModelShape
+from slime_megatron.errors import CheckpointError
+from slime_megatron.model import Chunks, named_weights
+from slime_megatron.parts import VALUE_HEAD
+
+
+def load_hugging_face(directory: Path, shape: ModelShape, model: Chunks) -> None:
+    """Load the weights of a Hugging Face directory into this rank's part of a model.
+
+    Quantized weights (block-scaled FP8, packed INT4, MXFP4) are expanded. The result is that of loading the checkpoint
+    which `slime-convert hf-to-torch-dist` makes of the directory.
+
+    Raises:
+        CheckpointError: A weight is missing or of another shape, or a file is damaged.
+    """
+    _load(_hugging_face, directory, shape, model)
+
+
+def load_legacy(directory: Path, shape: ModelShape, model: Chunks) -> None:
+    """Load the weights of a legacy ``torch`` checkpoint of any layout: the directory of its ``mp_rank_*``.
+
+    Raises:
+        CheckpointError: It is of another model, a rank or weight is missing, or a file is damaged.
+    """
+    _load(_legacy, directory, shape, model)
+
+
+_Whole = Callable[[str], LazyTensor]
+"""A whole weight by its Megatron name, with the vocabulary padded as here."""
+
+
+def _load(open_weights: Callable[[Path, WeightMap], _Whole], directory: Path, shape: ModelShape, model: Chunks) -> None:
+    weight_map = WeightMap(shape, shape.padded_vocab_size(parallel_state.get_tensor_model_parallel_world_size()))
+    try:
+        with TensorReader() as reader, torch.no_grad():
+            whole = open_weights(directory, weight_map)
+            for name, weight in named_weights(model, with_copies=True):
+                if name == VALUE_HEAD:
+                    continue  # a language model has none: it stays as made
+                if name == "output_layer.weight" and not shape.untie_embeddings_and_output_weights:
+                    name = "embedding.word_embeddings.weight"  # a last stage's copy
+                size, rank = _tensor_parallel(is_expert="local_experts" in name)
+                weight.copy_(reader.load(weight_map.split_tp(name, whole(name), size)[rank]))
+    except ConvertError as error:
+        raise CheckpointError(f"cannot load the model {directory}: {error}") from error
+
+
+def _hugging_face(directory: Path, weight_map: WeightMap) -> _Whole:
+    source = open_model(directory)
+    tensors = {name: source.tensor(name) for name in source.tensors}
+    refuse_other_copies(tensors, weight_map.shape, directory)
+
+    def stored(name: str) -> LazyTensor:
+        if name not in tensors:
+            raise CheckpointError(f"{directory} has no weight {name}; give the model that --hf-checkpoint describes")
+        return tensors[name]
+
+    return lambda name: weight_map.from_hf(name, stored)
+
+
+def _legacy(directory: Path, weight_map: WeightMap) -> _Whole:
+    source = LegacyWeights(directory)
+    # Modules that predict further tokens may be left out here.
+    recorded = {name: value for name, value in source.arguments.items() if name != "mtp_num_layers"}
+    check_args(weight_map.shape.to_megatron_args(), recorded, directory)
+    found = source.named(weight_map)
+
+    def whole(name: str) -> LazyTensor:
+        tensor = source.tensor(name)
+        checked_type(name, found[name], directory)
+        return weight_map.padded(name, tensor)
+
+    return whole
+
+
+def _tensor_parallel(*, is_expert: bool) -> tuple[int, int]:
+    """Over how many ranks a weight is split, and which of them this one is."""
+    if is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
