@@ -49,6 +49,10 @@ from slime_core.flags import flag_specs
             "--calculate-per-token-loss and --loss-divisor 9.0 are two denominators of the loss; give one of them",
         ),
         (
+            {"use_rollout_logprobs": True, "keep_old_actor": True},
+            "--use-rollout-logprobs and --keep-old-actor both say what the policy is compared with; give one",
+        ),
+        (
             {"custom_pg_loss_reducer_function_path": "own.py:mean", "loss_divisor": 9.0},
             "--custom-pg-loss-reducer-function-path and --loss-divisor 9.0 both say how .*; give one of them",
         ),

@@ -21,7 +21,7 @@ def test_every_flag_of_upstream_has_an_answer():
 
 def test_a_flag_that_is_built_is_the_same_whatever_the_table_says():
     assert upstream_answer("--use-wandb", {"--use-wandb"}).outcome is Outcome.SAME
-    assert upstream_answer("--keep-old-actor", {}).outcome is Outcome.NOT_BUILT
+    assert upstream_answer("--enable-mtp-training", {}).outcome is Outcome.NOT_BUILT
     assert flag_line("--use-wandb", {"--use-wandb"}) is None
 
 

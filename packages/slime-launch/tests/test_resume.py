@@ -270,6 +270,7 @@ def test_only_the_newest_checkpoints_are_kept_and_what_the_run_began_with(settin
     weights = StartWeights(load=str(first), ref_load=str(first))
     state = RunState(given, None, weights, output_dir=workspace / "out")
     for iteration in (2, 3, 4, 5):
+        (workspace / "save" / "old_actor" / "1" / f"iter_{iteration:07d}").mkdir(parents=True)
         state.trained(batch(iteration - 1), iteration)
         state.saving(checkpoint(workspace, iteration), {})
         state.commit()
@@ -277,6 +278,7 @@ def test_only_the_newest_checkpoints_are_kept_and_what_the_run_began_with(settin
     checkpoint(workspace, 6)  # is being written
     state.drop_oldest()
     assert sorted(path.name[-1] for path in (workspace / "save").glob("iter_*")) == ["1", "4", "5", "6"]
+    assert sorted(path.name[-1] for path in (workspace / "save").glob("old_actor/1/iter_*")) == ["4", "5"]
 
 
 def test_an_export_that_fails_is_a_failure_of_the_run_and_one_that_is_missing_is_made_up_for(settings, workspace):

@@ -121,6 +121,9 @@ def test_flags_that_have_no_effect_in_a_run_of_this_kind_are_named():
         "no effect, as weights stay as they are: --num-steps-per-rollout",
     ]
     assert not any("no effect" in line for line in notices(settings(num_steps_per_rollout=2, size=2)))
+    kept = "no effect, as all tokens are of the weights that train on them: --keep-old-actor"
+    assert kept in notices(settings(keep_old_actor=None, size=2))
+    assert kept not in notices(settings(keep_old_actor=None, update_weights_interval=2, size=2))
 
 
 def test_weights_that_are_sent_less_often_and_engines_that_are_replaced():

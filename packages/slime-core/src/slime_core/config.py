@@ -42,6 +42,7 @@ _OF_POLICY = (
     "use_kl_loss",
     "kl_loss_coef",
     "use_rollout_logprobs",
+    "keep_old_actor",
     "use_tis",
     "custom_tis_function_path",
     "use_mis",
@@ -124,6 +125,11 @@ class OffPolicyConfig(MisConfig):
     use_rollout_logprobs: bool = flag(
         False, help="compare the policy with the engine's log-probs instead of the trainer's before the update"
     )
+    keep_old_actor: bool = flag(
+        False,
+        help="compare the policy with the weights that generated each token, which the trainer keeps copies of in host "
+        "memory, instead of those before the update; for asynchronous training",
+    )
     use_tis: bool = flag(
         False, help="multiply each token's loss by its importance weight, trainer over engine (truncated IS)"
     )
@@ -155,6 +161,8 @@ class OffPolicyConfig(MisConfig):
             yield "--custom-tis-function-path is called by --use-tis; add that"
         if self.use_tis and self.use_mis:
             yield "--use-tis and --use-mis would weigh each token twice; give one of them"
+        if self.use_rollout_logprobs and self.keep_old_actor:
+            yield "--use-rollout-logprobs and --keep-old-actor both say what the policy is compared with; give one"
         if self.use_rollout_logprobs and (self.use_tis or self.use_mis):
             other = "--use-tis" if self.use_tis else "--use-mis"
             yield f"--use-rollout-logprobs and {other} would both correct for the engine's log-probs; give one of them"

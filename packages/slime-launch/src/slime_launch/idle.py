@@ -37,6 +37,11 @@ def idle_flags(settings: Settings) -> Iterator[tuple[str, list[str]]]:
         (not settings.generates, "nothing is generated", _GENERATION | _dests(EngineConfig)),
         (settings.is_recorded, "held-out prompts are not scored", _EVALUATION | _dests(EvalConfig)),
         (untrained, "nothing is trained", _dests(AlgorithmConfig) - {"use_opd"}),
+        (
+            not settings.rollout.may_lag,
+            "all tokens are of the weights that train on them",
+            frozenset({"keep_old_actor"}),
+        ),
         (not settings.trains, "there are no trainers", _dests(MegatronConfig) | _dests(WeightSyncConfig)),
         (
             settings.only_evaluates or settings.run.debug_rollout_only,

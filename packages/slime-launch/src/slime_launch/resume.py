@@ -15,7 +15,7 @@ from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.shards import ReadyRollout
 from slime_megatron.arguments import has_no_effect
-from slime_megatron.checkpoint import find_checkpoint, iteration_directory, may_be_checkpoint
+from slime_megatron.checkpoint import OLD_ACTOR, find_checkpoint, iteration_directory, may_be_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_rollout.store import RolloutStore
 
@@ -257,7 +257,8 @@ class RunState:
             return
         needed = {Path(path).resolve() for path in (self._weights.load, self._weights.ref_load)}
         critic = self._settings.megatron.critic_save
-        for root in (self._save, self._save / "reference", Path(critic) if critic else self._save / "critic"):
+        others = (self._save / "reference", Path(critic) if critic else self._save / "critic")
+        for root in (self._save, *others, *(self._save / OLD_ACTOR).glob("*")):
             found = [path for path in root.glob("iter_*") if path.name <= Path(self._checkpoint).name]
             for path in sorted(found)[:-most]:
                 if path.resolve() not in needed:

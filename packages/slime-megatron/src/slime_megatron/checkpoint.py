@@ -12,6 +12,8 @@ from slime_core.errors import ConfigError
 from slime_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+OLD_ACTOR = "old_actor"
+"""Beside checkpoints, the directory of the policy's earlier weights, by how many rollouts they are older."""
 RELEASE = "release"
 _FILES = ("metadata.json", ".metadata", "common.pt")
 OLD = ".old"

@@ -190,6 +190,16 @@ def target_values(samples: Sequence[TrainSample], name: str) -> torch.Tensor | N
     return torch.from_numpy(np.concatenate(parts))
 
 
+def target_versions(samples: Sequence[TrainSample]) -> torch.Tensor:
+    """The weight version that generated each trained token, -1 where no engine did, int64 [N]."""
+    parts = [np.zeros(0, np.int64)]
+    for sample in samples:
+        versions, mask = sample.extras.get("weight_versions"), _mask(sample)
+        known = versions is not None and len(versions) > 0
+        parts.append(np.asarray(versions)[mask] if known else np.full(np.count_nonzero(mask), -1))
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
 WORTH_SHARING = 0.1  # of a micro-batch's tokens
 _NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 

@@ -19,8 +19,9 @@ from slime_core.interfaces import Role
 from slime_core.ops import AdvantageEstimator, policy_advantages
 from slime_core.types import TrainSample, TrainShard, TrainStep
 from slime_megatron.losses import Loss
-from slime_megatron.packing import MicroBatch, step_samples, target_values, trained_samples
+from slime_megatron.packing import MicroBatch, step_samples, target_values, target_versions, trained_samples
 from slime_megatron.pairs import paired, scored
+from slime_megatron.versions import KeptVersions, by_source
 
 Columns = dict[str, list[torch.Tensor]]
 """Numbers of the targets of each micro-batch [N], under the names of :class:`PlannedBatch`."""
@@ -51,16 +52,18 @@ class StepPlan:
 class Planner:
     """Plans a rank's steps of a rollout, with log-probs and values that ``evaluate`` gives under the model of a role.
 
-    With ``teacher``, that is one of them; otherwise the teacher's log-probs come with the samples.
+    With ``teacher``, that is one of them; otherwise the teacher's log-probs come with the samples. A number in place of
+    a role is a version of the policy's weights, one of ``versions``.
     """
 
     algorithm: AlgorithmConfig
     loss: Loss
     estimator: AdvantageEstimator | None
     micro_batch: Callable[[Sequence[TrainSample]], MicroBatch]
-    evaluate: Callable[[Role, list[MicroBatch]], list[torch.Tensor]]
+    evaluate: Callable[[Role | int, list[MicroBatch]], list[torch.Tensor]]
     device: torch.device
     teacher: bool = False
+    versions: KeptVersions | None = None
 
     def plan(self, shard: TrainShard) -> list[StepPlan]:
         """The steps of a rollout. Every data-parallel rank must call this: whitening needs all of them.
@@ -130,8 +133,29 @@ class Planner:
         if self.algorithm.use_rollout_logprobs:
             found = [batch.values("rollout_log_probs") for batch in batches]
             return [values_N.to(self.device) for values_N in found if values_N is not None]
+        if self.versions is not None:
+            return self._of_versions(batches, self.versions)
         needed = steps > 1 or self.algorithm.advantages_need_log_probs or self.algorithm.needs_step_sums
         return self.evaluate("actor", batches) if needed else []
+
+    def _of_versions(self, batches: list[MicroBatch], versions: KeptVersions) -> list[torch.Tensor]:
+        """Log-probs of every token under the weights that generated it, with a forward pass for each of them."""
+        rows = [target_versions(batch.samples).to(self.device) for batch in batches]
+        group = parallel_state.get_data_parallel_group()
+        everywhere: list[set[int]] = [set()] * dist.get_world_size(group)
+        dist.all_gather_object(everywhere, {version for row_N in rows for version in row_N.tolist()}, group=group)
+        wanted = set.union(*everywhere)
+        found = [torch.zeros(len(row_N), device=self.device) for row_N in rows]
+        for source, represented in by_source(versions, wanted).items():
+            values = self.evaluate("actor" if source is None else source, batches)
+            is_of = torch.tensor(represented, device=self.device)
+            found = [
+                torch.where(torch.isin(row_N, is_of), value_N, found_N)
+                for row_N, value_N, found_N in zip(rows, values, found, strict=True)
+            ]
+        if generated := [version for version in wanted if version >= 0]:
+            versions.forget_before(min(generated))
+        return found
 
     def _advantages(
         self, samples: Sequence[TrainSample], before: Columns | None = None

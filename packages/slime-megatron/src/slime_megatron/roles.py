@@ -11,7 +11,7 @@ import torch
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_megatron.checkpoint import checkpoint_root, find_checkpoint
+from slime_megatron.checkpoint import OLD_ACTOR, CheckpointInfo, checkpoint_root, find_checkpoint
 from slime_megatron.checkpoint_io import load_checkpoint, load_weights
 from slime_megatron.checkpoint_writer import Background, save_checkpoint
 from slime_megatron.config import MegatronConfig
@@ -21,6 +21,8 @@ from slime_megatron.lora import add_adapters, base_weights, reset_adapters
 from slime_megatron.model import Chunks, build_model, freeze_weights, named_weights
 from slime_megatron.optimizer import build_optimizer, build_scheduler, reset_adam, wrap_model
 from slime_megatron.parallel import seed_everything
+from slime_megatron.versions import KeptVersions
+from slime_megatron.weights import HostWeights, all_weights
 
 
 class TrainedModel:
@@ -31,6 +33,7 @@ class TrainedModel:
         model: The chunks of this rank.
         frozen: Weights of other models of the same shape, by role; ``None`` is this one without its adapters.
         wrapped: The chunks with their gradient buffers.
+        versions: Its earlier weights, with ``keep_versions``.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class TrainedModel:
         resumed: bool,
         value_head: bool = False,
         frozen: Mapping[str, Path | None] | None = None,
+        keep_versions: bool = False,
     ) -> None:
         """Build the model with ``source``'s weights; random ones without it, unless it is ``resumed`` later.
 
@@ -65,6 +69,7 @@ class TrainedModel:
             role: None if role == "reference" and config.base_is_reference else self._frozen(directory)
             for role, directory in (frozen or {}).items()
         }
+        self.versions = KeptVersions(self.model) if keep_versions else None
         freeze_weights(self.model, config)
         self.wrapped = wrap_model(self.model, shape, config, device)
         self.optimizer = build_optimizer(self.wrapped, shape, config)
@@ -85,11 +90,15 @@ class TrainedModel:
         """Have a frozen role's weights in the model's place while the block runs."""
         self.gather_weights()
         held = self.frozen[role]
-        if held is None:
-            with base_weights(self.model):
-                yield self.wrapped
-            return
-        with held.in_place(self.model):
+        with base_weights(self.model) if held is None else held.in_place(self.model):
+            yield self.wrapped
+
+    @contextlib.contextmanager
+    def as_version(self, version: int) -> Iterator[Chunks]:
+        """Have earlier weights of its own in the model's place while the block runs."""
+        assert self.versions is not None
+        self.gather_weights()
+        with self.versions[version].in_place(self.model):
             yield self.wrapped
 
     def update_frozen(self, role: str) -> None:
@@ -140,10 +149,16 @@ class TrainedModel:
         """
         self.gather_weights()
         parts = (self.shape, self.model, self.optimizer, self.scheduler, iteration)
-        if self.config.ref_update_interval and self.frozen.get("reference") is not None and self.config.save:
-            only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/reference", no_save_optim=True)
-            with self.as_role("reference"):
-                save_checkpoint(only_weights, *parts, background=background)
+        others: dict[str, HostWeights | None] = {}
+        if self.config.ref_update_interval:
+            others["reference"] = self.frozen.get("reference")
+        if self.versions is not None:
+            others |= {f"{OLD_ACTOR}/{iteration - version}": self.versions[version] for version in self.versions}
+        for name, held in others.items():
+            if held is not None and self.config.save:
+                only_weights = dataclasses.replace(self.config, save=f"{self.config.save}/{name}", no_save_optim=True)
+                with held.in_place(self.model):
+                    save_checkpoint(only_weights, *parts, background=background)
         return save_checkpoint(self.config, *parts, background=background)
 
     def load(self, directory: str | Path) -> int:
@@ -153,7 +168,15 @@ class TrainedModel:
         if self.config.ref_update_interval and "reference" in self.frozen and reference.is_dir():
             load_weights(find_checkpoint(reference), self.shape, self.model)
             self.update_frozen("reference")
+        if self.versions is not None:
+            self._load_versions(self.versions, found)
         return load_checkpoint(found, self.config, self.shape, self.model, self.optimizer, self.scheduler)
+
+    def _load_versions(self, versions: KeptVersions, found: CheckpointInfo) -> None:
+        versions.clear()
+        for directory in (checkpoint_root(found.directory) / OLD_ACTOR).glob(f"*/{found.directory.name}"):
+            load_weights(find_checkpoint(directory), self.shape, self.model)
+            versions.put((found.iteration or 0) - int(directory.parent.name), HostWeights(self.model))
 
     def free_gradients(self) -> None:
         """Give the gradient buffers' memory back; all weights of the last step are here after it."""
@@ -168,7 +191,7 @@ class TrainedModel:
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of the model."""
-        return _weights(self.model)
+        return all_weights(self.model)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The gradient buffers."""
@@ -188,46 +211,3 @@ class TrainedModel:
         for part in self.optimizer.chained_optimizers:
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
-
-
-class HostWeights:
-    """Copies in host memory of a model's parameters and buffers, which can be put into it again."""
-
-    def __init__(self, model: Chunks) -> None:
-        self._copies = [tensor.detach().to("cpu", copy=True) for tensor in _weights(model)]
-
-    @torch.no_grad()
-    def put(self, model: Chunks) -> None:
-        """Write them into the model's own tensors."""
-        for tensor, copy in zip(_weights(model), self._copies, strict=True):
-            tensor.copy_(copy)
-
-    @contextlib.contextmanager
-    def in_place(self, model: Chunks) -> Iterator[None]:
-        """Have them in the model while the block runs, which must not train: on a CPU the tensors just change hands."""
-        tensors = list(_weights(model))
-        if not all(tensor.device.type == "cpu" for tensor in tensors):
-            own = HostWeights(model)
-            self.put(model)
-            try:
-                yield
-            finally:
-                own.put(model)
-            return
-        data = [tensor.data for tensor in tensors]
-        _hand_over(tensors, self._copies)
-        try:
-            yield
-        finally:
-            _hand_over(tensors, data)
-
-
-def _hand_over(tensors: list[torch.Tensor], data: list[torch.Tensor]) -> None:
-    for tensor, own in zip(tensors, data, strict=True):
-        tensor.data = own
-
-
-def _weights(model: Chunks) -> Iterator[torch.Tensor]:
-    for chunk in model:
-        yield from chunk.parameters()
-        yield from chunk.buffers()

@@ -101,6 +101,7 @@ class MegatronWorker:
             value_head=self._loss.value_head,
             frozen=self._frozen_sources(resume_from),
             resumed=resumed,
+            keep_versions=algorithm.keep_old_actor,
         )
         self._critic: TrainedModel | None = None
         if critic is not None:
@@ -188,6 +189,8 @@ class MegatronWorker:
         if self.config.save_debug_train_data is not None:
             write_train_data(self.config.save_debug_train_data, shard, plans)
         steps: list[dict[str, float]] = [{} for _ in plans]
+        if self._actor.versions is not None:
+            self._actor.versions.before_training()
         for model in self.trained:
             model.begin_rollout()
         if self._critic is not None:
@@ -251,6 +254,8 @@ class MegatronWorker:
         self._actor.gather_weights()
         if self._export is None:
             self._export = WeightExport(self.model, self.shape)
+        if self._actor.versions is not None:
+            self._actor.versions.pushed(update.version)
         return push_weights(self._export, channel, update, self.config.update_weight_buffer_size)
 
     def save(self, iteration: int) -> str:
@@ -341,9 +346,12 @@ class MegatronWorker:
         self.saved()  # raises what became of one that was under way
 
     @contextlib.contextmanager
-    def _model(self, role: Role) -> Iterator[Chunks]:
-        """The model of a role, for as long as the block runs."""
-        if role in self._actor.frozen:
+    def _model(self, role: Role | int) -> Iterator[Chunks]:
+        """The model of a role, or the policy of a kept version, for as long as the block runs."""
+        if isinstance(role, int):
+            with self._actor.as_version(role) as model:
+                yield model
+        elif role in self._actor.frozen:
             with self._actor.as_role(role) as model:
                 yield model
         else:
@@ -368,6 +376,7 @@ class MegatronWorker:
             micro_batch=self._micro_batch,
             evaluate=partial(self._evaluate, temperature, timer),
             teacher="teacher" in self._actor.frozen,
+            versions=self._actor.versions,
             device=self._device.torch_device,
         )
 
@@ -410,9 +419,9 @@ class MegatronWorker:
             yield packed
 
     def _evaluate(
-        self, temperature: float, timer: PhaseTimer, role: Role, batches: Sequence[MicroBatch]
+        self, temperature: float, timer: PhaseTimer, role: Role | int, batches: Sequence[MicroBatch]
     ) -> list[torch.Tensor]:
-        phase = _PHASES[role]
+        phase = _PHASES["actor" if isinstance(role, int) else role]
         head = ValueReader() if role == "critic" else self._head(temperature)
         with timer.phase(phase), self._model(role) as model:
             return forward_values(model, partial(self._packed, batches, timer, phase, head, 1), batches, head)

@@ -77,6 +77,7 @@ def phase_times(
     before = frozen_models(settings.algorithm, settings.megatron) + settings.algorithm.needs_critic
     algorithm = settings.algorithm
     again = settings.run.num_steps_per_rollout > 1 or algorithm.advantages_need_log_probs or algorithm.needs_step_sums
+    again |= algorithm.keep_old_actor
     before += int(again and not algorithm.use_rollout_logprobs)
     if before:
         what = f"{before} forward pass{'es' if before > 1 else ''} over {sizes.tokens:,} tokens"

@@ -89,7 +89,7 @@ def trainer_memory(
         activations = activation_memory(
             shape, actor, stage=stage, tokens=tokens, micro_batches=micro_batches, fused=fused
         )
-        copies = own.weights * frozen_models(settings.algorithm, megatron)
+        copies = own.weights * (frozen_models(settings.algorithm, megatron) + old_actors(settings))
         return TrainerMemory(
             stage=stage,
             process=TRAINER_PROCESS if device.is_cpu else CUDA_PROCESS,
@@ -110,6 +110,14 @@ def frozen_models(algorithm: AlgorithmConfig, megatron: MegatronConfig) -> int:
     """Models that are not trained, whose weights wait in host memory: reference and teacher."""
     own = megatron.base_is_reference
     return int(algorithm.needs_reference and not own) + int(megatron.opd_teacher_load is not None)
+
+
+def old_actors(settings: Settings) -> int:
+    """Copies of earlier weights that --keep-old-actor holds at most: a rollout may be as old as the buffer is long."""
+    if not settings.algorithm.keep_old_actor or not settings.rollout.may_lag:
+        return 0
+    selection = settings.rollout.selection
+    return max(selection.async_buffer_size or 0, selection.update_weights_interval - 1, 1) + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
