@@ -17,6 +17,9 @@ from typing import Any
 
 import psutil
 
+from slime_launch.metric_names import unlisted
+from slime_launch.tracking import METRICS_FILE
+
 LAUNCHER = Path(sys.executable).with_name("slime-launch")
 RUN_SECONDS = 240.0
 PR_SET_PDEATHSIG = 1
@@ -109,6 +112,10 @@ def run(command: list[str], log: Path, *, seconds: float = RUN_SECONDS) -> str:
         code = process.wait(seconds)
     text = log.read_text(errors="replace")
     assert code == 0, f"exit code {code}\n{text[-6000:]}"
+    if "--output-dir" in command:
+        path = Path(command[command.index("--output-dir") + 1]) / METRICS_FILE
+        names = {name for line in (path.read_text().splitlines() if path.exists() else []) for name in json.loads(line)}
+        assert (new := unlisted(names)) == [], f"add {', '.join(new)} to slime_launch/metric_names.toml"
     return text
 
 

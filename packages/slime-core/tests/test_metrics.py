@@ -1,3 +1,5 @@
+import dataclasses
+import hashlib
 import itertools
 import math
 import statistics
@@ -10,6 +12,7 @@ from slime_core.errors import DataError
 from slime_core.metrics import (
     eval_metrics,
     eval_scores,
+    is_repetitive,
     length_metrics,
     pass_at_k,
     pass_rates,
@@ -46,9 +49,19 @@ def test_a_rollout_in_numbers():
         "truncated_ratio": 0.2,
         "aborted_ratio": 0.2,
         "failed_ratio": 0.0,
+        "repetition_frac": 0.0,
         "zero_std/count": 1.0,
         "zero_std/ratio": 0.5,
+        "zero_std/count_0.5": 1.0,
     }
+
+
+def test_responses_that_end_in_circles():
+    plain = "".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200))
+    assert [is_repetitive(text) for text in ("", "ha" * 20, "again and " * 500, plain)] == [False, False, True, False]
+    assert is_repetitive(plain + "и снова " * 2000) and not is_repetitive("и снова " * 2000 + plain)
+    samples = [dataclasses.replace(make_sample(0, 1.0), response=text) for text in ("once", "again and " * 500)]
+    assert rollout_metrics(samples)["repetition_frac"] == 0.5
 
 
 def test_no_samples_and_no_rewards():

@@ -323,7 +323,7 @@ def test_supervised_fine_tuning(ranks, tiny_model, tiny_config, make_samples, ma
     ranks.start(2, config, model.shape, AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True))
     reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=3))
     same_step(reports[0].steps, [{"loss": loss.item(), "grad_norm": float(norm)}], ("loss", "grad_norm"), 2e-6)
-    assert set(reports[0].steps[0]) == {"loss", "grad_norm", "lr"}
+    assert set(reports[0].steps[0]) == {"loss", "grad_norm", "lr", "global_batch_size"}
     assert reports[0].seconds.keys() == {"forward_backward", "optimizer"}
     weights = ranks.first("weights")
     for key, value in plain.state_dict().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,6 +14,7 @@ import numpy as np
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
 
+REPETITION_CHARACTERS, REPETITION_FACTOR = 10_000, 10
 _PREFIX = "eval/"
 # What follows the set's name where a number is not its score.
 _DETAIL = re.compile(r"/|-(?:truncated_ratio|pass@\d+)\Z")
@@ -26,8 +28,9 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     - ``raw_reward``: mean reward of the scored trajectories (left out when there is none).
     - ``response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens of the samples.
     - ``truncated_ratio``, ``aborted_ratio``, ``failed_ratio``: share of samples with that status.
+    - ``repetition_frac``: share of the samples whose response ends in circles; see :func:`is_repetitive`.
     - ``zero_std/count``: groups whose rewards are all equal, and which therefore teach GRPO nothing; ``zero_std/ratio``
-      their share.
+      their share; ``zero_std/count_<reward>`` those of one reward, by :func:`zero_variance_groups`.
 
     Args:
         samples: The samples of a rollout. No samples give no metrics.
@@ -43,12 +46,22 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     rewards = [reward for group in groups for reward in group]
     for status in (Status.TRUNCATED, Status.ABORTED, Status.FAILED):
         metrics[f"{status}_ratio"] = sum(sample.status == status for sample in samples) / len(samples)
+    metrics["repetition_frac"] = sum(is_repetitive(sample.response) for sample in samples) / len(samples)
     if rewards:
         constant = sum(min(group) == max(group) for group in groups)
         metrics["raw_reward"] = _mean(rewards)
         metrics["zero_std/count"] = float(constant)
         metrics["zero_std/ratio"] = constant / len(groups)
-    return metrics
+    return metrics | zero_variance_groups(samples, reward_key)
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the last 10,000 characters, as UTF-8, shrink to less than a tenth when zlib compresses them.
+
+    Text in a natural language shrinks to about a third; text shorter than about a hundred bytes never shrinks that far.
+    """
+    tail = text[-REPETITION_CHARACTERS:].encode("utf-8", "surrogatepass")
+    return len(tail) > REPETITION_FACTOR * len(zlib.compress(tail))
 
 
 def eval_metrics(name: str, samples: Sequence[Sample], reward_key: str | None = None) -> dict[str, float]:

@@ -188,7 +188,7 @@ class MegatronWorker:
         plans = self._planner(shard.temperature, timer).plan(shard)
         if self.config.save_debug_train_data is not None:
             write_train_data(self.config.save_debug_train_data, shard, plans)
-        steps: list[dict[str, float]] = [{} for _ in plans]
+        steps = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans]
         if self._actor.versions is not None:
             self._actor.versions.before_training()
         for model in self.trained:
