@@ -2,15 +2,27 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from slime_convert.errors import ConvertError
 from slime_convert.published import PUBLISHED
-from slime_convert.quantize import Fp8Format
+from slime_convert.quantize import Fp8Format, Int4Format
 from slime_core.errors import ConfigError
+from slime_launch import validate
 from slime_launch.flags import parse_train
 from slime_launch.run import limit_threads
-from slime_launch.validate import check_settings, check_shape, global_batch_size, notices, num_engines
+from slime_launch.validate import (
+    check_quantized,
+    check_settings,
+    check_shape,
+    engine_dtype,
+    global_batch_size,
+    notices,
+    num_engines,
+)
 
 
 def settings(prompts=32, size=8, batch=None, steps=1, hf="hf", **more):
@@ -206,12 +218,38 @@ def test_nccl_takes_no_gpu_twice():
         check_settings(settings(batch=256, update_weight_transport="nccl"))
 
 
-def test_a_quantized_model_is_told(tmp_path):
-    """The converter takes it; its engines could not take the trainer's weights."""
+def test_the_shape_of_a_quantized_model_is_that_of_the_same_model_unquantized(tmp_path):
     model = PUBLISHED["deepseek-v3"]
     (tmp_path / "config.json").write_text(json.dumps(model.config))
     assert check_shape(settings(hf=tmp_path)) == model.shape
     quantized = {**model.config, "quantization_config": Fp8Format((128, 128)).to_config([])}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    with pytest.raises(ConfigError, match=r"--hf-checkpoint .* is quantized.*slime-convert fp8-to-bf16"):
-        check_shape(settings(hf=tmp_path))
+    assert check_shape(settings(hf=tmp_path)) == model.shape
+
+
+def store(directory, quantization, **tensors):
+    (directory / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_engines_of_a_quantized_model_need_a_gpu_and_weights_that_can_be_updated(tmp_path, monkeypatch):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    store(tmp_path, Fp8Format((128, 128)).to_config([]), **{name: torch.ones(8, 8).to(torch.float8_e4m3fn)})
+    assert engine_dtype(settings(hf=tmp_path, fp32=None)) == "bfloat16"
+    assert engine_dtype(settings(hf=tmp_path / "none", fp32=None)) == "float32"
+    monkeypatch.setattr(validate, "engine_device", lambda: "cuda")
+    check_quantized(settings(hf=tmp_path))
+    monkeypatch.setattr(validate, "engine_device", lambda: "cpu")
+    check_quantized(settings(hf=tmp_path), elsewhere=True)
+    with pytest.raises(ConfigError, match=r"is quantized \(fp8.*\), .* on GPUs alone; .*slime-convert fp8-to-bf16"):
+        check_quantized(settings(hf=tmp_path))
+    monkeypatch.setattr(validate, "engine_device", lambda: "cuda")
+    expert = "model.layers.0.mlp.experts.0.up_proj.weight_packed"
+    store(tmp_path, Int4Format(32).to_config([]), **{expert: torch.ones(8, 4, dtype=torch.int32)})
+    check_quantized(settings(hf=tmp_path))
+    store(tmp_path, Int4Format(32).to_config([]), **{name + "_packed": torch.ones(8, 4, dtype=torch.int32)})
+    with pytest.raises(ConfigError, match=r"q_proj\.weight in INT4, which SGLang can load once but not update"):
+        check_quantized(settings(hf=tmp_path))
+    store(tmp_path, {"quant_method": "mxfp4"}, x=torch.ones(1))
+    with pytest.raises(ConvertError, match="is stored as mxfp4"):
+        check_quantized(settings(hf=tmp_path))

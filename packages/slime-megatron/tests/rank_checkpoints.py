@@ -86,6 +86,17 @@ class Checkpoints:
         torch.save(others | models, directory / "model_optim_rng.pt")
         (Path(root) / "latest_checkpointed_iteration.txt").write_text("12")
 
+    def spoil(self, name):
+        """Put a NaN into a weight, on ranks that have it."""
+        import torch
+
+        from slime_megatron.model import named_weights
+
+        with torch.no_grad():
+            for own, weight in named_weights(self.worker.model):
+                if own == name:
+                    weight[0, 0] = torch.nan
+
     def bytes_read(self, directory):
         """Bytes of the files that are read when a Hugging Face directory is loaded once more."""
         from slime_convert.files.reading import TensorReader

@@ -184,6 +184,18 @@ class Rank(Checkpoints):
         report = self.worker.push(WeightUpdate(version=version), channel)
         return report, channel.events, _plain(channel.tensors)
 
+    def push_to_file(self, path):
+        """Push, and save what rank 0 has sent."""
+        from safetensors.torch import save_file
+
+        from slime_core.types import WeightUpdate
+
+        channel = Channel()
+        report = self.worker.push(WeightUpdate(version=1), channel)
+        if channel.tensors:
+            save_file({name: tensor.contiguous() for name, tensor in channel.tensors.items()}, path)
+        return report
+
     def push_and_fail(self, call):
         """Push to a channel that refuses ``call``; what was raised."""
         from slime_core.errors import SlimeError

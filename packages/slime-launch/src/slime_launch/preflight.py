@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slime_convert.quantize import Fp8Format, read_format
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings
@@ -20,7 +21,7 @@ from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
-from slime_launch.validate import check_settings, check_shape, engine_dtype, num_engines
+from slime_launch.validate import check_quantized, check_settings, check_shape, engine_dtype, num_engines
 from slime_launch.wandb_run import check_wandb
 from slime_megatron.checkpoint import find_checkpoint
 from slime_megatron.fits import check_fits
@@ -123,6 +124,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
     if shape is not None:
         problems.attempt(check_fits, settings.megatron, shape)
         problems.attempt(check_arguments, settings, shape)
+        problems.attempt(check_quantized, settings, elsewhere)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings)
     for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):
@@ -298,8 +300,10 @@ def check_room(settings: Settings) -> None:
     if megatron.save is None or not (model / "config.json").is_file():
         return
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
-    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) // width
+    width: float = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    if (form := read_format(model)) is not None:
+        width = 1 if isinstance(form, Fp8Format) else 0.5
+    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / width
     each = (2 if megatron.bf16 else 4) + (0 if megatron.no_save_optim else 12 if megatron.bf16 else 8)
     free = shutil.disk_usage(_existing(Path(megatron.save))).free
     if free < parameters * each:

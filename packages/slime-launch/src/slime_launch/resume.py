@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime_convert.errors import ConvertError
+from slime_convert.quantize import read_format
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings, free_flags
 from slime_launch.errors import ManifestError, RunError
@@ -119,8 +120,11 @@ def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWei
     load, begins = settings.megatron.load, Path(weights.load)
     if load is not None and Path(load).resolve() not in (begins, *begins.parents):
         notes.append(f"--load {load} holds no checkpoint, so the run begins with --ref-load {weights.load}")
-    if find_checkpoint(begins).format == "torch":
+    found = find_checkpoint(begins)
+    if found.format == "torch":
         notes.append(f"{begins} is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")
+    if found.format == "hf" and (form := read_format(begins)) is not None:
+        notes.append(f"the weights of {begins} are quantized ({form}): training begins with what they stand for")
     return notes
 
 

@@ -43,7 +43,7 @@ from slime_launch.sources import RecordedSpec, SourceSpec
 from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
-from slime_launch.validate import engine_dtype, notices, num_engines
+from slime_launch.validate import engine_dtype, is_quantized, notices, num_engines
 from slime_launch.wandb_run import WandbRun
 from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
@@ -226,6 +226,7 @@ def start(
         resume_from=str(resume_from) if resume_from is not None else None,
         output_dir=str(log_dir.parent.resolve()),
         overrides=checked.overrides,
+        quantized_as=settings.rollout.data.hf_checkpoint if settings.generates and is_quantized(settings) else None,
     )
     parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

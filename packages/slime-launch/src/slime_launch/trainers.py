@@ -35,6 +35,7 @@ class TrainerSpec(NamedTuple):
     resume_from: str | None
     output_dir: str
     overrides: Overrides
+    quantized_as: str | None = None
 
 
 class Shards(NamedTuple):
@@ -88,6 +89,7 @@ class TrainerRank:
             resume_from=spec.resume_from,
             output_dir=spec.output_dir,
             overrides=spec.overrides,
+            quantized_as=spec.quantized_as,
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_convert.quantize import read_format
+from slime_convert.quantize import Int4Format, read_format
 from slime_convert.shape import ModelShape, check_flags
 from slime_core.config import GROUP_RELATIVE
 from slime_core.errors import ConfigError
@@ -14,6 +14,7 @@ from slime_launch.config import Settings
 from slime_launch.errors import Problems
 from slime_launch.idle import idle_flags
 from slime_rollout.config import SFT_ROLLOUT
+from slime_rollout.engine.sglang_flags import engine_device
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -259,22 +260,48 @@ def check_shape(settings: Settings) -> ModelShape:
 
     Raises:
         ConvertError: The config cannot be read, or flags contradict it: all of them in one message.
-        ConfigError: The model is quantized.
     """
-    directory = settings.rollout.data.hf_checkpoint
-    shape = ModelShape.from_hf_config(directory)
-    if read_format(Path(directory)) is not None:
-        raise ConfigError(
-            f"--hf-checkpoint {directory} is quantized, but its engines would take the trainer's plain weights for "
-            "quantized ones; give the model as bfloat16, which slime-convert fp8-to-bf16 or int4-to-bf16 writes"
-        )
+    shape = ModelShape.from_hf_config(settings.rollout.data.hf_checkpoint)
     check_flags(shape, settings.shape)
     return shape
 
 
+def is_quantized(settings: Settings) -> bool:
+    """Whether engines hold quantized weights: ``--hf-checkpoint`` does."""
+    directory = Path(settings.rollout.data.hf_checkpoint)
+    return (directory / "config.json").is_file() and read_format(directory) is not None
+
+
+def check_quantized(settings: Settings, elsewhere: bool = False) -> None:
+    """Quantized engines can take the trainer's weights again and again, and run here unless they are ``elsewhere``.
+
+    Raises:
+        ConfigError: They cannot.
+        ConvertError: How the model is quantized is not known, or is only read.
+    """
+    if not settings.generates or not is_quantized(settings):
+        return
+    from slime_convert.stored_form import StoredForm
+
+    directory = settings.rollout.data.hf_checkpoint
+    form, external = StoredForm(directory), settings.engine.rollout_external_engine_addrs
+    way_out = "give it in bfloat16, as slime-convert fp8-to-bf16 or int4-to-bf16 writes it"
+    dense = min((name for name in form.quantized if ".experts." not in name), default=None)
+    if isinstance(form.format, Int4Format) and dense is not None:
+        raise ConfigError(
+            f"--hf-checkpoint {directory} has {dense} in INT4, which SGLang can load once but not update; INT4 is for "
+            f"routed experts alone; {way_out}, or in INT4 by slime-convert hf-to-int4 of a model with experts"
+        )
+    if not elsewhere and not external and engine_device() == "cpu":
+        raise ConfigError(
+            f"--hf-checkpoint {directory} is quantized ({form.format}), and SGLang's engines run such models on GPUs "
+            f"alone; {way_out}"
+        )
+
+
 def engine_dtype(settings: Settings) -> str:
-    """The type that engines compute in."""
-    return "bfloat16" if settings.megatron.bf16 else "float32"
+    """The type that engines compute in; beside quantized weights it is always bfloat16."""
+    return "bfloat16" if settings.megatron.bf16 or is_quantized(settings) else "float32"
 
 
 def num_engines(settings: Settings) -> int:

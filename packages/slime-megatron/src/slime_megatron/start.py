@@ -60,6 +60,7 @@ def start_worker(
     resume_from: str | Path | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     output_dir: str | Path = ".",
+    quantized_as: str | Path | None = None,
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -74,6 +75,7 @@ def start_worker(
             weights come from ``config.load``, then ``config.ref_load``, and are random if neither is given.
         overrides: Settings of ``config`` that are others for a role, ``actor`` or ``critic``, by role and name.
         output_dir: Where the run's outputs go; traces of ``--profile`` in ``profile`` there.
+        quantized_as: A quantized Hugging Face model: weights are pushed in the form in which it stores them.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
@@ -96,4 +98,5 @@ def start_worker(
         resume_from=resume_from,
         overrides=overrides or {},
         output_dir=output_dir,
+        quantized_as=quantized_as,
     )

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from slime_convert.errors import ConvertError
 from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
+from slime_convert.stored_form import StoredForm
 from slime_core.errors import SlimeError
 from slime_core.interfaces import WeightChannel
 from slime_core.types import SyncReport, WeightUpdate
@@ -130,20 +132,28 @@ def _tensor_group(experts: bool) -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def push_weights(export: WeightExport, channel: WeightChannel, update: WeightUpdate, buffer_size: int) -> SyncReport:
+def push_weights(
+    export: WeightExport,
+    channel: WeightChannel,
+    update: WeightUpdate,
+    buffer_size: int,
+    form: StoredForm | None = None,
+) -> SyncReport:
     """Gather every weight and send it from rank 0, bucket by bucket; while one is sent, the next is gathered.
 
     Every rank calls this, only rank 0 uses ``channel``. Where sending fails, rank 0 still gathers to the end: the
     others do not wait for it for ever, and the weights can be sent again. A tensor of more than ``buffer_size`` bytes
-    makes a bucket of its own. Ranks other than 0 report that nothing was sent.
+    makes a bucket of its own. Ranks other than 0 report that nothing was sent. With ``form``, weights are sent as a
+    quantized model stores them.
     """
     start = time.perf_counter()
-    buckets = _buckets(export.tensors(), buffer_size)
+    gathered = export.tensors()
     tensors = total = 0
     if dist.get_rank() != 0:
-        collections.deque(buckets, maxlen=0)
+        collections.deque(gathered, maxlen=0)
         return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)
     sending: Future[None] | None = None
+    buckets = _buckets(gathered if form is None else _in_form(gathered, form), buffer_size)
     # Which device is the current one is a setting of each thread.
     device = torch.cuda.current_device()
     try:
@@ -158,10 +168,15 @@ def push_weights(export: WeightExport, channel: WeightChannel, update: WeightUpd
             if sending is not None:
                 sending.result()
             channel.end()
-    except SlimeError:
-        collections.deque(buckets, maxlen=0)  # goes through all that is left
+    except (SlimeError, ConvertError):
+        collections.deque(gathered, maxlen=0)  # goes through all that is left
         raise
     return SyncReport(version=update.version, tensors=tensors, bytes=total, seconds=time.perf_counter() - start)
+
+
+def _in_form(tensors: Iterator[NamedTensor], form: StoredForm) -> Iterator[NamedTensor]:
+    for name, tensor in tensors:
+        yield from form.tensors(name, tensor)
 
 
 def _buckets(tensors: Iterator[NamedTensor], buffer_size: int) -> Iterator[list[NamedTensor]]:

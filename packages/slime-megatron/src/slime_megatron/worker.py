@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 
 from slime_convert.shape import ModelShape
+from slime_convert.stored_form import StoredForm
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.interfaces import Role, WeightChannel
@@ -76,6 +77,7 @@ class MegatronWorker:
         resume_from: str | Path | None,
         overrides: Mapping[str, Mapping[str, Any]],
         output_dir: str | Path,
+        quantized_as: str | Path | None,
     ) -> None:
         self.config = config
         self._output_dir = Path(output_dir)
@@ -111,6 +113,7 @@ class MegatronWorker:
         if rendezvous.rank == 0:
             self._report_settings()
         self._export: WeightExport | None = None
+        self._form = StoredForm(quantized_as) if quantized_as is not None and rendezvous.rank == 0 else None
         self._memory = MemoryState("the trainer")
         self._weights, self._optimizer_state = (WaitingRoom(device, self._output_dir) for _ in range(2))
         self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
@@ -256,7 +259,7 @@ class MegatronWorker:
             self._export = WeightExport(self.model, self.shape)
         if self._actor.versions is not None:
             self._actor.versions.pushed(update.version)
-        return push_weights(self._export, channel, update, self.config.update_weight_buffer_size)
+        return push_weights(self._export, channel, update, self.config.update_weight_buffer_size, self._form)
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.

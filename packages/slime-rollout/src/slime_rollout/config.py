@@ -29,7 +29,8 @@ class DataConfig(Config):
     """Where prompts come from and how they are rendered."""
 
     hf_checkpoint: str = flag(
-        help="Hugging Face directory: the model that engines start with, its config and tokenizer", metavar="DIR"
+        help="Hugging Face directory: the model that engines start with, FP8 or INT4 too, its config and tokenizer",
+        metavar="DIR",
     )
     prompt_data: tuple[str, ...] | str = flag(
         (),

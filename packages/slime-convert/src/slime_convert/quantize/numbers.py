@@ -41,28 +41,31 @@ def blocks_of(rows: int, columns: int, block: Block = BLOCK) -> tuple[int, int]:
     return -(-rows // block[0]), -(-columns // block[1])
 
 
-def quantize_fp8(weight_RC: Tensor, block: Block = BLOCK, *, name: str = "the weight") -> tuple[Tensor, Tensor]:
+def quantize_fp8(
+    weight_RC: Tensor, block: Block = BLOCK, scale_type: torch.dtype = torch.float32, *, name: str = "the weight"
+) -> tuple[Tensor, Tensor]:
     """Quantize a weight: scale = max(amax / 448, 2⁻⁵⁰) per block, q = E4M3(weight / scale), all in float32.
 
-    Rounding is to nearest, ties to even. Nothing overflows: a quotient exceeds 448 by its own rounding error at most,
-    and all below 464 becomes 448. A bfloat16 weight that went through :func:`dequantize_fp8` gives the same again.
+    The scale is rounded to ``scale_type``, ``float32`` or ``bfloat16``, before it divides. Rounding is to nearest, ties
+    to even. Nothing overflows: a quotient exceeds 448 by its own and the scale's rounding error at most, below 450, and
+    all below 464 becomes 448. A bfloat16 weight that went through :func:`dequantize_fp8` gives the same again.
 
     Returns:
         q_RC: ``float8_e4m3fn``.
-        scale_rc: ``float32``.
+        scale_rc: ``scale_type``.
 
     Raises:
         WeightError: The weight holds a NaN or an infinity.
     """
     rows, columns = weight_RC.shape
-    q_RC = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scale_rc = torch.empty(blocks_of(rows, columns, block))
+    q_RC = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight_RC.device)
+    scale_rc = torch.empty(blocks_of(rows, columns, block), dtype=scale_type, device=weight_RC.device)
     # One row of blocks at a time: the float32 copies stay small.
     for number, top in enumerate(range(0, rows, block[0])):
         strip_hC = weight_RC[top : top + block[0]].float()
         padded = pad(strip_hC, (0, -columns % block[1])) if columns % block[1] else strip_hC
         blocks_hcw = padded.reshape(len(strip_hC), -1, block[1])
-        scale_c = (blocks_hcw.abs().amax(dim=(0, 2)) / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+        scale_c = (blocks_hcw.abs().amax(dim=(0, 2)) / E4M3_MAX).clamp_(min=SMALLEST_SCALE).to(scale_type).float()
         if not scale_c.isfinite().all():
             raise WeightError(f"{name} holds a NaN or an infinity, which FP8 cannot scale; repair the model")
         q_hcw = (blocks_hcw / scale_c[:, None]).to(torch.float8_e4m3fn)
@@ -170,8 +173,8 @@ def quantize_int4(weight_RC: Tensor, group_size: int, *, name: str = "the weight
     """
     rows, columns = weight_RC.shape
     need_whole_groups(name, columns, group_size)
-    packed_RP = torch.empty(rows, -(-columns // _PER_WORD), dtype=torch.int32)
-    scale_Rg = torch.empty(rows, columns // group_size, dtype=weight_RC.dtype)
+    packed_RP = torch.empty(rows, -(-columns // _PER_WORD), dtype=torch.int32, device=weight_RC.device)
+    scale_Rg = torch.empty(rows, columns // group_size, dtype=weight_RC.dtype, device=weight_RC.device)
     height = _strip_rows(columns)
     for top in range(0, rows, height):
         strip_hC = weight_RC[top : top + height].float()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.plan.devices import Device
-from slime_launch.plan.memory import EngineMemory, frozen_models, kv_numbers, num_parameters
+from slime_launch.plan.memory import EngineMemory, engine_weights, frozen_models, kv_numbers, num_parameters
 from slime_launch.validate import engine_dtype
 from slime_megatron.operations import flops_model
 
@@ -116,7 +116,9 @@ def _generation(settings: Settings, shape: ModelShape, device: Device, engine: E
     model, width = flops_model(shape), 2 if engine_dtype(settings) == "bfloat16" else 4
     operations = device.operations * engine.ranks
     context = sizes.prompt_tokens + sizes.response_tokens / 2
-    visited = min(model.per_token // 2 * at_once, num_parameters(shape)) * width  # experts that no token visits rest
+    all_numbers = num_parameters(shape)
+    # Experts that no token visits rest.
+    visited = min(model.per_token // 2 * at_once, all_numbers) / all_numbers * engine_weights(settings, shape)
     cached = at_once * context * kv_numbers(shape, 1) * width
     reached, bytes_part = (1.0, 1.0) if device.is_cpu else (DECODING_OPERATIONS, DECODING_BYTES)
     step = max(
@@ -153,8 +155,7 @@ def transports(
     settings: Settings, shape: ModelShape, device: Device, chosen: str | None, *, within_node: bool
 ) -> list[Transport]:
     """Every transport, with what an update takes; engines may all be on the node of the trainer's first rank."""
-    width = 2 if settings.megatron.bf16 else 4
-    size = num_parameters(shape) * width
+    size = engine_weights(settings, shape)
     engines = max(1, settings.cluster.rollout_gpus // settings.engine.rollout_num_gpus_per_engine)
     between = device.link if within_node else NETWORK
     problems = {

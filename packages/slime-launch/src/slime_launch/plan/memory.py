@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
@@ -12,7 +13,7 @@ from slime_core.config import AlgorithmConfig
 from slime_launch.config import Settings
 from slime_launch.overrides import Overrides
 from slime_launch.plan.devices import GIB, Device
-from slime_launch.validate import engine_dtype
+from slime_launch.validate import engine_dtype, is_quantized
 from slime_megatron.activations import activation_memory
 from slime_megatron.config import MegatronConfig
 from slime_megatron.memory import stage_memory
@@ -148,7 +149,7 @@ def engine_memory(settings: Settings, shape: ModelShape, device: Device) -> Engi
     """The memory of an engine of the trained model; of ``--sglang-config`` those of the run's own size."""
     ranks = settings.engine.rollout_num_gpus_per_engine
     width = 2 if engine_dtype(settings) == "bfloat16" else 4
-    whole = num_parameters(shape) * width
+    whole = engine_weights(settings, shape)
     per_token = kv_numbers(shape, ranks) * width
     args = settings.engine.sglang_args
     if device.is_cpu:
@@ -163,6 +164,13 @@ def engine_memory(settings: Settings, shape: ModelShape, device: Device) -> Engi
     if "max-total-tokens" in args:
         tokens = min(tokens, int(str(args["max-total-tokens"])))
     return EngineMemory(weights=weights, kv_cache=tokens * per_token, rest=CUDA_PROCESS, kv_tokens=tokens, ranks=ranks)
+
+
+def engine_weights(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of the weights that engines hold and are sent; a quantized model's are those of its files."""
+    if is_quantized(settings):
+        return sum(path.stat().st_size for path in Path(settings.rollout.data.hf_checkpoint).glob("*.safetensors"))
+    return num_parameters(shape) * (2 if engine_dtype(settings) == "bfloat16" else 4)
 
 
 def num_parameters(shape: ModelShape) -> int:
