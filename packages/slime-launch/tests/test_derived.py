@@ -1,12 +1,18 @@
 """A copied command means what it meant: what is left open follows from the other flags, the machine and the files."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from slime_convert.quantize import Fp8Format
 from slime_core.errors import ConfigError, SlimeError
 from slime_launch import flags as launch_flags
 from slime_launch.derived import precision_notes
 from slime_launch.flags import parse_train, read_train
+from slime_launch.plan.memory import engine_weights
 from slime_launch.preflight import preflight
 from slime_launch.resume import start_notes
 from slime_launch.validate import engine_dtype, global_batch_size
@@ -125,3 +131,20 @@ def test_a_run_begins_with_the_weights_of_a_legacy_checkpoint(flags, to_words, w
     assert checked.weights.load == str(directory.resolve())
     [note] = start_notes(checked.settings, checked.manifest, checked.weights)
     assert note.endswith("is a legacy checkpoint (format torch): its weights are loaded, its optimizer is not")
+
+
+def test_a_quantized_model_gives_first_weights_but_no_engines_without_a_gpu(flags, to_words, workspace):
+    quantized = workspace / "fp8"
+    shutil.copytree(workspace / "hf", quantized)
+    config = json.loads((quantized / "config.json").read_text())
+    form = Fp8Format((128, 128))
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": form.to_config([])}))
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}
+    save_file(weights, quantized / "model.safetensors")
+    checked = preflight(parse_train(to_words(flags | {"--load": str(quantized)})))
+    [note] = start_notes(checked.settings, checked.manifest, checked.weights)
+    assert note == f"the weights of {quantized} are quantized ({form}): training begins with what they stand for"
+    settings = parse_train(to_words(flags | {"--hf-checkpoint": str(quantized)}))
+    with pytest.raises(SlimeError, match=rf"{quantized} is quantized .* on GPUs alone; give it in bfloat16"):
+        preflight(settings)
+    assert engine_weights(settings, checked.shape) == (quantized / "model.safetensors").stat().st_size
