@@ -264,6 +264,22 @@ def test_a_teacher_in_the_trainer_is_one_whose_log_probs_come_with_the_samples(
     assert "teacher_log_probs" in found[1].seconds and "teacher_log_probs" not in found[0].seconds
 
 
+def test_a_teacher_may_be_an_earlier_checkpoint(ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path):
+    """By its number: the newest is another one."""
+    model, shards = tiny_model("qwen3"), make_shards(make_samples())
+    config = tiny_config(load=model.checkpoint, save=str(tmp_path))
+    ranks.start(1, config, model.shape)
+    for iteration in (1, 2):
+        ranks.call("train", shards)
+        ranks.call("save", iteration)
+        if iteration == 1:
+            expected = ranks.first("forward", shards)
+    of_first = dataclasses.replace(config, opd_teacher_load=str(tmp_path), opd_teacher_ckpt_step=1)
+    ranks.start(1, of_first, model.shape, AlgorithmConfig(use_opd=True))
+    for row, other in zip(ranks.first("forward", shards, "teacher"), expected, strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
 def test_the_policy_becomes_the_reference(ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path):
     """After every second rollout; a run that continues has the reference that it had."""
     model, samples = tiny_model("qwen3"), make_samples()

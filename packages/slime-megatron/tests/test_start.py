@@ -37,6 +37,7 @@ def test_what_it_cannot(values, message):
         ({"critic_lr": 1e-5}, "--critic-lr is for a critic, and there is none; add --advantage-estimator ppo"),
         ({"num_critic_only_steps": 2}, "--num-critic-only-steps is for a critic"),
         ({"opd_teacher_load": "big"}, "--opd-teacher-load big is the model that --use-opd distils; add that"),
+        ({"opd_teacher_ckpt_step": 3}, "--opd-teacher-ckpt-step 3 is a checkpoint in --opd-teacher-load; give that"),
     ],
 )
 def test_settings_of_a_role_that_is_not_needed(settings, message):

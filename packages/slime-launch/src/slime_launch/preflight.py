@@ -23,7 +23,7 @@ from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_quantized, check_settings, check_shape, engine_dtype, num_engines
 from slime_launch.wandb_run import check_wandb
-from slime_megatron.checkpoint import find_checkpoint
+from slime_megatron.checkpoint import find_checkpoint, teacher_source
 from slime_megatron.fits import check_fits
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
@@ -127,7 +127,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
         problems.attempt(check_quantized, settings, elsewhere)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings)
-    for path in (settings.megatron.critic_load, settings.megatron.opd_teacher_load):
+    for path in (settings.megatron.critic_load, teacher_source(settings.megatron)):
         if path is not None:
             problems.attempt(find_checkpoint, path)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):

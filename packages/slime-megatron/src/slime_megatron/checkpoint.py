@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime_core.errors import ConfigError
+from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -39,6 +40,13 @@ class CheckpointInfo:
 def iteration_directory(root: str | Path, iteration: int) -> Path:
     """Where checkpoint ``iteration`` under ``root`` is, such as ``iter_0000007``."""
     return Path(root) / f"iter_{iteration:07d}"
+
+
+def teacher_source(config: MegatronConfig) -> Path | None:
+    """What the teacher of ``--use-opd`` is loaded from: ``--opd-teacher-load``, or a checkpoint in it."""
+    if config.opd_teacher_load is None or config.opd_teacher_ckpt_step is None:
+        return None if config.opd_teacher_load is None else Path(config.opd_teacher_load)
+    return iteration_directory(config.opd_teacher_load, config.opd_teacher_ckpt_step)
 
 
 def find_checkpoint(path: str | Path) -> CheckpointInfo:

@@ -230,6 +230,9 @@ class MegatronConfig(Config):
     opd_teacher_load: str | None = flag(
         None, metavar="DIR", help="checkpoint of a teacher of the policy's shape, for --use-opd inside the trainer"
     )
+    opd_teacher_ckpt_step: int | None = flag(
+        None, unit="rollouts", help="number of the checkpoint in --opd-teacher-load; the newest unless given", least=0
+    )
     save: str | None = flag(None, metavar="DIR", help="directory that checkpoints are written to", may_change=True)
     save_interval: int | None = flag(
         None, unit="rollouts", help="rollouts between two checkpoints", least=1, may_change=True

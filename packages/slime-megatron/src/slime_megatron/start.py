@@ -49,6 +49,8 @@ def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]
         yield f"--{given[0].replace('_', '-')} is for a critic, and there is none; add --advantage-estimator ppo"
     if config.opd_teacher_load is not None and not algorithm.use_opd:
         yield f"--opd-teacher-load {config.opd_teacher_load} is the model that --use-opd distils; add that"
+    if config.opd_teacher_ckpt_step is not None and config.opd_teacher_load is None:
+        yield f"--opd-teacher-ckpt-step {config.opd_teacher_ckpt_step} is a checkpoint in --opd-teacher-load; give that"
 
 
 def start_worker(

@@ -22,7 +22,7 @@ from slime_core.interfaces import Role, WeightChannel
 from slime_core.memory import Held, MemoryState
 from slime_core.ops import AdvantageEstimator
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
-from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source
+from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source, teacher_source
 from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import argument_notices, check_arguments
@@ -150,8 +150,8 @@ class MegatronWorker:
             sources["reference"] = (
                 None if own else reference_source(self.config.load, self.config.ref_load, resume_from)
             )
-        if self.algorithm.uses_advantages and self.config.opd_teacher_load is not None:
-            sources["teacher"] = Path(self.config.opd_teacher_load)
+        if self.algorithm.uses_advantages and (teacher := teacher_source(self.config)) is not None:
+            sources["teacher"] = teacher
         return sources
 
     def _sharing(self) -> str:

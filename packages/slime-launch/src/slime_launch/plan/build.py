@@ -28,6 +28,7 @@ from slime_launch.plan.memory import (
 from slime_launch.plan.prompt import FirstPrompt, first_prompt
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.validate import notices
+from slime_megatron.checkpoint import teacher_source
 from slime_rollout.hooks import given_hooks, hook_args_of
 
 
@@ -244,5 +245,5 @@ def _checkpoints(settings: Settings, found: Found) -> dict[str, str]:
             values["reference"] = weights.ref_load
         if manifest is not None:
             values["continues"] = f"{settings.megatron.save}, after {manifest.iteration} rollouts"
-    others = {"critic": settings.megatron.critic_load, "teacher": settings.megatron.opd_teacher_load}
-    return values | {role: path for role, path in others.items() if path is not None}
+    others = {"critic": settings.megatron.critic_load, "teacher": teacher_source(settings.megatron)}
+    return values | {role: str(path) for role, path in others.items() if path is not None}
