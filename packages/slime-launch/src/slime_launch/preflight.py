@@ -32,7 +32,7 @@ from slime_rollout.engine.python import importable_in
 from slime_rollout.engine.router import check_router_port
 from slime_rollout.engine.server import EngineSpec, check_flags
 from slime_rollout.engine.sglang_flags import missing_sglang
-from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, read_topology
+from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, topology_of
 from slime_rollout.hooks import check_hooks, hook_args_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -74,14 +74,13 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     assert found.shape is not None and found.run is not None  # their problems were reported
     manifest, weights = found.run
     settings = found.settings
-    topology = settings.engine.sglang_config
     return Checked(
         settings=settings,
         shape=found.shape,
         manifest=manifest,
         weights=weights,
         overrides=found.overrides or {},
-        topology=read_topology(topology) if topology is not None else None,
+        topology=topology_of(settings.engine, settings.cluster.rollout_gpus) if settings.generates else None,
         num_engines=num_engines(settings) if found.engines is None else found.engines.num_engines,
     )
 
@@ -233,7 +232,7 @@ def look_again(checked: Checked) -> Checked:
 
 
 def check_engines(settings: Settings) -> EnginePlan | None:
-    """Check the settings of engines that the run starts; returns the plan of ``--sglang-config``, if that is given.
+    """Check the settings of engines that the run starts; returns their plan, if not all of them are alike.
 
     Raises:
         PreflightError: SGLang is not installed.
@@ -245,10 +244,11 @@ def check_engines(settings: Settings) -> EnginePlan | None:
     if not importable_in(engine.python, "sglang"):
         raise PreflightError(missing_sglang(engine.python))
     check_flags(engine, ())
-    if engine.sglang_config is None:
+    topology = topology_of(engine, settings.cluster.rollout_gpus)
+    if topology is None:
         return None
     plan = plan_engines(
-        read_topology(engine.sglang_config),
+        topology,
         engine,
         EngineSpec(model_path=settings.rollout.data.hf_checkpoint, dtype=engine_dtype(settings)),
         num_gpus=settings.cluster.rollout_gpus,

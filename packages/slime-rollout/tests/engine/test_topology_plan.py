@@ -18,6 +18,7 @@ from slime_rollout.engine.topology_plan import (
     main,
     plan_engines,
     read_topology,
+    topology_of,
 )
 
 GOOD = """
@@ -150,6 +151,22 @@ def test_what_is_wrong_is_told_with_its_place(read, tmp_path, old, new, message)
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml does not exist; give a YAML file"):
         read_topology(str(tmp_path / "none.yaml"))
+
+
+def test_prefill_servers_are_short_for_two_groups(read):
+    written = read(
+        "sglang: [{name: default, update_weights: true, server_groups: "
+        "[{worker_type: prefill, num_gpus: 2}, {worker_type: decode, num_gpus: 6}]}]"
+    )
+    assert topology_of(EngineConfig(prefill_num_servers=1, rollout_num_gpus_per_engine=2), 8) == written
+    assert topology_of(EngineConfig(rollout_num_gpus_per_engine=2), 8) is None
+    with pytest.raises(
+        ConfigError, match="--sglang-config f and --prefill-num-servers 1 both say what the engines are"
+    ):
+        EngineConfig(sglang_config="f", prefill_num_servers=1)
+    config = EngineConfig(prefill_num_servers=4, rollout_num_gpus_per_engine=2)
+    with pytest.raises(ConfigError, match=r"leaves no engine to generate: .* are 4 engines; give at most 3"):
+        topology_of(config, 8)
 
 
 @given(st.sets(st.sampled_from(WORKER_TYPES)))
@@ -296,7 +313,7 @@ def test_without_gpus_only_regular_engines_run():
     groups = (group("prefill"), group("decode"))
     check_runs_here(plan(model("a", *groups), num_gpus=2))
     check_runs_here(plan(model("a", group()), num_gpus=1, device="cpu"))
-    with pytest.raises(ConfigError, match="the prefill group of model a needs GPUs"):
+    with pytest.raises(ConfigError, match="the prefill engines of model a need GPUs"):
         check_runs_here(plan(model("a", *groups), num_gpus=2, device="cpu"))
 
 

@@ -186,6 +186,9 @@ class EngineConfig(WeightSyncConfig):
     sglang_config: str | None = flag(
         None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
     )
+    prefill_num_servers: int | None = flag(
+        None, help="engines that only read prompts; the others generate (short for a --sglang-config)", least=1
+    )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
     router_args: Mapping[str, RouterValue | tuple[RouterValue, ...]] = dataclasses.field(default_factory=dict)
     own_key: str | None = dataclasses.field(default=None, repr=False)
@@ -198,8 +201,15 @@ class EngineConfig(WeightSyncConfig):
             names = ("sglang_router_ip", "sglang_router_port", "sglang_router_request_timeout_secs", "router_policy")
             if idle := [*self._given(*names), *(f"--router-{name}" for name in self.router_args)]:
                 yield f"{', '.join(idle)}: no effect on the external router at --sglang-router-url; leave out"
+        if self.sglang_config is not None and self.prefill_num_servers is not None:
+            yield (
+                f"--sglang-config {self.sglang_config} and --prefill-num-servers {self.prefill_num_servers} both say "
+                "what the engines are; give one of them"
+            )
         if self.rollout_external_engine_addrs:
-            idle = self._given("sglang_python", "engine_threads", "sglang_config", "use_fault_tolerance")
+            idle = self._given(
+                "sglang_python", "engine_threads", "sglang_config", "prefill_num_servers", "use_fault_tolerance"
+            )
             if idle := [*idle, *(f"--sglang-{name}" for name in self.sglang_args if name != API_KEY)]:
                 engines = "the external engines of --rollout-external-engine-addrs"
                 yield f"{', '.join(idle)}: no effect on {engines}; leave out"

@@ -23,7 +23,7 @@ from slime_rollout.engine.topology_plan import (
     Topology,
     check_runs_here,
     plan_engines,
-    read_topology,
+    topology_of,
 )
 
 
@@ -44,10 +44,10 @@ def start_engines(
 
     Args:
         model: What they serve. Its seed is the first engine's.
-        num_engines: Number of engines to start, without ``sglang_config``.
+        num_engines: Number of engines to start, where all are alike.
         log_dir: As of `EngineFleet.start`, like ``launcher``.
-        num_gpus: GPUs for generation, which ``sglang_config`` must use up; those of ``num_engines`` if ``None``.
-        topology: The content of ``sglang_config``, if it was read already.
+        num_gpus: GPUs for generation, which the topology must use up; those of ``num_engines`` if ``None``.
+        topology: What :func:`topology_of` gives, if it was read already.
         longest_sample: Prompt plus response that external engines must take; not checked if ``None``.
         weights_follow: Whether new weights are sent before the first request.
 
@@ -55,9 +55,9 @@ def start_engines(
         ConfigError: The installed SGLang does not know a flag or a value.
         EngineError: Something did not come up, or does not fit the run. Everything was stopped again.
     """
-    if config.sglang_config is not None:
-        gpus = num_engines * config.rollout_num_gpus_per_engine if num_gpus is None else num_gpus
-        plan = plan_engines(topology or read_topology(config.sglang_config), config, model, num_gpus=gpus)
+    gpus = num_engines * config.rollout_num_gpus_per_engine if num_gpus is None else num_gpus
+    if (topology := topology or topology_of(config, gpus)) is not None:
+        plan = plan_engines(topology, config, model, num_gpus=gpus)
         return start_models(plan, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
     if config.rollout_external_engine_addrs:
         wanted = dataclasses.replace(model, context_length=longest_sample)

@@ -153,6 +153,29 @@ def read_topology(path: str) -> Topology:
         raise ConfigError(f"{FLAG} {path}: {error}") from error
 
 
+def topology_of(config: EngineConfig, num_gpus: int) -> Topology | None:
+    """What ``--sglang-config`` or ``--prefill-num-servers`` makes of the GPUs; ``None`` if all engines are alike.
+
+    Raises:
+        ConfigError: The file cannot be used, or no engine is left to generate.
+    """
+    if config.sglang_config is not None:
+        return read_topology(config.sglang_config)
+    if (servers := config.prefill_num_servers) is None:
+        return None
+    size = config.rollout_num_gpus_per_engine
+    if num_gpus < (servers + 1) * size:
+        raise ConfigError(
+            f"--prefill-num-servers {servers} leaves no engine to generate: --rollout-num-gpus {num_gpus} with "
+            f"{size} per engine are {num_gpus // size} engines; give at most {max(num_gpus // size - 1, 0)}"
+        )
+    groups = (
+        ServerGroup(worker_type="prefill", num_gpus=servers * size),
+        ServerGroup(worker_type="decode", num_gpus=num_gpus - servers * size),
+    )
+    return Topology(models=(ServedModel(name="default", update_weights=True, server_groups=groups),))
+
+
 def _normalized(value: Any) -> Any:
     """The content with ``engine_groups`` as ``server_groups``, and without empty keys, which mean the default."""
     if isinstance(value, list):
@@ -358,8 +381,8 @@ def check_runs_here(plan: EnginePlan) -> None:
         for spec in model.specs:
             if spec.worker_type != "regular" and spec.runs_on(plan.config) == "cpu":
                 raise ConfigError(
-                    f"--sglang-config: the {spec.worker_type} group of model {model.name} needs GPUs, which hand data "
-                    "to each other; without CUDA only regular groups run"
+                    f"the {spec.worker_type} engines of model {model.name} need GPUs, which hand data to each other; "
+                    "without CUDA only regular engines run: leave out their group, or --prefill-num-servers"
                 )
 
 
