@@ -90,7 +90,7 @@ FEATURES = (
     ),
     Feature("KL loss", "--use-kl-loss --kl-loss-coef 0.1"),
     Feature("engines' log-probs", "--use-rollout-logprobs"),
-    Feature("log-probs of the weights that generated", "--keep-old-actor"),
+    Feature("log-probs of the weights that generated", "--update-weights-interval 2 --keep-old-actor"),
     Feature("TIS", "--use-tis"),
     Feature("MIS", "--use-mis"),
     Feature("weights by shared memory", "--update-weight-transport tensor", "transport"),

@@ -70,7 +70,7 @@ def test_halves_need_gpus(checked, monkeypatch):
     monkeypatch.setattr("slime_rollout.engine.server.engine_device", lambda: "cpu")
     halves = "[{num_gpus: 1, worker_type: prefill}, {num_gpus: 2, worker_type: decode}]"
     text = f"sglang: [{{name: actor, server_groups: {halves}}}]"
-    with pytest.raises(ConfigError, match="the prefill group of model actor needs GPUs"):
+    with pytest.raises(ConfigError, match="the prefill engines of model actor need GPUs"):
         checked(text, num_gpus=3)
 
 
