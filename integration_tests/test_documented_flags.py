@@ -26,7 +26,7 @@ PAGES = {
 }
 OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
-    | {"--enable-memory-saver", "--nnodes", "--sglang-api-key"},
+    | {"--enable-memory-saver", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics"},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
     "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--python", "--ray-address"},

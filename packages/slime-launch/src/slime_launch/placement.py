@@ -282,10 +282,3 @@ def strategy_of(group: Any, bundle: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-
-
-def free_port() -> int:
-    """A free TCP port."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

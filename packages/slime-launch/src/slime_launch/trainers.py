@@ -14,8 +14,9 @@ from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
-from slime_launch.placement import KEEP_CHILDREN, Placement, free_port, own_share, use_cluster_interface
+from slime_launch.placement import KEEP_CHILDREN, Placement, own_share, use_cluster_interface
 from slime_launch.processes import Place, end_processes, on_nodes, own_place
+from slime_rollout.engine.addresses import free_port
 from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class TrainerRank:
         """Address and free port of this process's node, for rank 0."""
         import ray
 
-        return ray.util.get_node_ip_address(), free_port()
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address)
 
     def build(self, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
         """Build the model, meet the other ranks and load weights."""
