@@ -186,7 +186,7 @@ class EngineConfig(WeightSyncConfig):
     sglang_config: str | None = flag(
         None, help="YAML file of several models and server groups; see slime-rollout's docs/engines.md", metavar="FILE"
     )
-    prefill_num_servers: int | None = flag(
+    prefill_num_servers: int | None = setting(
         None, help="engines that only read prompts; the others generate (short for a --sglang-config)", least=1
     )
     sglang_args: Mapping[str, SglangValue] = dataclasses.field(default_factory=dict)
