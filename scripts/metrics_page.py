@@ -15,10 +15,9 @@ HEAD = """\
 # Metrics
 
 Written by `scripts/metrics_page.py` from `slime_launch/metric_names.toml`. All of them go to `metrics.jsonl`,
-TensorBoard and, with `--use-wandb`, Weights & Biases. A run also writes what its own functions return: a custom loss
-under `train/`, logging hooks and rollout functions under `rollout/` and `eval/`. Formulas are in
-[algorithms.md](algorithms.md#metrics).
-*same* says that upstream slime has the name for the same thing.
+TensorBoard and, with `--use-wandb`, Weights & Biases. User-defined functions add their own metrics: a custom
+loss under `train/`, logging hooks and rollout functions under `rollout/` and `eval/`. Formulas are in
+[algorithms.md](algorithms.md#metrics). *same* means that upstream slime uses this name for the same metric.
 """
 TITLES = {
     "train": "train: one row per optimizer step",

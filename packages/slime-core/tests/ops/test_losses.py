@@ -289,7 +289,7 @@ def test_a_reducer_may_sum_per_token(reducer):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("squared", "is no sum of the losses under weights"),
+        ("squared", "is not a weighted sum of the losses; return one"),
         ("rows", "must return one number, computed from the losses"),
         ("constant", "must return one number, computed from the losses"),
         ("number", "returned int; return a function from losses"),

@@ -44,9 +44,10 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
 
 def teacher_source(config: MegatronConfig) -> Path | None:
     """What the teacher of ``--use-opd`` is loaded from: ``--opd-teacher-load``, or a checkpoint in it."""
-    if config.opd_teacher_load is None or config.opd_teacher_ckpt_step is None:
-        return None if config.opd_teacher_load is None else Path(config.opd_teacher_load)
-    return iteration_directory(config.opd_teacher_load, config.opd_teacher_ckpt_step)
+    load, step = config.opd_teacher_load, config.opd_teacher_ckpt_step
+    if load is None:
+        return None
+    return Path(load) if step is None else iteration_directory(load, step)
 
 
 def find_checkpoint(path: str | Path) -> CheckpointInfo:

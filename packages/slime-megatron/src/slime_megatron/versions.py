@@ -36,8 +36,8 @@ class KeptVersions:
     def source(self, version: int) -> int | None:
         """The kept version that stands for ``version``; ``None`` for the weights of now.
 
-        That is itself, or the oldest after it where it is no longer here, such as for a response that was begun long
-        ago. Tokens that no engine has generated have version -1 and go by the weights of now.
+        That is the version itself or, if it is no longer kept, the next newer one: a response may have begun long ago.
+        Tokens that no engine generated have version -1 and go by the weights of now.
         """
         if version < 0 or version == self._current:
             return None

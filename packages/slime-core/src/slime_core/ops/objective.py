@@ -236,12 +236,13 @@ def reducer_weights(
     The function has the upstream system's form. It is called with the responses' ``total_lengths`` and
     ``response_lengths`` (numbers, here the same), their loss masks (tensors) and whether the loss is per token, and
     returns what makes one number of the losses of all tokens [T]. That is divided as the mean over samples is, by the
-    step's trajectories, or by its tokens. As it is a sum under weights, these are its gradient, so that corrections,
-    micro-batches and ranks leave it as it is.
+    step's trajectories, or by its tokens. The weights are its gradient, so that corrections, micro-batches and ranks do
+    not change the result. It is called for each micro-batch, without responses that add nothing to the loss, and so has
+    to treat every response by itself.
 
     Raises:
         ConfigError: It cannot be used.
-        DataError: What it returned is no weighted sum over the tokens.
+        DataError: It returned something other than a weighted sum over the tokens.
     """
     path, flag = config.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path"
     if path is None:
@@ -264,7 +265,7 @@ def reducer_weights(
     for losses_T in (ones_T.detach(), others_T):
         expected = (weights_T * losses_T).sum()
         if not torch.allclose(torch.as_tensor(reduce(losses_T)).double(), expected, rtol=1e-4, atol=1e-6):
-            raise DataError(f"{flag} {path}: its function is no sum of the losses under weights; return such a sum")
+            raise DataError(f"{flag} {path}: its function is not a weighted sum of the losses; return one")
     denominator = max(global_tokens if config.calculate_per_token_loss else global_trajectories, 1)
     return (weights_T * torch.cat(masks) / denominator).to(mask_T.dtype)
 
