@@ -13,8 +13,18 @@ from slime_rollout.engine import EngineError
 from slime_rollout.engine.addresses import Ports
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.health import FleetMonitor
-from slime_rollout.engine.server import EngineLauncher, EngineSpec, equal_specs, wait_for
+from slime_rollout.engine.server import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    EngineLauncher,
+    EngineSpec,
+    equal_specs,
+    wait_for,
+)
 from slime_rollout.engine.slots import EngineSlot, EventLog, RouterSlot
+
+# A server that has died is gone once its supervisor has ended what it left behind.
+DEATH_SECONDS = GRACE_SECONDS + 2.0
 
 Progress = Callable[[int, int, float], None]
 """Called about five times a second with: processes that are ready, processes in all, seconds since the start."""
@@ -81,7 +91,10 @@ class Fleet(abc.ABC):
         Raises:
             EngineError: Nobody replaces engines.
         """
-        self.check()
+        deadline = time.monotonic() + DEATH_SECONDS
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(POLL_SECONDS)
         raise EngineError(f"engines do not hand their memory over: {', '.join(urls)}")
 
     def begin_update(self, *, only_behind: bool = False) -> list[str]:

@@ -68,13 +68,16 @@ class EngineMemory:
 
 
 def _wait_until_idle(url: str, key: str | None) -> None:
-    """Wait until an engine has ended what was aborted: one that is asked for its memory before that ends itself."""
+    """Wait until an engine has ended what was aborted: one that is asked for its memory before that ends itself.
+
+    One that gives no answer at all is not busy: it has died, or hangs, and is not waited for.
+    """
     end = time.monotonic() + IDLE_SECONDS
     while True:
         try:
             call("POST", f"{url}/flush_cache", key=key)  # refused while requests are running
-        except HttpError:
-            if time.monotonic() > end:
+        except HttpError as error:
+            if error.status is None or time.monotonic() > end:
                 raise
             time.sleep(POLL_SECONDS)
         else:
