@@ -23,6 +23,13 @@ from slime_rollout.engine.config import EngineConfig
 
 pytestmark = pytest.mark.real
 CLUSTER = ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=1)
+FEW_SECONDS = 5.0  # to look at two ranks
+CHILD = """import sys, time
+def child_sleeps():
+    print("ready", file=sys.stderr, flush=True)
+    time.sleep(600)
+child_sleeps()
+"""
 
 
 class Part:
@@ -34,6 +41,11 @@ class Part:
 
     def wait_for_nothing(self) -> None:
         time.sleep(600)
+
+    def start_child(self) -> int:
+        child = subprocess.Popen([sys.executable, "-c", CHILD], stderr=subprocess.PIPE)
+        assert child.stderr is not None and child.stderr.readline()
+        return child.pid
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +73,13 @@ def run(ray_is_up, tmp_path):
     end_processes([place.process for place in places])
 
 
-def test_a_wait_without_progress_ends_with_who_is_waited_for_where_and_the_stacks(run, tmp_path):
-    workers, _, stalls = run
+@pytest.mark.parametrize("by", ["py-spy", "the process itself"])
+def test_a_wait_without_progress_ends_with_who_is_waited_for_where_and_the_stacks(run, tmp_path, monkeypatch, by):
+    if by == "the process itself":
+        monkeypatch.setattr("slime_launch.processes.shutil.which", lambda *args, **kwargs: None)
+    workers, processes, stalls = run
     stalls.progress("train")
+    begun = time.monotonic()
     calls = {worker.start_call("wait_for_nothing"): worker for worker in workers}
     expected = (
         r"^trainer rank 0, trainer rank 1 did not end: no progress for 1 s \(--stall-timeout\) in the phase: train; "
@@ -71,14 +87,20 @@ def test_a_wait_without_progress_ends_with_who_is_waited_for_where_and_the_stack
     )
     with pytest.raises(TrainerLostError, match=expected):
         gather(calls)
+    assert time.monotonic() - begun < 1.0 + FEW_SECONDS
     stacks = (tmp_path / STACKS_FILE).read_text()
-    assert stacks.count("in wait_for_nothing") == 2
+    for rank, process in enumerate(processes):
+        own = stacks.split(f"trainer rank {rank} (process {process.pid}):\n")[1].split("trainer rank")[0]
+        assert "wait_for_nothing" in own
+        assert own.startswith(f"Process {process.pid}: ") == (by == "py-spy"), own
     assert stacks.count("in gather") == 1  # the launcher's own
 
 
-def test_what_a_signal_has_stopped_is_named(run, tmp_path):
+def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(run, tmp_path):
     workers, processes, stalls = run
-    processes[1].suspend()
+    child = psutil.Process(workers[0].call("start_child"))
+    for process in (child, processes[1]):
+        process.suspend()
     [raylet] = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
     raylet.suspend()
     try:
@@ -87,12 +109,17 @@ def test_what_a_signal_has_stopped_is_named(run, tmp_path):
         with pytest.raises(RayDiedError) as caught:  # nothing can be started again
             gather(calls)
     finally:
-        raylet.resume()
-        processes[1].resume()
+        for process in (raylet, child, processes[1]):
+            process.resume()
+        child.kill()
     [_, stopped] = str(caught.value).split("stopped by a signal: ")
     assert f"trainer rank 1 (process {processes[1].pid})" in stopped
+    assert f"{Path(sys.executable).name} -c import sys, time of trainer rank 0 (process {child.pid})" in stopped
     assert f"raylet (process {raylet.pid})" in stopped
-    assert stopped.count("(process") == 2
+    assert stopped.count("(process") == 3
+    stacks = (tmp_path / STACKS_FILE).read_text()
+    assert "child_sleeps (<string>:4)" in stacks and "no stacks" not in stacks
+    assert "main_loop" in stacks.split(f"trainer rank 1 (process {processes[1].pid}):\n")[1]  # it got no call any more
 
 
 def test_progress_keeps_a_wait_alive_and_a_question_is_not_blamed(run):
@@ -122,7 +149,6 @@ from slime_launch.errors import RestartsExhaustedError, Stopped
 from slime_launch.stalls import StallWatch
 import slime_launch.stalls
 slime_launch.stalls.TAKE_SECONDS = 0.5
-slime_launch.stalls.look_at_workers = lambda watch: []
 stalls = StallWatch(0.5, Watch(), Path(sys.argv[1]))
 if sys.argv[2] == "waits":
     stalls.progress("start Ray")

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -36,6 +36,7 @@ class Watch:
 
     Attributes:
         workers: All that were ever started, for whoever looks for the cause of a stall.
+        nodes: Gives Ray's ids of the nodes that the run has, if it has several; asks Ray.
         stall: What is said of a wait without progress; it ends with that.
         ray_hangs: Whether that is because a process of Ray's own is stopped.
     """
@@ -44,6 +45,7 @@ class Watch:
         self._signum: int | None = None
         self._checks: list[Callable[[], None]] = []
         self.workers: list[Worker] = []
+        self.nodes: Callable[[], Iterable[str]] = tuple
         self.stall: str | None = None
         self.ray_hangs = False
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +19,8 @@ Asked = TypeVar("Asked")
 
 END_SECONDS = 20.0
 STACK_SECONDS = 3.0
+ATTEMPTS = 3
+COMMAND_LENGTH = 80
 NODE_SECONDS = 30.0  # for a process of Ray to start on another node and to do what it is asked to
 
 
@@ -26,22 +31,38 @@ class Place(NamedTuple):
     process: Process
 
 
-class Suspect(NamedTuple):
-    """A worker that may hang: its name, its process, its log, and the signal by which it writes its stacks there."""
+class Run(NamedTuple):
+    """How to tell a run's processes: they, and what they start, write to files of ``log_dir``.
 
-    name: str
-    process: Process
-    log_path: str
+    ``workers`` are the names of its workers by their logs; each writes its stacks there itself on the signal ``signum``.
+    """
+
+    log_dir: str
+    workers: Mapping[str, str]
     signum: int
+
+
+class Found(NamedTuple):
+    """A process of a run: its name, its log, and whether it is a worker itself, not a child of one."""
+
+    process: Process
+    name: str
+    log: str
+    is_worker: bool
 
 
 def own_place() -> Place:
     """That of this process, a worker of Ray's."""
-    import ray
-
     process = find_process(os.getpid())
     assert process is not None
-    return Place(ray.get_runtime_context().get_node_id(), process)
+    return Place(own_node(), process)
+
+
+def own_node() -> str:
+    """Ray's id of the node of this process, which Ray knows without asking anybody."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def on_nodes(asked: Sequence[tuple[str, Asked]], function: Callable[[list[Asked]], Result]) -> list[Result]:
@@ -54,7 +75,7 @@ def on_nodes(asked: Sequence[tuple[str, Asked]], function: Callable[[list[Asked]
     nodes: dict[str, list[Asked]] = {}
     for node, what in asked:
         nodes.setdefault(node, []).append(what)
-    own = nodes.pop(ray.get_runtime_context().get_node_id(), None)
+    own = nodes.pop(own_node(), None)
     results = [] if own is None else [function(own)]
     if not nodes:
         return results
@@ -83,17 +104,32 @@ def end_processes(processes: list[Process]) -> list[int]:
     return [process.pid for process in left]
 
 
-def look_at(suspects: list[Suspect]) -> tuple[list[str], str]:
-    """Which of them are stopped by a signal, in words, and the stacks of the threads of all others."""
+def look_at(runs: Sequence[Run]) -> tuple[list[str], str]:
+    """Which processes of runs on this node are stopped by a signal, in words, and the stacks of all."""
     stopped, stacks = [], []
-    for suspect in suspects:
-        if not _is_there(suspect.process):
-            continue
-        if is_stopped(suspect.process.pid):
-            stopped.append(f"{suspect.name} (process {suspect.process.pid})")
-        else:
-            stacks.append(f"{suspect.name} (process {suspect.process.pid}):\n{_dumped(suspect)}")
+    for run in runs:
+        for found in processes_of(run):
+            words = f"{found.name} (process {found.process.pid})"
+            if is_stopped(found.process.pid):
+                stopped.append(words)
+            stacks.append(f"{words}:\n{_stacks(found, run.signum)}")
     return stopped, "\n".join(stacks)
+
+
+def processes_of(run: Run) -> list[Found]:
+    """Those on this node, by their logs."""
+    logs = {process: _log(process.pid) for process in _all_processes()}
+    by_pid = {process.pid: log for process, log in logs.items()}
+    found = []
+    for process, log in logs.items():
+        if not log.startswith(f"{run.log_dir}/"):
+            continue
+        is_worker = log in run.workers and by_pid.get(process.parent) != log
+        name = run.workers[log] if is_worker else _command(process.pid)
+        if log in run.workers and not is_worker:
+            name += f" of {run.workers[log]}"
+        found.append(Found(process, name, log, is_worker))
+    return sorted(found, key=lambda one: (one.log, one.process.pid))
 
 
 def stopped_below() -> list[str]:
@@ -119,7 +155,8 @@ def _command(pid: int) -> str:
     except OSError:
         return "a process"
     name = Path(words[0]).name
-    return " ".join([name, *words[1:3]]) if name.startswith("python") else name
+    text = " ".join([name, *words[1:3]]) if name.startswith("python") else name
+    return text.partition("\n")[0][:COMMAND_LENGTH]
 
 
 def _is_there(process: Process) -> bool:
@@ -127,11 +164,43 @@ def _is_there(process: Process) -> bool:
     return now is not None and now == process and now.alive
 
 
-def _dumped(suspect: Suspect) -> str:
-    """What a process writes to its log when it is asked for its stacks, within a few seconds."""
-    log = Path(suspect.log_path)
+def _all_processes() -> list[Process]:
+    found = (find_process(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [process for process in found if process is not None and process.alive]
+
+
+def _log(pid: int) -> str:
+    """The file that a process writes its output to; empty if that cannot be seen."""
+    try:
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return ""
+
+
+def _stacks(found: Found, signum: int) -> str:
+    """The stacks of a process's threads: read by py-spy, which needs no help of it, else as a worker writes them."""
+    problem = "py-spy is not there"
+    tool = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    for _ in range(ATTEMPTS if tool is not None else 0):  # it reads while the process goes on
+        try:
+            words = [str(tool), "dump", "--nonblocking", "--pid", str(found.process.pid)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=STACK_SECONDS)
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = str(error)
+            break
+        if done.returncode == 0:
+            return done.stdout
+        problem = next(iter(done.stderr.splitlines()), f"py-spy ended with {done.returncode}")
+    if found.is_worker and not is_stopped(found.process.pid):
+        return _dumped(found, signum)
+    return f"  no stacks: {problem}\n"
+
+
+def _dumped(found: Found, signum: int) -> str:
+    """What a worker writes to its log when it is asked for its stacks, within a few seconds."""
+    log = Path(found.log)
     before = log.stat().st_size if log.exists() else 0
-    send_signal(suspect.process, suspect.signum)
+    send_signal(found.process, signum)
     deadline, size = time.monotonic() + STACK_SECONDS, before
     while time.monotonic() < deadline:
         time.sleep(POLL_SECONDS * 5)

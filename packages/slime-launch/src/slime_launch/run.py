@@ -26,6 +26,7 @@ from slime_launch.megatron_flags import argument_notes
 from slime_launch.placement import (
     Layout,
     Placement,
+    bundle_nodes,
     choose_transport,
     layout_notes,
     live_nodes,
@@ -208,6 +209,7 @@ def start(
         place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
     room = None
     if place.num_nodes > 1:
+        watch.nodes = lambda: set(bundle_nodes(place.group).values())
         settings, line = across_nodes(settings, place)
         console.line(line)
         room = EngineRoom.of(place, checked.num_engines, log_dir) if place.rollout else None

@@ -14,12 +14,12 @@ from typing import Any
 
 from slime_launch.calls import DUMP_STACKS, Watch, stopped_line
 from slime_launch.errors import RunError, Stopped
-from slime_launch.processes import Suspect, look_at, on_nodes, stopped_below
+from slime_launch.processes import Run, look_at, on_nodes, own_node, stopped_below
 from slime_launch.ray_runtime import ESSENTIAL
 from slime_rollout.threads import start_call
 
 POLL_SECONDS = 0.2
-LOOK_SECONDS = 60.0  # to look at the processes of other nodes
+LOOK_SECONDS = 20.0  # to look at the processes of other nodes
 TAKE_SECONDS = 10.0  # until the main thread asks again whether to end its wait
 STOP_SECONDS = 120.0  # for engines, trainers and Ray to be stopped
 STACKS_FILE = "stacks.txt"
@@ -29,7 +29,7 @@ class StallWatch:
     """Watches the waits of a run, from the beginning to :meth:`close`.
 
     A wait that makes no progress for ``seconds`` ends with an error: which phase it is, which servers of ``silent`` do
-    not answer, which processes are stopped, and where the stacks of all workers and of this process are. If this
+    not answer, which processes are stopped, and where the stacks of the run's processes and of this one are. If this
     process's main thread hangs itself, the process ends; its supervisor ends everything below it.
     """
 
@@ -102,13 +102,15 @@ class StallWatch:
         return f"{text}; the stacks of all ranks are in {path}"
 
     def _look(self) -> tuple[list[str], str]:
-        """What is stopped on this node and on those of the workers, and the stacks of workers."""
+        """What is stopped on this node and on the run's others, and the stacks of all its processes."""
         import ray
 
-        if not ray.is_initialized():  # a question would start it
-            return stopped_below(), ""
-        looking = start_call("stall-look", look_at_workers, self._watch)
-        found = [([], "")] if not wait([looking], timeout=LOOK_SECONDS).done else looking.result()
+        workers = {str(worker.log_path.resolve()): worker.name for worker in self._watch.workers}
+        run = Run(str(self._log_dir.resolve()), workers, DUMP_STACKS)
+        found = [look_at([run])]
+        if ray.is_initialized():  # a question would start it
+            looking = start_call("stall-look", look_elsewhere, self._watch, run)
+            found += looking.result() if wait([looking], timeout=LOOK_SECONDS).done else []
         stopped = dict.fromkeys(name for names, _ in found for name in names)
         known = "".join(stopped)
         stopped |= {name: None for name in stopped_below() if name.rpartition("(")[2] not in known}
@@ -127,12 +129,7 @@ class StallWatch:
         os._exit(code)
 
 
-def look_at_workers(watch: Watch) -> list[tuple[list[str], str]]:
-    """As of :func:`look_at`, on each node."""
-    places = [(worker, worker.place()) for worker in watch.workers]
-    suspects = [
-        (place.node, Suspect(worker.name, place.process, str(worker.log_path), DUMP_STACKS))
-        for worker, place in places
-        if place is not None
-    ]
-    return on_nodes(suspects, look_at)
+def look_elsewhere(watch: Watch, run: Run) -> list[tuple[list[str], str]]:
+    """As of :func:`look_at`, on each other node of a run."""
+    own = own_node()
+    return on_nodes([(node, run) for node in watch.nodes() if node != own], look_at)
