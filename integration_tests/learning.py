@@ -15,6 +15,8 @@ TWO_STEPS = ["--global-batch-size", "32", "--num-steps-per-rollout", "2", "--mic
 TOKEN_LIMIT = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "200", "--balance-by-flops"]
 WHITENED = ["--normalize-advantages"]
 ON_TWO_RANKS = "reinforce++ baseline, KL in the reward, TIS, two ranks"
+PPO, ALONE = "ppo, a critic that begins alone", 2
+GRPO = "grpo"
 ALGORITHMS = {
     ON_TWO_RANKS: [
         "--advantage-estimator", "reinforce_plus_plus_baseline", *WHITENED, "--kl-coef", "0.001", "--use-tis",
@@ -30,12 +32,14 @@ ALGORITHMS = {
     ],
     "rloo, MIS": ["--advantage-estimator", "rloo", "--use-mis", "--mis-level", "sequence", "--mis-batch-normalize"],
     "reinforce++": ["--advantage-estimator", "reinforce_plus_plus", *WHITENED, "--use-opsm", "--opsm-delta", "0.1"],
+    GRPO: ["--advantage-estimator", "grpo"],
+    PPO: ["--advantage-estimator", "ppo", "--critic-lr", "1e-2", "--num-critic-only-steps", str(ALONE), *WHITENED],
     "Dr.GRPO, dual clip": ["--disable-grpo-std-normalization", "--loss-divisor", "6", "--eps-clip-c", "3"],
 }  # fmt: skip
 
 
-def learn(assets: Assets, work: Path, name: str) -> Ended:
+def learn(assets: Assets, work: Path, name: str, *more: str, colocate: bool = True) -> Ended:
     """Train by an algorithm for `ROLLOUTS` rollouts, then press ctrl-c."""
-    extra = ["--lr", "4e-3", *TWO_STEPS, *ALGORITHMS[name]]
-    command = train_command(assets, work, *extra, "--kl-loss-coef", "0", rollouts=FOREVER, save=False)
+    extra = ["--lr", "4e-3", *TWO_STEPS, *ALGORITHMS[name], "--kl-loss-coef", "0", *more]
+    command = train_command(assets, work, *extra, rollouts=FOREVER, save=False, colocate=colocate)
     return end_run(command, work, send(signal.SIGINT), ready=trained(work, STEPS))
