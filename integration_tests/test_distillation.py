@@ -10,6 +10,7 @@ from statistics import mean
 
 import pytest
 import torch
+import yaml
 from launching import Assets, rows, run, train_command
 from tiny import make_model
 from transformers import AutoModelForCausalLM
@@ -19,14 +20,30 @@ from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
 from slime_rollout.store import RolloutStore
 
-ROLLOUTS = 12
+ROLLOUTS, BESIDE_ROLLOUTS = 12, 30
 # Where the usual command has a reward and a KL loss, the teacher alone trains; and how many values each flag has.
 LEFT_OUT = {"--custom-rm-path": 1, "--use-kl-loss": 0, "--kl-loss-coef": 1}
 
 
+# Generation beside the trainer; held-out prompts have a reward of their own.
+BESIDE = ["--async-buffer-size", "2", "--max-weight-staleness", "2", "--eval-interval", "10", "--eval-config"]
+EVERY = pytest.mark.parametrize("beside", [False, True], ids=["in step", "beside"])
+
+
+def held_out(assets: Assets, work: Path) -> list[str]:
+    """Flags of a run that evaluates, and generates beside the trainer."""
+    reward = f"{Path(__file__).with_name('reward.py')}:every_eighth_token"
+    one = {"path": f"{assets.prompts}@[0:16]", "custom_rm_path": reward}
+    (work / "eval.yaml").write_text(yaml.safe_dump({"eval": {"datasets": {"held": one}}}))
+    return [*BESIDE, str(work / "eval.yaml")]
+
+
 def distillation_command(assets: Assets, work: Path, *teacher: str) -> list[str]:
     """The usual command with the teacher of these flags in the reward's place."""
-    words = train_command(assets, work, "--lr", "3e-3", "--keep-rollouts", rollouts=ROLLOUTS, save=False)
+    colocate = BESIDE[0] not in teacher
+    usual = ("--lr", "3e-3", "--keep-rollouts")
+    rollouts = ROLLOUTS if colocate else BESIDE_ROLLOUTS
+    words = train_command(assets, work, *usual, rollouts=rollouts, save=False, colocate=colocate)
     for flag, values in LEFT_OUT.items():
         place = words.index(flag)
         del words[place : place + 1 + values]
@@ -43,8 +60,10 @@ def log_probs(network: torch.nn.Module, sample: Sample) -> torch.Tensor:
 @pytest.mark.real
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_a_student_comes_closer_to_its_teacher(qwen3: Assets, tmp_path: Path) -> None:
+@EVERY
+def test_a_student_comes_closer_to_its_teacher(qwen3: Assets, tmp_path: Path, beside: bool) -> None:
     teacher = make_model("qwen3", tmp_path / "teacher", seed=1)
+    more = held_out(qwen3, tmp_path) if beside else []
     config = EngineConfig(sglang_python=qwen3.engine_python, engine_threads=1)
     with EngineFleet.start(
         config,
@@ -56,7 +75,7 @@ def test_a_student_comes_closer_to_its_teacher(qwen3: Assets, tmp_path: Path) ->
         log_dir=tmp_path / "logs",
     ) as fleet:
         (url,) = fleet.engine_urls
-        command = distillation_command(qwen3, tmp_path, "--opd-type", "sglang", "--rm-url", url)
+        command = distillation_command(qwen3, tmp_path, *more, "--opd-type", "sglang", "--rm-url", url)
         run(command, tmp_path / "train.txt")
 
     samples = RolloutStore(tmp_path / "out" / "rollouts").read(0).batch().samples
@@ -68,30 +87,36 @@ def test_a_student_comes_closer_to_its_teacher(qwen3: Assets, tmp_path: Path) ->
         reverse_kl.append((student_R - teacher_R).mean().item())
     print(f"largest difference of the teacher's log-probs in the loop from transformers': {worst:.1e}")
     assert worst < 1e-4
-    it_learned(tmp_path, mean(reverse_kl))
+    it_learned(tmp_path, mean(reverse_kl), beside)
 
 
 @pytest.mark.real
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_a_teacher_in_the_trainer(qwen3: Assets, tmp_path: Path) -> None:
+@EVERY
+def test_a_teacher_in_the_trainer(qwen3: Assets, tmp_path: Path, beside: bool) -> None:
     teacher = make_model("qwen3", tmp_path / "teacher", seed=1)
-    command = distillation_command(qwen3, tmp_path, "--opd-type", "megatron", "--opd-teacher-load", str(teacher))
+    more = held_out(qwen3, tmp_path) if beside else []
+    command = distillation_command(qwen3, tmp_path, *more, "--opd-type", "megatron", "--opd-teacher-load", str(teacher))
     run(command, tmp_path / "train.txt")
 
     samples = RolloutStore(tmp_path / "out" / "rollouts").read(0).batch().samples
     assert {sample.teacher_log_probs for sample in samples} == {None}
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (qwen3.hf, teacher)]
     differences = [log_probs(models[0], sample) - log_probs(models[1], sample) for sample in samples]
-    it_learned(tmp_path, mean(difference_R.mean().item() for difference_R in differences))
+    it_learned(tmp_path, mean(difference_R.mean().item() for difference_R in differences), beside)
 
 
-def it_learned(tmp_path: Path, reverse_kl: float) -> None:
+def it_learned(tmp_path: Path, reverse_kl: float, beside: bool) -> None:
     """The first rollout's reverse KL is that of transformers, and the last ones' is smaller."""
+    ages = [row.get("rollout/staleness/max", 0) for row in rows(tmp_path, "rollout")]
+    assert 0 < max(ages) <= 2 if beside else max(ages) == 0
+    assert len(rows(tmp_path, "eval")) == (4 if beside else 0)
     divergence = [row["train/opd_reverse_kl"] for row in rows(tmp_path, "train")]
-    early, late = mean(divergence[:4]), mean(divergence[-4:])
-    print(f"reverse KL from the teacher, nats a token: first four rollouts {early:.3f}, last four {late:.3f}")
+    # Of older tokens than the newest it is too small while the student changes fast; the first are of its own.
+    early, late = mean(divergence[: 1 if beside else 4]), mean(divergence[-4:])
+    print(f"reverse KL from the teacher, nats a token: first rollouts {early:.3f}, last four {late:.3f}")
     assert divergence[0] == pytest.approx(reverse_kl, abs=1e-4)
-    assert len(divergence) == ROLLOUTS
+    assert len(divergence) == (BESIDE_ROLLOUTS if beside else ROLLOUTS)
     assert {row["rollout/raw_reward"] for row in rows(tmp_path, "rollout")} == {0.0}
     assert late < 0.8 * early
