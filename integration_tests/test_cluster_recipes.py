@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 import signal
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from launching import Assets, rows, train_command
 from nodes import Machines, can_make_nodes, machines
 
 from slime_launch.config import Settings
 from slime_launch.flags import read_train
+from slime_launch.plan.devices import find_device
+from slime_launch.plan.layout import check_nodes, place
 from slime_launch.validate import check_settings
 
 RECIPES = Path(__file__).parents[1] / "examples" / "cluster"
@@ -44,22 +50,69 @@ def test_the_flags_of_the_recipes_can_be_run() -> None:
     check_settings(settings_of_the_recipes())
 
 
+def rayjob() -> dict[str, Any]:
+    job: dict[str, Any] = yaml.safe_load((RECIPES / "rayjob.yaml").read_text())
+    return job
+
+
+def problems_of(job: dict[str, Any]) -> list[str]:
+    """What of a RayJob is not as KubeRay and Kubernetes have it."""
+    schema = yaml.safe_load(Path(__file__).with_name("rayjob_schema.yaml").read_text())
+    return [error.message for error in Draft202012Validator(schema).iter_errors(job)]
+
+
 def test_the_job_of_kuberay_is_whole() -> None:
-    job = yaml.safe_load((RECIPES / "rayjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    job = rayjob()
+    assert problems_of(job) == []
     program, command, flag, path = shlex.split(job["spec"]["entrypoint"])
     assert (program, command, flag, Path(path).name) == ("slime-launch", "train", "--config", "run.toml")
     cluster = job["spec"]["rayClusterSpec"]
-    settings = settings_of_the_recipes()
+    assert cluster["rayVersion"] == version("ray")
     [workers] = cluster["workerGroupSpecs"]
-    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert (
-        workers["replicas"] * int(limits["nvidia.com/gpu"]) == settings.placed.actor_gpus + settings.placed.rollout_gpus
-    )
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     for group in (cluster["headGroupSpec"], workers):
         pod = group["template"]["spec"]
         names = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == names
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "problem"),
+    [
+        ("spec/rayClusterSpec/workerGroupSpecs/0/replica", 2, "'replica' was unexpected"),
+        ("spec/rayClusterSpec/workerGroupSpecs/0/replicas", "2", "'2' is not of type 'integer'"),
+        ("spec/rayClusterSpec/headGroupSpec/rayStartParams/num-gpus", 0, "0 is not of type 'string'"),
+        ("spec/rayClusterSpec/authOptions/mode", "none", "'none' is not one of"),
+        ("spec/backoffLimits", 0, "'backoffLimits' was unexpected"),
+        ("metadata/name", "Slime", "'Slime' does not match"),
+    ],
+)
+def test_a_mistake_in_the_job_is_found(where: str, value: object, problem: str) -> None:
+    job = copy.deepcopy(rayjob())  # whose groups share parts by anchors
+    *way, last = where.split("/")
+    part: Any = job
+    for step in way:
+        part = part[int(step)] if isinstance(part, list) else part[step]
+    part[last] = value
+    [found] = problems_of(job)
+    assert problem in found
+
+
+def test_the_job_has_the_nodes_and_gpus_that_the_plan_of_its_flags_fills() -> None:
+    """A worker's pod is a node; the head has none of the run's GPUs."""
+    cluster = rayjob()["spec"]["rayClusterSpec"]
+    [workers] = cluster["workerGroupSpecs"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus = int(limits["nvidia.com/gpu"])
+    settings, device = settings_of_the_recipes(), find_device("h100", None)
+    nodes = place(settings, device, gpus)
+    check_nodes(settings, nodes, device)
+    assert len(nodes) == workers["replicas"]
+    for node in nodes:
+        taken = {*node.trainer_ranks} if node.trainer_ranks else {gpu for own in node.engines.values() for gpu in own}
+        assert taken == set(range(gpus))
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-gpus"] == "0"
+    assert "nvidia.com/gpu" not in cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
 
 
 @pytest.mark.real
