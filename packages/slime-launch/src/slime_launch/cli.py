@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from slime_convert.errors import ConvertError
 from slime_core.errors import SlimeError
@@ -36,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if words == ["--version"]:
+        from importlib.metadata import version
+
         print(f"slime-launch {version('slime-launch')}")
         return 0
     if not words or words[0] in ("-h", "--help"):

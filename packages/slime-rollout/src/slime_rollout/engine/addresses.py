@@ -12,7 +12,6 @@ from typing import Any
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine import PortInUseError, WeightSyncError
-from slime_rollout.http import key_headers
 
 LOOPBACK = "127.0.0.1"
 _LOWEST_PORT, _USUAL_EPHEMERAL = 15000, 32768
@@ -49,6 +48,8 @@ def auth_headers(args: Any) -> dict[str, str]:
 
     ``args.sglang_api_key`` is the key alone, as clients of OpenAI's API take it; ``None`` if there is none.
     """
+    from slime_rollout.http import key_headers  # settings import this module, and asyncio is slow to import
+
     return key_headers(args.sglang_api_key)
 
 
