@@ -2,6 +2,10 @@
 
 The goals: at most 1.2 times copying the state; at most the imports and reading the checkpoint at 70 % of `cp`'s rate.
 One rank, a model of 8 layers with random weights, AdamW's state in fp32 beside bf16 weights.
+
+`ready` is when a rank of a new process has loaded its state, and `first step` when it has trained on a batch of 512
+tokens, too. Above what the goal allows, the step that any run takes first is part of it: `step` is what a second one
+takes.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from _records import Record
 
 if TYPE_CHECKING:
+    from slime_core.types import TrainShard
     from slime_megatron.worker import MegatronWorker
 
 COPY_GOAL = 1.2
@@ -38,15 +43,16 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     nbytes = sum(path.stat().st_size for path in newest.iterdir())
     copying = min(seconds_of_cp(newest, out / "copy") for _ in range(rounds))
     resumed = [in_new_process("resume", str(out), str(size), "1") for _ in range(rounds)]
-    ready = min(run["ready"] for run in resumed)
-    allowed = min(run["imports"] for run in resumed) + copying / CP_SHARE
+    least = {name: min(run[name] for run in resumed) for name in resumed[0]}
+    allowed = least["imports"] + copying / CP_SHARE
     return [
         Record("state", "size", nbytes / 2**20, "MiB"),
         Record("copying the state", "copy", saved["copy"], "s", False),
         Record("save", "blocking", saved["blocking"], "s", False, COPY_GOAL * saved["copy"]),
         Record("save", "whole", saved["whole"], "s", False),
         Record("cp", "copy", copying, "s", False),
-        Record("resume", "ready", ready, "s", False, allowed),
+        *(Record("resume", name, least[name], "s", False) for name in ("imports", "ready", "step")),
+        Record("resume", "first step", least["first step"], "s", False, allowed + least["step"]),
     ]
 
 
@@ -110,8 +116,31 @@ def save(out: str, size: int, rounds: int) -> dict[str, float]:
     return {name: min(values) for name, values in found.items()}
 
 
+def batch() -> TrainShard:
+    """Eight samples of 64 tokens, half of them trained."""
+    import numpy as np
+
+    from slime_core.types import TrainSample, TrainShard, TrainStep
+
+    samples = [
+        TrainSample(
+            index=index,
+            group_index=index // 4,
+            tokens=np.arange(64, dtype=np.int32) + 64 * index,
+            response_length=32,
+            loss_mask=np.ones(32, np.uint8),
+            trajectory_tokens=32,
+            reward=index % 4 - 1.5,
+            raw_reward=float(index % 4),
+        )
+        for index in range(8)
+    ]
+    step = TrainStep(micro_batches=[list(range(8))], global_trajectories=8, global_tokens=8 * 32)
+    return TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[step])
+
+
 def resume(out: str, size: int) -> dict[str, float]:
-    """Seconds of the imports alone, and of them and all else until the rank could train."""
+    """Seconds of the imports alone; of them and all else until the rank could train, and until it had; of a next step."""
     start = time.perf_counter()
     from slime_megatron.device import select_device
 
@@ -121,8 +150,12 @@ def resume(out: str, size: int) -> dict[str, float]:
     imports = time.perf_counter() - start
     rank = worker(out, size, out)
     ready = time.perf_counter() - start
+    rank.train(batch())
+    first = time.perf_counter() - start
+    rank.train(batch())
+    step = time.perf_counter() - start - first
     rank.close()
-    return {"imports": imports, "ready": ready}
+    return {"imports": imports, "ready": ready, "first step": first, "step": step}
 
 
 if __name__ == "__main__":

@@ -65,8 +65,10 @@ def core_fields() -> dict[str, CoreField]:
     for config, file in _CONFIGS.items():
         path = _megatron("core") / file
         try:
-            tree = trees.setdefault(file, ast.parse(path.read_text(encoding="utf-8")))
-            [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == config]
+            if file not in trees:  # reading the longest takes 50 ms
+                trees[file] = ast.parse(path.read_text(encoding="utf-8"))
+            classes = (node for node in trees[file].body if isinstance(node, ast.ClassDef))
+            [body] = [node.body for node in classes if node.name == config]
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the installed Megatron-core has no {config} in {path} ({error}); install megatron-core 0.16.1, with "
