@@ -35,7 +35,7 @@ Step = Callable[[], tuple[float, float]]
 def main(side: str, directory: str, threads: str) -> None:
     """Answer `step` and `profile` with numbers until the input ends."""
     torch.set_num_threads(int(threads))
-    builders = {"transformers": transformers_side, "bare core": bare_core_side}
+    builders = {"transformers": transformers_side, "bare core": bare_core_side, "trainer, unshared": unshared_side}
     step = builders.get(side, trainer_side)(Path(directory), int(threads))
     for _ in range(2):  # the first makes gradients and states
         loss, grad_norm = step()
@@ -59,11 +59,16 @@ def share_of_products(step: Step) -> dict[str, float]:
     return {"products": sum(times.get(name, 0.0) for name in PRODUCTS) / sum(times.values())}
 
 
-def trainer_side(directory: Path, threads: int) -> Step:
+def unshared_side(directory: Path, threads: int) -> Step:
+    """The trainer, which computes every sample whole as transformers does."""
+    return trainer_side(directory, threads, share_prompts=False)
+
+
+def trainer_side(directory: Path, threads: int, *, share_prompts: bool = True) -> Step:
     """The trainer, of whichever commit is on the path."""
     from slime_megatron.start import start_worker
 
-    config = megatron_config(directory, threads)
+    config = megatron_config(directory, threads, share_prompts=share_prompts)
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=KL_COEF)
     worker = start_worker(config, algorithm, ModelShape.from_hf_config(directory / "hf"), meeting())
     shard = rollout()
@@ -134,7 +139,7 @@ def transformers_side(directory: Path, threads: int) -> Step:
 
     def log_probs(which: Any) -> torch.Tensor:
         # As rows of one matrix: with logits_to_keep, torch would multiply sample by sample, many times slower.
-        hidden_ND = which.model(tokens_BL).last_hidden_state[:, -RESPONSE - 1 : -1].flatten(0, 1)
+        hidden_ND = which.model(tokens_BL[:, :-1]).last_hidden_state[:, -RESPONSE:].flatten(0, 1)
         logits_NV = which.lm_head(hidden_ND).float()
         found_N1: torch.Tensor = logits_NV.log_softmax(-1).gather(-1, tokens_BL[:, -RESPONSE:].reshape(-1, 1))
         return found_N1[:, 0]
@@ -160,9 +165,10 @@ def grpo_loss(found_N: torch.Tensor, reference_N: torch.Tensor, advantages_N: to
     return (KL_COEF * (difference_N.exp() - difference_N - 1) - gain_N).mean()
 
 
-def megatron_config(directory: Path, threads: int) -> MegatronConfig:
-    """The same for all; `share_prompts` was yes or no in earlier commits."""
-    share: Any = "on" if isinstance(MegatronConfig().share_prompts, str) else True
+def megatron_config(directory: Path, threads: int, *, share_prompts: bool = True) -> MegatronConfig:
+    """The same for all but the sharing; `share_prompts` was yes or no in earlier commits."""
+    by_name = {True: "on", False: "off"}
+    share: Any = by_name[share_prompts] if isinstance(MegatronConfig().share_prompts, str) else share_prompts
     return MegatronConfig(
         load=str(directory / "torch_dist"),
         bf16=True,
