@@ -1,6 +1,7 @@
 import pytest
 
 from slime_convert.shape import ModelShape
+from slime_core.errors import DataError
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.flags import parse_train
 from slime_launch.shards import Recipe, prepare_rollout, split_rollout
@@ -109,3 +110,42 @@ def test_rewards_of_a_function_replace_the_estimators(batch, flags, to_words, tm
         index: (0.5 * index, index % 2) for index in range(1, 8)
     }  # sample 0, whose reward is 0, adds nothing
     assert not any(name.startswith("post_processed") for name in trained[1].extras)
+
+
+def test_a_function_changes_what_is_trained_on(batch, flags, to_words, tmp_path):
+    (tmp_path / "last.py").write_text(
+        "def change(args, rollout_id, rollout_data):\n"
+        "    assert rollout_data['response_lengths'][0] == 1000 and rollout_data['rewards'][1] > 0\n"
+        "    rollout_data['rewards'] = [0.5 + index for index in rollout_data['sample_indices']]\n"
+        "    for mask in rollout_data['loss_masks']:\n"
+        "        mask[100:] = 0\n"
+        "    rollout_data['own'] = [rollout_id + args.scale] * len(rollout_data['tokens'])\n"
+    )
+    (tmp_path / "own.yaml").write_text("scale: 0.5")
+    own = {"rollout_data_postprocess_path": f"{tmp_path}/last.py:change", "custom_config_path": f"{tmp_path}/own.yaml"}
+    shards = split(batch, flags, to_words, **own)
+    trained = {sample.index: sample for shard in shards for sample in shard.samples}
+    assert {index: sample.reward for index, sample in trained.items()} == {index: 0.5 + index for index in range(8)}
+    assert {(int(one.loss_mask.sum()), one.trajectory_tokens, one.extras["own"]) for one in trained.values()} == {
+        (100, 100, 0.5)
+    }
+    assert {step.global_tokens for shard in shards for step in shard.steps} == {800}
+    assert all(sample.loss_mask is None for group in batch.groups for sample in group)  # these were not touched
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("rollout_data['tokens'][0] = [7, 8]", "left tokens of sample 0 as .* which cannot be changed here"),
+        ("rollout_data['rewards'][3] = float('nan')", "left rewards of sample 3 as nan; write a finite number"),
+        ("rollout_data['loss_masks'][1][0] = 2", "left loss_masks of sample 1 .*write 1 where"),
+        ("rollout_data['rewards'].pop()", "it must be a list of 8, one for each sample"),
+        ("del rollout_data['raw_reward']", "took away raw_reward"),
+        ("rollout_data['own'] = ['text'] * 8", "left own of sample 0 as text; write an array or a number"),
+        ("return rollout_data", "returned a dict, which nothing would use"),
+    ],
+)
+def test_what_such_a_function_may_not_do(batch, flags, to_words, tmp_path, body, message):
+    (tmp_path / "last.py").write_text(f"def change(args, rollout_id, rollout_data):\n    {body}\n")
+    with pytest.raises(DataError, match=message):
+        split(batch, flags, to_words, rollout_data_postprocess_path=f"{tmp_path}/last.py:change")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +27,8 @@ _CARRIED = ("weight_versions",)  # fields of a sample that the trainer does not 
 RAW_REWARDS, TRAIN_REWARDS = "post_processed_raw_reward", "post_processed_reward"
 """Extra columns of a rollout whose rewards a user-defined function has made; they are not normalised again."""
 _NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {RAW_REWARDS, TRAIN_REWARDS}
+Postprocess = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
+"""From a rollout's number and its samples to the samples to train on: the same ones, in the same order."""
 FILLER_INDEX = -1
 """``index`` and ``group_index`` of a sample that only fills a micro-batch: one token, no response, nothing trained."""
 
@@ -48,6 +50,7 @@ def build_shards(
     virtual_pipeline_group: int = 1,
     cost: Cost = token_count,
     drop_untrained: bool = False,
+    postprocess: Postprocess | None = None,
 ) -> list[TrainShard]:
     """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
 
@@ -75,18 +78,21 @@ def build_shards(
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
         drop_untrained: Leave out samples that cannot change the policy's weights (no trained token; a normalised reward
             of 0 where the loss ignores that), before the ranks are balanced. The denominators count them.
+        postprocess: Changes masks, rewards, log-probs or extras of the samples before they are split.
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
         DataError: The rollout is empty, a sample lacks a finite reward or a prompt, or a group is not a pair.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
-    samples = _train_samples(columns, algorithm, reward_key)
+    samples = train_samples(columns, algorithm, reward_key)
     if not samples:
         raise DataError(f"rollout {batch.rollout_id} has no samples")
+    trajectories = _trajectories(columns)
+    if postprocess is not None:
+        samples = _counted(postprocess(batch.rollout_id, samples), trajectories)
     if pairs:
         samples = _pairs(columns, samples, global_batch_size, 2 if use_dynamic_batch_size else micro_batch_size)
-    trajectories = _trajectories(columns)
     check_batch_sizes(
         num_samples=len(trajectories),
         global_batch_size=global_batch_size,
@@ -116,6 +122,12 @@ def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> s
     """Positions of the samples that can change the policy's weights."""
     ignored = algorithm.zero_rewards_add_nothing
     return {at for at, one in enumerate(samples) if one.loss_mask.any() and not (ignored and one.reward == 0)}
+
+
+def _counted(samples: list[TrainSample], trajectories: Sequence[list[int]]) -> list[TrainSample]:
+    """The samples with the number of trained tokens of their trajectory, whose masks may have changed."""
+    counts = {at: sum(int(samples[part].loss_mask.sum()) for part in parts) for parts in trajectories for at in parts}
+    return [dataclasses.replace(sample, trajectory_tokens=counts[at]) for at, sample in enumerate(samples)]
 
 
 def _pairs(
@@ -260,8 +272,8 @@ def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
         )
 
 
-def _train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
-    """A view of each sample, with its reward as the estimator takes it."""
+def train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
+    """A view of each sample, with its reward as the estimator takes it; a `DataError` for one without a reward."""
     index, groups = numbers(columns, "index"), numbers(columns, "group_index")
     trajectories, given = _trajectory_ids(columns), json_rows(columns, "reward")
     trained = [at for at, status in enumerate(numbers(columns, "status")) if status not in _UNTRAINED]

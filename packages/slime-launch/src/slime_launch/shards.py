@@ -25,6 +25,7 @@ from slime_megatron.operations import flops_model
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.hooks import hook_args_of
 from slime_rollout.hooks.rollouts import RewardPostProcess
+from slime_rollout.hooks.train_data import DataPostprocess
 from slime_rollout.store import RolloutStore
 
 
@@ -238,7 +239,15 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         context_parallel_size=megatron.context_parallel_size,
         cost=flops_model(recipe.shape).training if megatron.balance_by_flops else token_count,
         drop_untrained=True,
+        postprocess=data_postprocess(settings),
     )
+
+
+def data_postprocess(settings: Settings) -> DataPostprocess | None:
+    """The function of --rollout-data-postprocess-path; ``None`` without it. Raises ConfigError if it cannot be used."""
+    if settings.rollout.hooks.rollout_data_postprocess_path is None:
+        return None
+    return DataPostprocess(settings.rollout, hook_args_of(settings.rollout, settings.flags()))
 
 
 def split_held_out(batch: RolloutBatch, recipe: Recipe) -> list[TrainShard]:

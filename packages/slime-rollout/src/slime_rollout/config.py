@@ -423,6 +423,11 @@ class HookConfig(Config):
         help="function (args, samples) to raw rewards and rewards, in place of the estimator's normalization",
         metavar="PATH",
     )
+    rollout_data_postprocess_path: str | None = flag(
+        None,
+        help="function (args, rollout_id, rollout_data) that changes what is trained on, before it is split over ranks",
+        metavar="PATH",
+    )
     custom_rollout_log_function_path: str | None = flag(
         None,
         help="function (rollout_id, args, samples, extra_metrics, rollout_time); true leaves out the usual metrics",

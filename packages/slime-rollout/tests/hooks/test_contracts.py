@@ -217,6 +217,12 @@ SEEN = {  # hooks that see a whole rollout: their arguments, what a good one doe
         "return [one.reward for one in samples]",
         "return two lists of 4 finite numbers",
     ),
+    "rollout_data_postprocess_path": (
+        "args, rollout_id, rollout_data",
+        "rollout_data['loss_masks'][0][:] = 0\n    rollout_data['own'] = [rollout_id] * 4",
+        "rollout_data['loss_masks'][0] = [1]",
+        "write [0-9]+ numbers, one a response token",
+    ),
     "custom_rollout_log_function_path": (
         "rollout_id, args, samples, extra_metrics, rollout_time",
         "extra_metrics['own'] = len(samples)\n    return True",

@@ -149,6 +149,12 @@ def _rewards(config: RolloutConfig, hook_args: HookArgs) -> Any:
     return RewardPostProcess(config, hook_args)
 
 
+def _train_data(config: RolloutConfig, hook_args: HookArgs) -> Any:
+    from slime_rollout.hooks.train_data import DataPostprocess
+
+    return DataPostprocess(config, hook_args)
+
+
 HOOKS = (
     Hook("data_source_path", _source),
     Hook("buffer_filter_path", _source),
@@ -161,6 +167,7 @@ HOOKS = (
     Hook("rollout_sample_filter_path", _rollout),
     Hook("rollout_all_samples_process_path", _rollout),
     Hook("custom_reward_post_process_path", _rewards),
+    Hook("rollout_data_postprocess_path", _train_data),
     Hook("custom_rollout_log_function_path", _rollout),
     Hook("custom_eval_rollout_log_function_path", _rollout),
 )

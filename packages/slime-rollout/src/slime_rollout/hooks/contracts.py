@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import orjson
 from aiohttp import web
 
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import SlimeError
 from slime_core.hooks import HookArgs
 from slime_core.metrics import eval_metrics, rollout_metrics
-from slime_core.types import Group, Keep, Prompt, Sample, Status
+from slime_core.schedule import train_samples
+from slime_core.types import Group, Keep, Prompt, RolloutBatch, Sample, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import (
     Fate,
@@ -45,6 +47,7 @@ from slime_rollout.generate.custom import TOKENIZED_KEY
 from slime_rollout.hooks import GivenHook
 from slime_rollout.hooks.rollout_function import find_functions
 from slime_rollout.hooks.rollouts import RewardPostProcess, RolloutHooks, SampleHooks
+from slime_rollout.hooks.train_data import DataPostprocess
 from slime_rollout.rewards import make_scorer
 from slime_rollout.threads import all_of, call_within
 
@@ -261,6 +264,17 @@ def _try_rewards(trial: Trial) -> str:
     return f"raw rewards {', '.join(f'{value:g}' for value in raw)} became {', '.join(f'{one:g}' for one in rewards)}"
 
 
+def _try_train_data(trial: Trial) -> str:
+    batch, key = RolloutBatch(rollout_id=0, groups=_scored(trial)), trial.config.rewards.reward_key
+    samples = train_samples(batch.columns().samples, AlgorithmConfig(), key)
+    after = DataPostprocess(trial.config, trial.args)(0, samples)
+    tokens = [sum(int(one.loss_mask.sum()) for one in ones) for ones in (samples, after)]
+    return (
+        f"of {len(samples)} samples {tokens[0]} tokens are trained on, {tokens[1]} afterwards; rewards "
+        f"{', '.join(f'{one.reward:g}' for one in samples)} became {', '.join(f'{one.reward:g}' for one in after)}"
+    )
+
+
 class _Made(NamedTuple):
     """Samples, the requests they took, and the longest time in which nothing else could run, in seconds."""
 
@@ -326,6 +340,7 @@ _TRIALS: dict[str, Callable[[Trial], str]] = {
     "rollout_sample_filter_path": _try_groups,
     "rollout_all_samples_process_path": _try_groups,
     "custom_reward_post_process_path": _try_rewards,
+    "rollout_data_postprocess_path": _try_train_data,
     "custom_rollout_log_function_path": _try_log,
     "custom_eval_rollout_log_function_path": _try_eval_log,
 }
