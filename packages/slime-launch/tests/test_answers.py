@@ -68,11 +68,36 @@ def test_a_model_name_must_be_of_the_same_family(workspace):
     assert family_problem("glm4", None) is None
 
 
-@pytest.mark.parametrize("flag", ["--dynamic-sampling-filter-path"])
-def test_upstreams_own_filter_is_ours(flag):
-    words = [flag, "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"]
-    translated = translate_upstream(words, KNOWN)
-    assert translated.words == [flag, "slime_rollout.filters.check_reward_nonzero_std"]
+@pytest.mark.parametrize("name", ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"])
+def test_upstreams_own_filters_are_ours(name):
+    flag = "--dynamic-sampling-filter-path"
+    translated = translate_upstream([flag, f"slime.rollout.filter_hub.dynamic_sampling_filters.{name}"], KNOWN)
+    assert translated.words == [flag, f"slime_rollout.filters.{name}"]
+
+
+@pytest.mark.parametrize("flag", ["--rollout-function-path", "--eval-function-path"])
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("slime.rollout.sleep_rollout.sleep", "leave it out"),
+        ("slime.rollout.sglang_streaming_rollout.generate_rollout_streaming", "leave it out; with --partial-rollout"),
+        ("slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout", "use --data-source-path or"),
+        ("slime.rollout.none.of_these", "give a function of your own, or leave it out"),
+    ],
+)
+def test_upstreams_other_rollouts_are_refused_with_what_to_do(flag, path, advice, flags, to_words):
+    with pytest.raises(FlagError, match=f"^{flag} {path} is upstream's own; {advice}") as caught:
+        parse_train([*to_words(flags), flag, path])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_upstreams_fully_asynchronous_rollout_is_a_buffer(flags, to_words):
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    settings = parse_train([*to_words(flags), "--rollout-function-path", path])
+    assert settings.rollout.selection.async_buffer_size == 1 and settings.rollout.rollout_function is None
+    assert settings.notes == (f"--rollout-function-path {path} is --async-buffer-size 1 here",)
+    given = parse_train([*to_words(flags), "--rollout-function-path", path, "--async-buffer-size", "3"])
+    assert given.rollout.selection.async_buffer_size == 3 and len(given.notes) == 1
 
 
 def test_upstreams_distillation_needs_no_functions():

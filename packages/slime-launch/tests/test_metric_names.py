@@ -209,6 +209,8 @@ def rollouts(model, tmp_path):
             sample.status = Status.ABORTED if sample in begun else Status.COMPLETED
         manager.source.add_samples([begun, old])
         yield manager.generate(2)
+    with generating(model, tmp_path, dynamic_sampling_filter_path=f"{nonzero}_with_fallback") as manager:
+        yield manager.generate(2)
     talks = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 2
     config = RolloutConfig.of(
         hf_checkpoint=model, prompt_data=rows_file(tmp_path / "talks.jsonl", talks), rollout_batch_size=2

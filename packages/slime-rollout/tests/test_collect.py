@@ -75,6 +75,19 @@ def test_groups_of_equal_rewards_are_replaced(manager, right_for, engine):
     assert (counts["generated"], counts["trained"], counts["filtered"], counts["out"]) == (15, 12, 3, 0)
 
 
+def test_groups_of_equal_rewards_are_kept_rather_than_replaced(manager, right_for, engine):
+    """Of two groups in flight none may be left out; of three, the one of equal rewards gives way to the others."""
+    right_for({3, 7})  # groups 1 and 2 differ
+    fallback = f"{NONZERO}_with_fallback"
+    three = manager(dynamic_sampling_filter_path=fallback, over_sampling_batch_size=3).generate(0)
+    assert [group[0].group_index for group in three.groups] == [1, 2]
+    assert three.metrics["dynamic_filter/drop_zero_std_0"] == 1
+    two = manager(dynamic_sampling_filter_path=fallback).generate(0)
+    assert [group[0].group_index for group in two.groups] == [0, 1]
+    assert two.metrics["dynamic_filter/kept_when_insufficient"] == 1
+    assert asked(engine) == [*sorted([*range(6), *range(6)]), 6, 7, 8]
+
+
 def test_the_ledger_balances_while_groups_are_filtered(manager, right_for, caplog):
     right_for({0, 6, 12, 18})
     given_ = manager(dynamic_sampling_filter_path=NONZERO)

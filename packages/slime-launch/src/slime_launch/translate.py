@@ -10,13 +10,14 @@ from pathlib import Path
 
 from slime_core.flags import FlagSpec
 from slime_launch.answers import SAME, Answer, Outcome, foreign_answer, table, upstream_answer
+from slime_rollout.config import BUILT_IN_ROLLOUTS
 
 SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
 """A word of verl's: ``actor_rollout_ref.actor.optim.lr=1e-6``."""
 THEIRS = ("slime.", "slime_plugins.")
 """Packages of upstream's functions."""
 KNOWS_THEIRS = ("--rollout-function-path", "--eval-function-path")
-"""Flags whose own code knows upstream's functions, once the parser has them."""
+"""Flags that take `BUILT_IN_ROLLOUTS`, upstream's functions that mean what is built in."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,14 @@ class Context:
     Attributes:
         known: The flags that our parser knows, by name.
         numbers: ``engines`` and ``samples`` of a prompt, which some values are multiplied by.
+        given: The flags of the command.
         hf_checkpoint: The model of the command, if it names one.
         foreign: Whether flags of TRL and verl are taken, too.
     """
 
     known: Mapping[str, FlagSpec]
     numbers: Mapping[str, int]
+    given: frozenset[str]
     hf_checkpoint: str | None
     foreign: bool
 
@@ -102,7 +105,7 @@ def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bo
     train = number("--actor-num-nodes", 1) * number("--actor-num-gpus-per-node", 1)
     engines = number("--rollout-num-gpus", train) // number("--rollout-num-gpus-per-engine", 1)
     numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1)}
-    return Context(known, numbers, last.get("--hf-checkpoint"), foreign)
+    return Context(known, numbers, frozenset(item.name for item in given), last.get("--hf-checkpoint"), foreign)
 
 
 def _ours(name: str, known: Mapping[str, FlagSpec]) -> str:
@@ -146,9 +149,13 @@ def become(item: Item, around: Context) -> Became:
     """What becomes of one flag."""
     known = around.known
     path = next((value for value in item.values if value.startswith(THEIRS)), None)
-    theirs = path is not None and not (item.name in known and item.name in KNOWS_THEIRS)
-    if path is not None and theirs and (path in table()["paths"] or (item.name in known and "path" in item.name)):
-        return _path(item, path)
+    is_built_in = path in BUILT_IN_ROLLOUTS and item.name in known and item.name in KNOWS_THEIRS
+    if (
+        path is not None
+        and not is_built_in
+        and (path in table()["paths"] or (item.name in known and "path" in item.name))
+    ):
+        return _path(item, path, around)
     answer = upstream_answer(item.name, known)
     if answer is None and around.foreign:
         dashed = item.name.replace("_", "-")
@@ -204,7 +211,7 @@ def _listed(value: str) -> list[str]:
     return [value.strip("\"'")]
 
 
-def _path(item: Item, path: str) -> Became:
+def _path(item: Item, path: str, around: Context) -> Became:
     """A flag that names one of upstream's functions."""
     row = table()["paths"].get(path)
     if row is None:
@@ -213,6 +220,11 @@ def _path(item: Item, path: str) -> Became:
         return Became(item, Outcome.REFUSED, (), f"{item.name} {path} is upstream's own; {advice}")
     if "drop" in row:
         return Became(item, Outcome.NO_EFFECT, (), row["drop"])
+    if "flag" in row:
+        flag = row["flag"]
+        if flag in around.given:
+            return Became(item, Outcome.NO_EFFECT, (), f"{flag} does that here, and is given")
+        return Became(item, Outcome.RENAMED, (flag, row["value"]))
     ours = tuple(row["to"] if value == path else value for value in item.values)
     return Became(item, Outcome.RENAMED, (item.name, *ours))
 

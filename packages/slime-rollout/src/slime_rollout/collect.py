@@ -302,6 +302,11 @@ class Collector:
 
     def _take(self, work: _Work, verdict: Verdict | None) -> None:
         ledger, kept = self._source.ledger, {sample.trajectory for sample in work.group}
+        others = len(self._ready) + len(self._running)
+        is_short = others < self._config.selection.rollout_batch_size
+        if isinstance(verdict, Drop) and verdict.keep_when_insufficient and is_short:
+            self._counts["dynamic_filter/kept_when_insufficient"] += 1
+            verdict = Keep()
         if verdict is None:
             self._unfinished.append(work.group)
         elif isinstance(verdict, Drop):

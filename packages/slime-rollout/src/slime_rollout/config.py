@@ -182,7 +182,8 @@ class SelectionConfig(Config):
     dynamic_sampling_filter_path: str | None = flag(
         None,
         help="function (args, group) that decides which scored groups are trained on, such as "
-        "slime_rollout.filters.check_reward_nonzero_std; others are generated for those that are not",
+        "slime_rollout.filters.check_reward_nonzero_std; others are generated for those that are not, with "
+        "check_reward_nonzero_std_with_fallback only what is in flight",
         metavar="PATH",
     )
     dynamic_sampling_max_prompts: int | None = flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import statistics
 import threading
@@ -36,6 +37,15 @@ def check_reward_nonzero_std(args: HookArgs, group: Group) -> Verdict:
     return Drop(f"zero_std_{round(rewards[0], 2):g}")
 
 
+def check_reward_nonzero_std_with_fallback(args: HookArgs, group: Group) -> Verdict:
+    """As :func:`check_reward_nonzero_std`, but a group is kept if the rollout could not be filled without another one.
+
+    With ``--over-sampling-batch-size`` groups of equal rewards give way to those in flight; none is generated for them.
+    """
+    verdict = check_reward_nonzero_std(args, group)
+    return verdict if isinstance(verdict, Keep) else dataclasses.replace(verdict, keep_when_insufficient=True)
+
+
 class CustomFilter:
     """A custom function ``(args, group)`` that decides whether a group is trained on.
 
@@ -61,7 +71,10 @@ class CustomFilter:
         if isinstance(verdict, Keep | Drop):
             return verdict
         if isinstance(getattr(verdict, "keep", None), bool):  # as functions written for other systems return it
-            return Keep() if verdict.keep else Drop(getattr(verdict, "reason", None) or REJECTED)
+            if verdict.keep:
+                return Keep()
+            is_kept = bool(getattr(verdict, "keep_when_insufficient", False))
+            return Drop(getattr(verdict, "reason", None) or REJECTED, keep_when_insufficient=is_kept)
         if isinstance(verdict, bool) or type(verdict).__name__ == "bool":  # NumPy's and torch's, too
             return Keep() if verdict else Drop(REJECTED)
         raise DataError(f"{self._name} returned {verdict!r}; return Keep(), Drop('reason'), True or False")

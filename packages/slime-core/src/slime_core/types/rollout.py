@@ -147,9 +147,11 @@ class Drop:
 
     Attributes:
         reason: A short name; dropped groups are counted by it (``dynamic_filter/drop_<reason>``).
+        keep_when_insufficient: Train on it all the same where others would have to be generated in its place.
     """
 
     reason: str
+    keep_when_insufficient: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str) or not self.reason:
