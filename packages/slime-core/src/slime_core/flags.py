@@ -92,7 +92,8 @@ class FlagSpec:
             if item is None or (isinstance(item, bool) and self.choices is None):
                 continue
             if self.choices is not None and item not in self.choices:
-                return f"{self.name} {item} is unknown; allowed: {', '.join(self.choices)}"
+                advice = f"; {self.range.advice}" if self.range.advice else ""
+                return f"{self.name} {item} is unknown; allowed: {', '.join(self.choices)}{advice}"
             if isinstance(item, int | float) and item not in self.range:
                 finite = "" if math.isfinite(item) else "a finite number, "
                 advice = f"; {self.range.advice}" if self.range.advice else ""
@@ -188,7 +189,7 @@ def flag(
         above: See ``least``.
         most: Largest number allowed; or ``below``, which every number must be below.
         below: See ``most``.
-        advice: What to give instead of a number out of range, or why.
+        advice: What to give instead of a number out of range or another value than the choices, or why.
         may_change: Whether a run may be continued with another value: what the run is does not depend on it.
         bare: Value when the flag is given without one.
     """

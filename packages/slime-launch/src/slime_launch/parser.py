@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime_core.flags import FlagSpec
@@ -81,7 +81,7 @@ def parse(
             namespace, extras = parser.parse_known_args(words)
             break
         except FlagError as error:
-            problems.append(str(error))
+            problems.append(_with_advice(str(error), known))
             before, words = words, without(words, [str(error).partition(":")[0]])
             if words == before:  # not about a flag
                 raise
@@ -98,6 +98,13 @@ def parse(
     if problems:
         raise FlagError("\n".join(problems))
     return given
+
+
+def _with_advice(problem: str, known: Mapping[str, FlagSpec]) -> str:
+    """The parser's line about a flag's value, with what the flag says of values that it does not take."""
+    name, _, what = problem.partition(": ")
+    advice = known[name].range.advice if name in known and what.startswith("invalid choice") else ""
+    return f"{problem}; {advice}" if advice else problem
 
 
 def without(argv: Sequence[str], names: Collection[str]) -> list[str]:

@@ -242,7 +242,11 @@ class MegatronConfig(Config):
     )
     no_save_optim: bool = flag(False, help="leave the optimizer's state out of checkpoints; they cannot be resumed")
     ckpt_format: str = flag(
-        "torch_dist", choices=CKPT_FORMATS, help="format of checkpoints; slime-convert makes others"
+        "torch_dist",
+        choices=CKPT_FORMATS,
+        help="format of checkpoints that are written; slime-convert makes Hugging Face's of them",
+        advice="leave it out: --load reads checkpoints in Megatron's format torch, too, and those that are written are "
+        "torch_dist",
     )
 
     update_weight_buffer_size: int = flag(

@@ -49,6 +49,25 @@ def test_named_fields(write_rows):
     assert (row.prompt, row.label, row.metadata) == ("2 + 2 =", "4", {"prompt": "not this", "a": 1})
 
 
+def test_tasks_by_number_and_labels_that_a_function_reads(write_rows):
+    """A whole number is a prompt as text; an object is no label, and left out of the label it is in the metadata."""
+    path = write_rows([{"index": 7, "reward_model": {"ground_truth": "2"}}])
+    (row,) = read_prompts(path, input_key="index")
+    assert (row.prompt, row.label, row.metadata) == ("7", None, {"reward_model": {"ground_truth": "2"}})
+    with pytest.raises(DataError, match="got an object; leave --label-key out, and it is in the sample's metadata"):
+        read_prompts(path, input_key="index", label_key="reward_model")
+
+
+def test_a_generate_function_may_score_what_has_no_label(write_rows):
+    path = write_rows([{"prompt": "a"}])
+    config = RolloutConfig.of(hf_checkpoint="none", prompt_data=path, rollout_batch_size=1)
+    with pytest.raises(DataError, match="no label, which --rm-type exact compares with"):
+        check_prompt_file(path, config)
+    assert len(check_prompt_file(path, config.changed(custom_generate_function_path="own.py:generate"))) == 1
+    with pytest.raises(DataError, match="no label, which --rm-type exact compares with"):
+        check_prompt_file(path, config.changed(custom_generate_function_path="own.py:generate", rm_type="exact"))
+
+
 def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('\n{"prompt": "a"}\n\n  \n{"prompt": "b"}')
@@ -63,7 +82,7 @@ def test_blank_lines_count_as_lines_but_are_no_rows(tmp_path):
         (b'{"prompt": "\xff"}', "invalid JSON"),
         ('["a"]', "must be a JSON object, got a list"),
         ('{"text": "a"}', "no field 'prompt' or 'input' for the prompt; the row has ['text']"),
-        ('{"prompt": 7}', "'prompt' must be a string or a list of chat messages, got a number"),
+        ('{"prompt": 7.5}', "'prompt' must be a string or a list of chat messages, got a number"),
         ('{"prompt": null}', "got null"),
         ('{"prompt": ""}', "got an empty string"),
         ('{"prompt": []}', "got an empty list"),
@@ -320,7 +339,7 @@ def test_where_all_rows_are_bad_skipping_is_no_advice(write_lines):
 
 
 def test_skipped_rows_are_counted_and_located(write_lines, caplog):
-    path = write_lines("{", GOOD, '{"prompt": 5}', '{"prompt": "a", "label": ["b"]}', '{"prompt": "a"}', GOOD)
+    path = write_lines("{", GOOD, '{"prompt": 5.5}', '{"prompt": "a", "label": ["b"]}', '{"prompt": "a"}', GOOD)
     with caplog.at_level(logging.WARNING):
         assert check_prompt_data(config(path, on_bad_data="skip")) == {path: 2}
     (message,) = caplog.messages

@@ -85,8 +85,8 @@ def check_row(raw: RawRow, config: RolloutConfig) -> PromptRow:
     common = common_values(where, values, fields, {input_key, label_key})
     if common["tools"] is not None:
         common["metadata"]["tools"] = common["tools"]
-    prompt = text_or_messages(f"{where}: {input_key!r}", values[input_key])
-    label = _label(f"{where}: {label_key!r}", values.get(label_key))
+    prompt = text_or_messages(f"{where}: {input_key!r}", _as_text(values[input_key]))
+    label = _label(f"{where}: {label_key!r}", values.get(label_key), given=fields.label_key is not None)
     if not isinstance(prompt, str) and not config.takes_messages:
         raise DataError(f"{where}: the prompt is chat messages; add --apply-chat-template, or write it as text")
     if problem := check_scoring(config, common["metadata"], label):
@@ -238,14 +238,20 @@ def text_or_messages(where: str, value: Any) -> Prompt:
     raise DataError(f"{where} must be a string or a list of chat messages, got {kind(value)}")
 
 
-def _label(where: str, value: Any) -> str | None:
+def _as_text(value: Any) -> Any:
+    """A whole number as text, such as the number of a task; anything else as it is."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _label(where: str, value: Any, *, given: bool) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, float) and abs(value) >= _INEXACT:
         raise DataError(f"{where} is a number of too many digits to be read exactly; write it as a string")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise DataError(f"{where} must be a string or a number, got {kind(value)}")
+    advice = "; leave --label-key out, and it is in the sample's metadata" if given else ""
+    raise DataError(f"{where} must be a string or a number, got {kind(value)}{advice}")
 
 
 def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:

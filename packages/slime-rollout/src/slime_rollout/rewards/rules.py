@@ -322,7 +322,10 @@ def rule_of_row(metadata: Metadata, rule: str) -> str:
 
 
 def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) -> str | None:
-    """Why a row cannot be scored, as the end of a message; ``None`` if it can."""
+    """Why a row cannot be scored, as the end of a message; ``None`` if it can.
+
+    Without a label and ``--rm-type`` a custom generate function may set the reward itself.
+    """
     if config.rewards.rule is None:
         return None
     try:
@@ -330,7 +333,8 @@ def check_scoring(config: RolloutConfig, metadata: Metadata, label: str | None) 
     except DataError as error:
         return str(error)
     if rule == config.rewards.rule:
-        return check_label(rule, label)
+        own = config.sampling.custom_generate_function_path is not None and config.rewards.rm_type is None
+        return None if label is None and own else check_label(rule, label)
     source = f"the metadata's {ROW_KEY}"
     if rule in REMOTE_RULES and config.rewards.rule not in REMOTE_RULES:
         return f"{source} is {rule}, and no service is known; give --rm-type remote_rm with its --rm-url"
