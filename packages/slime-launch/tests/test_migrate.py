@@ -141,6 +141,46 @@ def test_trls_flags_become_ours():
     assert any("missing" in line for line in done.open)
 
 
+WANDB = ["--use-wandb", "--wandb-project", "p", "--wandb-group", "e", "--max-checkpoints-kept", "3"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("trl", ["--report_to", "wandb", "--run_name", "e", "--save_total_limit", "3"]),
+        ("trl", ["--report_to", "tensorboard", "wandb", "--run_name", "e", "--save_total_limit", "3"]),
+        (
+            "verl.trainer.main_ppo",
+            [
+                "trainer.logger=['console','wandb']", "trainer.project_name=p", "trainer.experiment_name=e",
+                "trainer.max_actor_ckpt_to_keep=3",
+            ],
+        ),
+        (
+            "verl.trainer.main_ppo",
+            [
+                "trainer.logger=[console,wandb]", "trainer.project_name=p", "trainer.experiment_name=e",
+                "trainer.max_actor_ckpt_to_keep=3",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_tracking_and_kept_checkpoints_of_others(entry, words):
+    done = migrated(TrainCommand(entry, words, []))
+    assert done.runs
+    wanted = [word for word in WANDB if entry != "trl" or word not in ("--wandb-project", "p")]
+    assert [word for word in done.words if word != "--colocate"] == wanted
+
+
+def test_what_is_for_wandb_alone_is_left_out_where_it_is_not_used():
+    words = ["trainer.logger=[console,tensorboard]", "trainer.project_name=p", "trainer.experiment_name=e"]
+    done = migrated(TrainCommand("verl.trainer.main_ppo", words, []))
+    assert {became.outcome for became in done.flags} == {Outcome.NO_EFFECT} and "--wandb-project" not in done.words
+    assert done.flags[1].note == "it is --wandb-project beside --use-wandb, which is not given"
+    refused = migrated(TrainCommand("verl.trainer.main_ppo", ["trainer.logger=[console,mlflow]"], []))
+    assert refused.flags[0].note == "trainer.logger mlflow is not built; allowed: wandb, console, tensorboard, file"
+
+
 def test_the_command_prints_the_table_and_a_command(script, capsys):
     assert main(["migrate", str(script)]) == 1
     printed = capsys.readouterr()

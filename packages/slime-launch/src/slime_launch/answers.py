@@ -35,9 +35,11 @@ class Answer:
         only: Values that have no effect; empty where none has.
         same_family: Whether the value must name the family of ``--hf-checkpoint``.
         value: Our value in place of a switch.
-        values: Our values in place of theirs; ``true`` and ``false`` give our switch or leave it out.
+        values: Our values in place of theirs; ``true`` and ``false`` give our switch or leave it out, and of several
+            values one that is ``true`` gives it.
         times: What the value is multiplied by: ``engines``, ``samples`` of a prompt, or nothing.
         before: A word in front of the value.
+        with_flag: Our flag without which it has no effect (``with`` in the table).
     """
 
     outcome: Outcome
@@ -49,6 +51,7 @@ class Answer:
     values: Mapping[str, str] = field(default_factory=dict)
     times: str = ""
     before: str = ""
+    with_flag: str = ""
 
 
 SAME = Answer(outcome=Outcome.SAME)
@@ -103,7 +106,8 @@ def flag_line(name: str, known: Collection[str]) -> str | None:
 def _answer(outcome: Outcome, row: Any) -> Answer:
     if isinstance(row, str):
         row = {"to" if outcome is Outcome.RENAMED else "why": row}
-    values: dict[str, Any] = {key.replace("-", "_"): value for key, value in row.items()}
+    names = {"with": "with_flag"}
+    values: dict[str, Any] = {names.get(key, key.replace("-", "_")): value for key, value in row.items()}
     if "only" in values:
         values["only"] = tuple(values["only"])
     return Answer(outcome=outcome, **values)

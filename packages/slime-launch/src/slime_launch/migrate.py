@@ -7,12 +7,12 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec
-from slime_launch.answers import Outcome, table
+from slime_launch.answers import Outcome, foreign_answer, table
 from slime_launch.errors import FlagError
 from slime_launch.flags import PREFIX, command
 from slime_launch.parser import parse, suggestions
@@ -99,6 +99,8 @@ def migrated(theirs: TrainCommand) -> Migrated:
     known = {spec.name: spec for group in groups for spec in group.flags}
     around = context(given, known, foreign=True)
     found = [_of(item, around) for item in given]
+    made = {word for became in found for word in became.words}
+    found = [_without_what_it_needs(became, made, known) for became in found]
     words = [word for became in found for word in became.words]
     words += _defaults(entry, words)
     problems = [f"{name} is assigned in no file that could be read; its flags are left out" for name in theirs.unset]
@@ -132,6 +134,16 @@ def _of(item: Item, around: Context) -> Became:
         return Became(item, Outcome.UNKNOWN, (), "belongs to no flag")
     near = suggestions(item.name, around.known)
     return Became(item, Outcome.UNKNOWN, (), f"did you mean {', '.join(near)}?" if near else "nobody's flag")
+
+
+def _without_what_it_needs(became: Became, made: set[str], known: Mapping[str, FlagSpec]) -> Became:
+    """What became of a flag that has an effect beside another one of ours alone, which the command has not."""
+    answer = None if became.item.name in known else foreign_answer(became.item.name, known)
+    if answer is None or not answer.with_flag or answer.with_flag in made:
+        return became
+    return Became(
+        became.item, Outcome.NO_EFFECT, (), f"it is {answer.to} beside {answer.with_flag}, which is not given"
+    )
 
 
 def _set_by_slime(name: str) -> str | None:

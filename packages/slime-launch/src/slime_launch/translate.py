@@ -185,12 +185,16 @@ def _renamed(item: Item, answer: Answer, around: Context) -> Became:
     values = list(item.values)
     if answer.value:
         return Became(item, Outcome.RENAMED, (answer.to, answer.value))
+    is_switch = around.known[answer.to].is_switch
     if answer.values and values:
-        if values[0] not in answer.values:
-            allowed = ", ".join(dict.fromkeys(answer.values.values()))
-            return Became(item, Outcome.REFUSED, (), f"{item.name} {values[0]} is not built; {answer.to} has {allowed}")
-        values[0] = answer.values[values[0]]
-    if around.known[answer.to].is_switch:
+        given = [part for value in values for part in _listed(value)] if is_switch else values[:1]
+        if unknown := [value for value in given if value not in answer.values]:
+            allowed = answer.values if is_switch else dict.fromkeys(answer.values.values())
+            has = f"{'allowed:' if is_switch else f'{answer.to} has'} {', '.join(allowed)}"
+            return Became(item, Outcome.REFUSED, (), f"{item.name} {unknown[0]} is not built; {has}")
+        ours = [answer.values[value] for value in given]
+        values[0] = "true" if is_switch and "true" in ours else ours[0]
+    if is_switch:
         if values and values[0].lower() == "false":
             return Became(item, Outcome.NO_EFFECT, (), f"off unless {answer.to} is given")
         return Became(item, Outcome.RENAMED, (answer.to,))
