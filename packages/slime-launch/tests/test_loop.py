@@ -469,7 +469,7 @@ def test_recorded_rollouts_train_the_same_without_engines(flags, launch, to_word
     for kind in ("train", "rollout"):
         generated, recorded = (
             [
-                {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")}
+                {name: value for name, value in row.items() if "/" in name and not name.startswith("perf/")}
                 for row in read_rows(tmp_path / run / "out")
                 if row["kind"] == kind
             ]
@@ -480,6 +480,9 @@ def test_recorded_rollouts_train_the_same_without_engines(flags, launch, to_word
     assert (tmp_path / "recorded" / last).read_text() == (tmp_path / "generated" / last).read_text()
     with pytest.raises(DataError, match=r"recorded/9\.npz, rollout 9, does not exist"):
         Recorded.host.generate(9)
+    shown = [row.get("samples", []) for row in read_rows(tmp_path / "recorded" / "out") if row["kind"] == "rollout"]
+    assert [len(samples) for samples in shown] == [3, 0, 0, 3]  # no held-out prompt is answered here
+    assert not any("samples" in row for row in read_rows(tmp_path / "generated" / "out") if row["kind"] == "rollout")
 
 
 def test_killed_twice_it_ends_the_same(clock, launch, tmp_path):

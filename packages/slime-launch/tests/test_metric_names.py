@@ -233,7 +233,7 @@ def whole_rows(batches, trained, memory):
         rates = train_pass_rates(batch, settings) if batch.samples[0].reward is not None else {}
         ready = ReadyRollout(
             rollout_id=batch.rollout_id, weight_version=1, metrics=batch.metrics | rates, seconds=batch.seconds,
-            num_samples=len(batch.samples), failures=[], shards=[],
+            num_samples=len(batch.samples), failures=[], examples=[], shards=[],
         )  # fmt: skip
         yield from (("train", row) for row in train_rows(report))
         yield "rollout", rollout_row(ready, report, sync, seconds) | memory

@@ -76,11 +76,59 @@ def test_files_for_people_and_programs(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["eval_after"] == {"sums": 0.875}
 
 
+@pytest.fixture
+def curves(monkeypatch):
+    """What is drawn, by its label: the points of each curve."""
+    from matplotlib.axes import Axes
+
+    drawn, plot = {}, Axes.plot
+
+    def keep(self, x, y, *words, **how):
+        drawn[how.get("label")] = (list(x), list(y))
+        return plot(self, x, y, *words, **how)
+
+    monkeypatch.setattr(Axes, "plot", keep)
+    return drawn
+
+
+def test_the_curve_has_the_points_of_rollouts_and_evaluations(curves, tmp_path):
+    write_report(make_report(ROWS, output_dir=tmp_path, checkpoint=None, minutes=1.5))
+    assert curves == {"trained on": ([1, 2], [0.5, 0.75]), "sums": ([0, 2], [0.25, 0.875])}
+
+
+def test_the_curve_of_a_data_set_has_its_losses(curves, tmp_path):
+    rows = [row for row in ROWS if row["kind"] == "train"]
+    rows += [{"kind": "eval", "step": 1, "rollout_id": 1, "eval/held/loss": 0.75}]
+    write_report(make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=1.5))
+    assert curves == {"trained on": ([1, 2], [1.0, 0.5]), "held": ([1], [0.75])}
+
+
 def test_answers_before_and_after_are_shown(tmp_path):
-    rows = [ROWS[0] | {"samples": ["1 + 1 = → 3 (reward 0)"]}, *ROWS[1:5], ROWS[5] | {"samples": ["1 + 1 = → 2"]}]
+    before, after = ({"prompt": "1 + 1 =", "response": text, "reward": int(text == "2")} for text in "32")
+    rows = [ROWS[0] | {"samples": [before]}, *ROWS[1:5], ROWS[5] | {"samples": [after]}]
     lines = report_lines(make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=0.0))
     at = lines.index("before training")
-    assert lines[at : at + 4] == ["before training", "  1 + 1 = → 3 (reward 0)", "after training", "  1 + 1 = → 2"]
+    assert lines[at : at + 4] == [
+        "before training", "  1 + 1 = → 3 (reward 0)", "after training", "  1 + 1 = → 2 (reward 1)",
+    ]  # fmt: skip
+
+
+def test_without_held_out_prompts_samples_of_rollouts_are_shown_and_kept_whole(tmp_path):
+    first, last = ({"prompt": "q " * 300, "response": word * 300, "reward": None} for word in ("a b ", "c d "))
+    rollouts = [row for row in ROWS if row["kind"] == "rollout"]
+    rows = [rollouts[0] | {"samples": [first]}, rollouts[1] | {"samples": [last]}]
+    report = make_report(rows, output_dir=tmp_path, checkpoint=None, minutes=0.0)
+    write_report(report)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert (written["samples_before"], written["samples_after"]) == ([first], [last])
+    lines = report_lines(report)
+    at = lines.index("in the first rollout")
+    assert lines[at + 2] == "in the last rollout"
+    for line, text in ((lines[at + 1], "a b "), (lines[at + 3], "c d ")):
+        assert f" → {text}{text}" in line and line.endswith("…") and 200 <= len(line) < 210
+    assert "in the last rollout" not in report_lines(
+        make_report(rows[:1], output_dir=tmp_path, checkpoint=None, minutes=0.0)
+    )
 
 
 def test_a_run_without_rows_has_a_report(tmp_path):

@@ -17,6 +17,7 @@ BATCH = ReadyRollout(
     seconds={"generate": 2.0, "reward": 0.5},
     num_samples=2,
     failures=[],
+    examples=[],
     shards=[],
 )
 REPORT = TrainReport(
@@ -75,7 +76,7 @@ def test_an_evaluation_shows_a_sample():
     others = [dataclasses.replace(sample, group_index=group) for group in range(1, 5)]
     report = dataclasses.replace(EVAL, samples={"sums": [sample, sample, *others]})
     line, *examples = eval_line(report).splitlines()
-    assert line == eval_line(EVAL) and examples == ["  for example: …Add. 12 + 30 = → 42 (reward 1)"] * 3
+    assert line == eval_line(EVAL) and examples == ["  for example: Add. 12 + 30 = → 42 (reward 1)"] * 3
 
 
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])

@@ -22,12 +22,13 @@ from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import ReadyRollout, Recipe
 from slime_launch.step_metrics import (
+    eval_examples,
     eval_line,
     eval_row,
+    example_lines,
     held_out_line,
     held_out_row,
     rollout_row,
-    sample_lines,
     step_cells,
     step_line,
     train_rows,
@@ -205,11 +206,20 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     first_step = rollout_id * parts.settings.run.num_steps_per_rollout
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
-    parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row)
+    samples = batch.examples if shows_examples(parts, rollout_id) else []
+    parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row, samples=samples)
     parts.console.step(
         step_line(batch, parts.settings.num_rollout, row, steps[-1] if steps else {}),
         step_cells(rollout_id + 1, parts.settings.num_rollout, parts.tracker.rows),
     )
+    for line in example_lines(samples):
+        parts.console.line(line)
+
+
+def shows_examples(parts: Parts, rollout_id: int) -> bool:
+    """Whether samples of a rollout are shown: of the first and the last, where no held-out prompts are answered."""
+    answers = parts.settings.generates and parts.settings.rollout.evaluation.has_eval_sets
+    return not answers and rollout_id in (0, parts.settings.num_rollout - 1)
 
 
 def save_if_due(parts: Parts) -> None:
@@ -269,7 +279,7 @@ def score_prompts(parts: Parts, wait: Wait) -> None:
     iteration = parts.state.iteration
     parts.memory.to_generate()
     report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
-    samples = sample_lines(report)
+    samples = eval_examples(report)
     parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report), samples=samples)
     parts.console.line(eval_line(report))
 

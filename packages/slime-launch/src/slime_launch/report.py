@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_core.files import write_whole
 from slime_core.metrics import eval_scores
 from slime_launch.console import RunConsole
+from slime_launch.step_metrics import example_line
 from slime_launch.tracking import TENSORBOARD_DIR, Row, read_rows
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ PHASES = {
     "update_weights": "send weights",
     "step": "whole step",
 }
+FIRST_AND_LAST = ("in the first rollout", "in the last rollout")
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH = 60
 HEIGHT = 6
@@ -49,8 +51,10 @@ class Report:
         eval_before: Mean reward of each held-out set before the first rollout; its loss in a run on a data set.
         eval_after: The same in the last evaluation.
         evals: Rollouts trained on before each evaluation, and the mean reward of each held-out set then.
-        samples_before: Lines about some answers to held-out prompts before the first rollout.
-        samples_after: The same in the last evaluation.
+        samples_before: Some answers to held-out prompts before the first rollout; without those, samples of the first
+            rollout.
+        samples_after: The same in the last evaluation; without held-out prompts, samples of the last rollout.
+        samples_of: ``held-out prompts`` or ``rollouts``: what the samples are of.
         rewards: Mean reward of each rollout; none in a run on a data set.
         losses: Mean loss of each rollout's steps.
         unscored: Samples that could not be scored.
@@ -65,8 +69,9 @@ class Report:
     eval_before: dict[str, float]
     eval_after: dict[str, float]
     evals: list[tuple[int, dict[str, float]]]
-    samples_before: list[str]
-    samples_after: list[str]
+    samples_before: list[dict[str, Any]]
+    samples_after: list[dict[str, Any]]
+    samples_of: str
     rewards: list[float]
     losses: list[float]
     unscored: int
@@ -84,6 +89,8 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     evals = sorted((row for row in rows if row["kind"] == "eval"), key=lambda row: row["rollout_id"])
     before = evals[0] if evals and evals[0]["rollout_id"] == 0 else {}
+    answered = evals if any("samples" in row for row in evals) else []
+    first, last = (before, answered[-1]) if answered else (rollouts[0], rollouts[-1]) if rollouts else ({}, {})
     tensorboard = output_dir / TENSORBOARD_DIR
     rewards, losses = [row[REWARD] for row in rollouts if row.get(REWARD) is not None], _mean_losses(rows)
     on_data = bool(losses) and not rewards
@@ -95,8 +102,9 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
         eval_before=_scores(before),
         eval_after=_scores(evals[-1]) if evals else {},
         evals=[(row["rollout_id"], _scores(row)) for row in evals],
-        samples_before=before.get("samples", []),
-        samples_after=evals[-1].get("samples", []) if evals else [],
+        samples_before=first.get("samples", []),
+        samples_after=last.get("samples", []) if answered or len(rollouts) > 1 else [],
+        samples_of="held-out prompts" if answered else "rollouts",
         rewards=rewards,
         losses=losses,
         unscored=int(sum(row.get("rollout/reward_failures", 0.0) for row in rollouts)),
@@ -135,8 +143,9 @@ def report_lines(report: Report) -> list[str]:
         before = report.eval_before.get(name)
         change = f"{before:.3f} → {after:.3f}" if before is not None else f"{after:.3f}"
         lines.append(f"{measure} on {name}: {change}")
-    for title, samples in (("before", report.samples_before), ("after", report.samples_after)):
-        lines += [f"{title} training", *(f"  {text}" for text in samples)] if samples else []
+    titles = {"held-out prompts": ("before training", "after training")}.get(report.samples_of, FIRST_AND_LAST)
+    for title, samples in zip(titles, (report.samples_before, report.samples_after), strict=True):
+        lines += [title, *(f"  {example_line(example)}" for example in samples)] if samples else []
     if report.unscored:
         lines.append(f"samples that could not be scored: {report.unscored}; logs/rollout.log says why")
     if len(report.rewards) > 1:

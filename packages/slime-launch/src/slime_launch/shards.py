@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from slime_core.errors import DataError
 from slime_core.metrics import pass_rates
 from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
-from slime_core.types import RolloutBatch, RolloutColumns, TrainShard
+from slime_core.types import RolloutBatch, RolloutColumns, Sample, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
@@ -27,6 +27,10 @@ from slime_rollout.hooks import hook_args_of
 from slime_rollout.hooks.rollouts import RewardPostProcess
 from slime_rollout.hooks.train_data import DataPostprocess
 from slime_rollout.store import RolloutStore
+
+EXAMPLES = 3
+Example = dict[str, Any]
+"""A sample for people to read: the texts of its ``prompt`` and ``response``, and its ``reward``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,7 @@ class ReadyRollout:
         metrics: Named numbers for tracking.
         seconds: Wall time per phase.
         failures: Why samples could not be scored, a reason for each of them.
+        examples: Its first samples, for people to read.
         shards: References to the shards in Ray's object store, by data-parallel rank.
     """
 
@@ -63,6 +68,7 @@ class ReadyRollout:
     seconds: dict[str, float]
     num_samples: int
     failures: list[str]
+    examples: list[Example]
     shards: list[Any]
 
 
@@ -98,7 +104,7 @@ def prepare_rollout(
         with said_of_files():
             path.parent.mkdir(parents=True, exist_ok=True)
             columns.write(path)
-    ready, shards = summary(columns), split_rollout(columns, recipe)
+    ready, shards = summary(columns, batch), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
 
@@ -147,13 +153,13 @@ def read_rollout(
     assert recipe.store is not None
     columns = recipe.store.read(rollout_id)
     load_state_dict(recipe.store.read_source_state(rollout_id))
-    ready, shards = summary(columns), split_rollout(columns, recipe)
+    ready, shards = summary(columns, columns.batch()), split_rollout(columns, recipe)
     del columns
     return put_shards(ready, shards, put)
 
 
-def summary(columns: RolloutColumns) -> ReadyRollout:
-    """What the loop needs of a rollout, without references yet."""
+def summary(columns: RolloutColumns, batch: RolloutBatch) -> ReadyRollout:
+    """What the loop needs of a rollout, without references yet; ``batch`` is the same rollout."""
     return ReadyRollout(
         rollout_id=columns.rollout_id,
         weight_version=columns.weight_version,
@@ -161,8 +167,25 @@ def summary(columns: RolloutColumns) -> ReadyRollout:
         seconds=columns.seconds,
         num_samples=sum(columns.group_sizes),
         failures=reward_failures(columns),
+        examples=examples(batch.samples),
         shards=[],
     )
+
+
+def examples(samples: Sequence[Sample]) -> list[Example]:
+    """The first sample of each of the first groups."""
+    first: dict[int, Sample] = {}
+    for sample in samples:
+        if len(first) < EXAMPLES:
+            first.setdefault(sample.group_index, sample)
+    return [
+        {
+            "prompt": one.prompt if isinstance(one.prompt, str) else str((one.prompt or [{}])[-1].get("content", "")),
+            "response": one.response,
+            "reward": one.reward,
+        }
+        for one in first.values()
+    ]
 
 
 def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[TrainShard], Any]) -> ReadyRollout:

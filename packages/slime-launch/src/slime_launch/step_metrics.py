@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime_core.types import EvalReport, Sample, SyncReport, TrainReport
-from slime_launch.shards import ReadyRollout
+from slime_core.types import EvalReport, SyncReport, TrainReport
+from slime_launch.shards import Example, ReadyRollout, examples
 
 REASON_CHARACTERS = 100
-TEXT_CHARACTERS = 60
-EXAMPLES = 3
+PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 80, 120
 RECENT = 10
 ROUNDING = 5e-8  # less is what float32 leaves of 0
 PASS_RATES = "passrate/"
@@ -67,15 +66,17 @@ def eval_line(report: EvalReport) -> str:
         k = max(rates, default=1)
         words.append(f"{name} {score:.3f}" + (f" (pass@{k} {rates[k]:.1%})" if k > 1 else ""))
     line = f"eval after {report.rollout_id} rollouts: {'  '.join(words)}  {report.seconds:.1f} s"
-    return "\n".join([line, *(f"  for example: {text}" for text in sample_lines(report))])
+    return "\n".join([line, *example_lines(eval_examples(report))])
 
 
-def sample_lines(report: EvalReport) -> list[str]:
+def eval_examples(report: EvalReport) -> list[Example]:
     """The first answers to the first prompts of the first held-out set."""
-    first: dict[int, Sample] = {}
-    for sample in next(iter(report.samples.values()), []):
-        first.setdefault(sample.group_index, sample)
-    return [sample_line(sample) for sample in list(first.values())[:EXAMPLES]]
+    return examples(next(iter(report.samples.values()), []))
+
+
+def example_lines(shown: Sequence[Example]) -> list[str]:
+    """Examples for the console."""
+    return [f"  for example: {example_line(example)}" for example in shown]
 
 
 def held_out_row(sets: Mapping[str, Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, float]:
@@ -93,12 +94,16 @@ def held_out_line(iteration: int, sets: Mapping[str, Mapping[str, float]]) -> st
     return f"eval after {iteration} rollouts: {'  '.join(words)}"
 
 
-def sample_line(sample: Sample) -> str:
-    """The end of a prompt, the beginning of its response, and the reward."""
-    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", ""))
-    prompt, response = (" ".join(text.split()) for text in (prompt, sample.response))
-    reward = f"{sample.reward:g}" if isinstance(sample.reward, int | float) else str(sample.reward)
-    return f"…{prompt[-TEXT_CHARACTERS:]} → {textwrap.shorten(response, TEXT_CHARACTERS)} (reward {reward})"
+def example_line(example: Example) -> str:
+    """The end of a prompt, the beginning of its response, and the reward if it has one, in one line."""
+    prompt, response = (" ".join(str(example[part]).split()) for part in ("prompt", "response"))
+    prompt = prompt if len(prompt) <= PROMPT_CHARACTERS else f"…{prompt[-PROMPT_CHARACTERS:]}"
+    response = response if len(response) <= RESPONSE_CHARACTERS else f"{response[:RESPONSE_CHARACTERS]}…"
+    reward = example.get("reward")
+    end = (
+        "" if reward is None else f" (reward {reward:g})" if isinstance(reward, int | float) else f" (reward {reward})"
+    )
+    return f"{prompt} → {response}{end}"
 
 
 def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:

@@ -85,12 +85,12 @@ class Tracker:
         step: int,
         rollout_id: int,
         metrics: Mapping[str, float],
-        samples: Sequence[str] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Write one row; it is on disk when this returns. What is not finite becomes ``null`` in the file.
 
-        The ``rollout_id`` of kind ``eval`` is the number of rollouts trained on before it; ``samples`` are lines about
-        some answers.
+        The ``rollout_id`` of kind ``eval`` is the number of rollouts trained on before it; ``samples`` are some answers
+        for people to read, whole.
         """
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row: Row = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": time.time(), **values}
