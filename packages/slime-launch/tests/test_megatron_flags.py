@@ -59,7 +59,7 @@ def test_words_that_are_no_field_are_noted_or_refused_with_the_other_problems(wo
     ("word", "hint"),
     [
         ("--moe-z-loss-coef", "--moe-z-loss-coeff"),
-        ("--optimizer-cpu-ofload", "--optimizer-cpu-offload"),
+        ("--moe-enable-depep", "--moe-enable-deepep"),
         ("--decoder-last-pipeline-layers", "--decoder-last-pipeline-num-layers"),
         ("--lr-decay-itrs", "--lr-decay-iters"),
         ("--weight-decy", "--weight-decay"),
@@ -91,10 +91,15 @@ def test_they_are_refused_with_what_else_is_wrong(words):
         assert any(text in line for line in lines), (text, lines)
 
 
+def test_what_would_hold_the_optimizers_state_elsewhere_is_refused(words):
+    with pytest.raises(SlimeError, match=r"^--optimizer-cpu-offload is not built: the optimizer's state stays"):
+        preflight(parse_train([*words, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]))
+
+
 def test_what_has_no_effect_is_said_in_one_line(words):
-    settings = parse_train([*words, "--optimizer-cpu-offload", "--moe-enable-deepep"])
+    settings = parse_train([*words, "--use-precision-aware-optimizer", "--moe-enable-deepep"])
     assert argument_notes(settings, check_shape(settings)) == [
-        "Megatron's arguments: --optimizer-cpu-offload has no effect (the optimizer's state stays on the device); "
+        "Megatron's arguments: --use-precision-aware-optimizer has no effect (the optimizer's state is fp32); "
         "--moe-enable-deepep has no effect (the model has no experts)"
     ]
     assert argument_notes(parse_train(words), check_shape(settings)) == []

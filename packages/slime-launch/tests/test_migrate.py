@@ -219,7 +219,11 @@ def test_a_key_is_neither_shown_nor_written_down(tmp_path, capsys):
 
 
 def test_an_argument_of_megatrons_without_effect_is_called_so():
+    done = migrated(TrainCommand("train.py", ["--moe-grouped-gemm"], []))
+    assert [became.outcome for became in done.flags] == [Outcome.NO_EFFECT] and "--moe-grouped-gemm" not in done.words
+
+
+def test_an_argument_of_megatrons_that_is_not_built_is_refused():
     done = migrated(TrainCommand("train.py", ["--optimizer-cpu-offload"], []))
-    assert [became.outcome for became in done.flags] == [
-        Outcome.NO_EFFECT
-    ] and "--optimizer-cpu-offload" not in done.words
+    assert [became.outcome for became in done.flags] == [Outcome.REFUSED] and not done.runs
+    assert "--use-distributed-optimizer" in done.flags[0].note

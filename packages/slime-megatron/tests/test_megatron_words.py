@@ -138,6 +138,12 @@ def test_megatrons_own_command_line_is_read_where_it_is(tmp_path, monkeypatch):
         ({"fp8": "hybrid"}, "--fp8-format hybrid cannot be given: it is a setting of Transformer Engine's layers"),
         ({"overlap_p2p_comm": False, "fp16": True}, "--fp16 cannot be given: precision follows --bf16; leave it out"),
         ({"num_moe_experts": 4}, "--num-experts 4: the model has None"),
+        (
+            {"optimizer_cpu_offload": True},
+            "--optimizer-cpu-offload is not built: the optimizer's state stays on the device; leave it out, and give "
+            "--use-distributed-optimizer with more ranks, which share the state, or --lora-rank",
+        ),
+        ({"optimizer_offload_fraction": 0.5}, "--optimizer-offload-fraction 0.5 is not built: "),
         ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1: the model has no experts; leave it out"),
         ({"bucket_size": "large"}, "--ddp-bucket-size 'large' must be int or None"),
     ],
@@ -158,10 +164,10 @@ def test_core_refuses_before_anything_starts(tiny_model):
 
 
 def test_what_has_no_effect_is_said_as_it_was_typed(tiny_model):
-    args = {"optimizer_cpu_offload": True, "moe_token_dispatcher_type": "flex", "moe_grouped_gemm": False}
+    args = {"pin_cpu_grads": False, "moe_token_dispatcher_type": "flex", "moe_grouped_gemm": False}
     config = MegatronConfig(megatron_args=args)
     assert argument_notices(config, tiny_model("qwen3-moe").shape, on_gpu=False) == [
-        "--optimizer-cpu-offload has no effect (the optimizer's state stays on the device)",
+        "--no-pin-cpu-grads has no effect (it is for --optimizer-cpu-offload, which is not built)",
         "--moe-token-dispatcher-type flex has no effect (alltoall dispatches tokens)",
     ]
 

@@ -65,6 +65,13 @@ _FIXED = {
     "nccl_ub disable_symmetric_*": "NCCL's user buffers are not used",
     "decoupled_weight_decay sgd_* muon_*": "the optimizer is AdamW",
 }
+# Fields that would change what a rank holds, and that are not built.
+_NOT_BUILT = {
+    # Core's optimizer for it asks CUDA for streams as it is made, keeps no step that a checkpoint's could be put into,
+    # and does not know that a rank sleeps: it was not tried, and a command that needs it would run out of memory.
+    "optimizer_cpu_offload optimizer_offload_fraction": "the optimizer's state stays on the device; leave it out, and "
+    "give --use-distributed-optimizer with more ranks, which share the state, or --lora-rank",
+}
 # Fields without effect here.
 _UNREAD = {
     "attention_softmax_in_fp32": "attention's softmax is computed in fp32 always",
@@ -81,7 +88,7 @@ _UNREAD = {
     "*loss_scale loss_scale_window hysteresis": "it is for fp16",
     "moe_per_layer_logging log_num_zeros_*": "it is not reported",
     "check_for_*": "each gradient is checked before the optimizer's step",
-    "optimizer_* overlap_cpu_* use_torch_* pin_cpu_*": "the optimizer's state stays on the device",
+    "overlap_cpu_* use_torch_* pin_cpu_*": "it is for --optimizer-cpu-offload, which is not built",
     "use_precision_aware_* store_param_*": "the optimizer's state is fp32",
     "*_comm_backend": "process groups have the device's backend",
     "barrier_with_*": "timers are slime's own",
@@ -101,14 +108,14 @@ def classes(name: str) -> list[str]:
         "shape": name in {field.name for field in dataclasses.fields(ModelShape)} | {*_SHAPE_NAMES, "normalization"},
         "forwarded": any(name in names.split() for names in _FORWARDED),
         "no effect": _found(_UNREAD, name) is not None,
-        "refused": field.is_function or _found(_FIXED, name) is not None,
+        "refused": field.is_function or _found(_FIXED | _NOT_BUILT, name) is not None,
     }
     return [kind for kind, is_so in found.items() if is_so]
 
 
 def reason(name: str) -> str:
     """Why a field of core's cannot be given, or has no effect; empty where it may be given."""
-    return _found(_FIXED, name) or _found(_UNREAD, name) or ""
+    return _found(_FIXED | _NOT_BUILT | _UNREAD, name) or ""
 
 
 def has_no_effect(name: str) -> bool:
@@ -174,6 +181,8 @@ def problems(
             yield f"{said(name, repr(value))} must be {allowed}"
         elif fixed and not _is_so(name, value, values):
             yield f"{words} cannot be given: {fixed}; leave it out"
+        elif (missing := _found(_NOT_BUILT, name)) and not _is_so(name, value, values):
+            yield f"{words} is not built: {missing}"
         elif not classes(name):
             yield f"{words} cannot be given: it is newer than slime, which was tested with megatron-core 0.16.1"
     yield from _balance_problems(given, shape, config)
