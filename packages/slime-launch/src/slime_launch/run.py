@@ -44,7 +44,7 @@ from slime_launch.sources import RecordedSpec, SourceSpec
 from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
-from slime_launch.validate import engine_dtype, is_quantized, notices, num_engines
+from slime_launch.validate import engine_dtype, is_quantized, notices, num_engines, row_limit
 from slime_launch.wandb_run import WandbRun
 from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
@@ -262,8 +262,7 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
     if settings.run.load_debug_rollout_data is not None:
         return RecordedSpec(settings.run.load_debug_rollout_data)
     if settings.rows is not None:
-        limits = (settings.rollout.sampling.rollout_max_context_len, checked.shape.max_position_embeddings)
-        longest = min((limit for limit in limits if limit is not None), default=None)
+        longest = row_limit(settings, checked.shape.max_position_embeddings)
         return DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=longest)
     return GenerationSpec(
         engine=answers_in_time(settings),

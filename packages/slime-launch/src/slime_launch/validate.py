@@ -44,6 +44,11 @@ def global_batch_size(settings: Settings) -> int:
     )
 
 
+def row_limit(settings: Settings, context: int) -> int:
+    """Tokens of a row of a data set at most: a longer one loses its end. ``context`` is the model's longest."""
+    return min(settings.rollout.sampling.rollout_max_context_len or context, context)
+
+
 def check_settings(settings: Settings) -> None:
     """Check what no package can check alone.
 

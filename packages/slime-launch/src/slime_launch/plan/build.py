@@ -11,6 +11,7 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.errors import Problems
 from slime_launch.names import with_paths
+from slime_launch.overrides import Overrides
 from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
 from slime_launch.plan.devices import Device
@@ -95,7 +96,7 @@ def make_plan(
         and Path(settings.rollout.data.hf_checkpoint).is_dir()
     ):
         prompt = problems.attempt(first_prompt, settings.rollout)
-    layout = plan_layout(settings.placed, cuda=not device.is_cpu)
+    layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
     nodes = place(settings, device, gpus_per_node)
     problems.attempt(check_nodes, settings, nodes, device)
     parts = _Parts(settings, found, device, problems, prompt, nodes)
@@ -149,34 +150,43 @@ class _Parts:
             return
         length = settings.rollout.data.rollout_max_prompt_len or (0 if prompt is None else prompt.tokens)
         self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings)
-        self.batch = None if self.sizes is None else problems.attempt(batch_of, settings, self.sizes)
         if settings.generates and not settings.engine.rollout_external_engine_addrs and settings.cluster.rollout_gpus:
             self.engine = problems.attempt(engine_memory, settings, shape, device)
-            chosen = problems.attempt(transport_of, settings, nodes, device) if settings.trains else None
-            within = all(node.node == 0 for node in nodes if node.engines)
-            self.transports = transports(settings, shape, device, chosen, within_node=within)
-        if self.sizes is None or self.batch is None:
+            if settings.trains:
+                chosen = problems.attempt(transport_of, settings, nodes, device)
+                within = all(node.node == 0 for node in nodes if node.engines)
+                self.transports = transports(settings, shape, device, chosen, within_node=within)
+        if self.sizes is None:
             return
-        overrides = found.overrides or {}
-        self.trainer = problems.attempt(
-            trainer_memory,
-            settings,
-            shape,
-            device,
-            tokens=self.batch.tokens_per_micro_batch,
-            micro_batches=self.batch.micro_batches_per_step,
-            overrides=overrides,
-        )
-        if self.trainer is not None:
-            problems.attempt(check_trainer, settings, shape, device, self.trainer, self.sizes, overrides)
+        if settings.trains:
+            self._add_trainer(settings, shape, found.overrides or {}, device, problems)
+        if not settings.trains or self.trainer is not None:
             self.phases = phases(settings, device, self.trainer, self.engine)
-            if self.trainer.total <= device.memory:
+            if self.trainer is None or self.trainer.total <= device.memory:
                 problems.attempt(check_phases, device, self.phases)
         if self.engine is not None:
             problems.attempt(check_engine, settings, device, self.engine, self.sizes)
         self.times = (
             problems.attempt(phase_times, settings, shape, device, self.engine, self.sizes, self.transports) or []
         )
+
+    def _add_trainer(
+        self, settings: Settings, shape: ModelShape, overrides: Overrides, device: Device, problems: Problems
+    ) -> None:
+        """The batch, if one is trained on, and the memory of a trainer rank; a run may be a single evaluation."""
+        assert self.sizes is not None
+        if not settings.only_evaluates:
+            self.batch = problems.attempt(batch_of, settings, self.sizes)
+            if self.batch is None:
+                return
+        batch = self.batch
+        tokens = self.sizes.sample_tokens if batch is None else batch.tokens_per_micro_batch
+        count = 1 if batch is None else batch.micro_batches_per_step
+        self.trainer = problems.attempt(
+            trainer_memory, settings, shape, device, tokens=tokens, micro_batches=count, overrides=overrides
+        )
+        if self.trainer is not None:
+            problems.attempt(check_trainer, settings, shape, device, self.trainer, self.sizes, overrides)
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:
@@ -192,7 +202,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
 
 def _run(settings: Settings, sizes: Sizes | None, times: list[PhaseTime]) -> dict[str, Any]:
     rollouts = settings.num_rollout
-    values: dict[str, Any] = {"rollouts": rollouts, "optimizer_steps": rollouts * settings.run.num_steps_per_rollout}
+    steps = rollouts * settings.run.num_steps_per_rollout if settings.trains else 0
+    values: dict[str, Any] = {"rollouts": rollouts, "optimizer_steps": steps}
     if sizes is not None:
         values |= {"samples": rollouts * sizes.samples, "tokens_at_most": rollouts * sizes.tokens}
     if times:

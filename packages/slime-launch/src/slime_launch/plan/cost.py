@@ -7,7 +7,7 @@ is reached is a guess. On a CPU with other work beside it everything takes longe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
@@ -70,22 +70,9 @@ def phase_times(
     ways: Sequence[Transport],
 ) -> list[PhaseTime]:
     """The phases of a rollout in their order; weights travel by the chosen one of ``ways``."""
-    model, ranks = flops_model(shape), settings.cluster.actor_gpus
-    forward = sizes.samples * model.forward(sizes.sample_tokens)
-    rate = ranks * device.operations * (1.0 if device.is_cpu else TRAINING)
     found = [] if engine is None else [_generation(settings, shape, device, engine, sizes)]
-    before = frozen_models(settings.algorithm, settings.megatron) + settings.algorithm.needs_critic
-    algorithm = settings.algorithm
-    again = settings.run.num_steps_per_rollout > 1 or algorithm.advantages_need_log_probs or algorithm.needs_step_sums
-    again |= algorithm.keep_old_actor
-    before += int(again and not algorithm.use_rollout_logprobs)
-    if before:
-        what = f"{before} forward pass{'es' if before > 1 else ''} over {sizes.tokens:,} tokens"
-        found.append(PhaseTime(phase="log-probs", seconds=before * forward / rate, of=what))
-    passes = (2 if settings.megatron.lora is not None else 3) + (settings.megatron.recompute == "full")
-    passes *= 1 + algorithm.needs_critic
-    what = f"{passes * forward:.2g} operations on {ranks} ranks"
-    found.append(PhaseTime(phase="train", seconds=passes * forward / rate, of=what))
+    if settings.trains and not settings.only_evaluates:
+        found += _training(settings, shape, device, sizes)
     if settings.generates:
         chosen = next((one for one in ways if one.chosen), None)
         if chosen is not None:
@@ -95,6 +82,24 @@ def phase_times(
         size = num_parameters(shape) * each
         found.append(PhaseTime(phase="save", seconds=size / DISK, of=f"{size:,} bytes, when a checkpoint is due"))
     return found
+
+
+def _training(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes) -> Iterator[PhaseTime]:
+    """The trainer's passes over a rollout: those without gradients, then those that train."""
+    model, ranks, algorithm = flops_model(shape), settings.cluster.actor_gpus, settings.algorithm
+    forward = sizes.samples * model.forward(sizes.sample_tokens)
+    rate = ranks * device.operations * (1.0 if device.is_cpu else TRAINING)
+    before = frozen_models(algorithm, settings.megatron) + algorithm.needs_critic
+    again = settings.run.num_steps_per_rollout > 1 or algorithm.advantages_need_log_probs or algorithm.needs_step_sums
+    again = (again or algorithm.keep_old_actor) and not algorithm.on_data
+    before += int(again and not algorithm.use_rollout_logprobs)
+    if before:
+        what = f"{before} forward pass{'es' if before > 1 else ''} over {sizes.tokens:,} tokens"
+        yield PhaseTime(phase="log-probs", seconds=before * forward / rate, of=what)
+    passes = (2 if settings.megatron.lora is not None else 3) + (settings.megatron.recompute == "full")
+    passes *= 1 + algorithm.needs_critic
+    what = f"{passes * forward:.2g} operations on {ranks} ranks"
+    yield PhaseTime(phase="train", seconds=passes * forward / rate, of=what)
 
 
 def rollout_seconds(settings: Settings, times: list[PhaseTime]) -> float:

@@ -42,13 +42,13 @@ def _advice(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes,
             other = dataclasses.replace(settings, megatron=dataclasses.replace(settings.megatron, **change))
             if list(misfits(other.megatron, shape)):
                 continue
-            batch = batch_of(other, sizes)
+            batch = None if settings.only_evaluates else batch_of(other, sizes)
             found = trainer_memory(
                 other,
                 shape,
                 device,
-                tokens=batch.tokens_per_micro_batch,
-                micro_batches=batch.micro_batches_per_step,
+                tokens=sizes.sample_tokens if batch is None else batch.tokens_per_micro_batch,
+                micro_batches=1 if batch is None else batch.micro_batches_per_step,
                 overrides=overrides,
             )
         except ConfigError:

@@ -11,7 +11,7 @@ from slime_launch.errors import PlacementError
 from slime_launch.placement import choose_transport, plan_layout
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.devices import Device
-from slime_launch.validate import global_batch_size
+from slime_launch.validate import global_batch_size, row_limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Node:
 
 def place(settings: Settings, device: Device, gpus_per_node: int) -> list[Node]:
     """Fill nodes one after the other, as the run's placement group does; a CPU's workers are on one."""
-    layout = plan_layout(settings.placed, cuda=not device.is_cpu)
+    layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
     size = settings.engine.rollout_num_gpus_per_engine
     room = len(layout.bundles) if device.is_cpu else gpus_per_node
     nodes: dict[int, Node] = {}
@@ -94,14 +94,16 @@ def batch_of(settings: Settings, sizes: Sizes) -> Batch:
     steps, size = settings.run.num_steps_per_rollout, global_batch_size(settings)
     ranks = megatron.data_parallel_size(settings.cluster.actor_gpus)
     own = math.ceil(size / ranks)
+    together = 2 if settings.algorithm.on_pairs else 1  # samples that are in one micro-batch whatever the limit
     if megatron.use_dynamic_batch_size and megatron.max_tokens_per_gpu:
-        tokens = max(megatron.max_tokens_per_gpu * megatron.context_parallel_size, sizes.sample_tokens)
+        tokens = max(megatron.max_tokens_per_gpu * megatron.context_parallel_size, together * sizes.sample_tokens)
         tokens = min(tokens, own * sizes.sample_tokens)
         count = math.ceil(own / max(1, tokens // sizes.sample_tokens))
     else:
-        tokens = min(megatron.micro_batch_size, own) * sizes.sample_tokens
-        count = math.ceil(own / megatron.micro_batch_size)
-    prompts, each = selection.rollout_batch_size, selection.n_samples_per_prompt
+        micro = max(megatron.micro_batch_size, together)
+        tokens = min(micro, own) * sizes.sample_tokens
+        count = math.ceil(own / micro)
+    prompts, each = selection.rollout_batch_size, settings.samples_per_prompt
     return Batch(
         prompts=prompts,
         samples_per_prompt=each,
@@ -112,27 +114,27 @@ def batch_of(settings: Settings, sizes: Sizes) -> Batch:
         samples_per_rank=own,
         tokens_per_micro_batch=tokens,
         micro_batches_per_step=count,
-        identity=f"{prompts} prompts × {each} samples = {prompts * each} = {steps} steps × global batch {size}",
+        identity=f"{prompts} {settings.rows or 'prompts'} × {each} samples = {prompts * each} = {steps} steps × global "
+        f"batch {size}",
     )
 
 
 def sizes_of(settings: Settings, prompt_tokens: int, context: int) -> Sizes:
     """A rollout whose responses are as long as they may be, after prompts of so many tokens.
 
+    Rows of a data set are as long as they may be, their prompt included.
+
     Raises:
         ConfigError: Prompts leave no room for a response.
     """
-    sampling, selection = settings.rollout.sampling, settings.rollout.selection
-    limit = min(sampling.rollout_max_context_len or context, context)
-    response = min(sampling.rollout_max_response_len, limit - prompt_tokens)
+    prompts, limit = settings.rollout.selection.rollout_batch_size, row_limit(settings, context)
+    samples = prompts * settings.samples_per_prompt
+    if settings.rows is not None:
+        return Sizes(prompt_tokens=0, response_tokens=limit, prompts=prompts, samples=samples)
+    response = min(settings.rollout.sampling.rollout_max_response_len, limit - prompt_tokens)
     if response < 1:
         raise ConfigError(
             f"a prompt of {prompt_tokens} tokens leaves no room for a response within {limit}; give a larger "
             "--rollout-max-context-len, or leave long prompts out with --rollout-max-prompt-len"
         )
-    return Sizes(
-        prompt_tokens=prompt_tokens,
-        response_tokens=response,
-        prompts=selection.rollout_batch_size,
-        samples=selection.rollout_batch_size * selection.n_samples_per_prompt,
-    )
+    return Sizes(prompt_tokens=prompt_tokens, response_tokens=response, prompts=prompts, samples=samples)

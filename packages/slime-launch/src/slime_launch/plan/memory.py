@@ -39,8 +39,10 @@ class TrainerMemory:
         frozen: Reference and teacher, where they share the memory: on a CPU.
         activations: Of the micro-batch; ``logits`` those of the output layer.
         host: Bytes of host memory that frozen models take beside a GPU.
+        phase: What it does then: train, or where nothing is trained evaluate, or send weights.
     """
 
+    phase: str
     stage: int
     process: int
     weights: int
@@ -78,9 +80,13 @@ class TrainerMemory:
 def trainer_memory(
     settings: Settings, shape: ModelShape, device: Device, *, tokens: int, micro_batches: int, overrides: Overrides
 ) -> TrainerMemory:
-    """The memory of the pipeline stage that needs most, for micro-batches of so many tokens."""
+    """The memory of the pipeline stage that needs most, for micro-batches of so many tokens.
+
+    Where nothing is trained there is no backward pass, and without held-out rows no pass at all.
+    """
+    phase = "train" if not settings.only_evaluates else "send weights" if settings.generates else "evaluate"
     megatron, world = settings.megatron, settings.cluster.actor_gpus
-    fused = not device.is_cpu and megatron.bf16
+    fused, passes = not device.is_cpu and megatron.bf16, phase != "send weights"
     actor = role_config(megatron, "actor", overrides)
     critic = role_config(megatron, "critic", overrides) if settings.algorithm.needs_critic else None
 
@@ -92,6 +98,7 @@ def trainer_memory(
         )
         copies = own.weights * (frozen_models(settings.algorithm, megatron) + old_actors(settings))
         return TrainerMemory(
+            phase=phase,
             stage=stage,
             process=TRAINER_PROCESS if device.is_cpu else CUDA_PROCESS,
             weights=own.weights,
@@ -99,8 +106,8 @@ def trainer_memory(
             optimizer=own.optimizer,
             critic=0 if other is None else other.weights + other.gradients + other.optimizer,
             frozen=copies if device.is_cpu else 0,
-            activations=activations.layers + activations.working,
-            logits=activations.logits,
+            activations=(activations.layers if phase == "train" else 0) + (activations.working if passes else 0),
+            logits=activations.logits if passes else 0,
             host=0 if device.is_cpu else copies + (own.weights if copies else 0),
         )
 
@@ -196,17 +203,20 @@ class Phase:
     available: int
 
 
-def phases(settings: Settings, device: Device, trainer: TrainerMemory, engine: EngineMemory | None) -> list[Phase]:
-    """The phases of a step, each with the device that needs most."""
+def phases(
+    settings: Settings, device: Device, trainer: TrainerMemory | None, engine: EngineMemory | None
+) -> list[Phase]:
+    """The phases of a step, each with the device that needs most; without trainers or engines those of the others."""
     if device.is_cpu:
         return list(_phases_of_host(settings, device, trainer, engine))
-    found = [Phase(phase="train", where="trainer GPU", needed=trainer.total, available=device.memory)]
-    if engine is None:
-        return found
-    if not settings.cluster.colocate:
+    if trainer is not None and engine is not None and settings.placed.colocate:
+        return list(_phases_of_shared(settings, device, trainer, engine))
+    found = []
+    if trainer is not None:
+        found.append(Phase(phase=trainer.phase, where="trainer GPU", needed=trainer.total, available=device.memory))
+    if engine is not None:
         found.append(Phase(phase="generate", where="engine GPU", needed=engine.total, available=device.memory))
-        return found
-    return list(_phases_of_shared(settings, device, trainer, engine))
+    return found
 
 
 def _phases_of_shared(
@@ -227,21 +237,26 @@ def _phases_of_shared(
             engine.weights + engine.rest if engines_sleep else engine.total,
         ),
     }
+    if trainer.phase != "train":
+        del parts["train"]
     for name, (who, asleep, ranks, engines) in parts.items():
         where = f"shared GPU, {who} {'asleep' if asleep else 'awake'}"
         yield Phase(phase=name, where=where, needed=ranks + engines, available=device.memory)
 
 
 def _phases_of_host(
-    settings: Settings, device: Device, trainer: TrainerMemory, engine: EngineMemory | None
+    settings: Settings, device: Device, trainer: TrainerMemory | None, engine: EngineMemory | None
 ) -> Iterator[Phase]:
     """Ranks and engines share the machine's memory. On a CPU engines keep theirs; trainers' goes to a file."""
     ranks = settings.cluster.actor_num_gpus_per_node
     engines = 0 if engine is None else settings.cluster.rollout_gpus // engine.ranks
     serving = 0 if engine is None else engines * engine.total
-    own = trainer.asleep if settings.trainer_sleeps else trainer.resident
-    yield Phase(phase="generate", where="machine", needed=ranks * own + serving, available=device.memory)
-    yield Phase(phase="train", where="machine", needed=ranks * trainer.total + serving, available=device.memory)
+    if settings.generates:
+        own = 0 if trainer is None else trainer.asleep if settings.trainer_sleeps else trainer.resident
+        yield Phase(phase="generate", where="machine", needed=ranks * own + serving, available=device.memory)
+    if trainer is not None:
+        needed = ranks * trainer.total + serving
+        yield Phase(phase=trainer.phase, where="machine", needed=needed, available=device.memory)
 
 
 def gib(size: float) -> str:

@@ -1,0 +1,107 @@
+"""Plans of runs that have no trainers, no engines, or rows of a data set in place of prompts."""
+
+import json
+
+import pytest
+
+from slime_convert.published import PUBLISHED
+from slime_launch.cli import main
+
+CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+CONVERSATION = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
+ROWS = {
+    "sft_loss": {"messages": CONVERSATION},
+    "dpo_loss": {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"},
+    "rm_loss": {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"},
+}
+
+
+@pytest.fixture
+def planned(workspace, flags, to_words, capsys):
+    """Plans a command for H100s, with Llama 3 8B on one GPU for each half; gives exit code, plan and problems."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate([*map(str, range(10)), *"+=?", "user", "assistant"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(workspace / "hf" / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
+    (workspace / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = dict(PUBLISHED["llama3-8B"].config)
+    (workspace / "hf" / "config.json").write_text(json.dumps(config))
+    for name in ("--colocate", "--n-samples-per-prompt", "--global-batch-size", "--save"):
+        del flags[name]
+    flags["--rollout-num-gpus"] = "1"
+
+    def run(*words, without=()):
+        kept = {name: value for name, value in flags.items() if name not in without}
+        code = main(["plan", "--device", "h100", "--json", *to_words(kept), *words])
+        out, err = capsys.readouterr()
+        problems = [line for line in err.splitlines() if line.startswith("slime-launch: ")]
+        return code, json.loads(out), problems
+
+    return run
+
+
+def test_a_trainer_that_does_not_fit_is_refused(planned):
+    code, plan, problems = planned("--n-samples-per-prompt", "2")
+    assert code == 2
+    assert problems == [line for line in problems if "a trainer rank takes 1" in line] and len(problems) == 1
+    assert plan["nodes"][0]["trainer_ranks"] == [0]
+
+
+@pytest.mark.parametrize("kind", ["generation", "evaluation"])
+def test_what_trains_nothing_needs_no_trainers(planned, workspace, kind):
+    words = ["--debug-rollout-only", "--n-samples-per-prompt", "2"]
+    if kind == "evaluation":
+        words = ["--num-rollout", "0", "--eval-prompt-data", str(workspace / "train.jsonl")]
+    code, plan, problems = planned(*words, without=("--load",))
+    assert (code, problems) == (0, [])
+    assert any("no trainers are started" in line for line in plan["notices"])
+    assert plan["nodes"] == [{"node": 0, "trainer_ranks": [], "engines": {"0": [0]}}]
+    assert plan["trainer"] is None and plan["batch"] is None and plan["transports"] == []
+    assert [phase["phase"] for phase in plan["phases"]] == ["generate"]
+    assert not {"train", "log-probs", "send weights", "save"} & {one["phase"] for one in plan["times"]}
+    assert plan["run"]["optimizer_steps"] == 0
+
+
+def test_an_evaluation_of_a_checkpoint_has_trainers_that_make_no_pass(planned, workspace):
+    words = ["--num-rollout", "0", "--eval-prompt-data", str(workspace / "train.jsonl")]
+    code, plan, _ = planned(*words, "--device-memory-gib", "200")
+    assert code == 0
+    assert plan["trainer"]["activations"] == plan["trainer"]["logits"] == 0 < plan["trainer"]["optimizer"]
+    assert [phase["phase"] for phase in plan["phases"]] == ["send weights", "generate"]
+
+
+def test_recorded_rollouts_need_no_engines(planned, workspace):
+    (workspace / "0.npz").touch()
+    words = ["--load-debug-rollout-data", f"{workspace}/{{rollout_id}}.npz", "--n-samples-per-prompt", "2"]
+    code, plan, problems = planned(*words, "--device-memory-gib", "200")
+    assert (code, problems) == (0, [])
+    assert plan["nodes"] == [{"node": 0, "trainer_ranks": [0], "engines": {}}]
+    assert plan["engine"] is None and plan["transports"] == []
+    assert [phase["phase"] for phase in plan["phases"]] == ["train"]
+    assert {"generate", "send weights"} & {one["phase"] for one in plan["times"]} == set()
+
+
+@pytest.mark.parametrize("loss", ROWS)
+def test_rows_of_a_data_set(planned, workspace, loss):
+    """Micro-batches of rows that are as long as they may be; a pair is two samples."""
+    (workspace / "train.jsonl").write_text(json.dumps(ROWS[loss]) + "\n")
+    words = ["--loss-type", loss, "--rollout-max-context-len", "2048", "--micro-batch-size", "4"]
+    code, plan, problems = planned(*words, "--rollout-batch-size", "16", "--device-memory-gib", "400")
+    assert (code, problems) == (0, [])
+    identity = "16 conversations × 1 samples = 16 = 1 steps × global batch 16"
+    if loss != "sft_loss":
+        identity = "16 pairs × 2 samples = 32 = 1 steps × global batch 32"
+    assert plan["batch"]["identity"] == identity
+    assert plan["batch"]["tokens_per_micro_batch"] == 4 * 2048
+    assert plan["sizes"]["samples"] * plan["sizes"]["response_tokens"] == plan["run"]["tokens_at_most"] / 2
+
+
+def test_the_two_samples_of_a_pair_are_in_one_micro_batch(planned, workspace):
+    (workspace / "train.jsonl").write_text(json.dumps(ROWS["dpo_loss"]) + "\n")
+    words = ["--loss-type", "dpo_loss", "--rollout-max-context-len", "2048", "--device-memory-gib", "400"]
+    assert planned(*words)[1]["batch"]["tokens_per_micro_batch"] == 2 * 2048
+    dynamic = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "1024"]
+    assert planned(*words, *dynamic)[1]["batch"]["tokens_per_micro_batch"] == 2 * 2048
