@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from slime_convert.shape import ModelShape
 from slime_launch.flags import parse_train
 from slime_launch.plan.devices import find_device
-from slime_launch.plan.memory import engine_memory
+from slime_launch.plan.engines import engine_groups, engine_memory
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineSpec, SGLangEngine
 from slime_rollout.http import call
@@ -46,7 +46,8 @@ def test_an_engine_takes_what_the_plan_says(dtype, tmp_path):
     settings = parse_train(words.split())
     megatron = dataclasses.replace(settings.megatron, bf16=dtype == "bfloat16")
     settings = dataclasses.replace(settings, megatron=megatron)
-    planned = engine_memory(settings, ModelShape.from_hf_config(model), find_device("cpu", None)).total
+    [group] = engine_groups(settings, None)
+    planned = engine_memory(settings, ModelShape.from_hf_config(model), find_device("cpu", None), group).total
     config = EngineConfig(sglang_python=os.environ["SLIME_ENGINE_PYTHON"])
     spec = EngineSpec(model_path=str(model), dtype=dtype, context_length=2048)
     with SGLangEngine.start(config, spec, log_path=tmp_path / "engine.log") as engine:

@@ -43,6 +43,20 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def tokenizer(workspace: Path) -> None:
+    """A tokenizer in the workspace's model, whose tokens are words, with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate([*map(str, range(10)), *"+=?", "user", "assistant"])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(workspace / "hf" / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (workspace / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 SERVER_ARGS = """
 class ServerArgs:
     @staticmethod

@@ -12,7 +12,7 @@ from slime_core.errors import ConfigError, SlimeError
 from slime_launch import flags as launch_flags
 from slime_launch.derived import precision_notes
 from slime_launch.flags import parse_train, read_train
-from slime_launch.plan.memory import engine_weights
+from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import preflight
 from slime_launch.resume import start_notes
 from slime_launch.validate import engine_dtype, global_batch_size

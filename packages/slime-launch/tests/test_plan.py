@@ -11,6 +11,7 @@ from slime_launch.flags import parse_train
 from slime_launch.plan.command import split_words
 from slime_launch.plan.cost import PhaseTime, rollout_seconds
 from slime_launch.plan.devices import DEVICES, find_device
+from slime_launch.plan.engines import engine_groups
 from slime_launch.plan.layout import place
 
 MINIMAL = "--hf-checkpoint hf --load hf --prompt-data p --num-rollout 1 --rollout-batch-size 1"
@@ -112,7 +113,7 @@ def test_sglangs_flags_are_taken_as_given_where_there_is_no_sglang(words, capsys
     more = ["--device", "h100", "--json", "--sglang-mem-fraction-static", "0.5", "--sglang-enable-x"]
     code, out, err = run(words(*more, **changed), capsys)
     assert (code, err) == (0, "")
-    engine = json.loads(out)["engine"]
+    [engine] = json.loads(out)["engines"]
     assert (engine["kv_cache"] + engine["weights"]) / DEVICES["h100"].memory == pytest.approx(0.5, rel=1e-3)
 
 
@@ -180,11 +181,12 @@ def test_a_prompt_that_leaves_no_room_is_refused(words, capsys):
 )
 def test_nodes_are_filled_one_after_the_other(words, nodes):
     settings = parse_train([*MINIMAL.split(), *words.split(), "--rollout-num-gpus-per-engine", "2"])
-    found = place(settings, DEVICES["h100"], 8)
-    assert [(list(node.trainer_ranks), list(node.engines)) for node in found] == [
+    groups = engine_groups(settings, None)
+    found = place(settings, DEVICES["h100"], 8, groups)
+    assert [(list(node.trainer_ranks), [engine.number for engine in node.engines]) for node in found] == [
         (list(ranks), engines) for ranks, engines in nodes
     ]
-    assert len(place(settings, find_device("cpu", None), 8)) == 1
+    assert len(place(settings, find_device("cpu", None), 8, groups)) == 1
 
 
 def test_the_words_of_a_plan_are_told_from_those_of_training():

@@ -7,7 +7,6 @@ import pytest
 from slime_convert.published import PUBLISHED
 from slime_launch.cli import main
 
-CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 CONVERSATION = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
 ROWS = {
     "sft_loss": {"messages": CONVERSATION},
@@ -17,16 +16,8 @@ ROWS = {
 
 
 @pytest.fixture
-def planned(workspace, flags, to_words, capsys):
+def planned(workspace, tokenizer, flags, to_words, capsys):
     """Plans a command for H100s, with Llama 3 8B on one GPU for each half; gives exit code, plan and problems."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {word: number for number, word in enumerate([*map(str, range(10)), *"+=?", "user", "assistant"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(workspace / "hf" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
-    (workspace / "hf" / "tokenizer_config.json").write_text(json.dumps(settings))
     config = dict(PUBLISHED["llama3-8B"].config)
     (workspace / "hf" / "config.json").write_text(json.dumps(config))
     for name in ("--colocate", "--n-samples-per-prompt", "--global-batch-size", "--save"):
@@ -58,7 +49,7 @@ def test_what_trains_nothing_needs_no_trainers(planned, workspace, kind):
     code, plan, problems = planned(*words, without=("--load",))
     assert (code, problems) == (0, [])
     assert any("no trainers are started" in line for line in plan["notices"])
-    assert plan["nodes"] == [{"node": 0, "trainer_ranks": [], "engines": {"0": [0]}}]
+    assert plan["nodes"] == [{"node": 0, "trainer_ranks": [], "engines": [{"number": 0, "title": "", "gpus": [0]}]}]
     assert plan["trainer"] is None and plan["batch"] is None and plan["transports"] == []
     assert [phase["phase"] for phase in plan["phases"]] == ["generate"]
     assert not {"train", "log-probs", "send weights", "save"} & {one["phase"] for one in plan["times"]}
@@ -78,8 +69,8 @@ def test_recorded_rollouts_need_no_engines(planned, workspace):
     words = ["--load-debug-rollout-data", f"{workspace}/{{rollout_id}}.npz", "--n-samples-per-prompt", "2"]
     code, plan, problems = planned(*words, "--device-memory-gib", "200")
     assert (code, problems) == (0, [])
-    assert plan["nodes"] == [{"node": 0, "trainer_ranks": [0], "engines": {}}]
-    assert plan["engine"] is None and plan["transports"] == []
+    assert plan["nodes"] == [{"node": 0, "trainer_ranks": [0], "engines": []}]
+    assert plan["engines"] == [] and plan["transports"] == []
     assert [phase["phase"] for phase in plan["phases"]] == ["train"]
     assert {"generate", "send weights"} & {one["phase"] for one in plan["times"]} == set()
 
@@ -97,6 +88,32 @@ def test_rows_of_a_data_set(planned, workspace, loss):
     assert plan["batch"]["identity"] == identity
     assert plan["batch"]["tokens_per_micro_batch"] == 4 * 2048
     assert plan["sizes"]["samples"] * plan["sizes"]["response_tokens"] == plan["run"]["tokens_at_most"] / 2
+    found = [(one["title"], one["tokens"], one["trained"]) for one in plan["samples"]]
+    pairs = [("chosen", 5, 1), ("rejected", 5, 1)]
+    assert found == ([("conversation", 7, 1)] if loss == "sft_loss" else pairs)
+
+
+def test_rows_are_as_long_as_the_longest_unless_the_command_says_more(planned, workspace):
+    rows = [[{"role": "user", "content": "1 " * count}, CONVERSATION[1]] for count in (3, 90, 20)]
+    bad = '{"messages": []}\n'
+    (workspace / "train.jsonl").write_text(bad + "".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    words = ["--loss-type", "sft_loss", "--device-memory-gib", "400", "--on-bad-data", "skip"]
+    code, plan, problems = planned(*words)
+    assert (code, problems) == (0, [])
+    assert plan["sizes"]["response_tokens"] == 90 + 3
+    assert plan["samples"][0]["tokens"] == 3 + 3
+    assert planned(*words, "--rollout-max-context-len", "50")[1]["sizes"]["response_tokens"] == 50
+
+
+def test_functions_of_the_algorithm_are_listed(planned, workspace):
+    (workspace / "own.py").write_text("def advantage(inputs): pass\ndef weigh(**given): pass\n")
+    words = ["--custom-advantage-function-path", f"{workspace}/own.py:advantage", "--use-tis"]
+    words += ["--custom-tis-function-path", f"{workspace}/own.py:weigh", "--custom-rm-path", "json.dumps"]
+    plan = planned(*words, "--device-memory-gib", "400")[1]
+    assert plan["hooks"] == [
+        f"--custom-tis-function-path {workspace}/own.py:weigh",
+        f"--custom-advantage-function-path {workspace}/own.py:advantage",
+    ]
 
 
 def test_the_two_samples_of_a_pair_are_in_one_micro_batch(planned, workspace):

@@ -13,8 +13,9 @@ from slime_core.errors import ConfigError
 from slime_launch.flags import parse_train
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.devices import DEVICES, described, find_device
+from slime_launch.plan.engines import engine_groups, engine_memory, num_parameters
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
-from slime_launch.plan.memory import engine_memory, num_parameters, phases, trainer_memory
+from slime_launch.plan.memory import phases, trainer_memory
 
 DATA = Path(__file__).parent / "data"
 REPORTS = json.loads((DATA / "memory_reports.json").read_text())
@@ -71,15 +72,20 @@ def settings_of(case):
     return dataclasses.replace(settings, megatron=megatron, engine=engine)
 
 
+def memory_of_engine(settings, shape, device):
+    [group] = engine_groups(settings, None)
+    return engine_memory(settings, shape, device, group)
+
+
 def check(case):
     settings, shape, device = settings_of(case), shape_of(case["model"]), DEVICES[case["device"]]
     sizes = Sizes(prompt_tokens=0, response_tokens=case["tokens"], prompts=8, samples=8)
     trainer = trainer_memory(settings, shape, device, tokens=case["tokens"], micro_batches=4, overrides={})
     check_trainer(settings, shape, device, trainer, sizes, {})
     if "mem_fraction" in case:
-        engine = engine_memory(settings, shape, device)
-        check_engine(settings, device, engine, sizes)
-        check_phases(device, phases(settings, device, trainer, engine))
+        engine = memory_of_engine(settings, shape, device)
+        check_engine(device, engine, sizes)
+        check_phases(device, phases(settings, device, trainer, [engine]))
 
 
 @pytest.mark.parametrize("case", REPORTS, ids=lambda case: case["source"])
@@ -121,14 +127,14 @@ def test_an_engine_whose_weights_do_not_fit_is_refused():
     settings, shape, device = settings_of(case), shape_of(case["model"]), DEVICES["a100"]
     sizes = Sizes(prompt_tokens=0, response_tokens=4096, prompts=8, samples=8)
     with pytest.raises(ConfigError, match=r"do not fit.*--rollout-num-gpus-per-engine"):
-        check_engine(settings, device, engine_memory(settings, shape, device), sizes)
+        check_engine(device, memory_of_engine(settings, shape, device), sizes)
     split = settings_of(case | {"engine_gpus": 4, "rollout_gpus": 4})
-    check_engine(split, device, engine_memory(split, shape, device), sizes)
+    check_engine(device, memory_of_engine(split, shape, device), sizes)
 
 
 def test_the_cache_takes_what_weights_leave_of_the_fraction():
     case = {"model": "llama3-8B", "device": "h100", "gpus": 1, "tokens": 1, "flags": {}, "mem_fraction": "0.5"}
-    memory = engine_memory(settings_of(case), shape_of("llama3-8B"), DEVICES["h100"])
+    memory = memory_of_engine(settings_of(case), shape_of("llama3-8B"), DEVICES["h100"])
     per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, groups, channels, bf16
     assert memory.kv_tokens == (int(DEVICES["h100"].memory * 0.5) - memory.weights) // per_token
     assert memory.weights == 2 * 8_030_261_248  # as the model card counts

@@ -140,8 +140,7 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
         rows = problems.attempt(check_prompt_data, settings.rollout)
         if settings.engine.sglang_router_port is not None and not elsewhere:
             problems.attempt(check_router_port, settings.engine.sglang_router_ip, settings.engine.sglang_router_port)
-        if not elsewhere or importable_in(settings.engine.python, "sglang"):
-            engines = problems.attempt(check_engines, settings)
+        engines = problems.attempt(check_engines, settings, elsewhere=elsewhere)
     elif settings.rows is not None:
         rows = problems.attempt(check_rows, settings.rollout, settings.rows)
     elif run is not None:
@@ -231,8 +230,10 @@ def look_again(checked: Checked) -> Checked:
     return dataclasses.replace(checked, manifest=manifest, weights=weights)
 
 
-def check_engines(settings: Settings) -> EnginePlan | None:
+def check_engines(settings: Settings, *, elsewhere: bool = False) -> EnginePlan | None:
     """Check the settings of engines that the run starts; returns their plan, if not all of them are alike.
+
+    Engines that run ``elsewhere`` need no SGLang here; without one, flags of SGLang are taken as given.
 
     Raises:
         PreflightError: SGLang is not installed.
@@ -241,9 +242,11 @@ def check_engines(settings: Settings) -> EnginePlan | None:
     engine = settings.engine
     if engine.rollout_external_engine_addrs:
         return None
-    if not importable_in(engine.python, "sglang"):
+    is_installed = importable_in(engine.python, "sglang")
+    if not is_installed and not elsewhere:
         raise PreflightError(missing_sglang(engine.python))
-    check_flags(engine, ())
+    if is_installed:
+        check_flags(engine, ())
     topology = topology_of(engine, settings.cluster.rollout_gpus)
     if topology is None:
         return None
@@ -252,13 +255,15 @@ def check_engines(settings: Settings) -> EnginePlan | None:
         engine,
         EngineSpec(model_path=settings.rollout.data.hf_checkpoint, dtype=engine_dtype(settings)),
         num_gpus=settings.cluster.rollout_gpus,
+        is_installed=is_installed,
     )
     if plan.trained is None:
         raise ConfigError(
             f"--sglang-config {engine.sglang_config}: no model gets the trainer's weights; give one "
             "`update_weights: true`, or the path of --hf-checkpoint"
         )
-    check_runs_here(plan)
+    if not elsewhere:
+        check_runs_here(plan)
     return plan
 
 

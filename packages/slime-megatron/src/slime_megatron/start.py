@@ -12,7 +12,7 @@ from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_core.types import Rendezvous
 from slime_core.user_functions import load_function
-from slime_megatron.config import MegatronConfig
+from slime_megatron.config import MegatronConfig, flag_name
 
 if TYPE_CHECKING:
     from slime_core.ops import AdvantageEstimator
@@ -30,15 +30,29 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
     """
     if config is not None and (problems := list(_unused(algorithm, config))):
         raise ConfigError("\n".join(problems))
-    if (loss := algorithm.custom_loss_function_path) is not None:
-        load_function(loss, "--custom-loss-function-path", arguments=("inputs",))
-    if (weigh := algorithm.custom_tis_function_path) is not None:
-        load_function(weigh, "--custom-tis-function-path")
-    if (reduce := algorithm.custom_pg_loss_reducer_function_path) is not None:
-        arguments = ("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss")
-        load_function(reduce, "--custom-pg-loss-reducer-function-path", arguments=arguments)
-    path, flag = algorithm.custom_advantage_function_path, "--custom-advantage-function-path"
-    return None if path is None else load_function(path, flag, arguments=("inputs",))
+    found = {name: load_given(algorithm, name) for name in given_functions(algorithm)}
+    return found.get("custom_advantage_function_path")
+
+
+FUNCTIONS: Mapping[str, tuple[str, ...] | None] = {
+    "custom_loss_function_path": ("inputs",),
+    "custom_tis_function_path": None,
+    "custom_pg_loss_reducer_function_path": (
+        *("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
+    ),
+    "custom_advantage_function_path": ("inputs",),
+}
+"""User-defined functions of the algorithm by the setting that names them, and the arguments that are checked."""
+
+
+def given_functions(algorithm: AlgorithmConfig) -> list[str]:
+    """Settings of the algorithm that name a user-defined function."""
+    return [name for name in FUNCTIONS if getattr(algorithm, name) is not None]
+
+
+def load_given(algorithm: AlgorithmConfig, name: str) -> Any:
+    """The function that a setting names; raises `ConfigError` if it cannot be used."""
+    return load_function(getattr(algorithm, name), flag_name(name), arguments=FUNCTIONS[name])
 
 
 def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]:

@@ -19,7 +19,9 @@ from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.generation_service import Progress
 
 if TYPE_CHECKING:  # slow to import, and the launcher only names the settings
+    from slime_rollout.data.chat_mask import EncodedChat
     from slime_rollout.data.dataset import Dataset
+    from slime_rollout.data.files import RawRow
     from slime_rollout.data.source import RolloutDataSource
 
 Rows = Literal["conversations", "pairs"]
@@ -127,20 +129,39 @@ class DataService:
         return self._source
 
     def _load(self, path: str, config: RolloutConfig, tokenizer: Any) -> Dataset[Any]:
-        from slime_rollout.data.chat_mask import ChatEncoder
-        from slime_rollout.data.offline import PreferenceDataset, PreferenceEncoder, SftDataset
+        from slime_rollout.data.offline import PreferenceDataset, SftDataset
 
-        how: dict[str, Any] = {"max_length": self._spec.max_length, "on_bad_data": config.data.on_bad_data}
-        chat = None
-        if tokenizer.chat_template or self._spec.rows == "conversations":
-            chat = ChatEncoder(tokenizer, template_kwargs=config.data.chat_template_kwargs)
-        if self._spec.rows == "pairs":
-            return PreferenceDataset.load(
-                path, PreferenceEncoder(tokenizer, chat), fields=preference_fields(config), **how
-            )
-        assert chat is not None
-        last = config.data.loss_mask_type == "distill_qwen"
-        return SftDataset.load(path, chat, fields=sft_fields(config), last_turn_only=last, **how)
+        encoder, how = _encoding(config, self._spec.rows, self._spec.max_length, tokenizer)
+        kind = PreferenceDataset if self._spec.rows == "pairs" else SftDataset
+        return kind.load(path, encoder, on_bad_data=config.data.on_bad_data, **how)
+
+
+def encode_row(raw: RawRow, spec: DataSpec, tokenizer: Any) -> list[EncodedChat]:
+    """The samples of a row of ``--prompt-data``: a conversation, or a chosen and a rejected response.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+        DataError: The row is bad.
+    """
+    from slime_rollout.data.offline import encode_conversation, encode_pair
+
+    encoder, how = _encoding(spec.rollout, spec.rows, spec.max_length, tokenizer)
+    encode: Any = encode_pair if spec.rows == "pairs" else encode_conversation
+    return list(encode(raw, encoder, **how)[1:])
+
+
+def _encoding(config: RolloutConfig, rows: Rows, max_length: int | None, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+    """What turns rows into tokens, and how it reads them."""
+    from slime_rollout.data.chat_mask import ChatEncoder
+    from slime_rollout.data.offline import PreferenceEncoder
+
+    chat = None
+    if tokenizer.chat_template or rows == "conversations":
+        chat = ChatEncoder(tokenizer, template_kwargs=config.data.chat_template_kwargs)
+    if rows == "pairs":
+        return PreferenceEncoder(tokenizer, chat), {"fields": preference_fields(config), "max_length": max_length}
+    last = config.data.loss_mask_type == "distill_qwen"
+    return chat, {"fields": sft_fields(config), "max_length": max_length, "last_turn_only": last}
 
 
 def row_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,24 @@ from slime_launch.overrides import Overrides
 from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
 from slime_launch.plan.devices import Device
-from slime_launch.plan.fit import check_engine, check_phases, check_trainer
-from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of, transport_of
-from slime_launch.plan.memory import (
+from slime_launch.plan.engines import (
+    EngineGroup,
     EngineMemory,
-    Phase,
-    TrainerMemory,
+    engine_groups,
     engine_memory,
     num_parameters,
-    phases,
-    trainer_memory,
+    shape_of,
 )
-from slime_launch.plan.prompt import FirstPrompt, first_prompt
+from slime_launch.plan.fit import check_engine, check_phases, check_trainer
+from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of, transport_of
+from slime_launch.plan.memory import Phase, TrainerMemory, phases, trainer_memory
+from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look
-from slime_launch.validate import notices
+from slime_launch.validate import notices, row_limit
 from slime_megatron.checkpoint import teacher_source
+from slime_megatron.config import flag_name
+from slime_megatron.start import given_functions, load_given
+from slime_rollout.data_service import DataSpec
 from slime_rollout.hooks import given_hooks, hook_args_of
 
 
@@ -57,13 +62,14 @@ class Plan:
     nodes: list[Node]
     sizes: Sizes | None
     trainer: TrainerMemory | None
-    engine: EngineMemory | None
+    engines: list[EngineMemory]
     phases: list[Phase]
     transports: list[Transport]
     times: list[PhaseTime]
     hooks: list[str]
     rows: dict[str, int]
     prompt: FirstPrompt | None
+    samples: list[FirstSample]
     checkpoints: dict[str, str]
     notices: list[str]
     problems: list[str]
@@ -71,9 +77,10 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """As plain values, with totals in bytes."""
         values = dataclasses.asdict(self)
-        for name, memory in (("trainer", self.trainer), ("engine", self.engine)):
-            if memory is not None:
-                values[name]["total"] = memory.total
+        if self.trainer is not None:
+            values["trainer"]["total"] = self.trainer.total
+        for engine, memory in zip(values["engines"], self.engines, strict=True):
+            engine["total"] = memory.total
         return values
 
 
@@ -88,18 +95,20 @@ def make_plan(
     given = settings
     settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems, elsewhere=elsewhere)
-    settings, prompt = found.settings, None
-    if (
-        settings.generates
-        and settings.rollout.data.prompt_paths
-        and found.rows is not None
-        and Path(settings.rollout.data.hf_checkpoint).is_dir()
-    ):
-        prompt = problems.attempt(first_prompt, settings.rollout)
+    settings, prompt, row = found.settings, None, None
+    if settings.rollout.data.prompt_paths and found.rows and Path(settings.rollout.data.hf_checkpoint).is_dir():
+        if settings.generates:
+            prompt = problems.attempt(first_prompt, settings.rollout)
+        elif settings.rows is not None and found.shape is not None:
+            limit = row_limit(settings, found.shape.max_position_embeddings)
+            spec = DataSpec(rollout=settings.rollout, rows=settings.rows, max_length=limit)
+            row = problems.attempt(first_row, spec)
     layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
-    nodes = place(settings, device, gpus_per_node)
+    groups = engine_groups(settings, found.engines)
+    nodes = place(settings, device, gpus_per_node, groups)
     problems.attempt(check_nodes, settings, nodes, device)
-    parts = _Parts(settings, found, device, problems, prompt, nodes)
+    tokens = 0 if prompt is None else prompt.tokens
+    parts = _Parts(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
     return Plan(
         device=device,
         gpus_per_node=gpus_per_node,
@@ -110,16 +119,18 @@ def make_plan(
         nodes=nodes,
         sizes=parts.sizes,
         trainer=parts.trainer,
-        engine=parts.engine,
+        engines=parts.engines,
         phases=parts.phases,
         transports=parts.transports,
         times=parts.times,
         hooks=_hooks(settings, problems),
         rows=found.rows or {},
         prompt=prompt,
+        samples=[] if row is None else row.samples,
         checkpoints=_checkpoints(settings, found),
         notices=[
             *notices(settings),
+            *parts.notices,
             *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),
         ],
         problems=problems.lines,
@@ -135,40 +146,55 @@ class _Parts:
         found: Found,
         device: Device,
         problems: Problems,
-        prompt: FirstPrompt | None,
+        prompt_tokens: int,
+        longest_row: int | None,
         nodes: list[Node],
+        groups: list[EngineGroup],
     ) -> None:
         self.sizes: Sizes | None = None
         self.batch: Batch | None = None
         self.trainer: TrainerMemory | None = None
-        self.engine: EngineMemory | None = None
+        self.engines: list[EngineMemory] = []
+        self.notices: list[str] = []
         self.phases: list[Phase] = []
         self.transports: list[Transport] = []
         self.times: list[PhaseTime] = []
         shape = found.shape
         if shape is None:
             return
-        length = settings.rollout.data.rollout_max_prompt_len or (0 if prompt is None else prompt.tokens)
-        self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings)
-        if settings.generates and not settings.engine.rollout_external_engine_addrs and settings.cluster.rollout_gpus:
-            self.engine = problems.attempt(engine_memory, settings, shape, device)
-            if settings.trains:
-                chosen = problems.attempt(transport_of, settings, nodes, device)
-                within = all(node.node == 0 for node in nodes if node.engines)
-                self.transports = transports(settings, shape, device, chosen, within_node=within)
+        length = settings.rollout.data.rollout_max_prompt_len or prompt_tokens
+        self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings, longest_row)
+        self._add_engines(settings, shape, groups, device, problems)
+        if self.engines and settings.trains:
+            chosen = problems.attempt(transport_of, settings, nodes, device)
+            within = all(node.node == 0 for node in nodes if node.engines)
+            count = sum(group.count for group in groups if group.trained)
+            self.transports = transports(settings, shape, device, chosen, engines=count, within_node=within)
         if self.sizes is None:
             return
         if settings.trains:
             self._add_trainer(settings, shape, found.overrides or {}, device, problems)
         if not settings.trains or self.trainer is not None:
-            self.phases = phases(settings, device, self.trainer, self.engine)
+            self.phases = phases(settings, device, self.trainer, self.engines)
             if self.trainer is None or self.trainer.total <= device.memory:
                 problems.attempt(check_phases, device, self.phases)
-        if self.engine is not None:
-            problems.attempt(check_engine, settings, device, self.engine, self.sizes)
+        for engine in self.engines:
+            problems.attempt(check_engine, device, engine, self.sizes)
         self.times = (
-            problems.attempt(phase_times, settings, shape, device, self.engine, self.sizes, self.transports) or []
+            problems.attempt(phase_times, settings, shape, device, self.engines, self.sizes, self.transports) or []
         )
+
+    def _add_engines(
+        self, settings: Settings, shape: ModelShape, groups: list[EngineGroup], device: Device, problems: Problems
+    ) -> None:
+        """The memory of each group's engines, where the model's shape is known; an encoder holds a part of one."""
+        for group in groups:
+            own = shape_of(group, shape)
+            if own is None or group.role == "encoder":
+                self.notices.append(f"the memory of the {group.title} engines is not known, and not in this plan")
+                continue
+            memory = problems.attempt(engine_memory, settings, own, device, group)
+            self.engines += [] if memory is None else [memory]
 
     def _add_trainer(
         self, settings: Settings, shape: ModelShape, overrides: Overrides, device: Device, problems: Problems
@@ -230,17 +256,20 @@ def _derived(settings: Settings, batch: Batch | None) -> dict[str, Any]:
 
 
 def _hooks(settings: Settings, problems: Problems) -> list[str]:
-    """The names of custom functions; that they load was checked."""
-    if not settings.generates:
-        return []
+    """The names of custom functions, of generation and of the algorithm, that load; others are among the problems."""
+    algorithm, found = settings.algorithm, dict[str, Callable[[], Any]]()
     with importing_hooks():
-        hooks = problems.attempt(given_hooks, settings.rollout) or []
-        return [hook.name for hook in hooks if _loads(hook, settings)]
+        args = functools.partial(hook_args_of, settings.rollout, settings.flags())
+        for hook in (problems.attempt(given_hooks, settings.rollout) or []) if settings.generates else ():
+            found[hook.name] = lambda hook=hook: hook.load(args())
+        for name in given_functions(algorithm) if settings.trains else ():
+            found[f"{flag_name(name)} {getattr(algorithm, name)}"] = functools.partial(load_given, algorithm, name)
+        return [name for name, load in found.items() if _loads(load)]
 
 
-def _loads(hook: Any, settings: Settings) -> bool:
+def _loads(load: Callable[[], Any]) -> bool:
     try:
-        hook.load(hook_args_of(settings.rollout, settings.flags()))
+        load()
     except Exception:  # is among the problems
         return False
     return True

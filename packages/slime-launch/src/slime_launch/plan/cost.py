@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.plan.devices import Device
-from slime_launch.plan.memory import EngineMemory, engine_weights, frozen_models, kv_numbers, num_parameters
+from slime_launch.plan.engines import EngineMemory, engine_weights, kv_numbers, num_parameters
+from slime_launch.plan.memory import frozen_models
 from slime_launch.validate import engine_dtype
 from slime_megatron.operations import flops_model
 
@@ -65,12 +66,13 @@ def phase_times(
     settings: Settings,
     shape: ModelShape,
     device: Device,
-    engine: EngineMemory | None,
+    engines: Sequence[EngineMemory],
     sizes: Sizes,
     ways: Sequence[Transport],
 ) -> list[PhaseTime]:
     """The phases of a rollout in their order; weights travel by the chosen one of ``ways``."""
-    found = [] if engine is None else [_generation(settings, shape, device, engine, sizes)]
+    generating = [engine for engine in engines if engine.group.generates]
+    found = [_generation(settings, shape, device, generating, sizes)] if generating else []
     if settings.trains and not settings.only_evaluates:
         found += _training(settings, shape, device, sizes)
     if settings.generates:
@@ -111,11 +113,14 @@ def rollout_seconds(settings: Settings, times: list[PhaseTime]) -> float:
     return max(generate, sum(seconds.values()) - generate - send) + send
 
 
-def _generation(settings: Settings, shape: ModelShape, device: Device, engine: EngineMemory, sizes: Sizes) -> PhaseTime:
+def _generation(
+    settings: Settings, shape: ModelShape, device: Device, generating: Sequence[EngineMemory], sizes: Sizes
+) -> PhaseTime:
     """All responses of a rollout: as many at a time as the KV cache holds, each step reading weights and cache."""
-    engines = max(1, settings.cluster.rollout_gpus // engine.ranks)
+    engine = min(generating, key=lambda engine: engine.kv_tokens)
+    engines = sum(one.group.count for one in generating)
     of_engine = -(-sizes.samples // engines)
-    running = int(str(settings.engine.sglang_args.get("max-running-requests", 128 if device.is_cpu else of_engine)))
+    running = int(str(engine.group.args.get("max-running-requests", 128 if device.is_cpu else of_engine)))
     fitting = max(1, engine.kv_tokens // max(1, sizes.sample_tokens))
     at_once = max(1, min(of_engine, running, fitting, -(-settings.rollout.sampling.rollout_concurrency // engines)))
     model, width = flops_model(shape), 2 if engine_dtype(settings) == "bfloat16" else 4
@@ -157,11 +162,13 @@ class Transport:
 
 
 def transports(
-    settings: Settings, shape: ModelShape, device: Device, chosen: str | None, *, within_node: bool
+    settings: Settings, shape: ModelShape, device: Device, chosen: str | None, *, engines: int, within_node: bool
 ) -> list[Transport]:
-    """Every transport, with what an update takes; engines may all be on the node of the trainer's first rank."""
+    """Every transport, with what an update of so many engines takes.
+
+    They may all be on the node of the trainer's first rank.
+    """
     size = engine_weights(settings, shape)
-    engines = max(1, settings.cluster.rollout_gpus // settings.engine.rollout_num_gpus_per_engine)
     between = device.link if within_node else NETWORK
     problems = {
         "tensor": None if within_node else "works within one machine",

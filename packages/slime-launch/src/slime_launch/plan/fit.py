@@ -12,8 +12,9 @@ from slime_launch.config import Settings
 from slime_launch.overrides import Overrides
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.devices import Device
+from slime_launch.plan.engines import EngineMemory
 from slime_launch.plan.layout import batch_of
-from slime_launch.plan.memory import EngineMemory, Phase, TrainerMemory, gib, trainer_memory
+from slime_launch.plan.memory import Phase, TrainerMemory, gib, trainer_memory
 from slime_megatron.config import flag_name
 from slime_megatron.fits import misfits
 
@@ -90,16 +91,23 @@ def _typed(name: str, value: Any) -> str:
     return "" if value is False else f"{flag_name(name)} {value}"
 
 
-def check_engine(settings: Settings, device: Device, memory: EngineMemory, sizes: Sizes) -> None:
-    """Check that an engine's weights fit on its GPUs, with a cache for at least one sample.
+def check_engine(device: Device, memory: EngineMemory, sizes: Sizes) -> None:
+    """Check that an engine's weights fit on its GPUs, with a cache for at least one sample of the trained model.
 
     Raises:
         ConfigError: They do not.
     """
-    args = settings.engine.sglang_args
-    ranks, fraction = memory.ranks, str(args.get("mem-fraction-static", "SGLang's own, about 0.85"))
-    if device.is_cpu or memory.kv_tokens >= sizes.sample_tokens:
+    group = memory.group
+    ranks, fraction = group.ranks, str(group.args.get("mem-fraction-static", "SGLang's own, about 0.85"))
+    needed = sizes.sample_tokens if group.generates else max(1, sizes.prompt_tokens) if group.trained else 1
+    if device.is_cpu or memory.kv_tokens >= needed:
         return
+    if not group.trained or group.role != "regular":
+        raise ConfigError(
+            f"a {group.title} engine on {ranks} GPU{'s' * (ranks > 1)} of {device.name} ({gib(device.memory)}) has "
+            f"weights of {gib(memory.weights)} on each, and with a mem_fraction_static of {fraction} room for "
+            f"{memory.kv_tokens} tokens; give its group a larger num_gpus_per_engine or mem_fraction_static"
+        )
     left = f"leave room for {memory.kv_tokens} tokens" if memory.kv_cache else "do not fit"
     raise ConfigError(
         f"an engine on {ranks} GPU{'s' * (ranks > 1)} of {device.name} ({gib(device.memory)}): with "

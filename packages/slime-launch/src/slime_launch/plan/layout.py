@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings
@@ -11,33 +12,47 @@ from slime_launch.errors import PlacementError
 from slime_launch.placement import choose_transport, plan_layout
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.devices import Device
+from slime_launch.plan.engines import EngineGroup
 from slime_launch.validate import global_batch_size, row_limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:
-    """One node: numbers of its trainer ranks, and of the engines with the GPUs of each there."""
+    """One node: numbers of its trainer ranks, and its engines."""
 
     node: int
     trainer_ranks: list[int]
-    engines: dict[int, list[int]]
+    engines: list[PlacedEngine]
 
 
-def place(settings: Settings, device: Device, gpus_per_node: int) -> list[Node]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedEngine:
+    """An engine on a node: its number, its model and role, if not all are alike, and its GPUs there."""
+
+    number: int
+    title: str
+    gpus: list[int]
+
+
+def place(settings: Settings, device: Device, gpus_per_node: int, groups: Sequence[EngineGroup]) -> list[Node]:
     """Fill nodes one after the other, as the run's placement group does; a CPU's workers are on one."""
     layout = plan_layout(settings.placed, cuda=not device.is_cpu, trains=settings.trains)
-    size = settings.engine.rollout_num_gpus_per_engine
     room = len(layout.bundles) if device.is_cpu else gpus_per_node
     nodes: dict[int, Node] = {}
 
     def at(bundle: int) -> Node:
         number = bundle // room
-        return nodes.setdefault(number, Node(node=number, trainer_ranks=[], engines={}))
+        return nodes.setdefault(number, Node(node=number, trainer_ranks=[], engines=[]))
 
     for rank, bundle in enumerate(layout.trainer):
         at(bundle).trainer_ranks.append(rank)
-    for position, bundle in enumerate(layout.rollout):
-        at(bundle).engines.setdefault(position // size, []).append(bundle % room)
+    engines = sorted((first, group.title, group.ranks) for group in groups for first in group.first_gpus)
+    for number, (first, title, ranks) in enumerate(engines):
+        for bundle in layout.rollout[first : first + ranks]:
+            here = at(bundle).engines
+            if not here or here[-1].number != number:
+                here.append(PlacedEngine(number=number, title=title, gpus=[]))
+            here[-1].gpus.append(bundle % room)
     return [nodes[number] for number in sorted(nodes)]
 
 
@@ -49,9 +64,10 @@ def check_nodes(settings: Settings, nodes: list[Node], device: Device) -> None:
     """
     shares: dict[int, list[int]] = {}
     for node in nodes:
-        for engine, gpus in node.engines.items():
-            shares.setdefault(engine, []).append(len(gpus))
-    if uneven := next((engine for engine, share in shares.items() if len(set(share)) > 1), None):
+        for engine in node.engines:
+            shares.setdefault(engine.number, []).append(len(engine.gpus))
+    uneven = next((number for number, share in shares.items() if len(set(share)) > 1), None)
+    if uneven is not None:
         raise PlacementError(
             f"engine {uneven} gets {' + '.join(str(number) for number in shares[uneven])} GPUs on "
             f"{len(shares[uneven])} nodes, and needs as many on each; give another --rollout-num-gpus-per-engine, or "
@@ -119,10 +135,10 @@ def batch_of(settings: Settings, sizes: Sizes) -> Batch:
     )
 
 
-def sizes_of(settings: Settings, prompt_tokens: int, context: int) -> Sizes:
+def sizes_of(settings: Settings, prompt_tokens: int, context: int, longest_row: int | None = None) -> Sizes:
     """A rollout whose responses are as long as they may be, after prompts of so many tokens.
 
-    Rows of a data set are as long as they may be, their prompt included.
+    Rows of a data set are as long as the longest, their prompt included; as they may be, where that is not known.
 
     Raises:
         ConfigError: Prompts leave no room for a response.
@@ -130,7 +146,7 @@ def sizes_of(settings: Settings, prompt_tokens: int, context: int) -> Sizes:
     prompts, limit = settings.rollout.selection.rollout_batch_size, row_limit(settings, context)
     samples = prompts * settings.samples_per_prompt
     if settings.rows is not None:
-        return Sizes(prompt_tokens=0, response_tokens=limit, prompts=prompts, samples=samples)
+        return Sizes(prompt_tokens=0, response_tokens=longest_row or limit, prompts=prompts, samples=samples)
     response = min(settings.rollout.sampling.rollout_max_response_len, limit - prompt_tokens)
     if response < 1:
         raise ConfigError(

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_launch.config import Settings
 from slime_launch.overrides import Overrides
 from slime_launch.plan.devices import GIB, Device
-from slime_launch.validate import engine_dtype, is_quantized
+from slime_launch.plan.engines import CUDA_PROCESS, EngineMemory
 from slime_megatron.activations import activation_memory
 from slime_megatron.config import MegatronConfig
 from slime_megatron.memory import stage_memory
 from slime_megatron.overrides import role_config
-from slime_rollout.engine.server import KV_TOKENS
 
-# What a rank, or an engine of three processes, takes before it holds a model: measured on a CPU; on CUDA the
-# context, its libraries and NCCL's buffers, as users report them (not measured here).
-TRAINER_PROCESS, ENGINE_PROCESS, CUDA_PROCESS = int(0.45 * GIB), int(0.82 * GIB), 2 * GIB
+TRAINER_PROCESS = int(0.45 * GIB)  # what a rank takes before it holds a model, measured on a CPU
 SLEEPING_ENGINE = 3 * GIB  # what an engine keeps of a GPU while it sleeps, as users report it
-# SGLang chooses its --mem-fraction-static by device and parallel size; this is about what it comes to.
-MEM_FRACTION = 0.85
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,71 +121,6 @@ def old_actors(settings: Settings) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineMemory:
-    """Bytes of one GPU of an engine; without CUDA, of the whole engine.
-
-    Attributes:
-        weights: Of the model.
-        kv_cache: Of all tokens that the engine can hold at a time.
-        rest: Processes, activations, and on CUDA what ``--sglang-mem-fraction-static`` leaves.
-        kv_tokens: Tokens of all requests that fit into the cache.
-        ranks: GPUs of the engine.
-    """
-
-    weights: int
-    kv_cache: int
-    rest: int
-    kv_tokens: int
-    ranks: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.kv_cache + self.rest
-
-
-def engine_memory(settings: Settings, shape: ModelShape, device: Device) -> EngineMemory:
-    """The memory of an engine of the trained model; of ``--sglang-config`` those of the run's own size."""
-    ranks = settings.engine.rollout_num_gpus_per_engine
-    width = 2 if engine_dtype(settings) == "bfloat16" else 4
-    whole = engine_weights(settings, shape)
-    per_token = kv_numbers(shape, ranks) * width
-    args = settings.engine.sglang_args
-    if device.is_cpu:
-        limit = settings.rollout.sampling.rollout_max_context_len or shape.max_position_embeddings
-        tokens = int(str(args.get("max-total-tokens", max(KV_TOKENS, limit))))
-        return EngineMemory(
-            weights=whole, kv_cache=tokens * per_token * ranks, rest=ENGINE_PROCESS, kv_tokens=tokens, ranks=ranks
-        )
-    fraction = float(str(args.get("mem-fraction-static", MEM_FRACTION)))
-    weights, static = whole // ranks, int(device.memory * fraction)
-    tokens = max(0, static - weights) // per_token
-    if "max-total-tokens" in args:
-        tokens = min(tokens, int(str(args["max-total-tokens"])))
-    return EngineMemory(weights=weights, kv_cache=tokens * per_token, rest=CUDA_PROCESS, kv_tokens=tokens, ranks=ranks)
-
-
-def engine_weights(settings: Settings, shape: ModelShape) -> int:
-    """Bytes of the weights that engines hold and are sent; a quantized model's are those of its files."""
-    if is_quantized(settings):
-        return sum(path.stat().st_size for path in Path(settings.rollout.data.hf_checkpoint).glob("*.safetensors"))
-    return num_parameters(shape) * (2 if engine_dtype(settings) == "bfloat16" else 4)
-
-
-def num_parameters(shape: ModelShape) -> int:
-    """Numbers in all weights of the model, without padding of the vocabulary."""
-    weight_map = WeightMap(shape, shape.vocab_size)
-    return sum(math.prod(weight_map.megatron_shape(name)) for name in weight_map.megatron_names())
-
-
-def kv_numbers(shape: ModelShape, ranks: int) -> int:
-    """Numbers that a token takes in the KV cache of one of an engine's ranks; latents are on every rank."""
-    if shape.multi_latent_attention:
-        return shape.num_layers * ((shape.kv_lora_rank or 0) + (shape.qk_pos_emb_head_dim or 0))
-    return shape.num_layers * 2 * max(1, -(-shape.num_query_groups // ranks)) * shape.kv_channels
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
     """What a device holds in a phase: bytes needed, and bytes that there are."""
 
@@ -204,26 +131,38 @@ class Phase:
 
 
 def phases(
-    settings: Settings, device: Device, trainer: TrainerMemory | None, engine: EngineMemory | None
+    settings: Settings, device: Device, trainer: TrainerMemory | None, engines: Sequence[EngineMemory]
 ) -> list[Phase]:
     """The phases of a step, each with the device that needs most; without trainers or engines those of the others."""
     if device.is_cpu:
-        return list(_phases_of_host(settings, device, trainer, engine))
-    if trainer is not None and engine is not None and settings.placed.colocate:
-        return list(_phases_of_shared(settings, device, trainer, engine))
-    found = []
-    if trainer is not None:
+        return list(_phases_of_host(settings, device, trainer, engines))
+    shared, found = [], []
+    if trainer is not None and settings.placed.colocate:
+        shared = [engine for engine in engines if engine.group.first_gpus[0] < settings.cluster.actor_gpus]
+    elif trainer is not None:
         found.append(Phase(phase=trainer.phase, where="trainer GPU", needed=trainer.total, available=device.memory))
-    if engine is not None:
-        found.append(Phase(phase="generate", where="engine GPU", needed=engine.total, available=device.memory))
-    return found
+    of_shared = [phase for engine in shared for phase in _phases_of_shared(settings, device, trainer, engine)]
+    for engine in engines:
+        if engine not in shared:
+            where = f"{engine.group.title} engine GPU".lstrip()
+            found.append(Phase(phase="generate", where=where, needed=engine.total, available=device.memory))
+    return [*_worst(of_shared), *found]
+
+
+def _worst(found: Sequence[Phase]) -> list[Phase]:
+    """Of each phase the device that needs most."""
+    most: dict[str, Phase] = {}
+    for one in found:
+        if one.phase not in most or one.needed > most[one.phase].needed:
+            most[one.phase] = one
+    return list(most.values())
 
 
 def _phases_of_shared(
     settings: Settings, device: Device, trainer: TrainerMemory, engine: EngineMemory
 ) -> Iterator[Phase]:
-    """Ranks and engines share a GPU; each phase with what both hold then."""
-    trainer_sleeps, engines_sleep = settings.trainer_sleeps, settings.engines_sleep
+    """Ranks and engines share a GPU; each phase with what both hold then. Engines of another model stay awake."""
+    trainer_sleeps, engines_sleep = settings.trainer_sleeps, settings.engines_sleep and engine.group.trained
     keeps_weights = settings.rollout.selection.update_weights_interval > 1
     sleeping = SLEEPING_ENGINE + (engine.weights if keeps_weights else 0)
     bucket = 2 * settings.megatron.update_weight_buffer_size
@@ -245,12 +184,11 @@ def _phases_of_shared(
 
 
 def _phases_of_host(
-    settings: Settings, device: Device, trainer: TrainerMemory | None, engine: EngineMemory | None
+    settings: Settings, device: Device, trainer: TrainerMemory | None, engines: Sequence[EngineMemory]
 ) -> Iterator[Phase]:
     """Ranks and engines share the machine's memory. On a CPU engines keep theirs; trainers' goes to a file."""
     ranks = settings.cluster.actor_num_gpus_per_node
-    engines = 0 if engine is None else settings.cluster.rollout_gpus // engine.ranks
-    serving = 0 if engine is None else engines * engine.total
+    serving = sum(engine.group.count * engine.total for engine in engines)
     if settings.generates:
         own = 0 if trainer is None else trainer.asleep if settings.trainer_sleeps else trainer.resident
         yield Phase(phase="generate", where="machine", needed=ranks * own + serving, available=device.memory)

@@ -1,16 +1,25 @@
-"""The first prompt as the engines will get it. Importing transformers takes most of a plan's time."""
+"""The first prompt as the engines get it, or the first row as it is trained on, with the tokens that the loss counts.
+
+Importing transformers takes most of a plan's time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_core.errors import DataError
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import PromptEncoder, load_tokenizer
-from slime_rollout.data.files import PromptFile
+from slime_rollout.data.files import PromptFile, RawRow
 from slime_rollout.data.rows import check_row
+from slime_rollout.data_service import DataSpec, encode_row
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +42,76 @@ def first_prompt(config: RolloutConfig) -> FirstPrompt:
     path = config.data.prompt_paths[0]
     tokenizer = _tokenizer(config.data.hf_checkpoint)
     encoder = PromptEncoder.of(config, tokenizer)
-    for _, raw in PromptFile(path, streamed=config.data.streaming_data).rows():
+
+    def render(raw: RawRow) -> FirstPrompt:
         row = check_row(raw, config)
         tokens = encoder.encode(row.prompt, row.tools)
         text = tokenizer.decode(tokens) if tokens else "(a custom generate function renders it)"
         return FirstPrompt(path=path, text=str(text), tokens=len(tokens), label=row.label)
-    raise DataError(f"{path} has no row; give prompts")
+
+    return _first_usable(path, render, config.data.on_bad_data, streamed=config.data.streaming_data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstSample:
+    """A sample of the first row of a data set, of ``tokens`` tokens, ``trained`` of which the loss counts."""
+
+    path: str
+    title: str
+    text: str
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRow:
+    """The samples of the first row, and the tokens of the longest sample that there is, or may be."""
+
+    samples: list[FirstSample]
+    longest: int
+
+
+def first_row(spec: DataSpec) -> FirstRow:
+    """Render the first row of ``--prompt-data`` that can be used.
+
+    Rows are as long as they may be where --rollout-max-context-len says so; else one has most letters, and counts.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded, or has no chat template where one is asked for.
+        DataError: The row cannot be used.
+    """
+    data = spec.rollout.data
+    tokenizer, path = _tokenizer(data.hf_checkpoint), data.prompt_paths[0]
+    encode = functools.partial(encode_row, spec=spec, tokenizer=tokenizer)
+    titles = ("chosen", "rejected") if spec.rows == "pairs" else ("conversation",)
+    samples = [
+        FirstSample(
+            path=path,
+            title=title,
+            text=str(tokenizer.decode(encoded.tokens)),
+            tokens=len(encoded.tokens),
+            trained=sum(encoded.loss_mask),
+        )
+        for title, encoded in zip(titles, _first_usable(path, encode, data.on_bad_data), strict=True)
+    ]
+    longest = spec.max_length
+    if spec.rollout.sampling.rollout_max_context_len is None:
+        rows = (raw for path in data.prompt_paths for _, raw in PromptFile(path).rows())
+        most = max(rows, key=lambda raw: len(raw.value if isinstance(raw.value, bytes) else str(raw.value)))
+        with contextlib.suppress(DataError):  # a bad one that is skipped, so that its length is not known
+            longest = max(len(encoded.tokens) for encoded in encode(most))
+    return FirstRow(samples=samples, longest=longest)
+
+
+def _first_usable(path: str, make: Callable[[RawRow], T], on_bad_data: str, *, streamed: bool = False) -> T:
+    """What is made of the first row; of the first that can be used, where bad ones are skipped."""
+    for _, raw in PromptFile(path, streamed=streamed).rows():
+        try:
+            return make(raw)
+        except DataError:
+            if on_bad_data != "skip":
+                raise
+    raise DataError(f"{path} has no row that can be used")
 
 
 def _tokenizer(directory: str) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from slime_convert.progress import aligned
 from slime_launch.plan.build import Plan
+from slime_launch.plan.engines import EngineMemory
 from slime_launch.plan.memory import gib
 
 _PROMPT_CHARACTERS = 400
@@ -19,7 +20,7 @@ def plan_text(plan: Plan) -> str:
         ("run", _run(plan)),
         ("placement", _placement(plan)),
         ("memory of the trainer rank that needs most", _trainer(plan)),
-        ("memory of an engine" if plan.device.is_cpu else "memory of an engine's GPU", _engine(plan)),
+        *(_engine(plan, memory) for memory in plan.engines),
         ("memory by phase", _phases(plan)),
         ("one update of the engines' weights", _transports(plan)),
         ("one rollout at most, roughly (responses as long as they may be)", _times(plan)),
@@ -69,7 +70,8 @@ def _placement(plan: Plan) -> Iterator[str]:
         parts = [f"trainer ranks {_ranges(node.trainer_ranks)}"] if node.trainer_ranks else []
         unit = "slot" if plan.device.is_cpu else "GPU"
         parts += [
-            f"engine {engine} on {unit}{'s' * (len(gpus) > 1)} {_ranges(gpus)}" for engine, gpus in node.engines.items()
+            f"{one.title} engine {one.number} on {unit}{'s' * (len(one.gpus) > 1)} {_ranges(one.gpus)}".lstrip()
+            for one in node.engines
         ]
         yield f"  node {node.node}: {'; '.join(parts)}"
 
@@ -90,12 +92,12 @@ def _trainer(plan: Plan) -> list[str]:
     return _table(rows, range(1, 2))
 
 
-def _engine(plan: Plan) -> list[str]:
-    memory = plan.engine
-    if memory is None:
-        return []
+def _engine(plan: Plan, memory: EngineMemory) -> tuple[str, list[str]]:
+    """Title and lines; where there are several kinds of engines, the title says which."""
+    name = f"{memory.group.title} engine" if len(plan.engines) > 1 else "engine"
+    title = f"memory of {'an' if name[0] in 'aeiou' else 'a'} {name}" + ("" if plan.device.is_cpu else "'s GPU")
     rows = [("weights", gib(memory.weights)), ("KV cache", gib(memory.kv_cache)), ("rest", gib(memory.rest))]
-    return [*_table(rows, range(1, 2)), f"  the cache holds {memory.kv_tokens:,} tokens"]
+    return title, [*_table(rows, range(1, 2)), f"  the cache holds {memory.kv_tokens:,} tokens"]
 
 
 def _phases(plan: Plan) -> list[str]:
@@ -135,8 +137,14 @@ def _data(plan: Plan) -> Iterator[str]:
         yield f"  {path}: {rows:,} usable rows"
     yield from (f"  {hook}: found" for hook in plan.hooks)
     if plan.prompt is not None:
-        text = plan.prompt.text
-        shown = text if len(text) <= _PROMPT_CHARACTERS else f"{text[:_PROMPT_CHARACTERS]}…"
         label = "" if plan.prompt.label is None else f", label {plan.prompt.label!r}"
         yield f"  first prompt, {plan.prompt.tokens} tokens{label}:"
-        yield from (f"    {line}" for line in shown.splitlines())
+        yield from _shown(plan.prompt.text)
+    for sample in plan.samples:
+        yield f"  first {sample.title}, {sample.tokens} tokens, {sample.trained} of them trained on:"
+        yield from _shown(sample.text)
+
+
+def _shown(text: str) -> Iterator[str]:
+    short = text if len(text) <= _PROMPT_CHARACTERS else f"{text[:_PROMPT_CHARACTERS]}…"
+    yield from (f"    {line}" for line in short.splitlines())

@@ -90,15 +90,8 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
         Raises `DataError` if the file breaks its format, the template cannot be used, or no row is left.
         """
 
-        def encoded_row(raw: RawRow) -> tuple[SftRow, EncodedChat]:
-            row = _sft_row(raw, fields or SftFields())
-            try:
-                first = _last_turn(row.messages) if last_turn_only else 0
-                return row, encoder.encode(row.messages, tools=row.tools, first_trained=first, max_length=max_length)
-            except DataError as error:
-                raise DataError(f"{row.where}: {error}") from None
-
-        rows = read_rows(path, encoded_row, on_bad_data)
+        how: dict[str, Any] = {"fields": fields, "last_turn_only": last_turn_only, "max_length": max_length}
+        rows = read_rows(path, functools.partial(encode_conversation, encoder=encoder, **how), on_bad_data)
         kept = [(row, encoded) for row, encoded in rows if 1 in encoded.loss_mask]
         if not kept:
             raise DataError(f"{path}: none of the {len(rows)} conversations has a trained token within {max_length}")
@@ -130,6 +123,23 @@ class SftDataset(Dataset[tuple[SftRow, EncodedChat]]):
     def _hashed(self, item: tuple[SftRow, EncodedChat]) -> Any:
         row, encoded = item
         return [row.metadata, encoded.tokens, encoded.loss_mask]
+
+
+def encode_conversation(
+    raw: RawRow,
+    encoder: ChatEncoder,
+    *,
+    fields: SftFields | None = None,
+    last_turn_only: bool = False,
+    max_length: int | None = None,
+) -> tuple[SftRow, EncodedChat]:
+    """A row of a file of conversations and its tokens, as :meth:`SftDataset.load` has them; a `DataError` if bad."""
+    row = _sft_row(raw, fields or SftFields())
+    try:
+        first = _last_turn(row.messages) if last_turn_only else 0
+        return row, encoder.encode(row.messages, tools=row.tools, first_trained=first, max_length=max_length)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from None
 
 
 def _last_turn(messages: Sequence[Message]) -> int:
@@ -286,11 +296,8 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
         pair is left.
         """
 
-        def encoded_pair(raw: RawRow) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
-            row = _preference_row(raw, fields or PreferenceFields())
-            return row, *encoder.encode(row, max_length=max_length)
-
-        pairs = read_rows(path, encoded_pair, on_bad_data)
+        encode = functools.partial(encode_pair, encoder=encoder, fields=fields, max_length=max_length)
+        pairs = read_rows(path, encode, on_bad_data)
         kept = [pair for pair in pairs if _differs(*pair[1:])]
         if not kept:
             raise DataError(f"{path}: none of the {len(pairs)} pairs differs within {max_length} tokens")
@@ -321,6 +328,14 @@ class PreferenceDataset(Dataset[tuple[PreferenceRow, EncodedChat, EncodedChat]])
     def _hashed(self, item: tuple[PreferenceRow, EncodedChat, EncodedChat]) -> Any:
         row, *sides = item
         return [row.metadata, row.margin, [[side.tokens, side.loss_mask] for side in sides]]
+
+
+def encode_pair(
+    raw: RawRow, encoder: PreferenceEncoder, *, fields: PreferenceFields | None = None, max_length: int | None = None
+) -> tuple[PreferenceRow, EncodedChat, EncodedChat]:
+    """A row of a file of pairs and its two sides, as :meth:`PreferenceDataset.load` has them; `DataError` if bad."""
+    row = _preference_row(raw, fields or PreferenceFields())
+    return row, *encoder.encode(row, max_length=max_length)
 
 
 def _preference_row(raw: RawRow, fields: PreferenceFields) -> PreferenceRow:

@@ -284,11 +284,14 @@ class EnginePlan:
         return [shlex.join(server_command(self.config, spec)) for model in self.models for spec in model.specs]
 
 
-def plan_engines(topology: Topology, config: EngineConfig, run: EngineSpec, *, num_gpus: int) -> EnginePlan:
+def plan_engines(
+    topology: Topology, config: EngineConfig, run: EngineSpec, *, num_gpus: int, is_installed: bool = True
+) -> EnginePlan:
     """Plan all engines. GPUs are assigned in the file's order, and each engine gets another seed.
 
     A group's settings win over the ``rollout_num_gpus_per_engine`` and ``sglang_args`` of ``config``. ``run`` has the
-    run's model, first seed, dtype and device; its context length is of the trained model only.
+    run's model, first seed, dtype and device; its context length is of the trained model only. Unless SGLang
+    ``is_installed``, its flags are taken as given.
 
     Raises:
         ConfigError: The GPUs do not add up, more than one model is trained, or the installed SGLang does not know an
@@ -324,7 +327,8 @@ def plan_engines(topology: Topology, config: EngineConfig, run: EngineSpec, *, n
             )
         models.append(planned)
         run = dataclasses.replace(run, seed=run.seed + len(specs), base_gpu_id=run.base_gpu_id + model.num_gpus)
-    check_flags(config, [spec for planned in models for spec in planned.specs])
+    if is_installed:
+        check_flags(config, [spec for planned in models for spec in planned.specs])
     return EnginePlan(config=config, models=tuple(models))
 
 
