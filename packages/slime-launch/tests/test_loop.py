@@ -401,8 +401,8 @@ def test_weights_may_be_sent_less_often_and_a_killed_run_ends_the_same(clock, la
         assert end(home) == expected, f"killed at {point}"
 
 
-def test_a_key_is_in_no_file_of_a_run(launch, flags, tmp_path, monkeypatch):
-    secret = "0123456789abcdef0123456789abcdef01234567"
+def test_a_secret_is_in_no_file_of_a_run_and_not_sent(launch, flags, tmp_path, monkeypatch):
+    secrets = [digit * 32 for digit in "1234"]
     sent: list[object] = []
     run = types.SimpleNamespace(id="1", define_metric=lambda *_, **__: None, log=sent.append, finish=lambda: None)
     module = types.SimpleNamespace(
@@ -410,12 +410,24 @@ def test_a_key_is_in_no_file_of_a_run(launch, flags, tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_API_KEY", "")
-    flags |= {"--use-wandb": None, "--wandb-project": "p", "--wandb-key": secret}
+    monkeypatch.setenv("HF_TOKEN", secrets[1])
+    flags |= {"--use-wandb": None, "--wandb-project": "p", "--wandb-key": secrets[0]}
+    flags |= {"--train-env-vars": json.dumps({"HF_TOKEN": secrets[1], "MY_TOKEN": secrets[2], "PLAIN": "seen"})}
+    flags |= {"--rm-type": "remote_rm", "--rm-url": f"http://me:{secrets[3]}@127.0.0.1:9/score"}
+    flags |= {"--dump-details": str(tmp_path / "run" / "details")}
     assert launch(tmp_path / "run", 2, driver=True) == 0
-    assert os.environ["WANDB_API_KEY"] == secret
-    assert len(sent) > 5 and secret not in repr(sent)
+    assert os.environ["WANDB_API_KEY"] == secrets[0]
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len(files) > 6 and not [path for path in files if secret.encode() in path.read_bytes()]
+    assert {"manifest.json", "settings.json"} < {path.name for path in files} and len(files) > 8
+    assert any("details" in path.parts for path in files)
+    for secret in secrets:
+        assert len(sent) > 5 and secret not in repr(sent)
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert "seen" in (tmp_path / "run" / "save" / "manifest.json").read_text() and "seen" in repr(sent)
+    # the same command goes on, whatever its secrets are by now
+    monkeypatch.delenv("HF_TOKEN")
+    flags["--train-env-vars"] = flags["--train-env-vars"].replace(secrets[2], "rotated")
+    assert launch(tmp_path / "run", 3, driver=True) == 0
 
 
 def test_trainers_lost_again_and_while_they_start(clock, launch, tmp_path):

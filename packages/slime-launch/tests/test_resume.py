@@ -170,6 +170,14 @@ def test_flags_that_came_or_went_are_differences():
     assert changed_flags({"sglang_x": "1", "num_rollout": 1}, {"num_rollout": 2}) == []
 
 
+def test_secrets_may_change_and_what_stands_beside_them_may_not():
+    old = {"some_url": "http://[removed]@h/x", "some_vars": '{"A": "b"}', "save": None}
+    assert changed_flags(old, old | {"some_url": "http://me:other@h/x"}) == []
+    assert changed_flags(old | {"some_url": "http://me:first@h/x"}, old) == []
+    assert len(changed_flags(old, old | {"some_url": "http://me:other@i/x"})) == 1
+    assert len(changed_flags(old, old | {"some_vars": '{"A": "c"}'})) == 1
+
+
 def add_checkpoint(root, iteration):
     """What a trainer writes: a checkpoint and the file that names the newest."""
     directory = root / f"iter_{iteration:07d}"

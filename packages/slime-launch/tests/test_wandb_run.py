@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -117,14 +118,12 @@ def test_what_is_missing_is_said_at_the_start(wandb, monkeypatch, tmp_path):
 REAL = """
 import sys
 from pathlib import Path
-from slime_launch.config import TrackingConfig
+from slime_launch.flags import parse_train
+from slime_launch.run import start_wandb
 from slime_launch.tracking import Tracker
-from slime_launch.wandb_run import WandbRun
 
 out = Path(sys.argv[1])
-config = TrackingConfig(use_wandb=True, wandb_mode="offline", wandb_project="p", wandb_group="g")
-run = WandbRun(config, {"lr": 1.0}, out, resumed=False, steps_per_rollout=1)
-tracker = Tracker(out, wandb_run=run)
+tracker = Tracker(out, wandb_run=start_wandb(parse_train(sys.argv[2:]), out, resumed=False))
 tracker.log("eval", step=0, rollout_id=0, metrics={"eval/sums": 0.5})
 tracker.log("rollout", step=0, rollout_id=0, metrics={"rollout/raw_reward": 0.25})
 tracker.close()
@@ -132,16 +131,20 @@ tracker.close()
 
 
 @pytest.mark.full
-def test_offline_files_of_the_real_one_hold_the_metrics_and_not_the_key(tmp_path):
-    pytest.importorskip("wandb")
+def test_offline_files_of_the_real_one_hold_the_metrics_and_no_secret(flags, to_words, tmp_path):
     (tmp_path / "out").mkdir()
-    environment = os.environ | {KEY: SECRET, "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", REAL, str(tmp_path / "out")], env=environment, capture_output=True, timeout=120
-    )
+    environment = os.environ | {KEY: SECRET, "HF_TOKEN": SECRET[::-1], "HOME": str(tmp_path)}
+    secrets = [SECRET, SECRET[::-1], "pass-of-the-scorer"]
+    flags |= {"--use-wandb": None, "--wandb-mode": "offline", "--wandb-project": "p", "--wandb-group": "g"}
+    flags |= {"--rm-type": "remote_rm", "--rm-url": f"http://me:{secrets[2]}@127.0.0.1:9/score"}
+    flags |= {"--train-env-vars": json.dumps({"HF_TOKEN": secrets[1]})}
+    command = [sys.executable, "-c", REAL, str(tmp_path / "out"), *to_words(flags)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     [written] = {path.resolve() for path in files if path.suffix == ".wandb"}
-    assert b"raw_reward" in written.read_bytes() and b"sums" in written.read_bytes()
-    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
-    assert SECRET.encode() not in done.stdout + done.stderr
+    for word in (b"raw_reward", b"sums", b"train_env_vars", b"127.0.0.1:9/score"):
+        assert word in written.read_bytes()
+    for secret in map(str.encode, secrets):
+        assert not [path for path in files if secret in path.read_bytes()]
+        assert secret not in done.stdout + done.stderr

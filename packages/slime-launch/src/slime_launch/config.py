@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime_core.config import AlgorithmConfig
 from slime_core.flags import Config, flag, flag_specs, flag_values, template_problem
-from slime_launch.redact import HIDDEN
+from slime_launch.redact import HIDDEN, without_secrets
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import SFT_ROLLOUT, RolloutConfig
 from slime_rollout.engine.config import API_KEY, EngineConfig
@@ -370,7 +370,10 @@ class Settings:
         return self.cluster
 
     def flags(self) -> dict[str, Any]:
-        """Every flag by its name in Python, given or not, as plain values that JSON can hold; no secrets."""
+        """Every flag by its name in Python, given or not, as plain values that JSON can hold: what hooks get as args.
+
+        For what is written down or sent, see :meth:`public_flags`.
+        """
         values: dict[str, Any] = dict(self.shape)
         for part in CONFIGS:
             config = getattr(self, part)
@@ -381,6 +384,10 @@ class Settings:
         if API_KEY in self.engine.sglang_args:
             values[sglang_dest(API_KEY)] = HIDDEN
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def public_flags(self) -> dict[str, Any]:
+        """The same with every secret in them replaced, for the manifest and trackers."""
+        return without_secrets(self.flags())
 
 
 def free_flags() -> frozenset[str]:

@@ -38,7 +38,7 @@ class Manifest:
         weight_version: Number of the weights in the checkpoint: how often weights were updated.
         checkpoint: The checkpoint's directory below ``--save``; ``None`` before the first one.
         source_state: State of the data source after the last rollout trained on.
-        flags: Every flag's value, to see that the same run is continued.
+        flags: Every flag's value without secrets, to see that the same run is continued.
         output_dir: Where the run writes its metrics and logs.
         load: Checkpoint directory that the run began with.
         ref_load: Checkpoint directory of its reference model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ NAMES = re.compile(
 """Names of flags, variables and JSON keys whose value is a secret. ``--input-key`` and the like are none."""
 FORMS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|xox[abprs]-[\w-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )\S+|(?<=://)[^/@\s:]*:[^/@\s]+(?=@)"
+    r"|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )\S+|(?<=://)[^/@\s]+(?=@)"
 )
-"""Secrets that are known by their form: tokens of services, and a user's password in an address."""
+"""Secrets that are known by their form: tokens of services, and user and password in an address."""
 PAIRS = re.compile(r"([\"']?)([\w-]+)\1(\s*[=:]\s*)([\"']?)([^\"'&,;?=\s}]+)\4")
 """``name=value`` or ``"name": "value"`` within a text."""
 SHORTEST = 8
@@ -38,6 +39,14 @@ def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str] | 
     known = os.environ if environment is None else environment
     secrets = [value for name, value in known.items() if NAMES.search(name) and len(value) >= SHORTEST]
     return {name: _clean(name, value, secrets) for name, value in values.items()}
+
+
+def may_be_same(one: Any, other: Any) -> bool:
+    """Whether values may be the same, of which ``one`` is without its secrets: these may have been anything."""
+    if one == other:
+        return True
+    parts = json.dumps(one).split(HIDDEN)
+    return len(parts) > 1 and re.fullmatch(".*".join(map(re.escape, parts)), json.dumps(other)) is not None
 
 
 def _clean(name: str, value: Any, secrets: list[str]) -> Any:

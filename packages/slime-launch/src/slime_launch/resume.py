@@ -14,6 +14,7 @@ from slime_core.errors import ConfigError
 from slime_launch.config import Settings, free_flags
 from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
+from slime_launch.redact import may_be_same, without_secrets
 from slime_launch.shards import ReadyRollout
 from slime_megatron.arguments import has_no_effect
 from slime_megatron.checkpoint import OLD_ACTOR, find_checkpoint, iteration_directory, may_be_checkpoint
@@ -40,7 +41,7 @@ def find_run(settings: Settings) -> Manifest | None:
                 f"{save / ROLLOUT_DIR}"
             )
         return None
-    if differences := changed_flags(manifest.flags, settings.flags()):
+    if differences := changed_flags(manifest.flags, settings.public_flags()):
         raise ManifestError(
             f"--save {save} holds a run that was started with other flags ({', '.join(differences)}); give the same, "
             "or another --save"
@@ -49,12 +50,15 @@ def find_run(settings: Settings) -> Manifest | None:
 
 
 def changed_flags(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Flags that differ and may not, as ``--lr 1e-06 → 2e-06``. SGLang's own and the router's may."""
+    """Flags that differ and may not, as ``--lr 1e-06 → 2e-06``. SGLang's own and the router's may, and secrets."""
     names = sorted((old.keys() | new.keys()) - free_flags())
+    old = without_secrets(old)  # an older slime wrote them down
     return [
         f"--{name.replace('_', '-')} {old.get(name)} → {new.get(name)}"
         for name in names
-        if not name.startswith(("sglang_", "router_")) and not has_no_effect(name) and old.get(name) != new.get(name)
+        if not name.startswith(("sglang_", "router_"))
+        and not has_no_effect(name)
+        and not may_be_same(old.get(name), new.get(name))
     ]
 
 
@@ -278,7 +282,7 @@ class RunState:
             weight_version=weight_version,
             checkpoint=self._checkpoint,
             source_state=source_state,
-            flags=self._settings.flags(),
+            flags=self._settings.public_flags(),
             output_dir=str(self._output_dir.resolve()),
             load=self._weights.load,
             ref_load=self._weights.ref_load,

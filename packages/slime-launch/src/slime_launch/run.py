@@ -166,7 +166,7 @@ def start_wandb(settings: Settings, output_dir: Path, *, resumed: bool) -> Wandb
     if not settings.tracking.use_wandb:
         return None
     steps = settings.run.num_steps_per_rollout
-    return WandbRun(settings.tracking, settings.flags(), output_dir, resumed=resumed, steps_per_rollout=steps)
+    return WandbRun(settings.tracking, settings.public_flags(), output_dir, resumed=resumed, steps_per_rollout=steps)
 
 
 def turn_the_crank(parts: Parts) -> Parts:
