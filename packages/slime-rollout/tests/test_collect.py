@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,6 +31,12 @@ def index_of(body):
 
 def asked(engine):
     return sorted(map(index_of, engine.bodies))
+
+
+def asked_to_train(engine):
+    """The same without those of evaluations."""
+    seeds = [body["sampling_params"]["sampling_seed"] for body in engine.bodies]
+    return sorted(INDEX[seed] for seed in seeds if seed in INDEX)
 
 
 def indices(batch):
@@ -542,6 +548,44 @@ class TestContinuous:
         given_.close()
         held["held"] = set()
         assert indices(given_.generate(1)) == list(range(6, 12))
+
+    def test_an_evaluation_does_not_stop_generation(self, manager, engine, reply, write_rows):
+        evaluates, begun, over = threading.Event(), threading.Event(), threading.Event()
+
+        async def answer(number, body):
+            is_evaluation = body["sampling_params"]["sampling_seed"] not in INDEX
+            if is_evaluation:
+                evaluates.set()
+            async with asyncio.timeout(20):
+                while not (over.is_set() if is_evaluation else begun.is_set() or index_of(body) < 6):
+                    await asyncio.sleep(0.005)
+            return reply(text="1")
+
+        engine.answer = answer
+        sums = write_rows([{"prompt": "1 + 0", "label": "1"}], "sums.jsonl")
+        given_ = manager(async_buffer_size=2, eval_prompt_data=("sums", sums))
+        given_.generate(0)
+        with ThreadPoolExecutor(1) as pool:
+            report = pool.submit(given_.evaluate, 1)
+            assert evaluates.wait(20)
+            assert not scored(given_)
+            begun.set()
+            wait_for(lambda: len(scored(given_)) == 12)  # and a save may come meanwhile, too
+            assert indices(given_.generate(1)) == list(range(6, 12))
+            assert not report.done()
+            over.set()
+            assert report.result(20).scores == {"sums": 1.0}
+        assert asked_to_train(engine)[:18] == list(range(18))
+
+    def test_a_save_does_not_stop_generation(self, manager, engine, held):
+        held["held"] = set(range(6, 600))
+        given_ = manager(async_buffer_size=2)
+        given_.generate(0)
+        wait_for(lambda: engine.in_flight == 12)
+        state = given_.state_dict()
+        assert len(state["unfinished"]) == 4 and not scored(given_)
+        assert engine.in_flight == 12 and asked(engine) == list(range(18))  # none was cut off, or sent again
+        assert not engine.aborts
 
     def test_the_ledger_knows_what_is_in_flight(self, manager, engine, caplog):
         given_ = manager(async_buffer_size=2, dynamic_sampling_filter_path=None)
