@@ -8,6 +8,7 @@ on real parts, with a real SIGKILL, is in `integration_tests/test_resume.py`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -564,25 +565,39 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("versions", "may_lag", "fine"),
+    ("versions", "most_behind", "allowed"),
     [
-        ([3, 3], False, True),
-        ([3, -1], False, True),
-        ([], False, True),
-        ([3, 2], False, False),
-        ([4, 4], False, False),
-        ([3, 2], True, True),
-        ([0, -1], True, True),
-        ([3, 4], True, False),
+        ([3, 3], 0, None),
+        ([3, -1], 0, None),
+        ([], 0, None),
+        ([3, 2], 0, "3: "),
+        ([4, 4], 0, "3: "),
+        ([3, 2], 1, None),
+        ([3, 1], 1, "2 to 3: "),
+        ([3, 4], 1, "2 to 3: "),
+        ([0, -1], None, None),
+        ([3, 4], None, "3 or less: "),
     ],
 )
-def test_no_token_is_of_another_policy_than_it_may_be(versions, may_lag, fine):
+def test_no_token_is_of_another_policy_than_it_may_be(versions, most_behind, allowed):
     sample = Sample(
         index=9, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=1.0, weight_versions=versions
     )
     batch = RolloutBatch(rollout_id=7, weight_version=3, groups=[[sample]])
-    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=r"sample 9 of rollout 7 .* must be 3"):
-        check_versions(batch.columns(), may_lag=may_lag)
+    refused = pytest.raises(RunError, match=f"sample 9 of rollout 7 .* must be {allowed}")
+    with contextlib.nullcontext() if allowed is None else refused:
+        check_versions(batch.columns(), most_behind=most_behind)
+
+
+def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, tmp_path, monkeypatch):
+    """Such as a rollout function of one's own gives back; the run's own generation holds the bound by itself."""
+    del flags["--colocate"]
+    flags |= {"--rollout-num-gpus": "1", "--async-buffer-size": "2", "--max-weight-staleness": "1"}
+    sample = Rollout.sample
+    monkeypatch.setattr(Rollout, "sample", lambda *given: dataclasses.replace(sample(*given), weight_versions=[0]))
+    with pytest.raises(RunError, match="of rollout 2 has tokens of weight version 0 where all must be 1 to 2: "):
+        launch(tmp_path / "run")
+    assert "train 1" in clock.names and "train 2" not in clock.names
 
 
 @pytest.mark.parametrize(

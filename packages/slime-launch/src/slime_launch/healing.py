@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 from slime_launch.errors import RestartsExhaustedError, TrainerLostError
-from slime_launch.loop import Parts, run_sync
+from slime_launch.loop import Parts, run_loop
 
 
 def run_healing(parts: Parts) -> Parts:
@@ -29,7 +29,7 @@ def run_healing(parts: Parts) -> Parts:
         try:
             if causes:
                 parts = begin_again(parts)
-            run_sync(parts)
+            run_loop(parts)
         except TrainerLostError as error:
             causes.append(error)
             if not most:

@@ -1,4 +1,4 @@
-"""The loop: get a batch, train, send the weights, again. It reads from :func:`run_sync` down.
+"""The loop: get a batch, train, send the weights, again. It reads from :func:`run_loop` down.
 
 It is the same for every kind of run. What a run has not got is left out where it would be used: engines that take
 weights in one on a data set or on recorded rollouts, trainers in one that only generates.
@@ -55,8 +55,13 @@ class Parts:
     console: RunConsole
 
 
-def run_sync(parts: Parts) -> None:
+def run_loop(parts: Parts) -> None:
     """Go from the run's current iteration to ``--num-rollout``; with 0 of them, only evaluate.
+
+    ``--async-buffer-size`` changes none of these moves, but what the rollout worker does beside them: it generates the
+    next rollouts while the trainers train, save and are evaluated, so that :func:`next_batch` may only have to fetch
+    one. Requests in flight stay while weights are sent, and go on with the new ones; so tokens may be up to
+    ``--max-weight-staleness`` versions old.
 
     Engines that were replaced get the weights whenever the trainers are free: while they wait for a rollout, and before
     they train or save. With ``--async-buffer-size`` they may never have to wait for one.

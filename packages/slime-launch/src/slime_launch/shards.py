@@ -90,7 +90,8 @@ def prepare_rollout(
     columns = batch.columns()
     settings = recipe.settings
     if settings.generates:
-        check_versions(columns, may_lag=settings.rollout.may_lag)
+        rollout = settings.rollout
+        check_versions(columns, most_behind=rollout.selection.max_weight_staleness if rollout.may_lag else 0)
     if settings.rows is None:
         check_scored(columns)
         add_rewards(batch, columns, settings)
@@ -195,29 +196,35 @@ def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[Tra
     return ready
 
 
-def check_versions(columns: RolloutColumns, *, may_lag: bool) -> None:
-    """Every token comes from the weights that the rollout is to be trained from, or from older ones if it ``may_lag``.
+def check_versions(columns: RolloutColumns, *, most_behind: int | None) -> None:
+    """Every token comes from the weights that the rollout is to be trained from, or from older ones that it may be of.
+
+    ``most_behind`` is by how many versions; ``None`` sets no limit.
 
     Raises:
         RunError: A token has another version; an engine missed an update, or somebody else sent it weights.
     """
-    expected, versions = columns.weight_version, ragged(columns.samples, "weight_versions")
+    newest, versions = columns.weight_version, ragged(columns.samples, "weight_versions")
+    oldest = None if newest is None or most_behind is None else newest - most_behind
 
     def not_allowed(values: NDArray[Any]) -> NDArray[Any]:
-        wrong = values != -1
-        if expected is not None:
-            wrong &= values > expected if may_lag else values != expected
-        return np.extract(wrong, values)
+        wrong = np.full(len(values), newest is None)
+        if newest is not None:
+            wrong |= values > newest
+        if oldest is not None:
+            wrong |= values < oldest
+        return np.extract(wrong & (values != -1), values)
 
     if not len(not_allowed(versions.values)):
         return
+    allowed = f"{newest} or less" if oldest is None else str(newest) if oldest == newest else f"{oldest} to {newest}"
     for index, row in zip(numbers(columns.samples, "index"), versions.rows, strict=True):
         if row is not None and len(other := not_allowed(row)):
             raise RunError(
-                f"sample {index} of rollout {columns.rollout_id} has tokens of weight version "
-                f"{other.min()} where all must be {expected}{' or less' if may_lag else ''}: an engine serves "
-                "other weights than the trainer's; see that nothing else sends weights to this run's engines, and "
-                "start the same command again"
+                f"sample {index} of rollout {columns.rollout_id} has tokens of weight version {other.min()} where all "
+                f"must be {allowed}: an engine serves other weights than the trainer's, or a function of yours gives "
+                "back what is older than --max-weight-staleness; see that nothing else sends weights to this run's "
+                "engines, and start the same command again"
             )
 
 
