@@ -1,3 +1,4 @@
+import ast
 import asyncio
 import http.server
 import itertools
@@ -5,9 +6,11 @@ import json
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import slime_rollout
 from slime_rollout.http import RETRY_DELAYS, HttpError, Retries, _Asked, call, patient_delays, retry_after_seconds
 
 
@@ -240,3 +243,19 @@ def test_a_server_that_answers_nothing_is_known_as_long_as_requests_wait_there()
             assert asked.silent() == []
         assert asked.silent(0.0) == [url]
     assert asked.silent(0.0) == []
+
+
+UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "np.load", "numpy.load", "yaml.unsafe_load")
+
+
+def test_nothing_in_this_package_unpickles():
+    """Whatever comes over HTTP is JSON; every module that speaks HTTP is here."""
+    paths = list(Path(slime_rollout.__file__).parent.rglob("*.py"))
+    assert len(paths) > 50
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node.func)}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(UNPICKLES)
+    ]
+    assert not found

@@ -16,7 +16,7 @@ def main() -> int:
     from slime_launch.run import run
 
     with Path(sys.argv[1]).open("rb") as file:
-        checked = pickle.load(file)
+        checked = pickle.load(file)  # noqa: S301  # of this process's parent
     return run(checked, watch)
 
 
