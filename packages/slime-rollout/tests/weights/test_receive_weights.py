@@ -1,5 +1,6 @@
 """The command ``slime-rollout receive-weights``."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from slime_core.types import WeightUpdate
 from slime_rollout.cli import main
 from slime_rollout.engine import WeightSyncError
-from slime_rollout.http import call
+from slime_rollout.http import HttpError, call
 from slime_rollout.weights import DeltaWeightChannel
 from slime_rollout.weights.checkpoint import CheckpointReader, tensor_checksum
 
@@ -33,10 +34,11 @@ def listen(words):
     """Start the command, with a program that prepares the process; returns it and its address."""
     started = []
 
-    def listen(prepare=""):
+    def listen(prepare="", where="127.0.0.1:0", key=None):
         program = f"import sys; {prepare}from slime_rollout.cli import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", program, "receive-weights", *words, "--listen", "127.0.0.1:0"]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        command = [sys.executable, "-c", program, "receive-weights", *words, "--listen", where]
+        env = os.environ if key is None else os.environ | {"SLIME_API_KEY": key}
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
         return started[-1], started[-1].stdout.readline().split()[-1]
 
     yield listen
@@ -78,6 +80,15 @@ def test_a_trainer_updates_its_engines_through_a_receiver_that_listens(
     assert call("POST", f"{url}/pull", {"version": 1})["path"] == str(path)
     listening.send_signal(signal.SIGINT)
     assert listening.wait(20) == 130
+
+
+def test_it_listens_on_ipv6_and_takes_its_key_from_the_environment(listen):
+    _, url = listen(where="[::1]:0", key="of-the-run")
+    assert url.startswith("http://[::1]:")
+    for key, status in ((None, 401), ("of-the-run", 409)):  # nothing is published yet
+        with pytest.raises(HttpError) as caught:
+            call("POST", f"{url}/pull", {"version": 1}, key=key)
+        assert caught.value.status == status
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_is_left(listen, push, tmp_path):

@@ -378,6 +378,25 @@ def test_a_receiver_says_what_it_wants_to_be_asked(receiver, asked):
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_only_whoever_has_the_key_can_ask(engines, hf_checkpoint, source, tmp_path, first, host):
+    where = {"directory": str(tmp_path / "local"), "hf_checkpoint": str(hf_checkpoint), "source": str(source)}
+    with DeltaReceiver(**where, host=host, key="of-the-run") as receiver:
+        for key in (None, "another", "of-the-run-"):
+            with pytest.raises(HttpError, match=r"give the run the key .* SLIME_API_KEY") as caught:
+                call("POST", receiver.url + "/pull", {"version": 1}, key=key)
+            assert caught.value.status == 401
+        channel = DeltaWeightChannel(
+            (engines[0].url,),
+            directory=str(source),
+            hf_checkpoint=str(hf_checkpoint),
+            receivers=(receiver.url,),
+            key="of-the-run",
+        )
+        push(channel, first, 1)
+    assert_holds(tmp_path / "local" / "weight_v000001", first)
+
+
 def test_checksums_that_are_not_the_senders_are_an_error(engines, first, hf_checkpoint, source):
     lying = engines[1]
     lying.answers["/pull"] = {"path": "/somewhere", "checksums": dict.fromkeys(first, "0")}

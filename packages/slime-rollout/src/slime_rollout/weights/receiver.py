@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import hmac
 import http.server
 import logging
 import os
+import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import orjson
 import torch
 
 from slime_core.errors import ConfigError, DamagedError, IntegrityError, SlimeError, WrongBaseError
+from slime_rollout.engine.addresses import LOOPBACK, address
+from slime_rollout.engine.with_key import KEY as API_KEY
 from slime_rollout.weights.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
@@ -176,18 +180,26 @@ class DeltaReceiver(contextlib.AbstractContextManager["DeltaReceiver"]):
     """A small HTTP service that brings the checkpoint of this machine up to date when the sender asks for it.
 
     ``POST /pull {"version": 7}`` returns ``path``, what engines load, and ``checksums``, name → checksum as found after
-    the deltas were applied; or status 409 with ``error`` and ``message``.
+    the deltas were applied; or status 409 with ``error`` and ``message``. With a ``key``, requests that do not carry it
+    as engines take theirs (``Authorization: Bearer``) get status 401.
 
     ``directory`` is for copies of the model; one that is there is continued. ``hf_checkpoint`` must be the same as at
     the sender, which publishes versions in ``source``. The port 0 is a free one.
     """
 
     def __init__(
-        self, *, directory: str, hf_checkpoint: str, source: str, host: str = "127.0.0.1", port: int = 0
+        self,
+        *,
+        directory: str,
+        hf_checkpoint: str,
+        source: str,
+        host: str = LOOPBACK,
+        port: int = 0,
+        key: str | None = None,
     ) -> None:
         checkpoint = LocalCheckpoint(Path(directory).absolute(), Path(hf_checkpoint), Path(source).absolute())
-        self._server = http.server.ThreadingHTTPServer((host, port), functools.partial(_Handler, checkpoint))
-        self.url = f"http://{host}:{self._server.server_port}"
+        self._server = _Server(host, port, functools.partial(_Handler, checkpoint, key))
+        self.url = address(host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
 
@@ -201,15 +213,29 @@ class DeltaReceiver(contextlib.AbstractContextManager["DeltaReceiver"]):
         self.stop()
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> None:
+        self.address_family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        super().__init__(where, handler)  # type: ignore[arg-type]  # four numbers and names with IPv6
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = READ_SECONDS
 
-    def __init__(self, checkpoint: LocalCheckpoint, *args: Any) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: LocalCheckpoint, key: str | None, *args: Any) -> None:
+        self._checkpoint, self._key = checkpoint, key
         super().__init__(*args)
+
+    def _is_allowed(self) -> bool:
+        given = self.headers.get("Authorization", "")
+        return self._key is None or hmac.compare_digest(given.encode(), f"Bearer {self._key}".encode())
 
     def do_POST(self) -> None:
         """Respond to ``/pull``."""
+        if not self._is_allowed():
+            message = f"give the run the key that the receiver has as {API_KEY}, as --sglang-api-key"
+            self._answer(401, {"error": "Unauthorized", "message": message})
+            return
         try:
             size = int(self.headers["Content-Length"])
             version = int(orjson.loads(self.rfile.read(size))["version"] if self.path == "/pull" else "")
@@ -236,20 +262,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def serve(source: str, directory: str, hf_checkpoint: str, listen: str) -> None:
-    """Apply deltas until the process is ended; a `ConfigError` if a directory or the address cannot be used."""
+    """Apply deltas until the process is ended; a `ConfigError` if a directory or the address cannot be used.
+
+    The environment's ``SLIME_API_KEY`` is the key that requests must carry.
+    """
     published, local = Path(source).absolute(), Path(directory).absolute()
     if published.resolve() == local.resolve():
         raise ConfigError(f"--to must be another directory than --from {published}: versions there have the same names")
     if not published.is_dir():
         raise ConfigError(f"--from {published} is not a directory that this machine sees")
     host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > HIGHEST_PORT:
         raise ConfigError(f"--listen {listen} is not an address; give HOST:PORT, such as 0.0.0.0:9000")
     CheckpointReader(Path(hf_checkpoint))  # fails now where it holds no weights, and not at the first update
     _lock(local)
+    key = os.environ.get(API_KEY) or None
+    if key is None and host not in (LOOPBACK, "::1", "localhost"):
+        logger.warning("--listen %s without %s: whoever reaches the port can ask for versions", listen, API_KEY)
     try:
         receiver = DeltaReceiver(
-            directory=directory, hf_checkpoint=hf_checkpoint, source=source, host=host, port=int(port)
+            directory=directory, hf_checkpoint=hf_checkpoint, source=source, host=host, port=int(port), key=key
         )
     except OSError as error:
         raise ConfigError(f"--listen {listen} cannot be used: {error}") from error
