@@ -43,7 +43,9 @@ def check_wandb(config: TrackingConfig) -> None:
     if not config.use_wandb:
         return
     if importlib.util.find_spec("wandb") is None:
-        raise PreflightError("--use-wandb needs the package wandb; `pip install 'slime-launch[wandb]'`, or leave it out")
+        raise PreflightError(
+            "--use-wandb needs the package wandb; `pip install 'slime-launch[wandb]'`, or leave it out"
+        )
     if config.wandb_mode == "online" and not os.environ.get(KEY) and not _has_login(config.wandb_host or HOST):
         raise PreflightError(
             f"--use-wandb has no key: run `wandb login`, set {KEY}, give --wandb-key, or --wandb-mode offline"
