@@ -35,7 +35,7 @@ from slime_launch.flags import parse_train
 from slime_launch.loop import Parts, next_batch
 from slime_launch.preflight import preflight, with_output
 from slime_launch.report import report_if_finished
-from slime_launch.shards import check_scored, check_versions, prepare_rollout, read_rollout
+from slime_launch.shards import prepare_rollout, read_rollout
 from slime_launch.sources import RecordedRollouts
 from slime_launch.tracking import Tracker, read_rows
 from slime_rollout.generation_service import Progress
@@ -564,31 +564,6 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
         next_batch(parts, 0)
 
 
-@pytest.mark.parametrize(
-    ("versions", "most_behind", "allowed"),
-    [
-        ([3, 3], 0, None),
-        ([3, -1], 0, None),
-        ([], 0, None),
-        ([3, 2], 0, "3: "),
-        ([4, 4], 0, "3: "),
-        ([3, 2], 1, None),
-        ([3, 1], 1, "2 to 3: "),
-        ([3, 4], 1, "2 to 3: "),
-        ([0, -1], None, None),
-        ([3, 4], None, "3 or less: "),
-    ],
-)
-def test_no_token_is_of_another_policy_than_it_may_be(versions, most_behind, allowed):
-    sample = Sample(
-        index=9, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=1.0, weight_versions=versions
-    )
-    batch = RolloutBatch(rollout_id=7, weight_version=3, groups=[[sample]])
-    refused = pytest.raises(RunError, match=f"sample 9 of rollout 7 .* must be {allowed}")
-    with contextlib.nullcontext() if allowed is None else refused:
-        check_versions(batch.columns(), most_behind=most_behind)
-
-
 def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, tmp_path, monkeypatch):
     """Such as a rollout function of one's own gives back; the run's own generation holds the bound by itself."""
     del flags["--colocate"]
@@ -598,16 +573,3 @@ def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, 
     with pytest.raises(RunError, match="of rollout 2 has tokens of weight version 0 where all must be 1 to 2: "):
         launch(tmp_path / "run")
     assert "train 1" in clock.names and "train 2" not in clock.names
-
-
-@pytest.mark.parametrize(
-    ("rollout_id", "reasons", "fine"),
-    [(0, ["TypeError: x"] * 4, False), (0, ["TypeError: x"] * 3, True), (0, [], True), (1, ["TypeError: x"] * 4, True)],
-)
-def test_a_run_whose_first_rollout_has_no_reward_ends(rollout_id, reasons, fine):
-    samples = [Sample(index=i, group_index=0, prompt="p", tokens=[1, 2], response_length=1) for i in range(4)]
-    for sample, reason in zip(samples, reasons, strict=False):
-        sample.metadata["reward_failure"] = reason
-    expected = r"none of the 4 samples of the first rollout could be scored: TypeError: x; correct the reward"
-    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=expected):
-        check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]).columns())

@@ -1,10 +1,13 @@
+import contextlib
+
 import pytest
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import DataError
 from slime_core.types import RolloutBatch, Sample
+from slime_launch.errors import RunError
 from slime_launch.flags import parse_train
-from slime_launch.shards import Recipe, prepare_rollout, split_rollout
+from slime_launch.shards import Recipe, check_scored, check_versions, prepare_rollout, split_rollout
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
@@ -149,3 +152,41 @@ def test_what_such_a_function_may_not_do(batch, flags, to_words, tmp_path, body,
     (tmp_path / "last.py").write_text(f"def change(args, rollout_id, rollout_data):\n    {body}\n")
     with pytest.raises(DataError, match=message):
         split(batch, flags, to_words, rollout_data_postprocess_path=f"{tmp_path}/last.py:change")
+
+
+@pytest.mark.parametrize(
+    ("versions", "most_behind", "allowed"),
+    [
+        ([3, 3], 0, None),
+        ([3, -1], 0, None),
+        ([], 0, None),
+        ([3, 2], 0, "3: "),
+        ([4, 4], 0, "3: "),
+        ([3, 2], 1, None),
+        ([3, 1], 1, "2 to 3: "),
+        ([3, 4], 1, "2 to 3: "),
+        ([0, -1], None, None),
+        ([3, 4], None, "3 or less: "),
+    ],
+)
+def test_no_token_is_of_another_policy_than_it_may_be(versions, most_behind, allowed):
+    sample = Sample(
+        index=9, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=1.0, weight_versions=versions
+    )
+    batch = RolloutBatch(rollout_id=7, weight_version=3, groups=[[sample]])
+    refused = pytest.raises(RunError, match=f"sample 9 of rollout 7 .* must be {allowed}")
+    with contextlib.nullcontext() if allowed is None else refused:
+        check_versions(batch.columns(), most_behind=most_behind)
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "reasons", "fine"),
+    [(0, ["TypeError: x"] * 4, False), (0, ["TypeError: x"] * 3, True), (0, [], True), (1, ["TypeError: x"] * 4, True)],
+)
+def test_a_run_whose_first_rollout_has_no_reward_ends(rollout_id, reasons, fine):
+    samples = [Sample(index=i, group_index=0, prompt="p", tokens=[1, 2], response_length=1) for i in range(4)]
+    for sample, reason in zip(samples, reasons, strict=False):
+        sample.metadata["reward_failure"] = reason
+    expected = r"none of the 4 samples of the first rollout could be scored: TypeError: x; correct the reward"
+    with contextlib.nullcontext() if fine else pytest.raises(RunError, match=expected):
+        check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]).columns())
