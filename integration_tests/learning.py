@@ -20,7 +20,7 @@ GRPO = "grpo"
 ALGORITHMS = {
     ON_TWO_RANKS: [
         "--advantage-estimator", "reinforce_plus_plus_baseline", *WHITENED, "--kl-coef", "0.001", "--use-tis",
-        *TOKEN_LIMIT, "--actor-num-gpus-per-node", "2",
+        *TOKEN_LIMIT, "--actor-num-gpus-per-node", "2", "--update-weight-transport", "gloo",
     ],
     "gspo, mismatch metrics, a pipeline": [
         "--advantage-estimator", "gspo", "--eps-clip", "0.05", "--get-mismatch-metrics",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 
 import pytest
 from ended import Ended
@@ -19,6 +20,9 @@ def is_loopback(address: str) -> bool:
 @pytest.mark.real
 @pytest.mark.timeout(600)
 def test_every_socket_listens_on_loopback(learned_run: Ended) -> None:
+    """Those of the group by which weights travel, too."""
+    settings = json.loads((learned_run.work / "out" / "settings.json").read_text())["settings"]
+    assert settings["update_weight_transport"]["value"] == "gloo"
     commands = " ".join(command for command, _, _ in learned_run.listening)
     assert all(part in commands for part in PARTS), commands
     outside = sorted(socket for socket in learned_run.listening if not is_loopback(socket[1]))

@@ -59,8 +59,8 @@ def run_loop(parts: Parts) -> None:
     """Go from the run's current iteration to ``--num-rollout``; with 0 of them, only evaluate.
 
     ``--async-buffer-size`` changes none of these moves, but what the rollout worker does beside them: it generates the
-    next rollouts while the trainers train, save and are evaluated, so that :func:`next_batch` may only have to fetch
-    one. Requests in flight stay while weights are sent, and go on with the new ones; so tokens may be up to
+    next rollouts while the trainers train and save, and during evaluations, so that :func:`next_batch` may only have to
+    fetch one. Requests in flight stay while weights are sent, and go on with the new ones; so tokens may be up to
     ``--max-weight-staleness`` versions old.
 
     Engines that were replaced get the weights whenever the trainers are free: while they wait for a rollout, and before

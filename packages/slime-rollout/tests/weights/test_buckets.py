@@ -4,6 +4,7 @@ import datetime
 import http.server
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import textwrap
@@ -295,3 +296,17 @@ def wait_until(condition, seconds=10.0):
 def test_a_group_takes_a_free_port():
     groups = [BroadcastGroup("g", "127.0.0.1", 2, "gloo", 1.0) for _ in range(2)]
     assert len({group.port for group in groups}) == 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_group_listens_on_its_address_alone(address):
+    group = BroadcastGroup("g", address, 2, "gloo", 5.0)
+    assert [host for host in ("127.0.0.1", "127.0.0.2", "::1") if answers(host, group.port)] == [address]
+
+
+def answers(host, port):
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True

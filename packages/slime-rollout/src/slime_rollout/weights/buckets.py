@@ -278,7 +278,7 @@ class BroadcastGroup:
         self.device = torch.device(_DEVICES[backend])
         self.timeout = datetime.timedelta(seconds=timeout)
         # The store's server is a separate object: dropping it wakes whoever waits for others, here and in engines.
-        # Port 0: it takes a free one itself.
+        # Port 0 is a free one.
         self._server: Any = self._store(0, is_server=True)
         self.port = int(self._server.port)
         self._client: Any = self._store(self.port, is_server=False)
@@ -286,8 +286,19 @@ class BroadcastGroup:
         self._thread: threading.Thread | None = None
 
     def _store(self, port: int, *, is_server: bool) -> Any:
+        listen: int | None = None
+        if is_server:  # without a socket of its own it listens on every interface
+            family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+            server = socket.create_server((self.address, port), family=family)
+            port, listen = server.getsockname()[1], server.detach()
         return dist.TCPStore(  # type: ignore[attr-defined]
-            self.address, port, self.world_size, is_server, timeout=self.timeout, wait_for_workers=False
+            self.address,
+            port,
+            self.world_size,
+            is_server,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen,
         )
 
     def join(self) -> None:

@@ -17,7 +17,7 @@ def register():
     _allow_reproducible_sampling()
     _attend_to_many_sequences_at_once()
     _fork_children()
-    _meet_on_loopback()
+    _meet_on_one_address()
 
 
 def _allow_reproducible_sampling():
@@ -51,17 +51,18 @@ def _fork_children():
     )
 
 
-def _meet_on_loopback():
+def _meet_on_one_address():
     """Have torch's store, by which the ranks of an engine meet, listen on the address they meet at, not on all."""
     HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _store, HookType.AROUND)
 
 
 def _store(original, hostname, port, rank, world_size, timeout, *args, **kwargs):
-    if rank != 0 or not socket.gethostbyname(hostname).startswith("127."):
+    if rank != 0:
         return original(hostname, port, rank, world_size, timeout, *args, **kwargs)
     from torch.distributed import TCPStore
 
-    listen = socket.create_server((hostname, port)).detach()
+    family, _, _, _, where = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+    listen = socket.create_server(where, family=family).detach()
     return TCPStore(hostname, port, world_size, True, timeout, master_listen_fd=listen)
 
 
