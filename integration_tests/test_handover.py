@@ -19,12 +19,15 @@ def engine_moves(work: Path) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(qwen3: Assets, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [(), pytest.param(("--async-save",), marks=pytest.mark.full)], ids=["save", "async"])
+def test_a_run_that_hands_its_memory_over_ends_as_one_that_does_not(
+    saves: tuple[str, ...], qwen3: Assets, tmp_path: Path
+) -> None:
     """fp32, with the evaluation, the saves and the reference of an ordinary run; bit for bit."""
     flags = ("--save-interval", "2", "--eval-interval", "1", "--eval-prompt-data", "sums", str(qwen3.prompts))
     logged = ("--sglang-log-level-http", "info")
     works = {name: tmp_path / name for name in ("turns", "both stay")}
-    for work, more in zip(works.values(), ((), ("--no-offload-train", "--no-offload-rollout")), strict=True):
+    for work, more in zip(works.values(), (saves, ("--no-offload-train", "--no-offload-rollout")), strict=True):
         run(train_command(qwen3, work, *flags, *logged, *more, rollouts=ROLLOUTS), work / "log")
     assert_same(works["turns"], works["both stay"])
     turns, plain = (rows(work, "rollout") for work in works.values())
