@@ -64,14 +64,14 @@ class Ranks:
         self._pool = pool
         self._members = []
 
-    def start(self, world, config, shape, algorithm=None, **how):
+    def start(self, world, config, shape, algorithm=None, *, address="127.0.0.1", **how):
         """Build workers on ``world`` ranks and return them as a group; the last group is closed."""
         self.close()
         self._recruit(world)
-        port = free_port()
+        self.port = free_port()
         algorithm = algorithm or AlgorithmConfig()
         for rank, member in enumerate(self._members):
-            rendezvous = Rendezvous(rank=rank, world_size=world, address="127.0.0.1", port=port)
+            rendezvous = Rendezvous(rank=rank, world_size=world, address=address, port=self.port)
             member.connection.send(("build", (config, algorithm, shape, rendezvous), how))
         self.iteration = self._answers()[0]
         return self

@@ -1,5 +1,7 @@
 """Every parallel layout computes what one process computes: losses, gradients and weights of three steps."""
 
+import socket
+
 import numpy as np
 import pytest
 
@@ -226,3 +228,18 @@ def test_what_breaks_between_ranks_is_seen(
     with pytest.raises(AssertionError, match=seen_in):
         found = train(ranks, tiny_model(name), config, shards, world, mutation)
         largest_differences(found, expected, with_gradients=True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_ranks_meet_at_one_address_and_listen_at_no_other(ranks, tiny_model, tiny_config, address):
+    model = tiny_model("llama-tied/4")
+    ranks.start(2, tiny_config(load=model.checkpoint), model.shape, address=address)
+    assert [host for host in ("127.0.0.1", "127.0.0.2", "::1") if answers(host, ranks.port)] == [address]
+
+
+def answers(host, port):
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True

@@ -26,14 +26,14 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
     """
     config.data_parallel_size(rendezvous.world_size)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    address = socket.gethostbyname(rendezvous.address)
+    family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
     listen: int | None = None
-    if ipaddress.ip_address(address).is_loopback:
+    if ipaddress.ip_address(where[0]).is_loopback:
         # gloo and NCCL talk through an interface that they choose; a laptop's may be down, and others can reach it.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-        if rendezvous.rank == 0:  # torch's store listens on every interface unless it is given a socket
-            listen = socket.create_server((address, rendezvous.port)).detach()
+    if rendezvous.rank == 0:  # torch's store listens on every interface unless it is given a socket
+        listen = socket.create_server(where, family=family).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.address,
         rendezvous.port,
