@@ -23,6 +23,8 @@ from launching import wait_for
 RAY = Path(sys.executable).with_name("ray")
 PORT = 6379
 CABLE = "cable"
+DETOUR = "another"
+RAY_PORTS = range(10100, 10200)  # of its workers, in the run's own processes
 OBJECT_STORE = 128 * 2**20
 
 
@@ -82,14 +84,26 @@ class Machine:
         """Start its Ray node: the first of a cluster, or one more of the cluster that ``head`` began."""
         words = [str(RAY), "start", "--block", "--node-ip-address", self.address, "--num-cpus", str(cpus)]
         words += ["--object-store-memory", str(OBJECT_STORE), "--disable-usage-stats"]
+        words += ["--min-worker-port", str(RAY_PORTS[0]), "--max-worker-port", str(RAY_PORTS[-1])]
         if head is None:
             words += ["--head", "--port", str(PORT), "--include-dashboard", "false", "--temp-dir", directory]
         else:
-            words += ["--address", f"{head}:{PORT}"]
+            words += ["--address", _meeting(head)]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(self.words(*words), stdout=out, stderr=out, start_new_session=True)
         ready = b"Ray runtime started"
         wait_for(lambda: ready in self.log.read_bytes(), f"Ray on {self.name}", process=self.process, log=self.log)
+
+    def listening(self) -> set[tuple[str, str, int]]:
+        """Process, address and port of every TCP socket on which something listens there."""
+        shown = subprocess.run(["ip", "netns", "exec", self.name, "ss", "-Htlnp"], capture_output=True, text=True)
+        found = set()
+        for line in shown.stdout.splitlines():
+            where, users = line.split()[3], line.split()[5:]
+            address, _, port = where.rpartition(":")
+            address = address.strip("[]").partition("%")[0].removeprefix("::ffff:")  # IPv4 written as IPv6
+            found.add((" ".join(users), address, int(port)))
+        return found
 
     def cut_off(self) -> None:
         """Take its cable away; whoever talks to it waits in vain."""
@@ -113,6 +127,8 @@ class Machines:
     work: Path
     switch: str
     directory: str
+    ipv6: bool = False
+    detour: bool = False
     all: list[Machine] = field(default_factory=list)
 
     @property
@@ -123,14 +139,18 @@ class Machines:
     def add(self, *, cpus: int | None) -> Machine:
         """One more machine, which joins the cluster, unless it has ``None`` as its CPUs."""
         number = len(self.all) + 1
-        machine = Machine(f"{self.switch}-{number}", f"10.77.0.{number}", self.work / f"node-{number}.txt")
+        address = f"fd77::{number}" if self.ipv6 else f"10.77.0.{number}"
+        machine = Machine(f"{self.switch}-{number}", address, self.work / f"node-{number}.txt")
         _ip("netns", "add", machine.name)
         head = self.first.address if self.all else None
         self.all.append(machine)
+        if self.detour:
+            self._add_detour(machine, number)
         port = f"port{number}"
         _ip("link", "add", CABLE, "netns", machine.name, "type", "veth", "peer", "name", port, "netns", self.switch)
         _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
-        _ip("-n", machine.name, "address", "add", f"{machine.address}/24", "dev", CABLE)
+        place = (f"{machine.address}/64", "nodad") if self.ipv6 else (f"{machine.address}/24",)
+        _ip("-n", machine.name, "address", "add", *place, "dev", CABLE)
         for interface in ("lo", CABLE):
             _ip("-n", machine.name, "link", "set", interface, "up")
         machine.hold()
@@ -138,28 +158,45 @@ class Machines:
             machine.join(head=head, cpus=cpus, directory=self.directory)
         return machine
 
+    def _add_detour(self, machine: Machine, number: int) -> None:
+        """A first interface, which has the default route and leads to no other machine."""
+        end = f"nowhere{number}"
+        _ip("link", "add", DETOUR, "netns", machine.name, "type", "veth", "peer", "name", end, "netns", self.switch)
+        _ip("-n", self.switch, "link", "set", end, "up")
+        _ip("-n", machine.name, "address", "add", f"10.78.{number}.2/24", "dev", DETOUR)
+        _ip("-n", machine.name, "link", "set", DETOUR, "up")
+        _ip("-n", machine.name, "route", "add", "default", "via", f"10.78.{number}.1", "dev", DETOUR)
+
 
 @contextmanager
-def machines(work: Path, *, cpus: Sequence[int | None]) -> Iterator[Machines]:
-    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about three seconds of silence."""
+def machines(work: Path, *, cpus: Sequence[int | None], ipv6: bool = False, detour: bool = False) -> Iterator[Machines]:
+    """Machines in a Ray cluster, by their CPUs. Ray takes one for lost after about three seconds of silence.
+
+    With ``detour`` each has a second interface, with the default route, by which nobody can be reached.
+    """
     switch = f"slime-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
         for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3}.items():
             patch.setenv(f"RAY_health_check_{name}", str(value))
-        cluster = Machines(work, switch, directory)
+        cluster = Machines(work, switch, directory, ipv6, detour)
         try:
             _ip("netns", "add", switch)
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
             for each in cpus:
                 cluster.add(cpus=each)
-            patch.setenv("RAY_ADDRESS", f"{cluster.first.address}:{PORT}")
+            patch.setenv("RAY_ADDRESS", _meeting(cluster.first.address))
             yield cluster
         finally:
             for machine in reversed(cluster.all):
                 machine.lose()
             for name in (*(machine.name for machine in cluster.all), switch):
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _meeting(head: str) -> str:
+    """Where Ray's head listens, as Ray takes it."""
+    return f"[{head}]:{PORT}" if ":" in head else f"{head}:{PORT}"
 
 
 def _ip(*words: str) -> None:

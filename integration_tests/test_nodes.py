@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ended import FOREVER, trained
 from launching import Assets, rows, run, started, train_command, wait_for
-from nodes import Machines, can_make_nodes, machines
+from nodes import RAY_PORTS, Machine, Machines, can_make_nodes, machines
+from test_listening import is_loopback
 
 from slime_rollout.engine.slots import read_events
 
@@ -32,6 +34,9 @@ def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: As
                 lambda: "engines, router and trainers are up" in log.read_text(), "engines", process=process, log=log
             )
             assert all(machine.running("sglang") for machine in cluster.all)
+            wait_for(trained(tmp_path, 1), "the first step", process=process, log=log)
+            for machine in cluster.all:
+                assert not list(wider(machine))
             assert process.wait(200) == 0, log.read_text()
         left_alone(cluster)
     text = log.read_text()
@@ -42,15 +47,21 @@ def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: As
     assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
 
 
-def test_trainer_ranks_on_two_nodes(qwen3: Assets, tmp_path: Path) -> None:
-    """The host's name stands for the loopback address here, which gloo would take by itself."""
+@pytest.mark.parametrize("network", ["detour", pytest.param("ipv6", marks=pytest.mark.full)])
+def test_trainer_ranks_on_two_nodes(network: str, qwen3: Assets, tmp_path: Path) -> None:
+    """The host's name stands for the loopback address here, which gloo would take by itself.
+
+    With a detour each node's first interface, with the default route, leads to no other node.
+    """
     shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32"]
-    command = train_command(qwen3, tmp_path, *shape, rollouts=2, colocate=False)
-    with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
+    engine = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2"]
+    command = train_command(qwen3, tmp_path, *shape, *engine, rollouts=2, colocate=False)
+    with machines(tmp_path, cpus=(1, 1, 1, 1), ipv6=network == "ipv6", detour=network == "detour") as cluster:
         text = run(cluster.first.words(*command), tmp_path / "log.txt")
     assert text.count("(trainer ranks: 1, for engines: 0)") == 2
-    assert text.count("(trainer ranks: 0, for engines: 1)") == 1
+    assert text.count("(trainer ranks: 0, for engines: 1)") == 2
     assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == [0, 1]
+    assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
 
 
 @pytest.mark.parametrize("end", ["is cut off", pytest.param("dies", marks=pytest.mark.full)])
@@ -76,6 +87,14 @@ def test_a_run_goes_on_without_a_node_and_uses_one_that_joins(end: str, qwen3: A
             done = len(rows(tmp_path, "rollout"))
             wait_for(trained(tmp_path, done + 2), "steps with it", process=process, log=log)
         left_alone(cluster)
+
+
+def wider(machine: Machine) -> Iterator[tuple[str, str, int]]:
+    """Sockets of a run, not of Ray, that listen on more than the machine's own address and the loopback interface."""
+    for users, address, port in machine.listening():
+        of_ray = port in RAY_PORTS or any(name in users for name in ("gcs_server", "raylet", "ray::RuntimeEnv"))
+        if not of_ray and address != machine.address and not is_loopback(address):
+            yield users, address, port
 
 
 def left_alone(cluster: Machines) -> None:

@@ -1,3 +1,6 @@
+import socket
+
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +121,7 @@ def test_where_a_run_is_on_two_nodes():
 def test_an_address_has_an_interface():
     assert interface_of("127.0.0.1") == interface_of("127.0.0.2") == interface_of("::1") == "lo"
     assert interface_of("192.0.2.1") is None and interface_of("2001:db8::1") is None
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and "%" not in one.address:
+                assert interface_of(one.address) == name

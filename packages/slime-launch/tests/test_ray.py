@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import LostContactError, PlacementError, RunError, Stopped, TrainerLostError
 from slime_launch.placement import bundle_nodes, order_bundles, plan_layout, reserve
 from slime_launch.processes import Place, own_place
-from slime_launch.ray_runtime import TEMP_PREFIX, cluster_notices, ray_runtime
+from slime_launch.ray_runtime import TEMP_PREFIX, _knock, cluster_notices, ray_runtime
 from slime_launch.trainers import Seat, TrainerGroup, TrainerRank, TrainerSpec
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
@@ -326,6 +327,16 @@ def test_a_cluster_that_does_not_answer():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert "no Ray cluster answers at RAY_ADDRESS=127.0.0.1:9" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_whether_somebody_listens_is_asked_over_ipv4_and_ipv6(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        address = f"[{host}]:{server.getsockname()[1]}" if ":" in host else f"{host}:{server.getsockname()[1]}"
+        _knock(address)
+    with pytest.raises(ConnectionError, match="refused"):
+        _knock(address)
 
 
 def test_a_cluster_without_a_token_is_warned_of(monkeypatch, tmp_path):

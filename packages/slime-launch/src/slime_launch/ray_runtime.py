@@ -117,7 +117,7 @@ def _knock(address: str) -> None:
     if not port.isdigit():
         return  # such as `auto`
     try:
-        socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
     except OSError as error:
         raise ConnectionError(error.strerror or str(error)) from error
 
