@@ -12,10 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime_core.errors import ConfigError, DataError
-from slime_core.hooks import HookArgs
-from slime_core.types import Drop, Keep, Sample, Status
+from slime_core.types import Status
 from slime_rollout.errors import GenerationError, HookTimeoutError, RewardError
-from slime_rollout.filters import CustomFilter, check_reward_nonzero_std
 from slime_rollout.generate import sampling_seed
 from slime_rollout.rewards.scorers import Scorer
 
@@ -190,35 +188,6 @@ def test_an_own_filter_may_say_true_or_false(manager, tmp_path, engine):
     batch = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep").generate(0)
     assert [group[0].group_index for group in batch.groups] == [1, 3]
     assert batch.metrics["dynamic_filter/drop_rejected"] == 2
-
-
-def test_a_filter_may_return_an_object_of_another_system(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import dataclasses\n"
-        "@dataclasses.dataclass\n"
-        "class DynamicFilterOutput:\n"
-        "    keep: bool\n"
-        "    reason: str | None = None\n"
-        "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why')])\n"
-        "def own(args, group): return next(outputs)\n"
-    )
-    keep = CustomFilter(f"{path}:own", HookArgs({}), time_limit=30.0)
-    group = [Sample(index=0, group_index=0, prompt="p")]
-    assert [keep(group) for _ in range(3)] == [Keep(), Drop("rejected"), Drop("why")]
-
-
-def test_the_built_in_filter_counts_a_trajectory_once():
-    class Args:
-        reward_key = "score"
-
-    def sample(index, trajectory, score):
-        return Sample(index=index, group_index=0, trajectory_id=trajectory, prompt="p", reward={"score": score})
-
-    assert check_reward_nonzero_std(Args, [sample(0, 0, 0.0), sample(1, 0, 1.0), sample(2, 2, 0.5)]) == Drop(
-        "zero_std_0.5"
-    )
-    assert check_reward_nonzero_std(Args, [sample(0, 0, 0.0), sample(1, 1, 1.0)]) == Keep()
 
 
 def test_surplus_goes_back_and_is_trained_on_next(manager, held, engine):

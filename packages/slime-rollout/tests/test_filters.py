@@ -1,4 +1,4 @@
-"""Calls of a filter: one at a time, whoever waits for them."""
+"""Calls of a filter: one at a time, whoever waits for them; and what they return."""
 
 import asyncio
 import threading
@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from slime_core.hooks import HookArgs
-from slime_core.types import Keep, Sample
+from slime_core.types import Drop, Keep, Sample
 from slime_rollout.errors import HookTimeoutError
-from slime_rollout.filters import CustomFilter
+from slime_rollout.filters import CustomFilter, check_reward_nonzero_std
 
 GROUPS = [[Sample(index=number, group_index=number, prompt="a")] for number in range(4)]
 
@@ -78,3 +78,32 @@ def test_one_that_hangs_is_told_again_and_nothing_is_asked_for_those_that_left(k
     calls._limit = 30.0
     assert run(calls.judge(GROUPS[3])) == Keep()
     assert (keep.asked, keep.most) == ([0, 3], 1)
+
+
+def test_a_filter_may_return_an_object_of_another_system(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class DynamicFilterOutput:\n"
+        "    keep: bool\n"
+        "    reason: str | None = None\n"
+        "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why')])\n"
+        "def own(args, group): return next(outputs)\n"
+    )
+    keep = CustomFilter(f"{path}:own", HookArgs({}), time_limit=30.0)
+    group = [Sample(index=0, group_index=0, prompt="p")]
+    assert [keep(group) for _ in range(3)] == [Keep(), Drop("rejected"), Drop("why")]
+
+
+def test_the_built_in_filter_counts_a_trajectory_once():
+    class Args:
+        reward_key = "score"
+
+    def sample(index, trajectory, score):
+        return Sample(index=index, group_index=0, trajectory_id=trajectory, prompt="p", reward={"score": score})
+
+    assert check_reward_nonzero_std(Args, [sample(0, 0, 0.0), sample(1, 0, 1.0), sample(2, 2, 0.5)]) == Drop(
+        "zero_std_0.5"
+    )
+    assert check_reward_nonzero_std(Args, [sample(0, 0, 0.0), sample(1, 1, 1.0)]) == Keep()
