@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from slime_rollout.weights import verify_checkpoint
 
 DISK = ["--update-weight-transport", "disk", "--update-weight-disk-dir"]
 ROLLOUTS = 2
+KEY = "of-run-and-receiver"
 
 
 @pytest.mark.full
@@ -28,6 +30,7 @@ def test_the_loop_goes_on_whatever_carries_its_weights(llama: Assets, tmp_path: 
     if transport == "delta elsewhere":
         receiver, url = start_receiver(llama, shared, local)
         words += ["--update-weight-mode", "delta", "--update-weight-receivers", url.removeprefix("http://")]
+        words += ["--sglang-api-key", KEY]
     words += ["--check-weight-update-equal", "--update-weight-pause-mode", "in_place"]
     command = train_command(llama, tmp_path, *words, rollouts=ROLLOUTS, save=False)
     try:
@@ -55,6 +58,6 @@ def start_receiver(llama: Assets, shared: Path, local: Path) -> tuple[subprocess
     shared.mkdir()
     words = ["--from", str(shared), "--to", str(local), "--hf-checkpoint", str(llama.hf), "--listen", "127.0.0.1:0"]
     command = [sys.executable, "-m", "slime_rollout", "receive-weights", *words]
-    receiver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    receiver = subprocess.Popen(command, env=os.environ | {"SLIME_API_KEY": KEY}, stdout=subprocess.PIPE, text=True)
     assert receiver.stdout is not None
     return receiver, receiver.stdout.readline().split()[-1]
