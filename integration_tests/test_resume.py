@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
-from ended import Ended
-from launching import rows
-from resuming import ROLLOUTS
+from ended import Ended, end_run, finish, send, trained
+from launching import Assets, rows
+from resuming import ROLLOUTS, saving_command
+
+from slime_launch.manifest import read_manifest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
-@pytest.mark.real
-@pytest.mark.timeout(600)
 def test_killed_run_continues_with_the_losses_of_one_that_was_never_stopped(
     whole_run: Ended, resumed_run: Ended
 ) -> None:
+    assert_continued(whole_run, resumed_run)
+
+
+@pytest.mark.full
+def test_it_does_with_checkpoints_that_are_written_beside_the_loop(
+    whole_run: Ended, llama: Assets, tmp_path: Path
+) -> None:
+    """It is killed once the checkpoint of two rollouts counts, and trained on more."""
+    command = saving_command(llama, tmp_path, "--async-save")
+
+    def ready() -> bool:
+        manifest = read_manifest(tmp_path / "save")
+        return manifest is not None and manifest.iteration == 2 and trained(tmp_path, 3)()
+
+    end_run(command, tmp_path, send(signal.SIGKILL), ready=ready)
+    resumed = end_run(command, tmp_path, finish, ready=trained(tmp_path, ROLLOUTS), log="resumed.txt")
+    assert_continued(whole_run, resumed)
+
+
+def assert_continued(whole_run: Ended, resumed_run: Ended) -> None:
     expected, got = rows(whole_run.work, "train")[:ROLLOUTS], rows(resumed_run.work, "train")
     print("losses never stopped: ", [row["train/loss"] for row in expected])
     print("losses killed, resumed:", [row["train/loss"] for row in got])
