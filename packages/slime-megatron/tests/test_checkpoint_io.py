@@ -1,5 +1,6 @@
 """A run continues from its checkpoint as if it had never stopped, at any parallel size."""
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from slime_core.config import AlgorithmConfig
+from slime_megatron.checkpoint import check_checkpoint
+from slime_megatron.errors import CheckpointError
 
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 LAYOUTS = {
@@ -92,8 +95,39 @@ def test_what_cannot_be_continued_is_named(
     ranks.call("save", 1)
     with pytest.raises(rank_error, match="holds no optimizer state"):
         ranks.start(1, tiny_config(), model.shape, resume_from=str(tmp_path))
-    with pytest.raises(rank_error, match="of another model: qk_layernorm is True in the checkpoint"):
+    with pytest.raises(rank_error, match=r"by another model .*qk_layernorm True \(config: False\)"):
         ranks.start(1, tiny_config(load=str(tmp_path)), tiny_model("llama-tied").shape)
+
+
+def test_a_checkpoint_of_another_shape_is_named_before_and_at_the_start(
+    ranks, tiny_model, tiny_config, tmp_path, rank_error
+):
+    """All that differs, in one line: what leaves tensors as they are, and what does not; no check of files follows."""
+    model = tiny_model("deepseek")
+    others = {
+        "moe_router_topk": 1,
+        "moe_router_topk_scaling_factor": 3.5,
+        "num_experts": 16,
+        "rotary_scaling_factor": 7,
+    }
+    wrong = {name: getattr(model.shape, name) for name in others}
+    other = dataclasses.replace(model.shape, **others)
+    assert all(others[name] != value for name, value in wrong.items())
+    for directory in (model.checkpoint, model.hf_directory):
+        check_checkpoint(directory, model.shape)
+        with pytest.raises(CheckpointError) as caught:
+            check_checkpoint(directory, other)
+        with pytest.raises(rank_error) as refused:
+            ranks.start(1, tiny_config(load=directory), other)
+        for message in (str(caught.value), refused.value.text):
+            assert "\n" not in message and "by another model than the given Hugging Face config" in message
+            for name, value in wrong.items():
+                assert f"{name} {value} (config: {others[name]})" in message
+
+
+def test_a_checkpoint_may_lack_the_prediction_modules_of_the_config(tiny_model):
+    model = tiny_model("deepseek")
+    check_checkpoint(model.checkpoint, dataclasses.replace(model.shape, mtp_num_layers=1))
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(ranks, tiny_model, tiny_config, tmp_path):

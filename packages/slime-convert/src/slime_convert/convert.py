@@ -246,13 +246,16 @@ def unknown_weights(tensors: Iterable[str], weight_map: WeightMap) -> set[str]:
     return {name for name in tensors if name not in known and not name.endswith(hf.FREQUENCIES)}
 
 
-def check_args(expected: Mapping[str, Any], args: Mapping[str, Any], where: Path) -> None:
+def check_args(
+    expected: Mapping[str, Any], args: Mapping[str, Any], where: Path, *, same_vocabulary: bool = False
+) -> None:
     """Refuse a checkpoint whose recorded arguments contradict a model's, with all contradictions in one message.
 
     Arguments that are not recorded pass. The model's are those of :meth:`slime_convert.ModelShape.to_megatron_args`.
+    ``same_vocabulary`` is for arguments whose vocabulary is the model's too, without Megatron's padding.
     """
     # Megatron pads or shortens these two at will.
-    loose = {"max_position_embeddings", "vocab_size"}
+    loose = {"max_position_embeddings"} | (set() if same_vocabulary else {"vocab_size"})
     # Kimi-K2's makers advise calling it deepseek_v3 where kimi_k2 is not known: its weights are the same.
     family, recorded = (FAMILIES.get(str(side.get("hf_model_type"))) for side in (expected, args))
     if family and recorded and family.layer is recorded.layer:

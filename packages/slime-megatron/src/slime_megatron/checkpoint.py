@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
 from slime_megatron.errors import CheckpointError
@@ -76,6 +78,50 @@ def find_checkpoint(path: str | Path) -> CheckpointInfo:
     if (root / "config.json").is_file():
         return _hugging_face(root)
     return _complete(root)
+
+
+def check_checkpoint(path: str | Path, shape: ModelShape) -> None:
+    """Check that a checkpoint can be found, and that what it records of its model is so of ``shape``.
+
+    Raises:
+        CheckpointError: It cannot, or the model is another one: everything that differs, in one line.
+    """
+    from slime_convert.errors import ConvertError
+
+    info = find_checkpoint(path)
+    try:
+        recorded = _recorded(info)
+    except ConvertError as error:
+        raise CheckpointError(str(error)) from error
+    check_same_model(recorded, shape, info.directory)
+
+
+def _recorded(info: CheckpointInfo) -> Mapping[str, Any]:
+    """Megatron's arguments as a checkpoint records them, or as they follow from a Hugging Face model's config."""
+    from slime_convert.formats.legacy import LegacyWeights
+    from slime_convert.formats.torch_dist import recorded_arguments
+
+    if info.format == "hf":
+        return ModelShape.from_hf_config(info.directory).to_megatron_args()
+    return LegacyWeights(info.directory).arguments if info.format == "torch" else recorded_arguments(info.directory)
+
+
+def check_same_model(recorded: Mapping[str, Any], shape: ModelShape, directory: Path) -> None:
+    """Check a checkpoint's recorded arguments.
+
+    Raises:
+        CheckpointError: They are another model's: everything that differs, in one line.
+    """
+    from slime_convert.convert import check_args
+    from slime_convert.errors import ConvertError
+
+    # Modules that predict further tokens may be left out here.
+    args = {name: value for name, value in recorded.items() if name != "mtp_num_layers"}
+    try:
+        # What slime writes names the family, and has the model's own vocabulary.
+        check_args(shape.to_megatron_args(), args, directory, same_vocabulary="hf_model_type" in args)
+    except ConvertError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def may_be_checkpoint(path: str | Path) -> bool:

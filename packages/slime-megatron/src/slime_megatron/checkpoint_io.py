@@ -6,6 +6,7 @@ import contextlib
 import logging
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
-from slime_megatron.checkpoint import CheckpointInfo
+from slime_megatron.checkpoint import CheckpointInfo, check_same_model
 from slime_megatron.config import MegatronConfig
 from slime_megatron.engine import checkpoint_key
 from slime_megatron.errors import CheckpointError
@@ -49,26 +50,7 @@ _TENSORS = "optimizer_tensors"
 
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
-# Arguments that make a model another one. (Megatron leaves num_query_groups at 1 where it is not used.)
 _FULL_BYTES = 2**20  # what a file system keeps for itself, and files that are still open, may be left
-_COMPARED = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "vocab_size",
-    "norm_epsilon",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "use_rope_scaling",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "post_self_attn_layernorm",
-    "post_mlp_layernorm",
-    "untie_embeddings_and_output_weights",
-)
 
 
 def checkpoint_state(
@@ -100,7 +82,7 @@ def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None
     if info.format == "torch":
         return load_legacy(info.directory, shape, model)
     if info.format == "hf":
-        _check_same_model(info, _hugging_face_arguments(info), shape)
+        check_same_model(_hugging_face_arguments(info), shape, info.directory)
         return load_hugging_face(info.directory, shape, model)
     _load(info, shape, model, model_state(model))
 
@@ -173,7 +155,7 @@ def _keys(model: Chunks) -> Iterator[tuple[str, Any]]:
 
 def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[str, Any]) -> dict[str, Any]:
     saved = _saved_arguments(info)
-    _check_same_model(info, saved, shape)
+    check_same_model(saved, shape, info.directory)
     heads = {key for key, _ in _keys(model) if _OUTPUT in state[key] and state[key][_OUTPUT].key == VALUE_HEAD}
     has_adapters = loadable_adapters(saved.get("lora"), model, info.directory)
     if not has_adapters and _TENSORS not in state:
@@ -194,20 +176,8 @@ def _load(info: CheckpointInfo, shape: ModelShape, model: Chunks, state: dict[st
 
 def _extra_states(state: dict[str, Any], *, are_kept: bool) -> dict[str, Any]:
     """The layers' own objects among a model's weights, or everything else."""
-    return {name: value for name, value in state.items() if name.endswith("_extra_state") == are_kept}
-
-
-def _check_same_model(info: CheckpointInfo, saved: dict[str, Any], shape: ModelShape) -> None:
-    wanted = shape.to_megatron_args()
-    wrong = [
-        f"{name} is {saved[name]} in the checkpoint and {wanted[name]} here"
-        for name in _COMPARED
-        if name in saved and saved[name] != wanted[name]
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{info.directory} is of another model: {'; '.join(wrong)}; give the checkpoint of this one"
-        )
+    # Of grouped experts each has one in a checkpoint, with its number.
+    return {name: value for name, value in state.items() if (re.search(r"_extra_state\d*$", name) is None) != are_kept}
 
 
 def _hugging_face_arguments(info: CheckpointInfo) -> dict[str, Any]:

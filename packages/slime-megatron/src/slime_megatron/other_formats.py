@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from slime_convert.convert import check_args, checked_type
+from slime_convert.convert import checked_type
 from slime_convert.errors import ConvertError
 from slime_convert.files.reading import TensorReader
 from slime_convert.files.tensors import LazyTensor
@@ -20,6 +20,7 @@ from slime_convert.formats.hf import open_model, refuse_other_copies
 from slime_convert.formats.legacy import LegacyWeights
 from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
+from slime_megatron.checkpoint import check_same_model
 from slime_megatron.errors import CheckpointError
 from slime_megatron.model import Chunks, named_weights
 from slime_megatron.parts import VALUE_HEAD
@@ -81,9 +82,7 @@ def _hugging_face(directory: Path, weight_map: WeightMap) -> _Whole:
 
 def _legacy(directory: Path, weight_map: WeightMap) -> _Whole:
     source = LegacyWeights(directory)
-    # Modules that predict further tokens may be left out here.
-    recorded = {name: value for name, value in source.arguments.items() if name != "mtp_num_layers"}
-    check_args(weight_map.shape.to_megatron_args(), recorded, directory)
+    check_same_model(source.arguments, weight_map.shape, directory)
     found = source.named(weight_map)
 
     def whole(name: str) -> LazyTensor:

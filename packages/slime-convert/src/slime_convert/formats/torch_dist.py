@@ -49,6 +49,12 @@ class _Stored:
     by_layer: bool
 
 
+def recorded_arguments(directory: Path) -> dict[str, Any]:
+    """Megatron's arguments as one iteration records them, plain values only; none if it records none."""
+    common = TorchFile(directory, COMMON).content()
+    return plain_arguments(common.get("args")) if isinstance(common, dict) else {}
+
+
 class TorchDistWeights(Weights):
     """The weights of one iteration of a ``torch_dist`` checkpoint, stacks of layers taken apart.
 
