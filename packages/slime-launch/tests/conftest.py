@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 HF_CONFIG = {
     "model_type": "qwen3",
@@ -39,7 +40,7 @@ def workspace(tmp_path: Path) -> Path:
     (tmp_path / "dist" / "latest_checkpointed_iteration.txt").write_text("release")
     (checkpoint / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (checkpoint / ".metadata").write_bytes(b"")
-    (checkpoint / "common.pt").write_bytes(b"")
+    torch.save({"args": {}}, checkpoint / "common.pt")
     return tmp_path
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_core.errors import ConfigError
+from slime_core.types import RolloutBatch, Sample, Status
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train, read_train
+from slime_launch.plan.devices import DEVICES
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
 from slime_launch.validate import notices
+from slime_megatron.errors import CheckpointError
 
 ENGINES = """
 sglang:
@@ -99,6 +105,34 @@ def test_recorded_rollouts_need_no_engines_and_no_prompts(flags, to_words, monke
     assert f"rollouts come from {tmp_path}/{{rollout_id:03d}}.npz: no engines are started" in notices(checked.settings)
 
 
+@pytest.mark.parametrize(
+    ("loss", "rewards", "message"),
+    [
+        ("dpo_loss", [[1.0, 0.0], [1.0, 0.0]], None),
+        ("dpo_loss", [[1.0, 0.0], [0.5, 0.5]], "group 1 is not a preference pair"),
+        ("rm_loss", [[1.0, 0.0, 0.5], [1.0]], "group 0 is not a preference pair"),
+    ],
+)
+def test_recorded_rollouts_of_a_loss_on_pairs_are_pairs(flags, to_words, tmp_path, loss, rewards, message):
+    numbers = itertools.count()
+    whole = {"prompt": "p", "tokens": [1, 2, 3], "response_length": 2, "status": Status.COMPLETED}
+    groups = [
+        [Sample(index=next(numbers), group_index=place, reward=reward, **whole) for reward in group]
+        for place, group in enumerate(rewards)
+    ]
+    RolloutBatch(rollout_id=0, groups=groups).columns().write(tmp_path / "000.npz")
+    del flags["--colocate"], flags["--n-samples-per-prompt"]
+    flags |= {"--load-debug-rollout-data": str(tmp_path / "{rollout_id:03d}.npz"), "--loss-type": loss}
+    flags |= {"--rollout-batch-size": "2", "--global-batch-size": "4", "--micro-batch-size": "2"}
+    if message is None:
+        preflight(parse_train(to_words(flags)))
+        return
+    with pytest.raises(PreflightError) as caught:
+        preflight(parse_train(to_words(flags)))
+    [line] = str(caught.value).splitlines()
+    assert f"--load-debug-rollout-data {tmp_path}/000.npz with --loss-type {loss}: {message}" in line
+
+
 def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{}\n")
@@ -114,6 +148,30 @@ def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_pa
         assert sum(problem in line for line in lines) == 1, (problem, lines)
 
 
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load", "--opd-teacher-load"])
+def test_a_checkpoint_of_another_shape_is_named_with_all_that_differs(flags, to_words, tmp_path, flag):
+    other = shutil.copytree(tmp_path / "dist", tmp_path / "other")
+    torch.save({"args": {"num_layers": 3, "moe_router_topk": 4, "num_experts": 8}}, other / "release" / "common.pt")
+    needs = {
+        "--ref-load": {"--kl-coef": "0.1"},
+        "--critic-load": {"--advantage-estimator": "ppo"},
+        "--opd-teacher-load": {"--use-opd": None, "--opd-type": "megatron"},
+    }
+    flags |= {"--n-samples-per-prompt": "2", flag: str(other), **needs.get(flag, {})}
+    with pytest.raises(CheckpointError) as caught:
+        preflight(parse_train(to_words(flags)))
+    [line] = str(caught.value).splitlines()
+    assert line.startswith(f"{other / 'release'} was written by another model")
+    assert "num_layers 3 (config: 2)" in line
+
+
+def test_a_checkpoint_whose_arguments_cannot_be_read_is_named(flags, to_words, tmp_path):
+    (tmp_path / "dist" / "release" / "common.pt").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"cannot read .*release/common\.pt") as caught:
+        preflight(parse_train(to_words(flags)))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_defect_of_a_check_is_hidden_only_by_problems_that_were_reported():
     with pytest.raises(ZeroDivisionError):
         Problems().attempt(lambda: 1 / 0)
@@ -121,6 +179,24 @@ def test_a_defect_of_a_check_is_hidden_only_by_problems_that_were_reported():
     assert problems.attempt(lambda: 1 / 0) is None
     with pytest.raises(ConfigError, match="--batch 0 must be"):
         problems.report()
+
+
+def test_roles_that_do_not_fit_together_are_named_before_ray_starts(flags, to_words, monkeypatch):
+    """The roles of the tiny model take 2.2 and 1.7 MB; with --colocate actor and critic take turns."""
+    flags |= {"--advantage-estimator": "ppo"}
+    device = dataclasses.replace(DEVICES["h100"], memory=3_000_000)
+    monkeypatch.setattr("slime_launch.preflight.find_device", lambda name, memory: device)
+    preflight(parse_train(to_words(flags)))
+    for words in (["--no-offload-train"], []):
+        if not words:
+            del flags["--colocate"]
+            words = ["--rollout-num-gpus", "1"]
+        with pytest.raises(ConfigError, match=r"the actor and the critic take .* and each fits alone") as caught:
+            preflight(parse_train([*to_words(flags), *words]))
+        assert "\n" not in str(caught.value)
+    device = dataclasses.replace(device, memory=500_000)
+    with pytest.raises(ConfigError, match="the actor takes") as caught:
+        preflight(parse_train([*to_words(flags), "--rollout-num-gpus", "1"]))
 
 
 def test_a_run_that_appears_in_save_meanwhile_is_seen(flags, to_words, tmp_path):

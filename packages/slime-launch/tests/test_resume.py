@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from slime_core.errors import ConfigError
@@ -184,7 +185,7 @@ def add_checkpoint(root, iteration):
     directory.mkdir(parents=True)
     (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (directory / ".metadata").write_bytes(b"")
-    (directory / "common.pt").write_bytes(b"")
+    torch.save({"args": {}}, directory / "common.pt")
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return directory
 

@@ -73,6 +73,16 @@ class Rank(Checkpoints):
         assert isinstance(self.worker, TrainerWorker)
         return self.worker.iteration
 
+    def build_in(self, memory_bytes, config, algorithm, shape, take_turns, rendezvous):
+        """Build a worker on a device of so much memory."""
+        from unittest import mock
+
+        from slime_megatron import device
+
+        found = dataclasses.replace(device.select_device(1), memory_bytes=memory_bytes)
+        with mock.patch.object(device, "select_device", return_value=found):
+            self.build(config, algorithm, shape, rendezvous, take_turns=take_turns)
+
     def chosen_kernels(self, config, found, rendezvous):
         """What would be used of what a process finds, and whether prompts could be shared."""
         from slime_megatron.device import select_device
@@ -87,6 +97,40 @@ class Rank(Checkpoints):
         import engine_stand_in
 
         return engine_stand_in.DotProductAttention.calls
+
+    def grouped_calls(self):
+        import engine_stand_in
+
+        return engine_stand_in.GroupedLinear.calls
+
+    def fusing_layers(self, config, shape, rendezvous):
+        """Which linear layers add gradients up, of a model built as on a GPU with Transformer Engine, without Apex."""
+        from unittest import mock
+
+        from slime_megatron.device import select_device
+        from slime_megatron.parallel import join_ranks, leave_ranks
+
+        device = select_device(1)
+        from slime_megatron import model
+        from slime_megatron.parallel import seed_everything
+
+        def transformer_config(*args):
+            made = make(*args)
+            made.gradient_accumulation_fusion = True
+            return made
+
+        join_ranks(config, rendezvous, device)
+        seed_everything(1)
+        make = model.transformer_config
+        with mock.patch.object(model, "transformer_config", transformer_config):
+            [chunk] = model.build_model(shape, config, device)
+        found = {}
+        for name, module in chunk.named_modules():
+            for attribute in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+                if hasattr(module, attribute):
+                    found[name] = type(module).__name__, getattr(module, attribute)
+        leave_ranks()
+        return found
 
     def close(self):
         if self.worker is not None:
@@ -354,6 +398,16 @@ class Rank(Checkpoints):
 
     def wake(self, weights_only=False):
         self.worker.wake(weights_only)
+
+    def role_bytes(self):
+        """Bytes of the tensors of each trained role, the critic first, and of this process."""
+        from slime_megatron.offload import resident_bytes, unique_storages
+
+        def size(model):
+            parts = (model.weights(), model.gradients(), model.optimizer_state())
+            return sum(storage.nbytes() for part in parts for storage in unique_storages(part))
+
+        return [size(model) for model in self.worker.trained], resident_bytes(self.worker._device)
 
     def error_of_sleep_on_a_full_disk(self):
         from unittest import mock

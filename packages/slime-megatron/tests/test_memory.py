@@ -8,7 +8,7 @@ from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
-from slime_megatron.memory import check_memory, role_memory
+from slime_megatron.memory import check_memory, stages_memory
 from test_parallel import DO, EP2, PP2, TP2_SP, VPP2
 
 LORA = {"lora_rank": 4, "lora_alpha": 4.0}
@@ -33,7 +33,7 @@ def test_it_is_what_the_ranks_hold(ranks, tiny_model, tiny_config, case):
     name, world, values = CASES[case]
     model = tiny_model(name)
     config = tiny_config(load=model.checkpoint, **values)
-    expected = role_memory(model.shape, config, world)
+    expected = max(stages_memory(model.shape, config, world), key=lambda own: own.total)
     ranks.start(world, config, model.shape)
     held = max(ranks.call("held_bytes"), key=sum)
     # Core pads its buffers, and Adam counts its steps.
@@ -42,16 +42,35 @@ def test_it_is_what_the_ranks_hold(ranks, tiny_model, tiny_config, case):
 
 def test_a_critic_has_a_head_of_one_row(tiny_model):
     shape = tiny_model("qwen3").shape
-    actor, critic = (role_memory(shape, MegatronConfig(), 1, value_head=head) for head in (False, True))
+    [actor], [critic] = (stages_memory(shape, MegatronConfig(), 1, value_head=head) for head in (False, True))
     assert actor.weights - critic.weights == 4 * (shape.padded_vocab_size(1) - 1) * shape.hidden_size
 
 
 def test_what_does_not_fit_is_named_with_its_parts():
     shape = ModelShape.from_hf_config(PUBLISHED["qwen3-4B"].config)
-    memory = role_memory(shape, MegatronConfig(bf16=True), 1)
-    assert memory.weights == 2 * memory.gradients / 4
+    stages = stages_memory(shape, MegatronConfig(bf16=True), 1)
+    assert stages[0].weights == 2 * stages[0].gradients / 4
     with pytest.raises(ConfigError, match=r"the actor takes 67\.\d GiB on each device .*; split it") as caught:
-        check_memory("actor", memory, 40 * 2**30)
+        check_memory({"actor": stages}, 40 * 2**30, take_turns=True)
     assert "\n" not in str(caught.value)
-    split = MegatronConfig(bf16=True, use_distributed_optimizer=True)
-    check_memory("actor", role_memory(shape, split, 8), 40 * 2**30)
+    split = stages_memory(shape, MegatronConfig(bf16=True, use_distributed_optimizer=True), 8)
+    check_memory({"actor": split}, 40 * 2**30, take_turns=False)
+
+
+def test_roles_that_take_turns_need_the_memory_of_one():
+    """Of a pipeline the stage counts that holds most of both together."""
+    shape = ModelShape.from_hf_config(PUBLISHED["qwen3-4B"].config)
+    config = MegatronConfig(bf16=True, pipeline_model_parallel_size=2)
+    roles = {
+        "actor": stages_memory(shape, config, 2),
+        "critic": stages_memory(shape, config, 2, value_head=True),
+    }
+    most = max(own.total for stages in roles.values() for own in stages)
+    both = max(actor.total + critic.total for actor, critic in zip(*roles.values(), strict=True))
+    check_memory(roles, most, take_turns=True)
+    check_memory(roles, both, take_turns=False)
+    with pytest.raises(ConfigError, match="the actor takes"):
+        check_memory(roles, most - 1, take_turns=True)
+    with pytest.raises(ConfigError, match=r"the actor and the critic take .* \+ .*, and each fits alone") as caught:
+        check_memory(roles, both - 1, take_turns=False)
+    assert "--offload-train" in str(caught.value) and "\n" not in str(caught.value)

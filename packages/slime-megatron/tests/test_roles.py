@@ -2,14 +2,17 @@
 
 import copy
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 
 from plain import ADAM_EPS, plain_adamw, plain_log_probs, same_step
+from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.types import TrainSample
+from slime_megatron.memory import stages_memory
 
 PPO = AlgorithmConfig(advantage_estimator="ppo", gamma=0.9, lambd=0.8, eps_clip=0.05, value_clip=0.05)
 KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
@@ -21,6 +24,12 @@ LAYOUTS = {
     "cp2": (2, {"context_parallel_size": 2}, 3),
     "dp2+do": (2, {"use_distributed_optimizer": True}, 2),
     "dp2+do+overlap": (2, OVERLAP, 2),
+}
+TURNS = {
+    "one rank": (1, {}),
+    "dp2 + distributed optimizer + overlap, bf16": (2, OVERLAP | {"bf16": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "adam from 0, tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
 }
 FROZEN_SHOWN = (("one", False), ("dp2+do+overlap", True), ("pp2", False))
 
@@ -154,6 +163,78 @@ def test_actor_and_critic_continue_together(
     ranks.start(1, own, model.shape, PPO)
     values = ranks.first("forward", shards, "critic")
     assert max(np.abs(row).max() for row in values) > 1e-3  # with the head
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[] if layout in list(TURNS)[:2] else pytest.mark.full) for layout in TURNS]
+)
+def test_roles_that_take_turns_change_nothing(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, layout
+):
+    """PPO where actor and critic take turns ends with the bits of a run that holds both; one of them is there."""
+    world, settings = TURNS[layout]
+    model, ppo = tiny_model("qwen3"), dataclasses.replace(PPO, use_kl_loss=True, kl_loss_coef=0.1)
+    samples = make_samples()
+    found = {}
+    for turns in (False, True):
+        save = str(tmp_path / str(turns))
+        config = tiny_config(
+            load=model.checkpoint, save=save, reset_optimizer_states="adam" in layout, ref_update_interval=2, **settings
+        )
+        how = {"take_turns": turns, "output_dir": str(tmp_path)}
+        shards = make_shards(samples, data_parallel=2 if layout.startswith("dp2") else 1, steps=2)
+        ranks.start(world, config, model.shape, ppo, **how)
+        steps = ranks.first("train", shards).steps
+        for held, _ in ranks.call("role_bytes"):
+            assert (held[0] == 0) == turns and held[1] > 0
+        ranks.call("save", 1)
+        for (report, _), (held, _) in zip(ranks.call("sleep", True), ranks.call("role_bytes"), strict=True):
+            assert report.device == sum(held) and (held[0] == 0) == turns
+        sent = ranks.first("weights")
+        assert all(report.device == 0 for report, _ in ranks.call("sleep"))
+        ranks.call("wake")
+        values = ranks.first("forward", shards, "critic")
+        reference = ranks.first("forward", shards, "reference")
+        steps += ranks.first("train", shards).steps
+        ranks.start(world, config, model.shape, ppo, resume_from=save, **how)
+        assert ranks.first("train", shards).steps == steps[2:]
+        found[turns] = steps, sent, values, reference, ranks.first("weights")
+    (steps, sent, *rows, weights), (other_steps, other_sent, *other_rows, other_weights) = found.values()
+    assert steps == other_steps
+    for own, other in ((sent, other_sent), (weights, other_weights)):
+        assert own.keys() == other.keys() and all(np.array_equal(own[name], other[name]) for name in own)
+    for own, other in zip(rows, other_rows, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(own, other, strict=True))
+
+
+def test_a_critic_that_waits_takes_no_memory(ranks, tiny_config, make_samples, make_shards, tmp_path):
+    sizes = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 1}
+    shape = ModelShape(
+        family="llama", **sizes, num_query_groups=1, kv_channels=32, vocab_size=151_936, max_position_embeddings=64
+    )
+    shards, found = make_shards(make_samples(vocab=shape.vocab_size)), {}
+    for turns in (False, True):
+        ranks.start(1, tiny_config(), shape, PPO, take_turns=turns, output_dir=str(tmp_path))
+        ranks.call("train", shards)
+        found[turns] = ranks.first("role_bytes")
+    (both, resident), (one, without) = found.values()
+    assert one == [0, both[1]]
+    print(f"{(resident - without) / both[0]:.1%} of the critic's {both[0] / 1e6:.1f} MB given back")
+    assert resident - without > 0.8 * both[0]
+
+
+def test_what_the_memory_does_not_hold_is_refused_at_the_start(ranks, tiny_model, tiny_config, rank_error):
+    model, config = tiny_model("qwen3"), tiny_config()
+    [actor], [critic] = (stages_memory(model.shape, config, 1, value_head=head) for head in (False, True))
+    start = functools.partial(ranks.call_apart, 1, "build_in")
+    for memory, turns, message in (
+        (actor.total - 1, True, "the actor takes"),
+        (actor.total + critic.total - 1, False, "the actor and the critic take .* and each fits alone"),
+    ):
+        with pytest.raises(rank_error, match=message) as caught:
+            start(memory, config, PPO, model.shape, turns)
+        assert caught.value.kind == "ConfigError" and "\n" not in caught.value.text
+    start(actor.total, config, PPO, model.shape, True)
 
 
 def test_ppo_learns(ranks, tiny_model, tiny_config, make_shards):

@@ -140,6 +140,25 @@ def _pairs(
                 f"{flag} {size} counts samples, and preference pairs are two each; give an even number, such as "
                 f"{size + 1}"
             )
+    _check_pairs(samples)
+    given = [values or {} for values in json_rows(columns, "train_metadata")]
+    margins = [float(values.get("margin") or 0.0) for values in given]
+    return [
+        dataclasses.replace(sample, extras=sample.extras | {"margin": margin})
+        for sample, margin in zip(samples, margins, strict=True)
+    ]
+
+
+def check_pairs(rollout: RolloutColumns, algorithm: AlgorithmConfig, *, reward_key: str | None = None) -> None:
+    """Check that a rollout consists of preference pairs.
+
+    Raises:
+        DataError: A group is none: the message has its number.
+    """
+    _check_pairs(train_samples(rollout.samples, algorithm, reward_key))
+
+
+def _check_pairs(samples: Sequence[TrainSample]) -> None:
     sizes = Counter(sample.group_index for sample in samples)
     for one, other in zip_longest(samples[::2], samples[1::2]):
         together = other is not None and one.group_index == other.group_index and sizes[one.group_index] == 2
@@ -148,12 +167,6 @@ def _pairs(
                 f"group {one.group_index} is not a preference pair: give it two samples, one after the other, the "
                 "preferred one with the larger reward"
             )
-    given = [values or {} for values in json_rows(columns, "train_metadata")]
-    margins = [float(values.get("margin") or 0.0) for values in given]
-    return [
-        dataclasses.replace(sample, extras=sample.extras | {"margin": margin})
-        for sample, margin in zip(samples, margins, strict=True)
-    ]
 
 
 def _trajectories(columns: Columns) -> list[list[int]]:

@@ -13,18 +13,23 @@ from pathlib import Path
 
 from slime_convert.quantize import Fp8Format, read_format
 from slime_convert.shape import ModelShape
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, DataError
+from slime_core.schedule import check_pairs
+from slime_core.types import RolloutColumns
 from slime_launch.config import Settings
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
 from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
+from slime_launch.plan.devices import find_device
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_quantized, check_settings, check_shape, engine_dtype, num_engines
 from slime_launch.wandb_run import check_wandb
-from slime_megatron.checkpoint import find_checkpoint, teacher_source
+from slime_megatron.checkpoint import check_checkpoint, find_checkpoint, teacher_source
 from slime_megatron.fits import check_fits
+from slime_megatron.memory import check_memory, stages_memory
+from slime_megatron.overrides import role_config
 from slime_megatron.start import check_algorithm
 from slime_rollout.data import check_prompt_data
 from slime_rollout.data_service import check_rows, count_rows
@@ -70,6 +75,8 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
     problems = Problems(known)
     settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems)
+    if not problems.lines and found.shape is not None and found.settings.trains:
+        problems.attempt(check_roles_fit, found.settings, found.shape, found.overrides or {})
     problems.report()
     assert found.shape is not None and found.run is not None  # their problems were reported
     manifest, weights = found.run
@@ -126,9 +133,11 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
         problems.attempt(check_quantized, settings, elsewhere)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings)
-    for path in (settings.megatron.critic_load, teacher_source(settings.megatron)):
-        if path is not None:
-            problems.attempt(find_checkpoint, path)
+    for model in _models(settings, run):
+        if shape is None:
+            problems.attempt(find_checkpoint, model)
+        else:
+            problems.attempt(check_checkpoint, model, shape)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None and not elsewhere:
             problems.attempt(check_writable, Path(path), flag)
@@ -203,19 +212,42 @@ def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights | No
     return manifest, start_weights(settings, manifest)
 
 
+def _models(settings: Settings, run: tuple[Manifest | None, StartWeights | None] | None) -> list[str]:
+    """The checkpoints whose weights the trainers will load, each once."""
+    manifest, weights = run or (None, None)
+    found = [settings.megatron.critic_load, teacher_source(settings.megatron)]
+    if weights is not None:
+        continued = manifest.checkpoint if manifest is not None else None
+        found.append(weights.load if continued is None else Path(str(settings.megatron.save)) / continued)
+        found.append(weights.ref_load if settings.algorithm.needs_reference else None)
+    return list(dict.fromkeys(str(path) for path in found if path is not None))
+
+
 def check_recorded(settings: Settings, manifest: Manifest | None) -> None:
     """The file of the first rollout is there; those of later ones may be written meanwhile.
 
+    A loss on preference pairs needs pairs in it.
+
     Raises:
-        PreflightError: It is not.
+        PreflightError: It is not, or there is a group that is no pair.
+        DataError: It cannot be read.
     """
     first = 0 if manifest is None else manifest.iteration
     path = Path(str(settings.run.load_debug_rollout_data).format(rollout_id=first))
-    if first < settings.num_rollout and not path.is_file():
+    if first >= settings.num_rollout:
+        return
+    if not path.is_file():
         raise PreflightError(
             f"--load-debug-rollout-data: {path} does not exist; give what --save-debug-rollout-data was, or "
             "SAVE/rollouts/rollout_{rollout_id:07d}.npz of a run with --keep-rollouts"
         )
+    if settings.algorithm.on_pairs:
+        try:
+            check_pairs(RolloutColumns.read(path), settings.algorithm, reward_key=settings.rollout.rewards.reward_key)
+        except DataError as error:
+            raise PreflightError(
+                f"--load-debug-rollout-data {path} with --loss-type {settings.algorithm.loss_type}: {error}"
+            ) from error
 
 
 def look_again(checked: Checked) -> Checked:
@@ -293,6 +325,31 @@ def check_hf_directory(directory: Path) -> None:
         raise PreflightError(
             f"--hf-checkpoint {directory} has no {', no '.join(missing)}; give a Hugging Face model directory"
         )
+
+
+def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides) -> None:
+    """What is trained fits on a device like this machine's; workers check it again, each of its own.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    try:
+        device = find_device(None, None)
+    except ConfigError:
+        return  # its memory is unknown
+    # A CPU's memory is the machine's.
+    available = device.memory // (settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1)
+    roles = ["actor", "critic"] if settings.algorithm.needs_critic else ["actor"]
+    held = {
+        role: stages_memory(
+            shape,
+            role_config(settings.megatron, role, overrides),
+            settings.cluster.actor_gpus,
+            value_head=role == "critic" or settings.algorithm.loss_type == "rm_loss",
+        )
+        for role in roles
+    }
+    check_memory(held, available, take_turns=settings.trainer_sleeps)
 
 
 def check_room(settings: Settings) -> None:

@@ -229,6 +229,7 @@ def start(
         output_dir=str(log_dir.parent.resolve()),
         overrides=checked.overrides,
         quantized_as=settings.rollout.data.hf_checkpoint if settings.generates and is_quantized(settings) else None,
+        take_turns=settings.trainer_sleeps,
     )
     parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

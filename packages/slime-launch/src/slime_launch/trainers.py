@@ -37,6 +37,7 @@ class TrainerSpec(NamedTuple):
     output_dir: str
     overrides: Overrides
     quantized_as: str | None = None
+    take_turns: bool = False
 
 
 class Shards(NamedTuple):
@@ -92,6 +93,7 @@ class TrainerRank:
             output_dir=spec.output_dir,
             overrides=spec.overrides,
             quantized_as=spec.quantized_as,
+            take_turns=spec.take_turns,
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_convert.mapping import WeightMap
@@ -31,26 +31,46 @@ class RoleMemory:
         return self.weights + self.gradients + self.optimizer
 
 
-def role_memory(shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False) -> RoleMemory:
-    """The memory of the pipeline stage that holds most."""
+def stages_memory(
+    shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False
+) -> list[RoleMemory]:
+    """The memory of each pipeline stage of a role."""
     stages = range(config.pipeline_model_parallel_size)
-    held = (stage_memory(shape, config, world_size, stage, value_head=value_head) for stage in stages)
-    return max(held, key=lambda own: own.total)
+    return [stage_memory(shape, config, world_size, stage, value_head=value_head) for stage in stages]
 
 
-def check_memory(role: str, memory: RoleMemory, available: int) -> None:
-    """Check that a role alone fits on a device: while it trains, others can be moved to host memory.
+def check_memory(roles: Mapping[str, Sequence[RoleMemory]], available: int, *, take_turns: bool) -> None:
+    """Check that what is trained fits on a device.
+
+    Args:
+        roles: The stages of each role.
+        available: Bytes of a device.
+        take_turns: Roles wait in host memory while another works; else the device holds all of them.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: A role does not fit alone, or they do not fit together.
     """
-    if memory.total > available:
+    for role, stages in roles.items():
+        memory = max(stages, key=lambda own: own.total)
+        if memory.total > available:
+            raise ConfigError(
+                f"the {role} takes {_gib(memory.total)} on each device ({_gib(memory.weights)} weights, "
+                f"{_gib(memory.gradients)} gradients, {_gib(memory.optimizer)} optimizer), which has "
+                f"{_gib(available)}; {_SPLIT}"
+            )
+    each = max(([own.total for own in stage] for stage in zip(*roles.values(), strict=True)), key=sum)
+    if not take_turns and sum(each) > available:
         raise ConfigError(
-            f"the {role} takes {_gib(memory.total)} on each device ({_gib(memory.weights)} weights, "
-            f"{_gib(memory.gradients)} gradients, {_gib(memory.optimizer)} optimizer), which has {_gib(available)}; "
-            "split it further (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
-            "--expert-model-parallel-size), or give --use-distributed-optimizer, --bf16 or --lora-rank"
+            f"the {' and the '.join(roles)} take {' + '.join(map(_gib, each))} on each device, which has "
+            f"{_gib(available)}, and each fits alone; have them take turns in device memory (--offload-train, which "
+            f"--colocate brings), or {_SPLIT}"
         )
+
+
+_SPLIT = (
+    "split it further (--tensor-model-parallel-size, --pipeline-model-parallel-size, --expert-model-parallel-size), or "
+    "give --use-distributed-optimizer, --bf16 or --lora-rank"
+)
 
 
 def _gib(size: int) -> str:

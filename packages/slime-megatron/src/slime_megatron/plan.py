@@ -121,9 +121,9 @@ class Planner:
             found["ref_log_probs_N"] = self.evaluate("reference", batches)
         if self.teacher:
             found["teacher_log_probs_N"] = self.evaluate("teacher", batches)
-        if self.algorithm.needs_critic:
-            found["old_values_N"] = self.evaluate("critic", batches)
         found["old_log_probs_N"] = self._old_log_probs(batches, steps)
+        if self.algorithm.needs_critic:  # last, as its steps come next: where roles take turns, it has one
+            found["old_values_N"] = self.evaluate("critic", batches)
         return {name: values for name, values in found.items() if values}
 
     def _old_log_probs(self, batches: list[MicroBatch], steps: int) -> list[torch.Tensor]:

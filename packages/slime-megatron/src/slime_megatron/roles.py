@@ -11,6 +11,7 @@ import torch
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
+from slime_core.memory import Held, MemoryState
 from slime_megatron.checkpoint import OLD_ACTOR, CheckpointInfo, checkpoint_root, find_checkpoint
 from slime_megatron.checkpoint_io import load_checkpoint, load_weights
 from slime_megatron.checkpoint_writer import Background, save_checkpoint
@@ -19,6 +20,7 @@ from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
 from slime_megatron.lora import add_adapters, base_weights, reset_adapters
 from slime_megatron.model import Chunks, build_model, freeze_weights, named_weights
+from slime_megatron.offload import WaitingRoom
 from slime_megatron.optimizer import build_optimizer, build_scheduler, reset_adam, wrap_model
 from slime_megatron.parallel import seed_everything
 from slime_megatron.versions import KeptVersions
@@ -47,10 +49,12 @@ class TrainedModel:
         value_head: bool = False,
         frozen: Mapping[str, Path | None] | None = None,
         keep_versions: bool = False,
+        room: Path = Path(),
     ) -> None:
         """Build the model with ``source``'s weights; random ones without it, unless it is ``resumed`` later.
 
-        Weights of the ``frozen`` roles come from their directories; without one they are these first weights.
+        Weights of the ``frozen`` roles come from their directories; without one they are these first weights. On a CPU
+        what :meth:`sleep` takes waits in a file in ``room``.
         """
         self.config, self.shape = config, shape
         seed_everything(config.seed)
@@ -74,6 +78,8 @@ class TrainedModel:
         self.wrapped = wrap_model(self.model, shape, config, device)
         self.optimizer = build_optimizer(self.wrapped, shape, config)
         self.scheduler = build_scheduler(self.optimizer, config)
+        self._memory = MemoryState("a model")
+        self._weights, self._optimizer_state = (WaitingRoom(device, room) for _ in range(2))
 
     def _frozen(self, directory: Path | None) -> HostWeights:
         own = HostWeights(self.model)
@@ -178,16 +184,36 @@ class TrainedModel:
             load_weights(find_checkpoint(directory), self.shape, self.model)
             versions.put((found.iteration or 0) - int(directory.parent.name), HostWeights(self.model))
 
-    def free_gradients(self) -> None:
-        """Give the gradient buffers' memory back; all weights of the last step are here after it."""
-        self.gather_weights()
-        for chunk in self.wrapped:
-            chunk.offload_grad_buffers()
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give device memory back: gradients, optimizer state and, unless they are kept, weights. Nothing twice."""
+        had = self._memory.held
+        if had <= (Held.WEIGHTS if keep_weights else Held.NOTHING):
+            return
+        with self._memory.sleeping(keep_weights):
+            if had is Held.EVERYTHING:
+                self.gather_weights()
+                for chunk in self.wrapped:
+                    chunk.offload_grad_buffers()
+                self._optimizer_state.take(self.optimizer_state())
+            if not keep_weights:
+                self._weights.take(self.weights())
+            torch.cuda.empty_cache()
 
-    def restore_gradients(self) -> None:
-        """Take it again."""
-        for chunk in self.wrapped:
-            chunk.restore_grad_buffers()
+    def wake(self, weights_only: bool = False) -> None:
+        """Take it again, as it was to the bit; of what is there nothing."""
+        if self._memory.held >= (Held.WEIGHTS if weights_only else Held.EVERYTHING):
+            return
+        with self._memory.waking(weights_only):
+            self._weights.give_back()
+            if not weights_only:
+                self._optimizer_state.give_back()
+                for chunk in self.wrapped:
+                    chunk.restore_grad_buffers()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait elsewhere."""
+        return self._weights.nbytes + self._optimizer_state.nbytes
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Parameters and buffers of the model."""

@@ -77,6 +77,7 @@ def start_worker(
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     output_dir: str | Path = ".",
     quantized_as: str | Path | None = None,
+    take_turns: bool = False,
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -92,10 +93,12 @@ def start_worker(
         overrides: Settings of ``config`` that are others for a role, ``actor`` or ``critic``, by role and name.
         output_dir: Where the run's outputs go; traces of ``--profile`` in ``profile`` there.
         quantized_as: A quantized Hugging Face model: weights are pushed in the form in which it stores them.
+        take_turns: Actor and critic take turns in device memory: while one works, the other waits in host memory.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
-            is not available, a role is unknown, or one of Megatron's arguments cannot be given.
+            is not available, a role is unknown, the memory does not hold the roles, or one of Megatron's arguments
+            cannot be given.
         CheckpointError: A checkpoint is missing or does not fit.
     """
     from slime_megatron.device import select_device
@@ -115,4 +118,5 @@ def start_worker(
         overrides=overrides or {},
         output_dir=output_dir,
         quantized_as=quantized_as,
+        take_turns=take_turns,
     )

@@ -31,9 +31,9 @@ from slime_megatron.device import Device
 from slime_megatron.fits import check_fits
 from slime_megatron.kernels import choose_kernels, found_kernels
 from slime_megatron.losses import CRITIC_LOSS, Loss, loss_of
-from slime_megatron.memory import check_memory, role_memory
+from slime_megatron.memory import check_memory, stages_memory
 from slime_megatron.model import Chunks
-from slime_megatron.offload import WaitingRoom, resident_bytes, unique_storages
+from slime_megatron.offload import resident_bytes, unique_storages
 from slime_megatron.operations import flops_model
 from slime_megatron.optimizer import check_finite
 from slime_megatron.overrides import role_config
@@ -63,6 +63,7 @@ class MegatronWorker:
     Implements :class:`slime_core.interfaces.TrainerWorker`; made by :func:`slime_megatron.start.start_worker`, whose
     arguments these are. ``device`` is what the rank computes on, ``estimator`` a user-defined advantage function.
     Reference and teacher are copies in host memory, which take the place of the actor's weights for a forward pass.
+    With ``take_turns`` either the actor or the critic holds device memory, the other waits in host memory.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class MegatronWorker:
         overrides: Mapping[str, Mapping[str, Any]],
         output_dir: str | Path,
         quantized_as: str | Path | None,
+        take_turns: bool,
     ) -> None:
         self.config = config
         self._output_dir = Path(output_dir)
@@ -86,17 +88,20 @@ class MegatronWorker:
         self._device = device
         self._loss = loss_of(algorithm)
         self._estimator = estimator
-        actor = self._fitting("actor", overrides, rendezvous.world_size)
-        critic = None
         if "critic" in overrides and not algorithm.needs_critic:
             raise ConfigError("overrides of the role critic: there is none; add --advantage-estimator ppo")
-        if algorithm.needs_critic:
-            critic = self._fitting("critic", overrides, rendezvous.world_size)
+        self._takes_turns = take_turns and algorithm.needs_critic
+        roles = {role: self._own(role, overrides) for role in ("actor", "critic")[: 1 + algorithm.needs_critic]}
+        held = {
+            role: stages_memory(shape, own, rendezvous.world_size, value_head=role == "critic" or self._loss.value_head)
+            for role, own in roles.items()
+        }
+        check_memory(held, device.memory_bytes, take_turns=self._takes_turns)
         join_ranks(config, rendezvous, device)
         resumed = resume_from is not None
         source = None if resumed else config.load or config.ref_load
         self._actor = TrainedModel(
-            actor,
+            roles["actor"],
             shape,
             device,
             source=source,
@@ -104,32 +109,43 @@ class MegatronWorker:
             frozen=self._frozen_sources(resume_from),
             resumed=resumed,
             keep_versions=algorithm.keep_old_actor,
+            room=self._output_dir,
         )
         self._critic: TrainedModel | None = None
-        if critic is not None:
+        if (critic := roles.get("critic")) is not None:
+            if self._takes_turns:
+                self._actor.sleep()
             critic_source = None if resumed else critic.load
-            self._critic = TrainedModel(critic, shape, device, source=critic_source, resumed=resumed, value_head=True)
+            self._critic = TrainedModel(
+                critic, shape, device, source=critic_source, resumed=resumed, value_head=True, room=self._output_dir
+            )
+            self._turn_of(self._actor)
         self._share_prompts = self._sharing()
         if rendezvous.rank == 0:
             self._report_settings()
         self._export: WeightExport | None = None
         self._form = StoredForm(quantized_as) if quantized_as is not None and rendezvous.rank == 0 else None
         self._memory = MemoryState("the trainer")
-        self._weights, self._optimizer_state = (WaitingRoom(device, self._output_dir) for _ in range(2))
         self._background = Background(config.distributed_timeout_minutes) if config.async_save else None
         self.iteration: int | None = None
         # Last, because building a model draws from the random states that this restores.
         if resume_from is not None:
             self.load(resume_from)
 
-    def _fitting(self, role: str, overrides: Mapping[str, Mapping[str, Any]], world_size: int) -> MegatronConfig:
-        """The settings of a role that is trained, which fits on the device."""
+    def _own(self, role: str, overrides: Mapping[str, Mapping[str, Any]]) -> MegatronConfig:
+        """The settings of a role that is trained."""
         own = role_config(self.config, role, overrides)
         check_fits(own, self.shape)
         check_arguments(self.shape, own, self._device)
-        head = role == "critic" or self._loss.value_head
-        check_memory(role, role_memory(self.shape, own, world_size, value_head=head), self._device.memory_bytes)
         return own
+
+    def _turn_of(self, role: TrainedModel) -> None:
+        """Have all of a role in device memory and, if roles take turns, nothing of the other."""
+        if self._takes_turns:
+            for other in self.trained:
+                if other is not role:
+                    other.sleep()
+            role.wake()
 
     def _report_settings(self) -> None:
         """Say once what of the settings is not so."""
@@ -193,18 +209,22 @@ class MegatronWorker:
             write_train_data(self.config.save_debug_train_data, shard, plans)
         steps = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans]
         if self._actor.versions is not None:
+            self._turn_of(self._actor)
             self._actor.versions.before_training()
-        for model in self.trained:
-            model.begin_rollout()
         if self._critic is not None:
+            self._turn_of(self._critic)
+            self._critic.begin_rollout()
             for plan, metrics in zip(plans, steps, strict=True):
                 found = self._optimize(self._critic, CRITIC_LOSS, plan, ValueReader(), timer)
                 metrics |= {f"critic-{name}": value for name, value in found.items()}
         if self._critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
+            self._turn_of(self._actor)
+            self._actor.begin_rollout()
             for plan, metrics in zip(plans, steps, strict=True):
                 metrics |= self._optimize(self._actor, self._loss, plan, self._head(shard.temperature), timer)
         interval = self.config.ref_update_interval
         if interval and "reference" in self._actor.frozen and (shard.rollout_id + 1) % interval == 0:
+            self._turn_of(self._actor)
             self._actor.update_frozen("reference")
         return TrainReport(
             rollout_id=shard.rollout_id,
@@ -242,6 +262,7 @@ class MegatronWorker:
     def evaluate(self, shard: TrainShard) -> dict[str, float]:
         """The loss of a shard of one step, and its metrics, without training on it; equal on all ranks."""
         self._check_holds("evaluate")
+        self._turn_of(self._actor)
         timer, head = self._timer(), self._head(shard.temperature)
         [plan] = self._planner(shard.temperature, timer).plan(shard)
         batches = [planned.batch for planned in plan.batches]
@@ -254,6 +275,8 @@ class MegatronWorker:
     def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
         """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
         self._check_holds("push", Held.WEIGHTS)
+        if self._memory.held is Held.EVERYTHING:
+            self._turn_of(self._actor)
         self._actor.gather_weights()
         if self._export is None:
             self._export = WeightExport(self.model, self.shape)
@@ -268,7 +291,9 @@ class MegatronWorker:
         be written is raised by the next call. The actor's comes last: a run continues from its newest.
         """
         self._check_holds("save")
-        *_, directory = [model.save(iteration, self._background) for model in self.trained]
+        for model in self.trained:
+            self._turn_of(model)
+            directory = model.save(iteration, self._background)
         self.iteration = iteration
         return str(directory)
 
@@ -284,7 +309,9 @@ class MegatronWorker:
         self._check_holds("load")
         if self._critic is not None:
             root = self.config.critic_save or checkpoint_root(directory) / "critic"
+            self._turn_of(self._critic)
             self._critic.load(Path(root) / find_checkpoint(directory).directory.name)
+        self._turn_of(self._actor)
         self.iteration = self._actor.load(directory)
         return self.iteration
 
@@ -298,15 +325,11 @@ class MegatronWorker:
             MemoryStateError: There is nothing to give back.
             TrainingError: There is no room where it would wait.
         """
-        had = self._memory.held
         with self._memory.sleeping(keep_weights):
-            if had is Held.EVERYTHING:
-                for model in self.trained:
-                    model.free_gradients()
-                self._optimizer_state.take(tensor for model in self.trained for tensor in model.optimizer_state())
-            if not keep_weights:
-                self._weights.take(tensor for model in self.trained for tensor in model.weights())
-            torch.cuda.empty_cache()
+            if keep_weights:
+                self._turn_of(self._actor)
+            for model in self.trained:
+                model.sleep(keep_weights)
         return self._report_memory()
 
     def wake(self, weights_only: bool = False) -> None:
@@ -316,18 +339,15 @@ class MegatronWorker:
             MemoryStateError: There is nothing to take.
         """
         with self._memory.waking(weights_only):
-            self._weights.give_back()
-            if not weights_only:
-                self._optimizer_state.give_back()
-                for model in self.trained:
-                    model.restore_gradients()
+            for model in [self._actor] if self._takes_turns else self.trained:
+                model.wake(weights_only)
 
     def _report_memory(self) -> SleepReport:
         gradients = (tensor for model in self.trained for tensor in model.gradients())
         held = unique_storages((*self.device_tensors(), *gradients))
         return SleepReport(
             device=sum(storage.nbytes() for storage in held),
-            waiting=self._weights.nbytes + self._optimizer_state.nbytes,
+            waiting=sum(model.waiting_bytes for model in self.trained),
             resident=resident_bytes(self._device),
         )
 
@@ -351,6 +371,7 @@ class MegatronWorker:
     @contextlib.contextmanager
     def _model(self, role: Role | int) -> Iterator[Chunks]:
         """The model of a role, or the policy of a kept version, for as long as the block runs."""
+        self._turn_of(self._critic if role == "critic" and self._critic is not None else self._actor)
         if isinstance(role, int):
             with self._actor.as_version(role) as model:
                 yield model

@@ -27,7 +27,7 @@ class TrainerMemory:
     Attributes:
         stage: Its pipeline stage.
         process: What it takes without a model.
-        critic: Everything of the critic between steps.
+        critic: Everything of the critic between steps; where it takes turns with the actor, what it takes more.
         frozen: Reference and teacher, where they share the memory: on a CPU.
         activations: Of the micro-batch; ``logits`` those of the output layer.
         host: Bytes of host memory that frozen models take beside a GPU.
@@ -84,7 +84,7 @@ def trainer_memory(
 
     def of(stage: int) -> TrainerMemory:
         own = stage_memory(shape, actor, world, stage)
-        other = None if critic is None else stage_memory(shape, critic, world, stage, value_head=True)
+        other = 0 if critic is None else stage_memory(shape, critic, world, stage, value_head=True).total
         activations = activation_memory(
             shape, actor, stage=stage, tokens=tokens, micro_batches=micro_batches, fused=fused
         )
@@ -96,7 +96,7 @@ def trainer_memory(
             weights=own.weights,
             gradients=own.gradients,
             optimizer=own.optimizer,
-            critic=0 if other is None else other.weights + other.gradients + other.optimizer,
+            critic=max(0, other - own.total) if settings.trainer_sleeps else other,
             frozen=copies if device.is_cpu else 0,
             activations=(activations.layers if phase == "train" else 0) + (activations.working if passes else 0),
             logits=activations.logits if passes else 0,
