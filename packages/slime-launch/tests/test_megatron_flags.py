@@ -107,7 +107,7 @@ def test_what_has_no_effect_is_said_in_one_line(words):
 
 def test_a_run_goes_on_with_the_same_arguments_but_for_those_without_effect():
     old = {"lr": 1.0, "moe_z_loss_coeff": 0.1}
-    assert changed_flags(old, old | {"moe_grouped_gemm": True}) == []
+    assert changed_flags(old, old | {"moe_enable_deepep": True}) == []
     assert changed_flags(old, {"lr": 1.0}) == ["--moe-z-loss-coeff 0.1 → None"]
 
 
@@ -116,7 +116,7 @@ def test_the_help_lists_them():
     lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     by_word = {line.split()[0]: line for line in lines}
     assert by_word["--moe-z-loss-coeff"].endswith("[given to Megatron-core]")
-    assert by_word["--moe-grouped-gemm"].endswith("[no effect: experts are computed one by one]")
+    assert by_word["--moe-grouped-gemm"].endswith("[given to Megatron-core]")
     assert "[refused: it is a setting of Transformer Engine's layers" in by_word["--fp8-format"]
     assert by_word["--seq-length"].endswith("[no effect: rows are packed, and as long as their samples]")
     assert "--lr" not in by_word

@@ -4,6 +4,7 @@ They have the parameters, attributes and extra states that Transformer Engine's 
 PyTorch. Megatron-core's own wrappers around them are the real ones. Nothing here shows that a kernel is right.
 """
 
+import contextlib
 import sys
 import types
 
@@ -35,9 +36,11 @@ class Linear(_Module):
         return_bias,
         parallel_mode,
         params_dtype,
+        fuse_wgrad_accumulation,
         **unused,
     ):
         super().__init__()
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel
         self.group, self.size, self.return_bias = tp_group, tp_size, return_bias
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
@@ -96,6 +99,49 @@ class RMSNorm(_Module):
         return rms_norm(inp, inp.shape[-1:], self.weight, self.eps)
 
 
+class GroupedLinear(_Module):
+    """A matrix for each of several experts; their tokens come one expert after the other."""
+
+    calls = 0
+
+    def __init__(
+        self,
+        num_gemms,
+        in_features,
+        out_features,
+        *,
+        tp_size,
+        init_method,
+        bias,
+        return_bias,
+        parallel_mode,
+        params_dtype,
+        fuse_wgrad_accumulation,
+        **unused,
+    ):
+        super().__init__()
+        assert not bias and not return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.num_gemms, self.parallel_mode, self.use_bias = num_gemms, parallel_mode, False
+        self.fp8_meta, self.fp8, self.fp8_calibration = {"fp8_checkpoint": False}, False, False
+        rows = out_features // (tp_size if parallel_mode == "column" else 1)
+        columns = in_features // (tp_size if parallel_mode == "row" else 1)
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=params_dtype))
+            init_method(weight)
+            weight.tensor_model_parallel, weight.partition_stride = True, 1
+            weight.partition_dim = int(parallel_mode == "row")
+            setattr(self, f"weight{number}", weight)
+
+    def init_fp8_metadata(self, num_gemms):
+        assert num_gemms == self.num_gemms
+
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        GroupedLinear.calls += 1
+        parts = inp.split(m_splits)
+        return torch.cat([linear(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)])
+
+
 class DotProductAttention(_Module):
     calls = 0
 
@@ -147,16 +193,25 @@ def install():
     class Empty:
         pass
 
-    fp8 = module(".pytorch.fp8", FP8GlobalStateManager=Empty, fp8_autocast=None)
+    class NoFp8:
+        @staticmethod
+        def is_fp8_enabled():
+            return False
+
+    fp8 = module(".pytorch.fp8", FP8GlobalStateManager=NoFp8, fp8_autocast=lambda **unused: contextlib.nullcontext())
+    distributed = module(
+        ".pytorch.distributed",
+        CudaRNGStatesTracker=Empty,
+        activation_recompute_forward=lambda **unused: contextlib.nullcontext(),
+    )
     optimizers = module(".pytorch.optimizers", FusedAdam=_fused_adam, FusedSGD=_fused_adam)
     module(".pytorch.tensor", QuantizedTensor=Empty)
     recipe = module(".common.recipe", DelayedScaling=Empty)
-    parts = (Linear, LayerNormLinear, RMSNorm, DotProductAttention)
-    tracker = types.SimpleNamespace(CudaRNGStatesTracker=Empty)
+    parts = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention)
     pytorch = module(
         ".pytorch",
         **{part.__name__: part for part in parts},
-        **{"GroupedLinear": torch.nn.Module, "distributed": tracker, "fp8": fp8, "optimizers": optimizers},
+        **{"distributed": distributed, "fp8": fp8, "optimizers": optimizers},
         ops=types.SimpleNamespace(Sequential=Empty, FusibleOperation=Empty),
     )
     module("", __version__="2.2.0", pytorch=pytorch, common=module(".common", recipe=recipe))

@@ -96,7 +96,7 @@ def test_arguments_reach_megatron_and_what_changes_is_said_once(ranks, tiny_mode
         "Megatron's arguments: bucket_size 12345 became None; "
         "log_num_zeros_in_grad True has no effect (it is not reported); "
         "moe_expert_capacity_factor -1.0 became None; "
-        "moe_grouped_gemm True has no effect (experts are computed one by one)"
+        "moe_grouped_gemm True has no effect (it is for Transformer Engine's layers, and local ones are used)"
     )
 
 

@@ -55,11 +55,15 @@ def test_flags_carry_megatron_names_and_defaults():
         ({"recompute_modules": ("mlp",)}, "--recompute-modules needs --recompute-granularity selective"),
         ({"recompute_modules": ("attention",)}, "--recompute-modules attention is unknown; allowed: core_attn, mlp"),
         (
-            {"recompute_activations": True, "recompute_modules": ("core_attn", "layernorm")},
-            "--recompute-modules layernorm works with Transformer Engine's layers alone, and was not run with",
+            {
+                "recompute_activations": True,
+                "recompute_modules": ("core_attn", "layernorm"),
+                "transformer_impl": "local",
+            },
+            "--recompute-modules layernorm works with Transformer Engine's layers alone, and local ones are built here",
         ),
         (
-            {"recompute_activations": True, "recompute_modules": ("mla_up_proj",)},
+            {"recompute_activations": True, "recompute_modules": ("mla_up_proj",), "lora_rank": 1, "lora_alpha": 1.0},
             "--recompute-modules mla_up_proj works with Transformer Engine's layers alone",
         ),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 must be 0; log-probs"),
@@ -152,12 +156,15 @@ def test_what_is_so_anyway_may_be_said():
 
 def test_data_parallel_size():
     assert MegatronConfig(tensor_model_parallel_size=2).data_parallel_size(4) == 2
-    with pytest.raises(ConfigError, match=r"3 trainer ranks are not a multiple of --tensor-model-parallel-size 2;"):
+    with pytest.raises(ConfigError, match=r"3 trainer .* --tensor-model-parallel-size 2; give 2 or 4 ranks"):
         MegatronConfig(tensor_model_parallel_size=2).data_parallel_size(3)
     config = MegatronConfig(pipeline_model_parallel_size=2, context_parallel_size=3, expert_model_parallel_size=4)
     assert config.data_parallel_size(24) == 4
-    with pytest.raises(ConfigError, match=r"8 trainer .* --pipeline-model-parallel-size 2 × --context-parallel-size 3"):
+    sizes = "--pipeline-model-parallel-size 2 × --context-parallel-size 3"
+    with pytest.raises(ConfigError, match=rf"8 trainer .* {sizes}; give 24 ranks .*, or change one of these sizes"):
         config.data_parallel_size(8)
+    with pytest.raises(ConfigError, match=r"30 trainer .* --expert-model-parallel-size 4 .* give 24 or 48 ranks"):
+        config.data_parallel_size(30)
     with pytest.raises(
         ConfigError, match=r"12 trainer .* --expert-model-parallel-size 4 × --pipeline-model-parallel-si"
     ):

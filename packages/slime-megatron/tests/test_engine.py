@@ -13,6 +13,8 @@ from slime_megatron.config import MegatronConfig
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ENGINE = {"transformer_impl": "transformer_engine"}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe_act", "core_attn")}
+EP2 = {"expert_model_parallel_size": 2}
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 GPU, OLD_GPU, NO_ENGINE = (True, True, True), (True, True, False), (True, False, True)
 
@@ -30,6 +32,7 @@ GPU, OLD_GPU, NO_ENGINE = (True, True, True), (True, True, False), (True, False,
         (GPU, {"bf16": True, **LORA}, (False, False, True), True),
         (GPU, {"bf16": True, "context_parallel_size": 2}, (True, False, True), True),
         (GPU, {"bf16": True, **ENGINE}, (True, True, True), True),
+        (GPU, {"bf16": True, **RECOMPUTED}, (True, True, True), True),
     ],
 )
 def test_which_kernels_are_chosen(ranks, found, settings, expected, shares):
@@ -43,6 +46,17 @@ def test_which_kernels_are_chosen(ranks, found, settings, expected, shares):
         ((), ENGINE, "--transformer-impl transformer_engine: there is no GPU for its layers; give auto or local"),
         (NO_ENGINE, ENGINE, "Transformer Engine is not installed"),
         (OLD_GPU, {"bf16": True, "share_prompts": "on"}, "--share-prompts on needs PyTorch's flash attention"),
+        (
+            (),
+            {"bf16": True, **RECOMPUTED},
+            r"--recompute-modules layernorm moe_act works with .* \(there is no GPU\)",
+        ),
+        (NO_ENGINE, {"bf16": True, **RECOMPUTED}, r"\(Transformer Engine is not installed\); allowed: core_attn, mlp"),
+        (
+            GPU,
+            RECOMPUTED,
+            r"local ones are built here \(without --bf16\); allowed: core_attn, mlp, moe",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused(ranks, rank_error, found, settings, message):
@@ -78,7 +92,9 @@ def engine_ranks(rank_group, engine_pool, monkeypatch):
     [
         ("glm4", {}),
         ("deepseek-mtp", TP2_SP),
+        ("qwen3-moe", EP2),
         pytest.param("qwen3-moe", TP2_SP, marks=pytest.mark.full),
+        pytest.param("glm4-moe", TP2_SP | EP2 | {"expert_tensor_parallel_size": 1}, marks=pytest.mark.full),
         pytest.param("qwen2-tied", {"tensor_model_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param("moonlight", {}, marks=pytest.mark.full),
     ],
@@ -86,17 +102,22 @@ def engine_ranks(rank_group, engine_pool, monkeypatch):
 def test_engine_layers_do_what_local_ones_do(
     engine_ranks, tiny_model, tiny_config, make_samples, make_shards, hf_logits, tmp_path, name, layout
 ):
-    """Logits, steps, exported weights; and a checkpoint of either kind of layers continues with the other."""
-    model, ranks, size = tiny_model(name), engine_ranks, layout.get("tensor_model_parallel_size", 1)
+    """Logits, steps, exported weights; and a checkpoint of either kind of layers continues with the other.
+
+    Experts are computed one by one by local layers, and as one grouped product by Transformer Engine's.
+    """
+    model, ranks, size = tiny_model(name), engine_ranks, max(layout.values(), default=1)
     samples = make_samples(groups=2, per_group=3)
-    shards = make_shards(samples)
+    shards = make_shards(samples, data_parallel=size // layout.get("tensor_model_parallel_size", 1))
     found = {}
     for kind in ("local", "transformer_engine"):
         own = {**layout, "transformer_impl": kind, "save": str(tmp_path / kind), "adam_eps": ADAM_EPS}
         ranks.start(size, tiny_config(load=model.checkpoint, **own), model.shape, GRPO)
-        calls = ranks.first("engine_attention_calls")
+        calls, grouped = ranks.first("engine_attention_calls"), ranks.first("grouped_calls")
         logits = ranks.first("logits", samples)
         assert (ranks.first("engine_attention_calls") > calls) == (kind == "transformer_engine")
+        is_grouped = kind == "transformer_engine" and model.shape.num_experts is not None
+        assert (ranks.first("grouped_calls") > grouped) == is_grouped
         with torch.no_grad():
             assert (torch.from_numpy(logits) - hf_logits(model.hf, samples)).abs().max() < 1e-4
         step = ranks.first("train", shards).steps
@@ -117,6 +138,53 @@ def check(one, other):
     assert one[1].keys() == other[1].keys()
     for key, value in one[1].items():
         assert np.abs(other[1][key] - value).max() <= 3e-5, key
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("deepseek", ("layernorm", "mla_up_proj", "moe_act")),
+        pytest.param("qwen3-moe", ("layernorm", "moe_act"), marks=pytest.mark.full),
+    ],
+)
+def test_what_engine_layers_compute_again_is_the_same(
+    engine_ranks, tiny_model, tiny_config, make_samples, make_shards, name, modules
+):
+    """But for rounding: a norm's input then gets its gradients in another order."""
+    model, shards = tiny_model(name), make_shards(make_samples(groups=2, per_group=3), steps=2)
+    found = []
+    for recomputed in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
+        config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **ENGINE, **recomputed)
+        engine_ranks.start(1, config, model.shape, GRPO)
+        before = engine_ranks.first("grouped_calls")
+        steps = engine_ranks.first("train", shards).steps
+        found.append((steps, engine_ranks.first("weights"), engine_ranks.first("grouped_calls") - before))
+    check(*found)
+    assert found[0][2] == found[1][2]  # of the experts the activation alone is computed again
+
+
+def test_experts_one_by_one_in_engine_layers(engine_ranks, tiny_model, tiny_config, make_samples, make_shards):
+    model, shards = tiny_model("qwen3-moe"), make_shards(make_samples(groups=2, per_group=3))
+    found = []
+    for arguments in ({}, {"moe_grouped_gemm": False}, {"moe_grouped_gemm": True}):
+        config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, megatron_args=arguments, **ENGINE)
+        engine_ranks.start(1, config, model.shape, GRPO)
+        assert not [text for text in engine_ranks.first("warnings") if "moe_grouped_gemm" in text]
+        before = engine_ranks.first("grouped_calls")
+        steps = engine_ranks.first("train", shards).steps
+        assert (engine_ranks.first("grouped_calls") > before) == arguments.get("moe_grouped_gemm", True)
+        found.append((steps, engine_ranks.first("weights")))
+    check(found[0], found[1])
+    check(found[0], found[2])
+
+
+def test_gradients_are_added_up_in_products_without_apex(engine_ranks, tiny_model, tiny_config):
+    """By Transformer Engine's layers; no local one, which would need Apex's kernel, does. Not run on CUDA."""
+    model = tiny_model("deepseek-mtp")
+    [found] = engine_ranks.call_apart(1, "fusing_layers", tiny_config(**ENGINE), model.shape)
+    kinds = {kind for kind, _ in found.values()}
+    assert {"HiddenOutput", "TELayerNormColumnParallelLinear", "TEColumnParallelGroupedLinear"} <= kinds
+    assert {name: fuses for name, (kind, fuses) in found.items() if fuses != kind.startswith("TE")} == {}
 
 
 def test_fused_norms_are_frozen_by_their_own_names(engine_ranks, tiny_model, tiny_config, make_samples, make_shards):

@@ -32,8 +32,11 @@ _FORWARDED = (
     "disable_bf16_reduced_precision_matmul bias_activation_fusion bias_dropout_fusion distribute_saved_activations",
     "moe_router_load_balancing_type moe_router_dtype moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff",
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy",
+    "moe_grouped_gemm moe_permute_fusion moe_router_fusion",
     "clone_scatter_output_in_embedding num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
 )
+# Of these, what has an effect in Transformer Engine's layers alone.
+_ENGINE = {"moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"}
 # Fields, * for any end of the name, that have one value: the one that slime sets, or else core's default.
 _FIXED = {
     "fp16 params_dtype pipeline_dtype *autocast* fp32_residual_* main_* exp_avg*": "precision follows --bf16",
@@ -77,7 +80,7 @@ _UNREAD = {
     "attention_softmax_in_fp32": "attention's softmax is computed in fp32 always",
     "attention_backend": "what computes attention over packed rows follows from the layers and the precision",
     "moe_token_dispatcher_type moe_enable_deepep moe_flex_* moe_deepep_* moe_hybridep_*": "alltoall dispatches tokens",
-    "moe_grouped_gemm moe_use_legacy_* moe_permute_fusion moe_router_fusion": "experts are computed one by one",
+    "moe_use_legacy_*": "grouped experts are Transformer Engine's",
     "moe_shared_expert_overlap": "shared experts are computed before the others",
     "masked_softmax_fusion apply_query_key_* cp_comm_type": "the attention is slime's own",
     "apply_rope_fusion fused_single_qkv_rope": "rotary angles go by explicit position",
@@ -127,10 +130,15 @@ def _plainly(name: str, value: Any) -> str:
     return f"{name} {value}"
 
 
-def passed_on(kind: type[Any], given: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
-    """Those of the arguments that one of core's configs gets."""
+def reaches_core(name: str, *, on_gpu: bool) -> bool:
+    """Whether core gets an argument: what needs Transformer Engine's layers it gets on a GPU alone."""
+    return classes(name) == ["forwarded"] and (on_gpu or name not in _ENGINE)
+
+
+def passed_on(kind: type[Any], given: Mapping[str, Any], shape: ModelShape, *, engine: bool) -> dict[str, Any]:
+    """Those of the arguments that one of core's configs gets; ``engine`` is for Transformer Engine's layers."""
     known = {field.name for field in dataclasses.fields(kind)} - _of_shape(shape).keys()
-    return {name: value for name, value in given.items() if name in known and _unread(name, shape) is None}
+    return {name: value for name, value in given.items() if name in known and _unread(name, shape, engine) is None}
 
 
 def notices(
@@ -141,9 +149,9 @@ def notices(
     said: Callable[[str, Any], str] = _plainly,
 ) -> list[str]:
     """What has no effect, and what core made something else of; ``said`` is how an argument is written."""
-    found = []
+    found, engine = [], bool(values.get("moe_grouped_gemm"))
     for name, value in given.items():
-        if reason := _unread(name, shape):
+        if reason := _unread(name, shape, engine):
             if not _is_so(name, value, values):
                 found.append(f"{said(name, value)} has no effect ({reason})")
         elif name not in _of_shape(shape):
@@ -213,10 +221,12 @@ def _of_shape(shape: ModelShape) -> dict[str, Any]:
     return own | {name: own[other] for name, other in _SHAPE_NAMES.items()} | {"normalization": shape.normalization}
 
 
-def _unread(name: str, shape: ModelShape) -> str | None:
+def _unread(name: str, shape: ModelShape, engine: bool) -> str | None:
     """Why an argument has no effect."""
     if name.startswith("moe_") and shape.num_experts is None and name not in _of_shape(shape):
         return "the model has no experts"
+    if name in _ENGINE and not engine:
+        return "it is for Transformer Engine's layers, and local ones are used"
     return _found(_UNREAD, name)
 
 

@@ -15,6 +15,7 @@ LR_DECAY_STYLES = ("constant", "linear", "cosine")
 RECOMPUTE_GRANULARITIES = ("full", "selective")
 RECOMPUTE_METHODS = ("uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act")
+_ENGINE_MODULES = ("layernorm", "mla_up_proj", "moe_act")
 AUTO_ON_OFF = ("auto", "on", "off")
 TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 OPTIMIZERS = ("adam",)
@@ -140,7 +141,7 @@ class MegatronConfig(Config):
         choices=RECOMPUTE_MODULES,
         metavar="MODULE",
         help="what a selective recomputation covers: core_attn unless given, mlp, moe (whole layers of experts), "
-        "shared_experts; the others need Transformer Engine",
+        "shared_experts; with Transformer Engine's layers also layernorm, mla_up_proj, moe_act",
         may_change=True,
     )
     deterministic_mode: bool = flag(
@@ -287,7 +288,8 @@ class MegatronConfig(Config):
     hidden_dropout: float = _only(0.0, "dropout of hidden states; only 0 is supported (Megatron has 0.1)", _EXACT)
     no_gradient_accumulation_fusion: bool = flag(
         False,
-        help="do not add weights' gradients up in the matrix product; done on a GPU with Apex's kernels alone",
+        help="do not add weights' gradients up in the matrix product; done on a GPU by Transformer "
+        "Engine's layers or Apex's kernels",
         may_change=True,
     )
 
@@ -297,6 +299,19 @@ class MegatronConfig(Config):
     def recompute(self) -> str | None:
         """The granularity of recomputation, from either of the two flags that say it."""
         return "selective" if self.recompute_activations else self.recompute_granularity
+
+    @property
+    def engine_modules(self) -> list[str]:
+        """What is to be computed again, and Megatron-core 0.16.1 can with Transformer Engine's layers alone."""
+        return [module for module in self.recompute_modules or () if module in _ENGINE_MODULES]
+
+    def no_engine_modules(self, why: str) -> str:
+        """The refusal of :attr:`engine_modules` where local layers are built."""
+        others = ", ".join(module for module in RECOMPUTE_MODULES if module not in _ENGINE_MODULES)
+        return (
+            f"--recompute-modules {' '.join(self.engine_modules)} works with Transformer Engine's layers alone, and "
+            f"local ones are built here ({why}); allowed: {others}"
+        )
 
     @property
     def expert_tensor_size(self) -> int:
@@ -405,13 +420,8 @@ class MegatronConfig(Config):
             return
         if self.recompute != "selective":
             yield "--recompute-modules needs --recompute-granularity selective; give it too"
-        # Megatron-core 0.16.1 crashes at the first two without Transformer Engine, and refuses the third.
-        for module in self.recompute_modules:
-            if module in ("layernorm", "mla_up_proj", "moe_act"):
-                yield (
-                    f"--recompute-modules {module} works with Transformer Engine's layers alone, and was not run with "
-                    "them; allowed: core_attn, mlp, moe, shared_experts"
-                )
+        if self.engine_modules and (self.transformer_impl == "local" or self.lora_rank is not None):
+            yield self.no_engine_modules("--transformer-impl local" if self.lora_rank is None else "--lora-rank")
 
     def _training_contradictions(self) -> Iterator[str]:
         """Of the flags that say which weights train."""
@@ -463,10 +473,16 @@ class MegatronConfig(Config):
             "--expert-model-parallel-size": self.expert_model_parallel_size,
             "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
         }
+        fitting = math.lcm(math.prod(sizes.values()), math.prod(experts.values()))
+        below = world_size // fitting * fitting
+        nearest = " or ".join(str(ranks) for ranks in (below, below + fitting) if ranks)
         for group in (sizes, experts):
             if world_size % math.prod(group.values()):
                 product = " × ".join(f"{name} {size}" for name, size in group.items() if size > 1)
-                raise ConfigError(f"{world_size} trainer ranks are not a multiple of {product}; change one of them")
+                raise ConfigError(
+                    f"{world_size} trainer ranks are not a multiple of {product}; give {nearest} ranks "
+                    "(--actor-num-nodes × --actor-num-gpus-per-node), or change one of these sizes"
+                )
         return world_size // int(math.prod(sizes.values()))
 
 

@@ -8,7 +8,7 @@ import sys
 
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_megatron.arguments import classes, notices, problems
+from slime_megatron.arguments import notices, problems, reaches_core
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_values import slime_values
 from slime_megatron.megatron_words import said
@@ -39,15 +39,19 @@ def check_megatron_args(config: MegatronConfig, shape: ModelShape, *, on_gpu: bo
         ConfigError: Naming everything that is wrong, a line each, in the words of the command line.
     """
     given = config.megatron_args
+    if config.engine_modules and not on_gpu:
+        raise ConfigError(config.no_engine_modules("there is no GPU"))
     if found := list(problems(given, shape, config, slime_values(shape, config, on_gpu=on_gpu), said)):
         raise ConfigError("\n".join(found))
-    if any(classes(name) == ["forwarded"] for name in given):
+    if any(reaches_core(name, on_gpu=on_gpu) for name in given):
         _ask_core(config, shape)
 
 
 def argument_notices(config: MegatronConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
     """Which of ``config.megatron_args`` have no effect, and why."""
-    return notices(config.megatron_args, shape, (), slime_values(shape, config, on_gpu=on_gpu), said)
+    # On a GPU its workers, which know their layers, say more.
+    values = slime_values(shape, config, on_gpu=on_gpu) | {"moe_grouped_gemm": on_gpu}
+    return notices(config.megatron_args, shape, (), values, said)
 
 
 def _ask_core(config: MegatronConfig, shape: ModelShape) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -16,6 +17,7 @@ from slime_megatron.arguments import notices, passed_on, problems
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_values import ddp_values, optimizer_values, slime_values, transformer_values
 from slime_megatron.device import Device
+from slime_megatron.kernels import choose_kernels, found_kernels
 
 
 def transformer_config(shape: ModelShape, config: MegatronConfig, device: Device) -> TransformerConfig:
@@ -69,7 +71,7 @@ def _kind(shape: ModelShape) -> type[Any]:
 
 
 def _made(kind: type[Any], values: dict[str, Any], shape: ModelShape, config: MegatronConfig) -> Any:
-    given = passed_on(kind, config.megatron_args, shape)
+    given = passed_on(kind, config.megatron_args, shape, engine=bool(values.get("moe_grouped_gemm")))
     try:
         return kind(**values | given)
     except (ValueError, AssertionError, RuntimeError, ImportError) as error:
@@ -80,12 +82,14 @@ def _made(kind: type[Any], values: dict[str, Any], shape: ModelShape, config: Me
 
 def _transformer_values(shape: ModelShape, config: MegatronConfig, device: Device) -> dict[str, Any]:
     on_gpu = not device.is_cpu
-    accumulates = on_gpu and not config.no_gradient_accumulation_fusion
+    engine = choose_kernels(config, found_kernels(device)).engine_layers
+    fuses = engine or bool(layers._grad_accum_fusion_available)
     return transformer_values(shape, config, on_gpu=on_gpu) | {
         "activation_func": torch.nn.functional.silu,
         "params_dtype": _dtype(config),
         "pipeline_dtype": _dtype(config),
-        "gradient_accumulation_fusion": accumulates and bool(layers._grad_accum_fusion_available),
+        "gradient_accumulation_fusion": on_gpu and fuses and not config.no_gradient_accumulation_fusion,
+        "moe_grouped_gemm": engine and shape.num_experts is not None and TEColumnParallelGroupedLinear is not None,
     }
 
 

@@ -6,13 +6,15 @@ on CUDA: tested with stand-ins of Transformer Engine's modules on a CPU.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers
 from megatron.core.transformer.enums import AttnMaskType
 
 from slime_megatron.attention import AttentionLayout, PackedParams, attend
@@ -25,12 +27,14 @@ _FUSED = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 _FUSED_ENDS = re.compile(rf"(?<=\.)(?:{'|'.join(map(re.escape, _FUSED))})$")
+# Grouped experts are one module per product, with a weight for each of this rank's experts.
+_GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12])\.weight(\d+)$")
 _NORM_OF_EXPERTS = re.compile(r"(?<=\.)pre_mlp_layernorm\.weight$")
 
 
 def local_name(name: str) -> str:
     """A weight's name in a model of local layers, by which it is chosen, exported and loaded."""
-    return _FUSED_ENDS.sub(lambda found: _FUSED[found[0]], name)
+    return _GROUPED.sub(r"local_experts.\2.\1.weight", _FUSED_ENDS.sub(lambda found: _FUSED[found[0]], name))
 
 
 def checkpoint_key(key: str, *, latent_attention: bool) -> str:
@@ -51,8 +55,30 @@ def mark_whole_weights(modules: Iterable[Any]) -> None:
     """
     for module in modules:
         # Experts' layers may have no mode either, but they are split. Megatron tags the weights that are whole.
-        if getattr(module, "parallel_mode", "") is None and hasattr(module.weight, "sequence_parallel"):
+        weight = getattr(module, "weight", None)  # grouped experts have several
+        if getattr(module, "parallel_mode", "") is None and hasattr(weight, "sequence_parallel"):
             module.weight.tensor_model_parallel = False
+
+
+@contextlib.contextmanager
+def fusing_without_apex() -> Iterator[None]:
+    """Let local linear layers be built where gradients are to be added up in the matrix product, but not by them.
+
+    Transformer Engine's layers need no kernel of Apex's for it. Megatron-core 0.16.1 asks for one where it builds the
+    output layer, which multiplies nothing here. (Not run on CUDA.)
+    """
+    available, layers._grad_accum_fusion_available = layers._grad_accum_fusion_available, True
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = available
+
+
+def stop_fusing(modules: Iterable[Any]) -> None:
+    """Have local linear layers add no gradients up if Apex's kernel is not there."""
+    for module in modules:
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and not layers._grad_accum_fusion_available:
+            module.gradient_accumulation_fusion = False
 
 
 def thd_params(layout: AttentionLayout) -> PackedSeqParams:

@@ -27,7 +27,12 @@ _UNEVEN = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     _LAST: "--decoder-last-pipeline-num-layers",
 }
-_PARTS = {"moe": "experts", "shared_experts": "shared experts"}
+_PARTS = {
+    "moe": "experts",
+    "moe_act": "experts",
+    "shared_experts": "shared experts",
+    "mla_up_proj": "latent attention",
+}
 
 
 def check_fits(config: MegatronConfig, shape: ModelShape) -> None:
@@ -78,9 +83,14 @@ def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
                 f"--expert-tensor-parallel-size {config.expert_tensor_size} differs from --tensor-model-parallel-size "
                 f"{config.tensor_model_parallel_size}, which needs --expert-model-parallel-size 2 or more"
             )
-    there = {"moe": shape.num_experts, "shared_experts": shape.moe_shared_expert_intermediate_size}
+    there = {
+        "moe": shape.num_experts,
+        "moe_act": shape.num_experts,
+        "shared_experts": shape.moe_shared_expert_intermediate_size,
+        "mla_up_proj": shape.multi_latent_attention,
+    }
     for module in config.recompute_modules or ():
-        if there.get(module, 1) is None:
+        if not there.get(module, True):
             yield f"--recompute-modules {module}: the model has no {_PARTS[module]}; leave it out"
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         # Without it, Megatron-core 0.16.1 counts gradients of latent attention's norms once per rank, and refuses

@@ -64,8 +64,8 @@ def choose_kernels(config: MegatronConfig, found: Found) -> Kernels:
     """What a model of these settings uses.
 
     Raises:
-        ConfigError: The layers that ``--transformer-impl`` asks for cannot be used here, or no attention kernel can
-            share prompts as ``--share-prompts on`` asks for.
+        ConfigError: The layers that ``--transformer-impl`` or ``--recompute-modules`` ask for cannot be used here, or
+            no attention kernel can share prompts as ``--share-prompts on`` asks for.
     """
     if config.transformer_impl == "transformer_engine" and not (found.cuda and found.transformer_engine):
         lacking = "Transformer Engine is not installed" if found.cuda else "there is no GPU for its layers"
@@ -74,6 +74,9 @@ def choose_kernels(config: MegatronConfig, found: Found) -> Kernels:
     # In fp32 its products are of TF32's precision, which nobody who leaves --bf16 out asks for.
     wanted = config.transformer_impl == "transformer_engine" or (config.transformer_impl == "auto" and config.bf16)
     engine = usable and wanted
+    if config.engine_modules and not engine:
+        why = "there is no GPU" if not found.cuda else "Transformer Engine is not installed"
+        raise ConfigError(config.no_engine_modules("without --bf16" if found.transformer_engine else why))
     kernels = Kernels(
         engine_layers=engine,
         # Over context-parallel ranks, keys and values are gathered, which its attention does not expect.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,13 @@ from slime_megatron.attention import PackedAttention, PackedParams
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import transformer_config
 from slime_megatron.device import Device
-from slime_megatron.engine import EngineAttention, local_name, mark_whole_weights
+from slime_megatron.engine import (
+    EngineAttention,
+    fusing_without_apex,
+    local_name,
+    mark_whole_weights,
+    stop_fusing,
+)
 from slime_megatron.fits import check_fits
 from slime_megatron.kernels import Kernels, choose_kernels, found_kernels
 from slime_megatron.packing import PackedBatch
@@ -176,20 +183,22 @@ def _build_chunk(
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-    model = GPTModel(
-        transformer,
-        spec,
-        vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
-        max_sequence_length=shape.max_position_embeddings,
-        pre_process=first,
-        post_process=last,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=not (shape.untie_embeddings_and_output_weights or value_head),
-        mtp_block_spec=prediction,
-        vp_stage=stage,
-    )
+    with fusing_without_apex() if engine else contextlib.nullcontext():
+        model = GPTModel(
+            transformer,
+            spec,
+            vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=not (shape.untie_embeddings_and_output_weights or value_head),
+            mtp_block_spec=prediction,
+            vp_stage=stage,
+        )
     if engine:
         mark_whole_weights(model.modules())
+        stop_fusing(model.modules())
     rotary = Rotary(shape)
     for module in (model, *model.modules()):
         if isinstance(module, GPTModel | MLASelfAttention):
