@@ -16,41 +16,53 @@ from gpu_check.processes import Ranks
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_megatron.config import MegatronConfig
+from slime_megatron.operations import flops_model
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FP32_BOUND, SUM_BOUND, WEIGHT_BOUND = 1e-4, 1e-5, 3e-5
 # bf16 has 8 bits of mantissa: a product is off by 0.4 %, four layers of them (measured on a CPU) by 2 %.
 BF16_BOUND, BF16_SUM_BOUND = 0.05, 1e-2
+GRADIENT_FLOOR = 1e-4  # a parameter's whole gradient may be 0 but for rounding
 FREED_PART, SPEED_PART = 0.9, 0.95
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2, CP2, EP2 = ({f"{kind}_parallel_size": 2} for kind in ("pipeline_model", "context", "expert_model"))
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+SHARED = {"share_prompts": "on"}
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": "on", "overlap_param_gather": "on"}
-# Ranks, settings, samples in a micro-batch; as in slime-megatron's tests/test_parallel.py.
-LAYOUTS: Mapping[str, tuple[int, dict[str, Any], int | None]] = {
-    "micro-batches": (1, {}, 3),
+# Ranks, settings, and how samples are divided (see `shards`); as in slime-megatron's tests/test_parallel.py.
+LAYOUTS: Mapping[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "micro-batches": (1, {}, {"micro_batch_size": 3}),
+    "micro-batches by tokens": (1, {}, {"max_tokens": 60}),
     "full recomputation": (
         1,
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        None,
+        {},
     ),
-    "shared prompts": (1, {"share_prompts": "on"}, 4),
-    "tp2+sp": (2, TP2_SP, 3),
-    "pp2": (2, PP2, 2),
-    "pp2+vpp2": (2, VPP2, 2),
-    "dp2": (2, {}, 3),
-    "dp2+dist-opt+overlap": (2, OVERLAP, 2),
-    "cp2": (2, CP2, 3),
-    "ep2": (2, EP2, 3),
-    "shared prompts, pp2+vpp2": (2, VPP2 | {"share_prompts": "on"}, 4),
-    "tp2+sp, pp2": (4, TP2_SP | PP2, 2),
-    "pp2, dp2": (4, PP2, 2),
-    "cp2, pp2": (4, CP2 | PP2, 2),
-    "tp2+sp, cp2": (4, TP2_SP | CP2, 3),
-    "tp2+sp, dp2, ep2": (4, TP2_SP | EP2, 3),
-    "pp2, dp2, ep2": (4, PP2 | EP2, 2),
+    "selective recomputation": (1, {"recompute_granularity": "selective"}, {}),
+    "shared prompts": (1, SHARED, {"micro_batch_size": 4}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}, {"micro_batch_size": 3}),
+    "tp2+sp": (2, TP2_SP, {"micro_batch_size": 3}),
+    "pp2": (2, PP2, {"micro_batch_size": 2}),
+    "pp2+vpp2": (2, VPP2, {"micro_batch_size": 2}),
+    "dp2": (2, {}, {"micro_batch_size": 3}),
+    "dp2, uneven": (2, {}, {"micro_batch_size": 2, "untrained": True}),
+    "dp2, by tokens": (2, {}, {"max_tokens": 60}),
+    "dp2+dist-opt": (2, {"use_distributed_optimizer": True, "overlap_grad_reduce": "off"}, {"micro_batch_size": 2}),
+    "dp2+dist-opt+overlap": (2, OVERLAP, {"micro_batch_size": 2}),
+    "cp2": (2, CP2, {"micro_batch_size": 3}),
+    "ep2": (2, EP2, {"micro_batch_size": 3}),
+    "shared prompts, pp2+vpp2": (2, VPP2 | SHARED, {"micro_batch_size": 4}),
+    "shared prompts, tp2+sp": (2, TP2_SP | SHARED, {}),
+    "tp2+sp, pp2": (4, TP2_SP | PP2, {"micro_batch_size": 2}),
+    "pp2, dp2": (4, PP2, {"micro_batch_size": 2}),
+    "cp2, pp2": (4, CP2 | PP2, {"micro_batch_size": 2}),
+    "tp2+sp, cp2": (4, TP2_SP | CP2, {"micro_batch_size": 3}),
+    "tp2+sp, dp2, ep2": (4, TP2_SP | EP2, {"micro_batch_size": 3}),
+    "pp2, dp2, ep2": (4, PP2 | EP2, {"micro_batch_size": 2}),
 }
+# Of the two models: experts, and these without sequence parallelism, are `deepseek`'s, which has both.
+UNSUITED = {"qwen3": ("ep2",), "deepseek": ("tp2",)}
 
 
 def difference(got: NDArray[np.float32], wanted: NDArray[np.float32], *, bf16: bool) -> Verdict:
@@ -105,75 +117,97 @@ def row_cases(machine: Machine) -> Cases:
 
 
 def sharing_cases(machine: Machine) -> Cases:
-    """Shared prompts change neither logits nor the gradient's norm."""
-    for kind in KINDS:
+    """Shared prompts change neither logits nor the gradient's norm; of latent attention too.
 
-        def sides(kind: str = kind) -> list[MegatronConfig]:
-            own = machine.settings(kind)
-            if "Engine" in kind and not machine.facts["flash"]:
-                raise NotRunError("needs PyTorch's flash attention")
-            return [machine.config("qwen3", **own, share_prompts=share) for share in ("on", "off")]
+    In bf16 a token of the model with experts may choose others: of it the logits count, most of which are near.
+    """
+    for name in ("qwen3", "deepseek"):
+        for kind in KINDS:
 
-        def same_logits(kind: str = kind) -> Verdict:
-            shape, given = machine.model("qwen3").shape, [samples()]
-            shared, alone = (machine.first(1, "logits", config, shape, given) for config in sides(kind))
-            return difference(shared, alone, bf16="bf16" in kind)
+            def sides(name: str = name, kind: str = kind) -> list[MegatronConfig]:
+                own = machine.settings(kind)
+                if "Engine" in kind and not machine.facts["flash"]:
+                    raise NotRunError("needs PyTorch's flash attention")
+                return [machine.config(name, **own, share_prompts=share) for share in ("on", "off")]
 
-        def same_gradient(kind: str = kind) -> Verdict:
-            shape = machine.model("qwen3").shape
-            given = (shape, GRPO, shards(steps=1))
-            shared, alone = (machine.first(1, "train", config, *given)[0][0]["grad_norm"] for config in sides(kind))
-            found, bound = abs(shared - alone) / alone, BF16_SUM_BOUND if "bf16" in kind else SUM_BOUND
-            return f"{found:.1e}", f"{bound:.0e}", found <= bound
+            def same_logits(name: str = name, kind: str = kind, sides: Sides = sides) -> Verdict:
+                shape, given = machine.model(name).shape, [samples()]
+                shared, alone = (machine.first(1, "logits", config, shape, given) for config in sides())
+                return difference(shared, alone, bf16="bf16" in kind)
 
-        yield f"{kind}: logits", same_logits
-        yield f"{kind}: gradient norm", same_gradient
+            def same_gradient(name: str = name, kind: str = kind, sides: Sides = sides) -> Verdict:
+                given = (machine.model(name).shape, GRPO, shards(steps=1))
+                shared, alone = (machine.first(1, "train", config, *given).steps[0]["grad_norm"] for config in sides())
+                found, bound = abs(shared - alone) / alone, BF16_SUM_BOUND if "bf16" in kind else SUM_BOUND
+                return f"{found:.1e}", f"{bound:.0e}", found <= bound
+
+            yield f"{name}, {kind}: logits", same_logits
+            if name == "qwen3" or "fp32" in kind:
+                yield f"{name}, {kind}: gradient norm", same_gradient
+
+
+Sides = Callable[[], list[MegatronConfig]]
 
 
 def layout_cases(machine: Machine) -> Cases:
-    """At every layout losses, gradient norms and weights of three steps are those of one process, in fp32.
+    """At every layout losses, gradients and weights of three steps are those of one process, in fp32.
 
-    In bf16, with Transformer Engine's layers, the first step's loss and gradient norm.
+    In bf16, with each kind of layers, the first step's loss and gradient norm.
     """
-    for kind in ("local, fp32", "Transformer Engine, bf16"):
+    for kind in KINDS:
         for name in ("qwen3", "deepseek"):
-            alone = functools.cache(functools.partial(_train, machine, kind, name, 1, {}, None))
-            for layout, (world, settings, micro_batch_size) in LAYOUTS.items():
-                if name == "qwen3" and "ep2" in layout:
+            for layout, (world, settings, divided) in LAYOUTS.items():
+                if any(part in UNSUITED[name] for part in layout.split(", ")):
                     continue
-                here = functools.partial(_train, machine, kind, name, world, settings, micro_batch_size)
+                untrained = bool(divided.get("untrained"))
+                alone = functools.partial(_alone, machine, kind, name, untrained)
+                here = functools.partial(_train, machine, kind, name, world, settings, divided)
                 compare = _same_first_step if "bf16" in kind else _same_steps
                 yield f"{name}, {kind}, {layout}", functools.partial(compare, here, alone)
 
 
-Trained = tuple[list[dict[str, float]], dict[str, NDArray[np.float32]]]
+@functools.cache
+def _alone(machine: Machine, kind: str, name: str, untrained: bool) -> ranks.Trained:
+    """One process, in one micro-batch a step."""
+    return _train(machine, kind, name, 1, {}, {"untrained": untrained})
 
 
 def _train(
-    machine: Machine, kind: str, name: str, world: int, layout: Mapping[str, Any], micro_batch_size: int | None
-) -> Trained:
-    """Each step's metrics, and the weights after the last."""
+    machine: Machine, kind: str, name: str, world: int, layout: Mapping[str, Any], divided: Mapping[str, Any]
+) -> ranks.Trained:
     config = machine.config(name, **{**machine.settings(kind), **layout})
     if config.share_prompts == "on" and "Engine" in kind and not machine.facts["flash"]:
         raise NotRunError("needs PyTorch's flash attention")
     if world > machine.most_ranks:
         raise NotRunError(f"needs {world} ranks")
-    given = shards(config.data_parallel_size(world), micro_batch_size)
-    found: Trained = machine.first(world, "train", config, machine.model(name).shape, GRPO, given)
+    given = shards(config.data_parallel_size(world), **divided)
+    found: ranks.Trained = machine.first(world, "train", config, machine.model(name).shape, GRPO, given)
     return found
 
 
-def _same_steps(here: Callable[[], Trained], alone: Callable[[], Trained]) -> Verdict:
-    (steps, weights), (wanted, expected) = here(), alone()
-    sums = max(_furthest(step, other) for step, other in zip(steps, wanted, strict=True))
-    furthest = max(float(np.abs(weights[key] - value).max()) for key, value in expected.items())
-    good = sums <= SUM_BOUND and furthest <= WEIGHT_BOUND and weights.keys() == expected.keys()
-    return f"{sums:.1e}, weights {furthest:.1e}", f"{SUM_BOUND:.0e}, weights {WEIGHT_BOUND:.0e}", good
+Training = Callable[[], ranks.Trained]
 
 
-def _same_first_step(here: Callable[[], Trained], alone: Callable[[], Trained]) -> Verdict:
-    ([step, *_], _), ([wanted, *_], _) = here(), alone()
-    found = _furthest(step, wanted)
+def _same_steps(here: Training, alone: Training) -> Verdict:
+    """Of gradients each parameter's largest difference, as a part of its largest number."""
+    found, wanted = here(), alone()
+    sums = max(_furthest(step, other) for step, other in zip(found.steps, wanted.steps, strict=True))
+    furthest = max(float(np.abs(found.weights[key] - value).max()) for key, value in wanted.weights.items())
+    good = sums <= SUM_BOUND and furthest <= WEIGHT_BOUND and found.weights.keys() == wanted.weights.keys()
+    text, bound = f"{sums:.1e}, weights {furthest:.1e}", f"{SUM_BOUND:.0e}, weights {WEIGHT_BOUND:.0e}"
+    if not found.gradients:  # the distributed optimizer's ranks have parts of them
+        return text, bound, good
+    gradients = max(
+        float(np.abs(found.gradients[key] - value).max() / (np.abs(value).max() + GRADIENT_FLOOR))
+        for key, value in wanted.gradients.items()
+        if value.size
+    )
+    good = good and gradients <= SUM_BOUND and found.gradients.keys() == wanted.gradients.keys()
+    return f"{text}, gradients {gradients:.1e}", f"{bound}, gradients {SUM_BOUND:.0e}", good
+
+
+def _same_first_step(here: Training, alone: Training) -> Verdict:
+    found = _furthest(here().steps[0], alone().steps[0])
     return f"{found:.1e}", f"{BF16_SUM_BOUND:.0e}", found <= BF16_SUM_BOUND
 
 
@@ -227,7 +261,7 @@ def determinism_cases(machine: Machine) -> Cases:
             group = Ranks(1, machine.device)  # the mode is the process's
             with contextlib.ExitStack() as stack:
                 stack.callback(group.stop)
-                (one, first), (two, second) = (
+                (one, _, first), (two, _, second) = (
                     group.call(ranks.__name__, "train", config, shape, GRPO, shards())[0] for _ in range(2)
                 )
             good = one == two and all(np.array_equal(first[key], value) for key, value in second.items())
@@ -241,14 +275,15 @@ def speed_cases(machine: Machine) -> Cases:
     on_gpu, tokens = machine.device == "cuda", speed.TOKENS if machine.device == "cuda" else 256
     impl = "transformer_engine" if machine.facts["transformer_engine"] else "local"
     shapes = [speed.fitting(name, machine.facts["gpu_bytes"]) for name in speed.MODELS if on_gpu] or [
-        ("tiny", speed.tiny())
+        ("tiny", speed.tiny()),
+        ("tiny with experts", speed.tiny(experts=True)),
     ]
 
     def text(found: Mapping[str, Any], shape: ModelShape) -> str:
         rate = speed.ROWS * tokens / found["seconds"]
         parts = [f"{rate:,.0f} tokens/s"]
         if found["peak_tflops"]:
-            done = speed.ROWS * speed.flops(shape, tokens) / 1e12
+            done = speed.ROWS * flops_model(shape).training(tokens) / 1e12
             parts.append(f"MFU {done / found['seconds'] / found['peak_tflops']:.1%}")
         if found["peak_bytes"]:
             parts.append(f"{found['peak_bytes'] / 2**30:.1f} GiB")

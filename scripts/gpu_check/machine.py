@@ -144,21 +144,25 @@ class Machine:
         return MegatronConfig(**{"load": self.model(name).directory, **common, **values})
 
 
-def samples() -> list[TrainSample]:
-    """Six groups of four, with prompts and responses of different lengths."""
+def samples(*, untrained: bool = False) -> list[TrainSample]:
+    """Six groups of four, with prompts and responses of different lengths.
+
+    With ``untrained`` every other one of the first half trains nothing: dealt to two ranks in turns, all are one's.
+    """
     rng, made = np.random.default_rng(0), list[TrainSample]()
     for group in range(6):
         prompt = rng.integers(0, VOCABULARY, 9 + 2 * group)
         for member in range(4):
             length = int(rng.integers(5, 9))
             tokens = np.concatenate([prompt, rng.integers(0, VOCABULARY, length)]).astype(np.int32)
+            is_trained = not (untrained and group < 3 and member % 2)
             sample = TrainSample(
                 index=len(made),
                 group_index=group,
                 tokens=tokens,
                 response_length=length,
-                loss_mask=np.ones(length, np.uint8),
-                trajectory_tokens=length,
+                loss_mask=np.full(length, is_trained, np.uint8),
+                trajectory_tokens=length * is_trained,
                 reward=(member - 1.5) * 0.7,
                 raw_reward=float(member),
             )
@@ -166,24 +170,43 @@ def samples() -> list[TrainSample]:
     return made
 
 
-def shards(data_parallel: int = 1, micro_batch_size: int | None = None, steps: int = STEPS) -> list[TrainShard]:
-    """The samples dealt to ranks in turns, in steps of equal size."""
-    made, all_samples = [], samples()
+def shards(
+    data_parallel: int = 1,
+    steps: int = STEPS,
+    *,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+    untrained: bool = False,
+) -> list[TrainShard]:
+    """The samples dealt to ranks in turns, in steps of equal size and micro-batches of so many samples or tokens."""
+    made, all_samples = [], samples(untrained=untrained)
     size = len(all_samples) // steps
     for rank in range(data_parallel):
         own: list[TrainSample] = []
         train_steps = []
         for number in range(steps):
             members = all_samples[number * size : (number + 1) * size]
-            positions = list(range(len(own), len(own) + len(members[rank::data_parallel])))
+            first = len(own)
             own += members[rank::data_parallel]
-            micro = micro_batch_size or len(positions)
             train_steps.append(
                 TrainStep(
-                    micro_batches=[positions[first : first + micro] for first in range(0, len(positions), micro)],
+                    micro_batches=_divided(own, first, micro_batch_size or len(own), max_tokens),
                     global_trajectories=size,
-                    global_tokens=sum(sample.response_length for sample in members),
+                    global_tokens=sum(sample.trajectory_tokens for sample in members),
                 )
             )
         made.append(TrainShard.of(rollout_id=0, temperature=1.0, samples=own, steps=train_steps))
     return made
+
+
+def _divided(own: list[TrainSample], first: int, most: int, max_tokens: int | None) -> list[list[int]]:
+    """Positions from ``first`` on in micro-batches of ``most`` samples, or of at most so many tokens."""
+    found: list[list[int]] = []
+    for position in range(first, len(own)):
+        is_full = not found or len(found[-1]) == most
+        if max_tokens is not None and not is_full:
+            is_full = sum(len(own[at].tokens) for at in (*found[-1], position)) > max_tokens
+        if is_full:
+            found.append([])
+        found[-1].append(position)
+    return found

@@ -10,7 +10,7 @@ import multiprocessing
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,19 +125,62 @@ class KeptWeights:
         """Nothing to give back."""
 
 
+class Trained(NamedTuple):
+    """Each step's metrics; on rank 0 the first step's gradients, if ranks have them whole, and the weights at last."""
+
+    steps: list[dict[str, float]]
+    gradients: dict[str, NDArray[np.float32]]
+    weights: dict[str, NDArray[np.float32]]
+
+
 def train(
     meeting: Rendezvous,
     config: MegatronConfig,
     shape: ModelShape,
     algorithm: AlgorithmConfig,
     shards: Sequence[TrainShard],
-) -> tuple[list[dict[str, float]], dict[str, NDArray[np.float32]]]:
-    """Each step's metrics, and on rank 0 the weights after the last."""
+) -> Trained:
+    """Train on a rollout."""
     with working(meeting, config, shape, algorithm) as worker:
-        steps = worker.train(shards[worker.data_parallel_rank]).steps
+        divided = config.use_distributed_optimizer and len(shards) > 1
+        with contextlib.ExitStack() as stack:
+            gradients = {} if divided else stack.enter_context(_first_gradients(worker))
+            steps = worker.train(shards[worker.data_parallel_rank]).steps
         kept = KeptWeights()
         worker.push(WeightUpdate(version=1), kept)
-    return steps, kept.tensors
+    return Trained(steps, gradients, kept.tensors)
+
+
+@contextlib.contextmanager
+def _first_gradients(worker: MegatronWorker) -> Iterator[dict[str, NDArray[np.float32]]]:
+    """Gather the gradients that the block's first optimizer step is taken with, as weights are gathered."""
+    from slime_megatron import sync
+    from slime_megatron.model import named_weights as named
+
+    take_step = worker._actor.optimizer.step
+    kept = KeptWeights()
+
+    def gradients(chunks: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named(chunks, **how):
+            if hasattr(weight, "main_grad"):
+                weight.main_grad.tensor_model_parallel = getattr(weight, "tensor_model_parallel", False)
+                yield name, weight.main_grad
+
+    def step() -> Any:
+        if not kept.tensors:
+            vars(sync)["named_weights"] = gradients
+            try:
+                kept.send(list(sync.WeightExport(worker.model, worker.shape).tensors()))
+            finally:
+                vars(sync)["named_weights"] = named
+            kept.tensors.setdefault("", np.zeros(0, np.float32))  # on other ranks than 0: they have been gathered
+        return take_step()
+
+    worker._actor.optimizer.step = step
+    try:
+        yield kept.tensors
+    finally:
+        worker._actor.optimizer.step = take_step
 
 
 def offload(

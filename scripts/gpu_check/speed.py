@@ -20,11 +20,10 @@ from gpu_check.ranks import working
 from slime_convert.mapping import WeightMap
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
-from slime_core.flops import FlopsModel
 from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
 from slime_megatron.config import MegatronConfig
 
-MODELS = ("smollm2-135M", "qwen2.5-0.5B", "qwen2.5-7B")
+MODELS = ("smollm2-135M", "qwen2.5-0.5B", "qwen2.5-7B", "qwen3-30B-A3B")
 TOKENS, ROWS = 8192, 4
 WARM_UP, MEASURED = 2, 5
 # bf16 weights, and in fp32 gradients, weights and Adam's two means; activations need the rest.
@@ -44,10 +43,11 @@ def fitting(name: str, gpu_bytes: int) -> tuple[str, ModelShape]:
     return label, dataclasses.replace(shape, num_layers=layers)
 
 
-def tiny() -> ModelShape:
+def tiny(*, experts: bool = False) -> ModelShape:
     """For a CPU: only that everything runs."""
+    moe: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32} if experts else {}
     return dataclasses.replace(
-        PUBLISHED["smollm2-135M"].shape,
+        PUBLISHED["qwen3-30B-A3B" if experts else "smollm2-135M"].shape,
         num_layers=2,
         hidden_size=64,
         ffn_hidden_size=128,
@@ -55,21 +55,8 @@ def tiny() -> ModelShape:
         num_query_groups=2,
         kv_channels=16,
         vocab_size=500,
+        **moe,
     )
-
-
-def flops(shape: ModelShape, tokens: int) -> float:
-    """Operations of training on a row."""
-    model = FlopsModel(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        head_dim=shape.kv_channels,
-        vocab_size=shape.vocab_size,
-    )
-    return float(model.training(tokens))
 
 
 def settings(impl: str) -> MegatronConfig:

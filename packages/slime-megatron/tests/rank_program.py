@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rank_checkpoints import Checkpoints
+from rank_engine import EngineLayers, pretend_engine
 
 
 class Channel:
@@ -49,7 +50,7 @@ class Channel:
         self.events.append(("end",))
 
 
-class Rank(Checkpoints):
+class Rank(Checkpoints, EngineLayers):
     """The commands."""
 
     worker = None
@@ -82,55 +83,6 @@ class Rank(Checkpoints):
         found = dataclasses.replace(device.select_device(1), memory_bytes=memory_bytes)
         with mock.patch.object(device, "select_device", return_value=found):
             self.build(config, algorithm, shape, rendezvous, take_turns=take_turns)
-
-    def chosen_kernels(self, config, found, rendezvous):
-        """What would be used of what a process finds, and whether prompts could be shared."""
-        from slime_megatron.device import select_device
-
-        select_device(1)
-        from slime_megatron.kernels import Found, choose_kernels
-
-        chosen = choose_kernels(config, Found(*found))
-        return (*dataclasses.astuple(chosen), chosen.shares_prompts)
-
-    def engine_attention_calls(self):
-        import engine_stand_in
-
-        return engine_stand_in.DotProductAttention.calls
-
-    def grouped_calls(self):
-        import engine_stand_in
-
-        return engine_stand_in.GroupedLinear.calls
-
-    def fusing_layers(self, config, shape, rendezvous):
-        """Which linear layers add gradients up, of a model built as on a GPU with Transformer Engine, without Apex."""
-        from unittest import mock
-
-        from slime_megatron.device import select_device
-        from slime_megatron.parallel import join_ranks, leave_ranks
-
-        device = select_device(1)
-        from slime_megatron import model
-        from slime_megatron.parallel import seed_everything
-
-        def transformer_config(*args):
-            made = make(*args)
-            made.gradient_accumulation_fusion = True
-            return made
-
-        join_ranks(config, rendezvous, device)
-        seed_everything(1)
-        make = model.transformer_config
-        with mock.patch.object(model, "transformer_config", transformer_config):
-            [chunk] = model.build_model(shape, config, device)
-        found = {}
-        for name, module in chunk.named_modules():
-            for attribute in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
-                if hasattr(module, attribute):
-                    found[name] = type(module).__name__, getattr(module, attribute)
-        leave_ranks()
-        return found
 
     def close(self):
         if self.worker is not None:
@@ -573,25 +525,6 @@ class Rank(Checkpoints):
         import torch
 
         return torch.get_num_threads()
-
-
-def pretend_engine():
-    """Have Transformer Engine's layers and attention, of stand-ins; before anything imports Megatron."""
-    import engine_stand_in
-
-    engine_stand_in.install()
-    from slime_megatron.device import select_device
-
-    select_device(1)
-    from slime_megatron import kernels
-
-    def choose(config, found, choose=kernels.choose_kernels):
-        """The stand-in for Transformer Engine's attention needs no 16 bit."""
-        chosen = choose(config, found)
-        return dataclasses.replace(chosen, engine_attention=chosen.engine_layers)
-
-    kernels.found_kernels = lambda device: kernels.Found(cuda=True, transformer_engine=True)
-    kernels.choose_kernels = choose
 
 
 def hidden(chunk, batch):
