@@ -18,8 +18,8 @@ from launching import Assets, rows, train_command
 from nodes import Machines, can_make_nodes, machines
 
 from slime_launch.config import Settings
+from slime_launch.devices import find_device
 from slime_launch.flags import read_train
-from slime_launch.plan.devices import find_device
 from slime_launch.plan.layout import check_nodes, place
 from slime_launch.validate import check_settings
 

@@ -10,8 +10,8 @@ from tiny import make_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slime_convert.shape import ModelShape
+from slime_launch.devices import find_device
 from slime_launch.flags import parse_train
-from slime_launch.plan.devices import find_device
 from slime_launch.plan.engines import engine_groups, engine_memory
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineSpec, SGLangEngine

@@ -19,11 +19,11 @@ import torch
 
 from slime_convert.shape import ModelShape
 from slime_core import ops
+from slime_launch.devices import find_device
 from slime_launch.errors import Problems
 from slime_launch.flags import read_train, train_groups
 from slime_launch.loop import eval_due_at
 from slime_launch.plan.build import make_plan
-from slime_launch.plan.devices import find_device
 from slime_launch.ray_runtime import _embedded_options
 from slime_launch.wandb_run import WandbRun
 from slime_megatron.core_values import slime_values

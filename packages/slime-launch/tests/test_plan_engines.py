@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from slime_convert.published import PUBLISHED
 from slime_launch.cli import main
-from slime_launch.plan.devices import DEVICES
+from slime_launch.devices import DEVICES
 
 H100 = DEVICES["h100"].memory
 FILE = """

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slime_convert.shape import ModelShape
+from slime_launch.devices import find_device
 from slime_launch.flags import parse_train
-from slime_launch.plan.devices import find_device
 from slime_launch.plan.memory import trainer_memory
 from slime_rollout.engine.addresses import free_port
 

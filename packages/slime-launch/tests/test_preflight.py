@@ -14,9 +14,9 @@ import torch
 
 from slime_core.errors import ConfigError
 from slime_core.types import RolloutBatch, Sample, Status
+from slime_launch.devices import DEVICES
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train, read_train
-from slime_launch.plan.devices import DEVICES
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
 from slime_launch.validate import notices

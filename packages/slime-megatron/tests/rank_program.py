@@ -352,14 +352,23 @@ class Rank(Checkpoints, EngineLayers):
         self.worker.wake(weights_only)
 
     def role_bytes(self):
-        """Bytes of the tensors of each trained role, the critic first, and of this process."""
-        from slime_megatron.offload import resident_bytes, unique_storages
+        """Bytes of the tensors of each trained role, the critic first."""
+        from slime_megatron.offload import unique_storages
 
         def size(model):
             parts = (model.weights(), model.gradients(), model.optimizer_state())
             return sum(storage.nbytes() for part in parts for storage in unique_storages(part))
 
-        return [size(model) for model in self.worker.trained], resident_bytes(self.worker._device)
+        return [size(model) for model in self.worker.trained]
+
+    def freed_by_waiting(self):
+        """Bytes of this process that a critic gives back which waits as it does when the actor works."""
+        from slime_megatron.offload import resident_bytes
+
+        self.worker._critic.wake()
+        before = resident_bytes(self.worker._device)
+        self.worker._critic.sleep()
+        return before - resident_bytes(self.worker._device)
 
     def error_of_sleep_on_a_full_disk(self):
         from unittest import mock

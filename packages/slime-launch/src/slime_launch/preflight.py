@@ -17,12 +17,12 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.schedule import check_pairs
 from slime_core.types import RolloutColumns
 from slime_launch.config import Settings
+from slime_launch.devices import find_device
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
 from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
-from slime_launch.plan.devices import find_device
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.validate import check_quantized, check_settings, check_shape, engine_dtype, num_engines
 from slime_launch.wandb_run import check_wandb

@@ -11,12 +11,12 @@ from typing import Any
 from slime_convert.shape import ModelShape
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
+from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides
 from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
-from slime_launch.plan.devices import Device
 from slime_launch.plan.engines import (
     EngineGroup,
     EngineMemory,

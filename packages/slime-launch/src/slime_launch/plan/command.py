@@ -15,10 +15,10 @@ from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_launch.config import Settings
 from slime_launch.config_file import with_config
+from slime_launch.devices import find_device
 from slime_launch.errors import Problems
 from slime_launch.flags import PREFIX, read_train, sglang_python, train_groups
 from slime_launch.parser import FlagGroup, build_parser, parse
-from slime_launch.plan.devices import find_device
 from slime_launch.redact import without_secrets
 from slime_rollout.engine.python import find_python, importable_in
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
-from slime_launch.plan.devices import Device
+from slime_launch.devices import Device
 from slime_launch.plan.engines import EngineMemory, engine_weights, kv_numbers, num_parameters
 from slime_launch.plan.memory import frozen_models
 from slime_launch.validate import engine_dtype

@@ -9,9 +9,9 @@ from typing import Any
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings
+from slime_launch.devices import Device
 from slime_launch.overrides import Overrides
 from slime_launch.plan.cost import Sizes
-from slime_launch.plan.devices import Device
 from slime_launch.plan.engines import EngineMemory
 from slime_launch.plan.layout import batch_of
 from slime_launch.plan.memory import Phase, TrainerMemory, gib, trainer_memory

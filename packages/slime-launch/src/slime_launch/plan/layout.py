@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from slime_core.errors import ConfigError
 from slime_launch.config import Settings
+from slime_launch.devices import Device
 from slime_launch.errors import PlacementError
 from slime_launch.placement import choose_transport, plan_layout
 from slime_launch.plan.cost import Sizes
-from slime_launch.plan.devices import Device
 from slime_launch.plan.engines import EngineGroup
 from slime_launch.validate import global_batch_size, row_limit
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_launch.config import Settings
+from slime_launch.devices import GIB, Device
 from slime_launch.overrides import Overrides
-from slime_launch.plan.devices import GIB, Device
 from slime_launch.plan.engines import CUDA_PROCESS, EngineMemory
 from slime_megatron.activations import activation_memory
 from slime_megatron.config import MegatronConfig
