@@ -6,10 +6,14 @@ limit, has a row in ``data/flag_effects.toml`` with the test that shows it.
 """
 
 import ast
-import importlib
+import asyncio
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import sys
+import time
 import tomllib
 import types
 from pathlib import Path
@@ -17,11 +21,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_convert.shape import ModelShape
+from slime_convert.errors import ShapeMismatchError
+from slime_convert.published import PUBLISHED
+from slime_convert.shape import SHAPE_FLAGS, ModelShape, check_flags
 from slime_core import ops
+from slime_core.hooks import HookArgs
+from slime_core.types import Sample
+from slime_launch.calls import Watch
+from slime_launch.console import RunConsole
 from slime_launch.devices import find_device
 from slime_launch.errors import Problems
-from slime_launch.flags import read_train, train_groups
+from slime_launch.flags import parse_train, read_train, train_groups
 from slime_launch.loop import eval_due_at
 from slime_launch.plan.build import make_plan
 from slime_launch.ray_runtime import _embedded_options
@@ -36,6 +46,8 @@ DATA = Path(__file__).parent / "data"
 REPOSITORY = Path(__file__).parents[3]
 SHOWN = {f"--{name}": test for name, test in tomllib.loads((DATA / "flag_effects.toml").read_text()).items()}
 FLAGS = {spec.name: spec for group in train_groups() for spec in group.flags if group.title != "Megatron: model shape"}
+SHAPE = {spec.name: spec for group in train_groups() for spec in group.flags if group.title == "Megatron: model shape"}
+WRONG = {int: "7777", float: "0.777"}
 BASE = (
     "--hf-checkpoint hf --load dist --save save --prompt-data train.jsonl --eval-prompt-data eval train.jsonl "
     "--rollout-batch-size 4 --n-samples-per-prompt 2 --num-rollout 2 --rollout-num-gpus 4 --actor-num-gpus-per-node 4"
@@ -117,20 +129,6 @@ HOW = {
     "--hidden-dropout": ("", "0.1"),
     "--optimizer": ("", "sgd"),
     "--ckpt-format": ("", "zarr"),
-}
-# What another part is called with; that part has tests of its own.
-PASSED_ON = {
-    "--disable-tensorboard": ("slime_launch.run", "tensorboard=not settings.run.disable_tensorboard"),
-    "--ray-placement-timeout": ("slime_launch.run", "timeout=cluster.ray_placement_timeout"),
-    "--rm-memory-limit": ("slime_rollout.rewards.scorers", "memory = int(settings.rm_memory_limit * 2 ** 30)"),
-    "--rollout-health-check-first-wait": (
-        "slime_rollout.engine.health",
-        "due = time.monotonic() + self._config.rollout_health_check_first_wait",
-    ),
-    "--no-gradient-accumulation-fusion": (
-        "slime_megatron.core_configs",
-        "accumulates = on_gpu and (not config.no_gradient_accumulation_fusion)",
-    ),
 }
 REFUSED = ("--attention-dropout", "--hidden-dropout", "--optimizer", "--ckpt-format")
 
@@ -270,7 +268,7 @@ def bases():
     return {}
 
 
-@pytest.mark.parametrize("name", [name for name in FLAGS if name not in SHOWN and name not in PASSED_ON])
+@pytest.mark.parametrize("name", [name for name in FLAGS if name not in SHOWN])
 def test_a_flag_changes_what_is_made(name, workspace_here, monkeypatch):
     beside, value = HOW.get(name, ("", None))
     base = f"{BASE} {beside}"
@@ -281,23 +279,148 @@ def test_a_flag_changes_what_is_made(name, workspace_here, monkeypatch):
     assert ("refused" in changed) == (name in REFUSED), (before, after)
 
 
+def definitions(path):
+    """Functions, classes with their methods, and constants of a file, by name: each node with the file's text."""
+    text, found = path.read_text(encoding="utf-8"), {}
+    for node in ast.parse(text).body:
+        named = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        for name in [node.name] if hasattr(node, "name") else named:
+            found[name] = (node, text)
+        for method in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(method, ast.FunctionDef):
+                found[f"{node.name}::{method.name}"] = (method, text)
+    return found
+
+
+def test_text(path, test):
+    """The text of a test, of the fixtures that it takes, and of the functions and constants that these name."""
+    known, folder = definitions(path), path.parent
+    while folder != REPOSITORY:
+        if (folder / "conftest.py").is_file():
+            known = definitions(folder / "conftest.py") | known
+        folder = folder.parent
+    taken = [test]
+    for name in taken:
+        node = known[name][0]
+        named = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+        named += [one.arg for one in node.args.args] if hasattr(node, "args") else []
+        taken += [one for one in dict.fromkeys(named) if one in known and one not in taken]
+    nodes = [known[name] for name in taken]
+    first = [min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))]) for node, _ in nodes]
+    return "\n".join(
+        "\n".join(text.splitlines()[start - 1 : node.end_lineno])
+        for start, (node, text) in zip(first, nodes, strict=True)
+    )
+
+
+test_text.__test__ = False
+
+
 @pytest.mark.skipif(not (REPOSITORY / "packages").is_dir(), reason="outside the repository")
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_a_run_shows_has_a_test_that_sets_the_flag(name):
-    path, _, function = SHOWN[name].partition("::")
-    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
-    assert function in {getattr(node, "name", None) for node in tree.body}
-    source = (REPOSITORY / path).read_text(encoding="utf-8")  # fixtures, too
-    assert name in source or FLAGS[name].dest in source, f"{path} does not set {name}"
+    path, _, test = SHOWN[name].partition("::")
+    text = test_text(REPOSITORY / path, test)
+    assert name in text or FLAGS[name].dest in text, f"{SHOWN[name]} does not set {name}"
 
 
-@pytest.mark.parametrize("name", PASSED_ON)
-def test_what_only_a_call_takes_is_passed_on(name):
-    module, words = PASSED_ON[name]
-    source = ast.unparse(ast.parse(Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")))
-    assert words in source
+class AskedError(Exception):
+    """A spy was called."""
+
+
+def asked(**given):
+    raise AskedError(given)
+
+
+def started(settings, monkeypatch, **spies):
+    """What `drive` calls a spy with, where nothing is started."""
+    from slime_launch import run
+
+    for name, spy in spies.items():
+        monkeypatch.setattr(run, name, spy)
+    checked = types.SimpleNamespace(settings=settings, manifest=None, weights=None)
+    monkeypatch.setattr(run, "start_lines", lambda checked: [])
+    with pytest.raises(AskedError) as caught:
+        run.drive(checked, Path("out"), RunConsole(io.StringIO()), Watch())
+    return caught.value.args[0]
+
+
+def test_tensorboard_is_left_out_on_request(workspace_here, monkeypatch):
+    def tracker(directory, **given):
+        raise AskedError(given)
+
+    spies = {"start": lambda *given, **more: (None, None), "Tracker": tracker}
+    found = [
+        started(parse_train(f"{BASE} {more}".split()), monkeypatch, **spies)["tensorboard"]
+        for more in ("", "--disable-tensorboard")
+    ]
+    assert found == [True, False]
+
+
+def test_room_on_a_cluster_is_waited_for_as_long_as_given(workspace_here, monkeypatch):
+    def place(layout, **given):
+        raise AskedError(given)
+
+    runtime = types.SimpleNamespace(cuda=False, check=lambda: None)
+    spies = {"ray_runtime": lambda cluster, address: contextlib.nullcontext(runtime), "place_run": place}
+    settings = parse_train(f"{BASE} --ray-placement-timeout 7".split())
+    assert started(settings, monkeypatch, **spies)["timeout"] == 7
+
+
+def test_a_verifier_has_the_memory_that_is_given(monkeypatch):
+    from slime_rollout.rewards import scorers
+
+    monkeypatch.setattr(scorers, "VerifierPool", lambda name, **given: asked(**given))
+    words = f"{BASE} --rm-type math --rm-memory-limit 3".split()
+    config = parse_train(words).rollout
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[1], label="1")
+    with pytest.raises(AskedError) as caught:
+        asyncio.run(scorers.make_scorer(config, HookArgs({})).reward(sample))
+    assert caught.value.args[0]["memory_limit"] == 3 * 2**30
+
+
+def test_the_first_check_of_an_engine_waits_as_long_as_given(monkeypatch):
+    from slime_rollout.engine import health
+
+    slot = types.SimpleNamespace(now=types.SimpleNamespace())
+    monitor = types.SimpleNamespace(
+        _router=types.SimpleNamespace(now=types.SimpleNamespace()), _slots=[slot], _engines=[],
+        _config=parse_train(f"{BASE} --rollout-health-check-first-wait 70".split()).engine,
+        _thread=types.SimpleNamespace(start=lambda: None),
+    )  # fmt: skip
+    before = time.monotonic()
+    health.FleetMonitor.start(monitor)
+    assert 70 <= slot.now.due - before < 80
+
+
+def test_the_kernel_that_accumulates_gradients_is_left_out_on_request(workspace_here, monkeypatch):
+    from slime_megatron import core_configs
+
+    monkeypatch.setattr(core_configs.layers, "_grad_accum_fusion_available", True)
+    shape, device = ModelShape.from_hf_config("hf"), types.SimpleNamespace(is_cpu=False)
+    found = [
+        core_configs._transformer_values(shape, parse_train(f"{BASE} {more}".split()).megatron, device)
+        for more in ("", "--no-gradient-accumulation-fusion")
+    ]
+    assert [values["gradient_accumulation_fusion"] for values in found] == [True, False]
+
+
+@pytest.mark.parametrize("name", [flag.name for flag in SHAPE_FLAGS if flag.compared])
+def test_a_shape_flag_that_contradicts_the_model_is_refused(name, workspace_here):
+    """Of several families, and a model with biases, another activation and YaRN, one at least has another value."""
+    plain = PUBLISHED["qwen3-0.6B"].shape
+    odd = dataclasses.replace(plain, swiglu=False, gelu_tanh=True, add_bias_linear=True, rope_type="yarn")
+    shapes = [odd, *(PUBLISHED[model].shape for model in ("glm4-9B", "deepseek-v3", "llama3.1-8B", "qwen3-30B-A3B"))]
+    spec, refused = SHAPE[name], []
+    given = parse_train([*BASE.split(), name, *([] if spec.is_switch else [WRONG.get(spec.type, "none")])]).shape
+    for shape in (plain, *shapes):
+        try:
+            check_flags(shape, given)
+        except ShapeMismatchError as error:
+            refused.append(str(error))
+    assert refused and all(name in line for line in refused)
 
 
 def test_every_row_is_about_a_flag_and_none_is_twice():
-    rows = [*HOW, *SHOWN, *PASSED_ON]
+    rows = [*HOW, *SHOWN]
     assert len(rows) == len(set(rows)) and set(rows) <= FLAGS.keys()

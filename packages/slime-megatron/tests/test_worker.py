@@ -268,6 +268,14 @@ def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, 
     assert ranks.first("threads") == 1
 
 
+def test_the_threads_of_a_rank_are_those_given(ranks, tiny_model, tiny_config):
+    model, found = tiny_model("qwen3"), []
+    for threads in (2, 1):
+        ranks.start(1, tiny_config(trainer_threads=threads), model.shape)
+        found.append(ranks.first("threads"))
+    assert found == [2, 1]
+
+
 @pytest.mark.parametrize("broken", ["loss", "grad_norm"])
 def test_what_is_not_finite_stops_the_run_before_the_weights_change(
     ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, broken
