@@ -1,12 +1,13 @@
 """The table of other launchers' flags is whole, points at flags that there are, and is what `train` goes by."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from slime_launch.answers import Outcome, flag_line, foreign_answer, table, upstream_answer
 from slime_launch.errors import FlagError
-from slime_launch.flags import command, parse_train
+from slime_launch.flags import OTHERS, command, parse_train
 from slime_launch.translate import family_problem, items, translate_upstream
 
 KNOWN = {spec.name: spec for group in command(["--a-flag-of-megatrons"])[0] for spec in group.flags}
@@ -41,6 +42,14 @@ def test_others_lead_to_flags_that_there_are_or_are_upstreams(section):
         to = row if isinstance(row, str) else row.get("to", "")
         assert not to or to in KNOWN or to in UPSTREAM or to.startswith("--sglang-"), name
         assert foreign_answer(name, KNOWN) is not None
+
+
+def test_what_an_answer_advises_is_built():
+    """A flag of ours in a text is one that the parser knows, so that no advice outlives what it names."""
+    texts = {f"{section}: {name}": str(row) for section, rows in table().items() for name, row in rows.items()}
+    told = {name: set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) for name, text in texts.items()}
+    unknown = {name: flags - KNOWN.keys() - OTHERS.keys() for name, flags in told.items()}
+    assert {name: flags for name, flags in unknown.items() if any("--sglang-" not in one for one in flags)} == {}
 
 
 def test_flags_without_effect_are_accepted_and_said_in_one_line(flags, to_words):

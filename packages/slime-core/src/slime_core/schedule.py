@@ -85,12 +85,8 @@ def build_shards(
         DataError: The rollout is empty, a sample lacks a finite reward or a prompt, or a group is not a pair.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
-    samples = train_samples(columns, algorithm, reward_key)
-    if not samples:
-        raise DataError(f"rollout {batch.rollout_id} has no samples")
     trajectories = _trajectories(columns)
-    if postprocess is not None:
-        samples = _counted(postprocess(batch.rollout_id, samples), trajectories)
+    samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess)
     if pairs:
         samples = _pairs(columns, samples, global_batch_size, 2 if use_dynamic_batch_size else micro_batch_size)
     check_batch_sizes(
@@ -124,8 +120,21 @@ def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> s
     return {at for at, one in enumerate(samples) if one.loss_mask.any() and not (ignored and one.reward == 0)}
 
 
-def _counted(samples: list[TrainSample], trajectories: Sequence[list[int]]) -> list[TrainSample]:
-    """The samples with the number of trained tokens of their trajectory, whose masks may have changed."""
+def _prepared(
+    columns: Columns,
+    algorithm: AlgorithmConfig,
+    reward_key: str | None,
+    rollout_id: int,
+    trajectories: Sequence[list[int]],
+    postprocess: Postprocess | None,
+) -> list[TrainSample]:
+    """The samples as ``postprocess`` leaves them, with the number of trained tokens of their trajectory."""
+    samples = train_samples(columns, algorithm, reward_key)
+    if not samples:
+        raise DataError(f"rollout {rollout_id} has no samples")
+    if postprocess is None:
+        return samples
+    samples = postprocess(rollout_id, samples)
     counts = {at: sum(int(samples[part].loss_mask.sum()) for part in parts) for parts in trajectories for at in parts}
     return [dataclasses.replace(sample, trajectory_tokens=counts[at]) for at, sample in enumerate(samples)]
 
