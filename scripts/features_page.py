@@ -6,134 +6,196 @@ python scripts/features_page.py --check    says whether it is up to date, and ex
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import json
+import os
 import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import save_file
 
 from slime_convert.published import PUBLISHED
 from slime_core.errors import ConfigError
+from slime_launch import preflight
 from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import read_train
 from slime_launch.idle import idle_flags
-from slime_launch.preflight import count_rollouts
-from slime_launch.validate import check_settings
-from slime_megatron.fits import check_fits
-from slime_megatron.start import check_algorithm
+from slime_megatron import core_check
+from slime_rollout.engine import server
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "features.md"
-MODEL = "qwen3-30B-A3B"
+MODEL = dict(PUBLISHED["qwen3-30B-A3B"].config) | {"num_hidden_layers": 8, "num_experts": 8}
 BASE = (
     "--hf-checkpoint hf --load dist --save save --rollout-batch-size 16 --actor-num-gpus-per-node 8 --sequence-parallel"
 )
-LENGTH = "--num-rollout 4"
-PROMPTS, GROUPS, ENGINES = "--prompt-data train.jsonl", "--n-samples-per-prompt 4", "--rollout-num-gpus 8"
-HEAD = f"""\
+USUAL = {
+    "length": "--num-rollout 4",
+    "prompts": "--prompt-data train.jsonl",
+    "groups": "--n-samples-per-prompt 4",
+    "engines": "--rollout-num-gpus 8",
+}
+OWN = """
+import torch
+
+def loss(inputs):
+    return (inputs.output_N * inputs.weights_N).sum(), {}
+
+async def generate(args, sample, sampling_params):
+    return sample
+
+def rollout(args, rollout_id, data_source, evaluation=False):
+    return data_source.get_samples(args.rollout_batch_size)
+
+def rewards(args, group):
+    return [0.0 for _ in group]
+
+def change(args, rollout_id, rollout_data):
+    rollout_data["rewards"][0] += 0.5
+"""
+ENGINE_GROUPS = [
+    {"name": name, "model_path": "hf", "update_weights": name == "policy", "server_groups": [{"num_gpus": 4}]}
+    for name in ("policy", "judge")
+]
+SERVER_ARGS = """
+class ServerArgs:
+    @staticmethod
+    def add_cli_args(parser):
+        parser.add_argument("--speculative-algorithm")
+        for name in ("num-steps", "eagle-topk", "num-draft-tokens"):
+            parser.add_argument(f"--speculative-{name}", type=int)
+"""
+QUANTIZED = {
+    "hf": None,
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"model.layers.0.self_attn.q_proj.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)},
+    ),
+    "int4": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "all": {
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True, "group_size": 32}
+                }
+            },
+        },
+        {"model.layers.0.mlp.experts.0.up_proj.weight_packed": torch.ones(8, 4, dtype=torch.int32)},
+    ),
+}
+ENVIRONMENT = ("PYTHONPATH", "XDG_CACHE_HOME", "SLIME_ENGINE_PYTHON")
+HEAD = """\
 # Features together
 
-Written by `scripts/features_page.py` from what the checks before a run say of a command; a test compares the two. The
-command trains {MODEL} on 8 GPUs beside 8 for the engines. Every feature is accepted alone. A run has one of two that
-are alternatives of one choice. Of the other pairs some are refused; in some, one of the two has no effect, which the
-run says at start. The last two tables have these with the reason. All others are accepted: no check refuses them. What
-has been run together is in the tests.
+Written by `scripts/features_page.py` from `scripts/features.toml` and what all checks before a run say of a command
+with stand-in files; a test compares the two. The command trains a small model of Qwen3-30B-A3B's family on 8 GPUs
+beside 8 for the engines. Every feature is accepted alone. A run has one of two that are alternatives of one choice.
+Of the other pairs some are refused; in some, one of the two has no effect, which the run says at start. The last two
+tables have these with the reason. All others are accepted: no check refuses them.
+
+Those with `step` in the last column are a matter of a train step alone. Every accepted pair of two of them was run: a
+tiny model trains a step on recorded rollouts, in one process on a CPU (`test_features_run.py`). What else has been
+run
+together is in the other tests.
 """
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature: its name, its flags, the choice that it is an alternative of, and what it takes the place of."""
+    """One feature: its name, its flags, the choice that it is an alternative of, and what it takes the place of.
+
+    ``step`` says that it is a matter of a train step alone.
+    """
 
     name: str
     words: str
     choice: str = ""
     instead: tuple[str, ...] = ()
+    step: bool = False
 
 
-FEATURES = (
-    Feature("GRPO", "--advantage-estimator grpo", "algorithm"),
-    Feature("GSPO", "--advantage-estimator gspo", "algorithm"),
-    Feature("PPO with a critic", "--advantage-estimator ppo", "algorithm"),
-    Feature("REINFORCE++", "--advantage-estimator reinforce_plus_plus --normalize-advantages", "algorithm"),
-    Feature("RLOO", "--advantage-estimator rloo", "algorithm"),
-    Feature("SFT", "--loss-type sft_loss", "algorithm", (ENGINES, GROUPS)),
-    Feature("DPO", "--loss-type dpo_loss", "algorithm", (ENGINES, GROUPS)),
-    Feature("reward model", "--loss-type rm_loss", "algorithm", (ENGINES, GROUPS)),
-    Feature("own loss", "--loss-type custom_loss --custom-loss-function-path own.py:loss", "algorithm"),
-    Feature("asynchronous", "--async-buffer-size 1"),
-    Feature("colocated", "--colocate", "engines", (ENGINES,)),
-    Feature("external engines", "--rollout-external-engine-addrs 10.0.0.1:30000", "engines", (ENGINES,)),
-    Feature("several models", "--sglang-config engines.yaml"),
-    Feature("own generate function", "--custom-generate-function-path own.py:generate --max-turns 3"),
-    Feature("over-sampling", "--over-sampling-batch-size 32"),
-    Feature("partial rollouts", "--over-sampling-batch-size 32 --partial-rollout"),
-    Feature("dynamic sampling", "--dynamic-sampling-filter-path slime_rollout.filters.check_reward_nonzero_std"),
-    Feature("streamed data", "--streaming-data"),
-    Feature("epochs", "--num-epoch 2", "", (LENGTH,)),
-    Feature("several steps per rollout", "--num-steps-per-rollout 2"),
-    Feature("LoRA", "--lora-rank 8 --lora-alpha 16"),
-    Feature("freezing by name", "--freeze-params-name-list embedding", "which weights train"),
-    Feature("tensor parallelism", "--tensor-model-parallel-size 2"),
-    Feature("pipeline", "--pipeline-model-parallel-size 2"),
-    Feature("virtual pipeline", "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"),
-    Feature("context parallelism", "--context-parallel-size 2"),
-    Feature("expert parallelism", "--expert-model-parallel-size 4"),
-    Feature("shared prompts", "--share-prompts on"),
-    Feature("token limit", "--use-dynamic-batch-size --max-tokens-per-gpu 8192"),
-    Feature("full recomputation", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    Feature(
-        "distillation, teacher on a server",
-        "--use-opd --opd-type sglang --rm-url http://teacher:30000/generate",
-        "teacher",
-    ),
-    Feature(
-        "distillation, teacher in the trainer", "--use-opd --opd-type megatron --opd-teacher-load teacher", "teacher"
-    ),
-    Feature("KL loss", "--use-kl-loss --kl-loss-coef 0.1"),
-    Feature("engines' log-probs", "--use-rollout-logprobs"),
-    Feature("log-probs of the weights that generated", "--update-weights-interval 2 --keep-old-actor"),
-    Feature("TIS", "--use-tis"),
-    Feature("MIS", "--use-mis"),
-    Feature("weights by shared memory", "--update-weight-transport tensor", "transport"),
-    Feature("weights by NCCL", "--update-weight-transport nccl", "transport"),
-    Feature("weights by gloo", "--update-weight-transport gloo", "transport"),
-    Feature("weights by disk", "--update-weight-transport disk --update-weight-disk-dir weights", "transport"),
-    Feature(
-        "weight deltas",
-        "--update-weight-transport disk --update-weight-disk-dir weights --update-weight-mode delta "
-        "--update-weight-local-checkpoint-dir local",
-        "transport",
-    ),
-    Feature("weights every other rollout", "--update-weights-interval 2"),
-    Feature("engines are replaced", "--use-fault-tolerance"),
-    Feature("recorded rollouts", "--load-debug-rollout-data debug/{rollout_id}.npz", "kind of run"),
-    Feature("generation only", "--debug-rollout-only", "kind of run"),
-    Feature("evaluation only", "--num-rollout 0 --eval-prompt-data held held.jsonl", "kind of run"),
-    Feature("evaluation", "--eval-interval 2 --eval-prompt-data held held.jsonl"),
-    Feature("asynchronous checkpoints", "--async-save"),
-    Feature("exports", "--save-hf export/{rollout_id}"),
+FEATURES = tuple(
+    Feature(**row | {"instead": tuple(USUAL[name] for name in row.get("instead", ()))})
+    for row in tomllib.loads((Path(__file__).parent / "features.toml").read_text(encoding="utf-8"))["feature"]
 )
+
+
+@contextlib.contextmanager
+def stand_ins() -> Iterator[None]:
+    """Within the block, every file that a command names is in the working directory, as far as checks look at it."""
+    kept = {name: os.environ.get(name) for name in ENVIRONMENT}
+    asks_core = patch.object(core_check, "_ask_core", lambda config, shape: None)  # takes seconds, and tested there
+    asked_once = patch.object(preflight, "importable_in", functools.cache(preflight.importable_in))
+    on_gpus = patch.object(server, "engine_device", lambda: "cuda")
+    temporary = tempfile.TemporaryDirectory(prefix="slime-features-")
+    with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_core:
+        write_files(Path())
+        os.environ |= {"PYTHONPATH": f"{directory}/site", "XDG_CACHE_HOME": f"{directory}/cache"}
+        os.environ.pop("SLIME_ENGINE_PYTHON", None)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name, None)
+                os.environ |= {} if value is None else {name: value}
+
+
+def write_files(directory: Path) -> None:
+    """The files of :func:`stand_ins`."""
+    for name, quantized in QUANTIZED.items():
+        model = directory / name
+        model.mkdir()
+        config = MODEL | ({} if quantized is None else {"quantization_config": quantized[0]})
+        (model / "config.json").write_text(json.dumps(config))
+        (model / "tokenizer.json").write_text("{}")
+        save_file({} if quantized is None else quantized[1], model / "model.safetensors")
+    for name in ("dist", "teacher"):
+        checkpoint = directory / name / "release"
+        checkpoint.mkdir(parents=True)
+        (directory / name / "latest_checkpointed_iteration.txt").write_text("release")
+        (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        for file in (".metadata", "common.pt"):
+            (checkpoint / file).touch()
+    talk = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
+    pair = {"prompt": "1 + 1 =", "label": "2", "chosen": "2", "rejected": "3"}
+    for name, row in (("train", pair), ("rows", pair | {"messages": talk}), ("held", pair | {"messages": talk})):
+        (directory / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 64)
+    (directory / "own.py").write_text(OWN)
+    (directory / "engines.yaml").write_text(json.dumps({"sglang": ENGINE_GROUPS}))
+    (directory / "debug").mkdir()
+    (directory / "debug" / "0.npz").touch()
+    server = directory / "site" / "sglang" / "srt"
+    server.mkdir(parents=True)
+    (server.parent / "__init__.py").touch()
+    (server / "server_args.py").write_text(SERVER_ARGS)
 
 
 def command(*features: Feature) -> list[str]:
     """The words of a command with some features."""
     instead = {words for feature in features for words in feature.instead}
-    shared = [words for words in (LENGTH, PROMPTS, GROUPS, ENGINES) if words not in instead]
+    shared = [words for words in USUAL.values() if words not in instead]
     return " ".join([BASE, *shared, *(feature.words for feature in features)]).split()
 
 
 def answer(*features: Feature) -> tuple[str, set[str]]:
-    """Why a command with some features is refused, empty if it is accepted; and its flags without effect, with why."""
+    """Why a command with some features is refused, empty if it is accepted; and its flags without effect, with why.
+
+    To be called within :func:`stand_ins`.
+    """
     try:
         settings, contradictions = read_train(command(*features), on_gpu=False)
     except (FlagError, ConfigError) as error:
         return str(error).splitlines()[0], set()
     problems = Problems(contradictions)
-    problems.attempt(check_settings, settings)
-    if settings.rollout.data.streaming_data:
-        problems.attempt(count_rollouts, settings)
-    if not settings.algorithm.custom_loss_function_path:  # its file is not there
-        problems.attempt(check_algorithm, settings.algorithm, settings.megatron)
-    problems.attempt(check_fits, settings.megatron, PUBLISHED[MODEL].shape)
+    preflight.look(settings, problems, elsewhere=True)
     idle = {f"{flag}: {why}" for why, flags in idle_flags(settings) for flag in flags}
     return next(iter(problems.lines), ""), idle
 
@@ -146,23 +208,27 @@ def pairs() -> list[tuple[Feature, Feature]]:
 
 def page() -> str:
     """The whole page."""
-    flags = [f"| {feature.name} | `{feature.words}` | {feature.choice} |" for feature in FEATURES]
-    alone = {feature: answer(feature)[1] for feature in FEATURES}
+    flags = [f"| {one.name} | `{one.words}` | {one.choice} | {'step' if one.step else ''} |" for one in FEATURES]
+    with stand_ins():
+        answers = {chosen: answer(*chosen) for chosen in (*((feature,) for feature in FEATURES), *pairs())}
+    alone = {feature: answers[feature,][1] for feature in FEATURES}
     rows: list[str] = []
     idle: list[str] = []
     every = pairs()
     for one, other in every:
-        why, without_effect = answer(one, other)
+        why, without_effect = answers[one, other]
         if why:
             rows.append(f"| {one.name} | {other.name} | {why} |")
         elif new := sorted(without_effect - alone[one] - alone[other]):
             idle.append(f"| {one.name} | {other.name} | {'; '.join(new)} |")
     accepted = len(every) - len(rows) - len(idle)
+    run = sum(one.step and other.step and not answers[one, other][0] for one, other in every)
     return "\n".join(
         [
             HEAD,
-            f"{len(every)} pairs: {accepted} are accepted, {len(rows)} refused, of {len(idle)} one has no effect.\n",
-            "## Features\n\n| feature | flags | alternative of |\n|---|---|---|",
+            f"{len(every)} pairs: {accepted} are accepted, {len(rows)} refused, of {len(idle)} one has no effect. "
+            f"{run} were run.\n",
+            "## Features\n\n| feature | flags | alternative of | |\n|---|---|---|---|",
             *flags,
             "\n## Refused\n\n| feature | with | reason |\n|---|---|---|",
             *rows,
