@@ -190,3 +190,16 @@ def test_a_run_whose_first_rollout_has_no_reward_ends(rollout_id, reasons, fine)
     expected = r"none of the 4 samples of the first rollout could be scored: TypeError: x; correct the reward"
     with contextlib.nullcontext() if fine else pytest.raises(RunError, match=expected):
         check_scored(RolloutBatch(rollout_id=rollout_id, groups=[samples]).columns())
+
+
+def test_three_samples_are_for_people_to_read(batch, flags, to_words):
+    """The first of each of the first groups, whole; rows of a data set have no reward."""
+    for sample in batch.samples:
+        sample.prompt, sample.response = f"question {sample.index}", "long " * 100
+    shown = []
+    for more in ({}, {"--loss-type": "sft_loss", "--n-samples-per-prompt": "1", "--rollout-batch-size": "8"}):
+        words = [word for word in to_words(flags | more) if word != "--colocate" or not more]
+        recipe = Recipe(settings=parse_train(words), shape=SHAPE, data_parallel_size=1, store=None, can_resume=False)
+        shown.append(prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard).examples)
+    assert shown[0] == [{"prompt": f"question {index}", "response": "long " * 100, "reward": 0} for index in (0, 2, 4)]
+    assert [example["reward"] for example in shown[1]] == [None] * 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -262,10 +263,11 @@ def flag_values(config: Config) -> dict[str, Any]:
     return values
 
 
-def _names(config: type[Any]) -> set[str]:
+@functools.cache
+def _names(config: type[Any]) -> frozenset[str]:
     """The fields of a config and of the configs in it, flags or not."""
     parts = _parts(config)
-    own = {field.name for field in dataclasses.fields(config)} - parts.keys()
+    own = frozenset(field.name for field in dataclasses.fields(config)) - parts.keys()
     return own.union(*map(_names, parts.values()))
 
 
@@ -278,6 +280,7 @@ def _all_values(config: Config) -> dict[str, Any]:
     return values
 
 
+@functools.cache
 def _parts(config: type[Any]) -> dict[str, type[Config]]:
     """The fields that are configs themselves."""
     hints = typing.get_type_hints(config)

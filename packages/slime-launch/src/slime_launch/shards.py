@@ -105,7 +105,7 @@ def prepare_rollout(
         with said_of_files():
             path.parent.mkdir(parents=True, exist_ok=True)
             columns.write(path)
-    ready, shards = summary(columns, batch), split_rollout(columns, recipe)
+    ready, shards = summary(columns, batch, recipe), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
 
@@ -154,12 +154,12 @@ def read_rollout(
     assert recipe.store is not None
     columns = recipe.store.read(rollout_id)
     load_state_dict(recipe.store.read_source_state(rollout_id))
-    ready, shards = summary(columns, columns.batch()), split_rollout(columns, recipe)
+    ready, shards = summary(columns, columns.batch(), recipe), split_rollout(columns, recipe)
     del columns
     return put_shards(ready, shards, put)
 
 
-def summary(columns: RolloutColumns, batch: RolloutBatch) -> ReadyRollout:
+def summary(columns: RolloutColumns, batch: RolloutBatch, recipe: Recipe) -> ReadyRollout:
     """What the loop needs of a rollout, without references yet; ``batch`` is the same rollout."""
     return ReadyRollout(
         rollout_id=columns.rollout_id,
@@ -168,13 +168,13 @@ def summary(columns: RolloutColumns, batch: RolloutBatch) -> ReadyRollout:
         seconds=columns.seconds,
         num_samples=sum(columns.group_sizes),
         failures=reward_failures(columns),
-        examples=examples(batch.samples),
+        examples=examples(batch.samples, scored=recipe.settings.rows is None),
         shards=[],
     )
 
 
-def examples(samples: Sequence[Sample]) -> list[Example]:
-    """The first sample of each of the first groups."""
+def examples(samples: Sequence[Sample], *, scored: bool = True) -> list[Example]:
+    """The first sample of each of the first groups; rows of a data set are not ``scored``."""
     first: dict[int, Sample] = {}
     for sample in samples:
         if len(first) < EXAMPLES:
@@ -183,7 +183,7 @@ def examples(samples: Sequence[Sample]) -> list[Example]:
         {
             "prompt": one.prompt if isinstance(one.prompt, str) else str((one.prompt or [{}])[-1].get("content", "")),
             "response": one.response,
-            "reward": one.reward,
+            "reward": one.reward if scored else None,
         }
         for one in first.values()
     ]
