@@ -103,8 +103,7 @@ tables have these with the reason. All others are accepted: no check refuses the
 
 Those with `step` in the last column are a matter of a train step alone. Every accepted pair of two of them was run: a
 tiny model trains a step on recorded rollouts, in one process on a CPU (`test_features_run.py`). What else has been
-run
-together is in the other tests.
+run together is in the other tests.
 """
 
 

@@ -4,6 +4,7 @@ python step_program.py FILE    FILE has the words of each command by its name, a
 """
 
 import json
+import math
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from slime_convert.shape import ModelShape
 from slime_core.types import Rendezvous, RolloutBatch, RolloutColumns, Sample, Status
@@ -25,11 +27,12 @@ SIZES = {None: 2, "conversations": 1, "pairs": 2}
 def record(rows, vocab_size):
     """A recorded rollout: scored samples, conversations or preference pairs."""
     numbers, size, samples = np.random.default_rng(0), SIZES[rows], []
-    known = {} if rows else {"log_probs": [-6.0] * RESPONSE, "weight_version": 0}
+    likely = -math.log(vocab_size)  # of each token, nearly, as the weights are random
+    known = {} if rows else {"log_probs": [likely] * RESPONSE, "weight_version": 0}
     for index in range(GROUPS * size):
         if index % size == 0:
             prompt = numbers.integers(0, vocab_size, PROMPT).tolist()
-        reward = None if rows == "conversations" else float(index % 2 == 0)
+        reward = 0.0 if rows == "conversations" else float(index % 2 == 0)
         sample = Sample(index=index, group_index=index // size, prompt="p", tokens=[*prompt], reward=reward)
         sample.append_response(numbers.integers(0, vocab_size, RESPONSE).tolist(), text="r", **known)
         sample.status = Status.COMPLETED
@@ -49,11 +52,13 @@ def step(words, shape, recorded):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     where = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port)
-    worker = start_worker(settings.megatron, settings.algorithm, shape, where)
     try:
-        return worker.train(shard).steps
+        return start_worker(settings.megatron, settings.algorithm, shape, where).train(shard).steps
     finally:
-        worker.close()
+        if dist.is_initialized():
+            from slime_megatron.parallel import leave_ranks  # imports Megatron, which a worker prepares first
+
+            leave_ranks()
 
 
 def main():

@@ -28,6 +28,11 @@ FEW = ("GRPO", "DPO", "LoRA", "bfloat16")
 """Features whose pairs a normal run of the tests takes a step with."""
 
 
+@pytest.fixture
+def installed_sglang():
+    """The commands that are checked have a stand-in of their own."""
+
+
 @pytest.fixture(scope="module")
 def features_page():
     spec = importlib.util.spec_from_file_location("features_page", SCRIPT)

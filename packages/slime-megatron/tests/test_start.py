@@ -43,3 +43,8 @@ def test_what_it_cannot(values, message):
 def test_settings_of_a_role_that_is_not_needed(settings, message):
     with pytest.raises(ConfigError, match=message):
         check_algorithm(AlgorithmConfig(), MegatronConfig(**settings))
+
+
+def test_a_reward_model_has_more_to_train_than_adapters():
+    with pytest.raises(ConfigError, match="--lora-rank trains adapters alone, and --loss-type rm_loss a new head, too"):
+        check_algorithm(AlgorithmConfig(loss_type="rm_loss"), MegatronConfig(lora_rank=4, lora_alpha=8))

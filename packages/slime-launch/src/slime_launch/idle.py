@@ -36,7 +36,11 @@ def idle_flags(settings: Settings) -> Iterator[tuple[str, list[str]]]:
     parts: list[tuple[bool, str, frozenset[str]]] = [
         (not settings.generates, "nothing is generated", _GENERATION | _dests(EngineConfig)),
         (settings.is_recorded, "held-out prompts are not scored", _EVALUATION | _dests(EvalConfig)),
-        (untrained, "nothing is trained", _dests(AlgorithmConfig) - {"use_opd"}),
+        (
+            untrained,
+            "nothing is trained",
+            _dests(AlgorithmConfig) - {"use_opd"} | {"rollout_data_postprocess_path"},
+        ),
         (
             not settings.rollout.may_lag,
             "all tokens are of the weights that train on them",

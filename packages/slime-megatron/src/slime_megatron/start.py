@@ -26,7 +26,7 @@ def check_algorithm(algorithm: AlgorithmConfig, config: MegatronConfig | None = 
         The user-defined advantage function, if there is one.
 
     Raises:
-        ConfigError: The function cannot be used, or ``config`` has settings of a role that the algorithm does not need.
+        ConfigError: The function cannot be used, or ``config`` has settings that the algorithm does not need or allow.
     """
     if config is not None and (problems := list(_unused(algorithm, config))):
         raise ConfigError("\n".join(problems))
@@ -61,6 +61,8 @@ def _unused(algorithm: AlgorithmConfig, config: MegatronConfig) -> Iterator[str]
     given += ["num_critic_only_steps"] if config.num_critic_only_steps else []
     if given and not algorithm.needs_critic:
         yield f"--{given[0].replace('_', '-')} is for a critic, and there is none; add --advantage-estimator ppo"
+    if config.lora is not None and algorithm.loss_type == "rm_loss":
+        yield "--lora-rank trains adapters alone, and --loss-type rm_loss a new head, too; leave one of them out"
     if config.opd_teacher_load is not None and not algorithm.use_opd:
         yield f"--opd-teacher-load {config.opd_teacher_load} is the model that --use-opd distils; add that"
     if config.opd_teacher_ckpt_step is not None and config.opd_teacher_load is None:
