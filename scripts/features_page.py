@@ -30,6 +30,7 @@ from slime_launch.flags import read_train
 from slime_launch.idle import idle_flags
 from slime_megatron import core_check
 from slime_rollout.engine import server
+from slime_rollout.engine.python import importable_in
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "features.md"
 MODEL = dict(PUBLISHED["qwen3-30B-A3B"].config) | {"num_hidden_layers": 8, "num_experts": 8}
@@ -132,7 +133,7 @@ def stand_ins() -> Iterator[None]:
     """Within the block, every file that a command names is in the working directory, as far as checks look at it."""
     kept = {name: os.environ.get(name) for name in ENVIRONMENT}
     asks_core = patch.object(core_check, "_ask_core", lambda config, shape: None)  # takes seconds, and tested there
-    asked_once = patch.object(preflight, "importable_in", functools.cache(preflight.importable_in))
+    asked_once = patch.object(preflight, "importable_in", functools.cache(importable_in))
     on_gpus = patch.object(server, "engine_device", lambda: "cuda")
     temporary = tempfile.TemporaryDirectory(prefix="slime-features-")
     with temporary as directory, contextlib.chdir(directory), asked_once, on_gpus, asks_core:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import math
 import types
 import typing
@@ -263,11 +262,10 @@ def flag_values(config: Config) -> dict[str, Any]:
     return values
 
 
-@functools.cache
-def _names(config: type[Any]) -> frozenset[str]:
+def _names(config: type[Any]) -> set[str]:
     """The fields of a config and of the configs in it, flags or not."""
     parts = _parts(config)
-    own = frozenset(field.name for field in dataclasses.fields(config)) - parts.keys()
+    own = {field.name for field in dataclasses.fields(config)} - parts.keys()
     return own.union(*map(_names, parts.values()))
 
 
@@ -280,11 +278,16 @@ def _all_values(config: Config) -> dict[str, Any]:
     return values
 
 
-@functools.cache
+_PARTS: dict[type[Any], dict[str, type[Config]]] = {}
+"""As `_SPECS`."""
+
+
 def _parts(config: type[Any]) -> dict[str, type[Config]]:
     """The fields that are configs themselves."""
-    hints = typing.get_type_hints(config)
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
+    if config not in _PARTS:
+        hints = typing.get_type_hints(config).items()
+        _PARTS[config] = {name: hint for name, hint in hints if isinstance(hint, type) and issubclass(hint, Config)}
+    return _PARTS[config]
 
 
 def _item_type(hint: Any) -> tuple[type, str | None]:
