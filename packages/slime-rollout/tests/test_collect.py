@@ -181,15 +181,6 @@ def test_generation_goes_on_while_a_filter_thinks(manager, tmp_path, engine, rep
     assert own["most"] == [1, 1]  # one call at a time
 
 
-def test_an_own_filter_may_say_true_or_false(manager, tmp_path, engine):
-    (tmp_path / "own.py").write_text(
-        "import torch\ndef keep(args, group): return torch.tensor(group[0].group_index % 2 == 1).bool().numpy()[()]\n"
-    )
-    batch = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep").generate(0)
-    assert [group[0].group_index for group in batch.groups] == [1, 3]
-    assert batch.metrics["dynamic_filter/drop_rejected"] == 2
-
-
 def test_surplus_goes_back_and_is_trained_on_next(manager, held, engine):
     held["held"] = {0, 1, 2, 10}  # group 0 as a whole, and one sample of group 3
     given_ = manager(over_sampling_batch_size=4)

@@ -80,6 +80,15 @@ def test_one_that_hangs_is_told_again_and_nothing_is_asked_for_those_that_left(k
     assert (keep.asked, keep.most) == ([0, 3], 1)
 
 
+def test_an_own_filter_may_say_true_or_false(manager, tmp_path, engine):
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef keep(args, group): return torch.tensor(group[0].group_index % 2 == 1).bool().numpy()[()]\n"
+    )
+    batch = manager(dynamic_sampling_filter_path=f"{tmp_path}/own.py:keep").generate(0)
+    assert [group[0].group_index for group in batch.groups] == [1, 3]
+    assert batch.metrics["dynamic_filter/drop_rejected"] == 2
+
+
 def test_a_filter_may_return_an_object_of_another_system(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
@@ -88,12 +97,15 @@ def test_a_filter_may_return_an_object_of_another_system(tmp_path):
         "class DynamicFilterOutput:\n"
         "    keep: bool\n"
         "    reason: str | None = None\n"
-        "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why')])\n"
+        "    keep_when_insufficient: bool = False\n"
+        "outputs = iter([DynamicFilterOutput(True), DynamicFilterOutput(False), DynamicFilterOutput(False, 'why'),\n"
+        "    DynamicFilterOutput(False, 'why', True)])\n"
         "def own(args, group): return next(outputs)\n"
     )
     keep = CustomFilter(f"{path}:own", HookArgs({}), time_limit=30.0)
     group = [Sample(index=0, group_index=0, prompt="p")]
-    assert [keep(group) for _ in range(3)] == [Keep(), Drop("rejected"), Drop("why")]
+    found = [keep(group) for _ in range(4)]
+    assert found == [Keep(), Drop("rejected"), Drop("why"), Drop("why", keep_when_insufficient=True)]
 
 
 def test_the_built_in_filter_counts_a_trajectory_once():
