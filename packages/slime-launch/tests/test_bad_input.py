@@ -108,6 +108,16 @@ def test_unknown_flag(refused, flags):
     assert "unknown flag --num-rolout; did you mean --num-rollout?" in refused(flags)
 
 
+def test_all_mistakes_of_a_command_at_once(flags, workspace, to_words):
+    """As `plan` reports them: what cannot be read does not hide what cannot work."""
+    flags |= {"--num-rolout": "3", "--lr": "abc", "--load": "/none", "--global-batch-size": "7"}
+    done = subprocess.run([*CLI, *to_words(flags)], capture_output=True, text=True, timeout=60, cwd=workspace)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 4, lines
+    for text in ("unknown flag --num-rolout", "--lr: 'abc'", "/none does not exist", "global_batch_size (7)"):
+        assert sum(text in line for line in lines) == 1, lines
+
+
 def test_unknown_sglang_flag(refused, flags):
     flags["--sglang-mem-fraction"] = "0.5"
     assert "unknown flag --sglang-mem-fraction; did you mean --sglang-mem-fraction-static?" in refused(flags)

@@ -85,6 +85,46 @@ def test_all_problems_come_at_once_with_what_is_known(words, capsys):
     assert "first prompt, 4 tokens" in out
 
 
+def problems_of(words, capsys):
+    """What is wrong with a command, as `plan --json` says it; the same lines are on standard error."""
+    code, out, err = run([*words, "--json"], capsys)
+    problems = json.loads(out)["problems"]
+    assert code == 2
+    assert [f"slime-launch: {line}" for line in problems] == err.splitlines()[-len(problems) :]
+    return problems
+
+
+def test_what_cannot_be_read_is_reported_with_all_else(words, capsys):
+    wrong = {"--num-rollout": None, "--num-rolout": "3", "--lr": "abc", "--load": "/none", "--global-batch-size": "7"}
+    given = [word for word in words(**wrong) if word != "--num-rollout"]
+    found = problems_of([*given, "--sglang-port", "1", "--sglang-model-path", "x", "--router-port", "1"], capsys)
+    expected = [
+        "unknown flag --num-rolout; did you mean --num-rollout",
+        "--router-port cannot be given",
+        "--sglang-model-path cannot be given",
+        "--sglang-port cannot be given",
+        "--lr: 'abc' is not a number",
+        "/none does not exist",
+        "rollout_batch_size (4) × n_samples_per_prompt (2) = 8 must equal global_batch_size (7)",
+    ]
+    assert len(found) == len(expected), found
+    assert all(any(text in line for line in found) for text in expected), found
+
+
+def test_flags_that_must_be_given_are_missed_beside_other_problems(capsys):
+    found = problems_of(["--num-rolout", "3"], capsys)
+    assert any(line.startswith("unknown flag --num-rolout") for line in found)
+    assert "missing --hf-checkpoint, --rollout-batch-size; see --help" in found
+    assert not any("(not given)" in line for line in found)
+
+
+def test_flags_of_the_plan_itself_and_a_file_that_is_not_there(words, capsys):
+    found = problems_of(words("--device", "h1000", **{"--load": "/none"}), capsys)
+    assert "did you mean h100" in found[0] and any("/none does not exist" in line for line in found)
+    [line] = problems_of(["--config", "none.toml"], capsys)
+    assert line == "--config none.toml does not exist; give a TOML or YAML file"
+
+
 def test_too_little_memory_is_refused_with_what_would_do(words, capsys):
     code, _, err = run(words("--device-memory-gib", "0.25"), capsys)
     assert code == 2

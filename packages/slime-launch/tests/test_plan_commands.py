@@ -152,15 +152,20 @@ PARTS_NOT_BUILT = (
     "model_type '",  # of the families qwen3_5, qwen3_5_moe and minimax_m2
     "which cannot be trained yet",
     "it is a setting of Transformer Engine's layers",
+    "No module named 'slime_plugins'",
 )
 """Parts of commands that are refused as not built."""
 DOES_NOT_FIT = ("a trainer rank takes", "an engine on", "ranks and engines need")
 """What follows where the optimizer's state is to be on the CPU, which is not built."""
 THEIR_OWN = {
-    "scripts/run-kimi-k2-Instruct.sh": "missing --hf-checkpoint, --rollout-batch-size",
-    "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": "2 does not divide the model's num_layers 47",
+    "scripts/run-kimi-k2-Instruct.sh": (
+        *("missing --hf-checkpoint, --rollout-batch-size", "missing ", "grpo compares the samples of a prompt"),
+        "the trainer has no weights to start from",
+    ),
+    "scripts/run-glm4.7-30B-A3B.sh": ("8 trainer ranks are not a multiple of --expert-model-parallel-size 8 × ",),
+    "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": ("2 does not divide the model's num_layers 47",),
 }
-"""Scripts that Megatron refuses, too: one lacks a backslash, and so most flags; stages of the other are unequal."""
+"""Scripts that Megatron refuses, too: one lacks a backslash, and so most flags; layouts of the others do not fit."""
 
 
 EACH = {"num_gpus_per_engine": 64, "overrides": {"dp_size": 64, "ep_size": 64, "enable_dp_attention": True}}
@@ -174,6 +179,7 @@ def files(model, workspace, monkeypatch):
     monkeypatch.setattr("slime_megatron.core_check._ask_core", lambda config, shape: None)  # 2 s, and tested there
     talk = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
     chat = {"messages": talk, "label": "2"}
+    save_file({"model.norm.weight": torch.ones(8)}, workspace / "hf" / "model.safetensors")
     (workspace / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 128)
     (workspace / "evals.yaml").write_text("eval:\n  datasets: [{name: aime, path: train.jsonl}]\n")
     (workspace / "tasks.jsonl").write_text("".join(json.dumps({"index": number}) + "\n" for number in range(64)))
@@ -235,10 +241,9 @@ def test_upstreams_run_scripts_are_planned(name, model, files, capsys):
     words = model_words(script["model"], model, **config)
     words += [files.get(word, word) for word in " ".join(given).split()]
     problems = planned(words, capsys)
-    if name in THEIR_OWN:
-        assert sum(THEIR_OWN[name] in line for line in problems) == 1
-        problems = [line for line in problems if THEIR_OWN[name] not in line]
-    assert unexplained(problems, words) == []
+    own = THEIR_OWN.get(name, ())
+    assert all(any(text in line for line in problems) for text in own)
+    assert [line for line in unexplained(problems, words) if not any(text in line for text in own)] == []
 
 
 @pytest.mark.parametrize(

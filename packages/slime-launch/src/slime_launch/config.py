@@ -298,6 +298,7 @@ class Settings:
         shape: Flags of the model's shape that were given, by name; the rest comes from the Hugging Face config.
         notes: What the command line holds that has no effect, or another name here; said once.
         origins: Where each flag that was given comes from, by name in Python: ``command line`` or ``config file``.
+        unread: Flags that could not be read, by name in Python; here they have their defaults.
     """
 
     shape: Mapping[str, Any]
@@ -310,6 +311,7 @@ class Settings:
     tracking: TrackingConfig
     notes: tuple[str, ...] = ()
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
 
     @property
     def is_recorded(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from slime_convert.errors import ConvertError
@@ -20,17 +21,25 @@ class PreflightError(ConfigError):
 
 
 class Problems:
-    """Runs checks one after the other, and reports what all of them found, each message once."""
+    """Runs checks one after the other, and reports what all of them found, each message once.
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
+    What is said of flags that were ``unread``, by name in Python, is left out: their values are not known.
+    """
+
+    def __init__(self, known: Iterable[str] = (), unread: Collection[str] = ()) -> None:
         self._found: dict[str, Exception] = {line: ConfigError(line) for line in known}
+        self._unread = unread
 
     def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """What a check returns; ``None`` if it found a problem."""
         try:
             return check(*args, **kwargs)
         except (SlimeError, ConvertError) as error:
-            self._found.setdefault(str(error), error)
+            lines = about_read(str(error).splitlines(), self._unread)
+            if lines == str(error).splitlines():
+                self._found.setdefault(str(error), error)
+            elif lines:
+                self._found.setdefault("\n".join(lines), PreflightError("\n".join(lines)))
         except Exception:
             if not self._found:
                 raise
@@ -48,6 +57,14 @@ class Problems:
             raise next(iter(self._found.values()))
         if self._found:
             raise PreflightError("\n".join(self._found))
+
+
+def about_read(lines: Sequence[str], unread: Collection[str]) -> list[str]:
+    """The lines that name no flag which could not be read."""
+    if not unread:
+        return list(lines)
+    names = "|".join(rf"--{re.escape(name.replace('_', '-'))}|(?<![\w-]){re.escape(name)}" for name in unread)
+    return [line for line in lines if not re.search(rf"(?:{names})(?![\w-])", line)]
 
 
 class ManifestError(SlimeError):

@@ -6,7 +6,8 @@ SGLang's own flags have ``--sglang-`` in front, and are read from the installed 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime_convert.shape import SHAPE_FLAGS
@@ -16,16 +17,16 @@ from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, TrackingConfig, sglang_dest
 from slime_launch.config_file import with_config
 from slime_launch.derived import derived_values
-from slime_launch.errors import FlagError
+from slime_launch.errors import FlagError, about_read
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
-from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.parser import FlagGroup, build_parser, parse_all, without
 from slime_launch.translate import items, translate_upstream
 from slime_launch.wandb_run import hide_key
 from slime_megatron.config import MegatronConfig
 from slime_megatron.megatron_words import megatron_args
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
-from slime_rollout.engine.python import find_python
+from slime_rollout.engine.python import find_python, importable_in
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.router_flags import router_specs
@@ -54,33 +55,52 @@ ROUTER_NOTE = (
 PREFIX = "--sglang-"
 
 
-def parse_train(argv: Sequence[str]) -> Settings:
+def parse_train(argv: Sequence[str], *, on_gpu: bool | None = None) -> Settings:
     """Read the words after ``slime-launch train``.
 
     Raises:
         FlagError: The command line cannot be read; a line for each reason.
         ConfigError: Values contradict each other: all of them, a line each.
     """
-    settings, contradictions = read_train(argv)
+    settings, problems, contradictions = _read(argv, on_gpu=on_gpu, elsewhere=False)
+    if problems:
+        raise FlagError("\n".join([*problems, *contradictions]))
     if contradictions:
         raise ConfigError("\n".join(contradictions))
     return settings
 
 
-def read_train(argv: Sequence[str], *, on_gpu: bool | None = None) -> tuple[Settings, list[str]]:
-    """As :func:`parse_train`; contradictions are returned, so that the preflight reports them with what it finds.
+def read_train(
+    argv: Sequence[str], *, on_gpu: bool | None = None, elsewhere: bool = False
+) -> tuple[Settings, list[str]]:
+    """As :func:`parse_train`; what is wrong is returned, so that the preflight reports it with what it finds.
 
-    ``on_gpu`` says what the command is for; ``None`` is this machine.
+    ``on_gpu`` says what the command is for; ``None`` is this machine. If it runs ``elsewhere``, SGLang's flags are
+    taken as given where no SGLang on this machine knows them.
 
     Raises:
-        FlagError: The command line cannot be read.
+        FlagError: Nothing can be read.
+        ConfigError: The file of ``--config`` cannot.
     """
+    settings, problems, contradictions = _read(argv, on_gpu=on_gpu, elsewhere=elsewhere)
+    return settings, [*problems, *contradictions]
+
+
+def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple[Settings, list[str], list[str]]:
+    """Settings; what cannot be read of the command line; how values contradict each other."""
     expanded = with_config(argv)
-    groups, parser = command(expanded.words)
+    words, as_given = expanded.words, dict[str, Any]()
+    if elsewhere and not importable_in(find_python(sglang_python(words)), "sglang"):
+        words, as_given = _without_sglang(words)
+    groups, parser, refused = _command(words)
+    words = without(words, [line.split()[0] for line in refused])
     known = {spec.name: spec for group in groups for spec in group.flags}
-    translated = translate_upstream(expanded.words, known)
+    if not groups[-1].flags:
+        words = without(words, [word.split("=")[0] for word in words if _is_sglangs(word, known)])
+    translated = translate_upstream(words, known)
     megatrons = answered(translated.words, known)
-    given = parse(groups, parser, megatrons.words, [*translated.problems, *megatrons.problems])
+    found = parse_all(groups, parser, megatrons.words, [*refused, *translated.problems, *megatrons.problems])
+    given = found.given
     hide_key(given)
     from_file = {item.name for item in items(translate_upstream(expanded.from_file, known).words)}
     origins = {
@@ -88,26 +108,69 @@ def read_train(argv: Sequence[str], *, on_gpu: bool | None = None) -> tuple[Sett
         for name, spec in known.items()
         if spec.dest in given
     }
+    given |= {
+        spec.dest: spec.type(1 if spec.type in (int, float) else "(not given)")
+        for spec in known.values()
+        if spec.default is dataclasses.MISSING and spec.dest not in given
+    }
     given |= derived_values(given, on_gpu=engine_device() == "cuda" if on_gpu is None else on_gpu)
+    with collected_problems() as contradictions:
+        configs = _configs(given, groups, as_given)
+    shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
+    unused = [*translated.unused, *megatrons.unused]
+    notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
+    unread = _with_followers(found.unread, given)
+    settings = Settings(shape=shape, notes=notes, origins=origins, unread=unread, **configs)
+    return settings, found.problems, about_read(contradictions, unread)
+
+
+def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of flags as records, by part."""
     sglang = {spec.dest: spec.name.removeprefix(PREFIX) for spec in groups[-1].flags}
     router = {spec.dest: spec.name.removeprefix(ROUTER_PREFIX) for spec in groups[-2].flags}
     megatron = {spec.dest for group in groups[-4:-2] for spec in group.flags}
-    parts: dict[str, Any] = {}
+    configs: dict[str, Any] = {}
     for part, config in CONFIGS.items():
         dests = {spec.dest for spec in flag_specs(config)}
         values = {dest: value for dest, value in given.items() if dest in dests}
         if config is EngineConfig:
-            values["sglang_args"] = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
+            args = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
+            values["sglang_args"] = args | dict(as_given)
             values["router_args"] = {router[dest]: value for dest, value in given.items() if dest in router}
         if config is MegatronConfig:
             values["megatron_args"] = megatron_args({dest: given[dest] for dest in given if dest in megatron})
-        parts[part] = values
-    with collected_problems() as contradictions:
-        configs = {part: CONFIGS[part].of(**values) for part, values in parts.items()}
-    shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}
-    unused = [*translated.unused, *megatrons.unused]
-    notes = (*([f"no effect here: {', '.join(unused)}"] if unused else []), *translated.notes)
-    return Settings(shape=shape, notes=notes, origins=origins, **configs), contradictions
+        configs[part] = config.of(**values)
+    return configs
+
+
+def _with_followers(unread: frozenset[str], given: Mapping[str, Any]) -> frozenset[str]:
+    """With the sizes that follow from those that could not be read."""
+    sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
+    return unread | {"global_batch_size"} if unread & sizes and "global_batch_size" not in given else unread
+
+
+def _is_sglangs(word: str, known: Collection[str]) -> bool:
+    return word.startswith(PREFIX) and word.split("=")[0] not in known
+
+
+def _without_sglang(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words without SGLang's own flags, and these by name with their values; refused ones are left in."""
+    known = {spec.name for group in train_groups() for spec in group.flags}
+    kept: list[str] = []
+    args: dict[str, list[str]] = {}
+    into: list[str] | None = None
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            into = None
+            if _is_sglangs(word, known) and name.removeprefix(PREFIX) not in CONTROLLED:
+                into = args.setdefault(name.removeprefix(PREFIX), [])
+                into.extend([value] if equals else [])
+                continue
+        (kept if into is None else into).append(word)
+    return kept, {
+        name: True if not values else values[0] if len(values) == 1 else tuple(values) for name, values in args.items()
+    }
 
 
 def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser]:
@@ -116,23 +179,37 @@ def command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentPars
     The last groups have the flags of others, if one was typed: two of Megatron's, sglang-router's and SGLang's.
 
     Raises:
-        FlagError: A flag that slime sets itself was typed.
-        ConfigError: SGLang is not installed in the interpreter of ``--sglang-python``, or cannot be imported there.
+        FlagError: A flag that slime sets itself was typed, or one of SGLang's, which is not installed in the
+            interpreter of ``--sglang-python``, or cannot be imported there.
     """
+    groups, parser, refused = _command(argv)
+    if refused:
+        raise FlagError("\n".join(refused))
+    return groups, parser
+
+
+def _command(argv: Sequence[str]) -> tuple[list[FlagGroup], argparse.ArgumentParser, list[str]]:
+    """As :func:`command`, with what is refused, a line each; a flag that was refused is its first word."""
     groups = train_groups()
     known = {spec.name for group in groups for spec in group.flags}
-    typed = {word.split("=")[0] for word in argv if word.startswith(PREFIX)} - known
-    typed_router = {word.split("=")[0] for word in argv if word.startswith(ROUTER_PREFIX)} - known
-    for prefix, names, controlled in ((PREFIX, typed, CONTROLLED), (ROUTER_PREFIX, typed_router, ROUTER_CONTROLLED)):
-        for name in sorted(names):
-            if reason := controlled.get(name.removeprefix(prefix)):
-                raise FlagError(f"{name} cannot be given: {reason}")
-    specs = [spec for spec in sglang_specs(argv) if spec.name not in known] if typed else []
+    refused: list[str] = []
+    typed: dict[str, set[str]] = {}
+    for prefix, controlled in ((PREFIX, CONTROLLED), (ROUTER_PREFIX, ROUTER_CONTROLLED)):
+        names = {word.split("=")[0] for word in argv if word.startswith(prefix)} - known
+        given = sorted(name for name in names if name.removeprefix(prefix) in controlled)
+        refused += [f"{name} cannot be given: {controlled[name.removeprefix(prefix)]}" for name in given]
+        typed[prefix] = names - {*given}
+    specs: list[FlagSpec] = []
+    if typed[PREFIX]:
+        try:
+            specs = [spec for spec in sglang_specs(argv) if spec.name not in known]
+        except ConfigError as error:
+            refused.append(str(error))
     groups += megatron_groups(argv, known)
-    router = tuple(router_specs().values()) if typed_router else ()
+    router = tuple(router_specs().values()) if typed[ROUTER_PREFIX] else ()
     groups.append(FlagGroup("sglang-router: its own flags", router, ROUTER_NOTE, hidden=True))
     groups.append(FlagGroup("SGLang: its own flags", tuple(specs), SGLANG_NOTE, hidden=True))
-    return groups, build_parser(groups, prog=PROG, description=DESCRIPTION, epilog=EPILOG)
+    return groups, build_parser(groups, prog=PROG, description=DESCRIPTION, epilog=EPILOG), refused
 
 
 def train_groups() -> list[FlagGroup]:

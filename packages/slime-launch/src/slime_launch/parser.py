@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from slime_core.flags import FlagSpec
-from slime_launch.answers import flag_line, foreign_answer
+from slime_launch.answers import flag_line, foreign_answer, upstream_answer
 from slime_launch.errors import FlagError
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
@@ -59,22 +59,49 @@ def build_parser(
     return parser
 
 
-def parse(
-    groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str], refused: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The flags that were given, by ``dest``; one with several values gives a tuple, and all of them if repeated.
+class Parsed(NamedTuple):
+    """What could be read of a command line.
 
-    ``refused`` are problems of the command line that were found already; they are reported with the others.
+    Attributes:
+        given: The flags that were given, by ``dest``; one with several values has a tuple, all of them if repeated.
+        problems: Unknown flags, values of the wrong type or out of range, missing values, unexpected words, and flags
+            that must be given and are not: every one of them, a line each.
+        unread: Of the flags whose value is not known for that, the ``dest``.
+    """
+
+    given: dict[str, Any]
+    problems: list[str]
+    unread: frozenset[str]
+
+
+def parse(groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The flags that were given, as of :func:`parse_all`.
 
     Raises:
-        FlagError: Unknown flags, values of the wrong type or out of range, missing values, or flags that must be given
-            and are not: every one of them, a line each.
+        FlagError: There are problems: all of them.
+    """
+    parsed = parse_all(groups, parser, argv)
+    if parsed.problems:
+        raise FlagError("\n".join(parsed.problems))
+    return parsed.given
+
+
+def parse_all(
+    groups: Sequence[FlagGroup], parser: argparse.ArgumentParser, argv: Sequence[str], refused: Sequence[str] = ()
+) -> Parsed:
+    """Read what can be read, and say what cannot.
+
+    ``refused`` are problems of the command line that were found already; they are among the others.
+
+    Raises:
+        FlagError: Nothing can be read.
     """
     known = {spec.name: spec for group in groups for spec in group.flags}
     names = dict.fromkeys(word.split("=")[0] for word in argv if word.startswith("--"))
     unknown = [name for name in names if name not in known and name not in ("--help", "--")]
     near = {spec.name for group in groups if group.suggested for spec in group.flags}
     problems = [*(unknown_flag(name, near) for name in unknown), *refused]
+    unread = [meant for name in unknown if (meant := _meant(name, near)) is not None]
     words = without(argv, unknown)
     while True:
         try:
@@ -82,22 +109,30 @@ def parse(
             break
         except FlagError as error:
             problems.append(_with_advice(str(error), known))
-            before, words = words, without(words, [str(error).partition(":")[0]])
+            unread.append(str(error).partition(":")[0])
+            before, words = words, without(words, unread[-1:])
             if words == before:  # not about a flag
                 raise
     given = vars(namespace)
     if extras:
         problems.append(_unexpected(extras[0], argv, known))
-    several = {spec.dest for spec in known.values() if spec.nargs}
-    given = {dest: tuple(value) if dest in several else value for dest, value in given.items()}
-    found = (spec.problem(given[spec.dest]) for spec in known.values() if spec.dest in given)
-    problems += [problem for problem in found if problem is not None]
-    missing = [spec.name for spec in known.values() if spec.default is dataclasses.MISSING and spec.dest not in given]
-    if missing and not problems:
-        problems = [f"missing {', '.join(missing)}; see --help"]
-    if problems:
-        raise FlagError("\n".join(problems))
-    return given
+    for name, spec in known.items():
+        if spec.dest in given:
+            given[spec.dest] = tuple(given[spec.dest]) if spec.nargs else given[spec.dest]
+            if (problem := spec.problem(given[spec.dest])) is not None:
+                problems.append(problem)
+                unread.append(name)
+                del given[spec.dest]
+    missing = [name for name, spec in known.items() if spec.default is dataclasses.MISSING and spec.dest not in given]
+    if missing := [name for name in missing if name not in unread]:
+        problems.append(f"missing {', '.join(missing)}; see --help")
+    return Parsed(given, problems, frozenset(known[name].dest for name in (*unread, *missing) if name in known))
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    """The flag that an unknown one probably is."""
+    answer = upstream_answer(name, known) or foreign_answer(name, known)
+    return answer.to if answer is not None and answer.to else nearest(name, known)
 
 
 def _with_advice(problem: str, known: Mapping[str, FlagSpec]) -> str:

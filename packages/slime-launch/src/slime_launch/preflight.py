@@ -72,7 +72,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         SlimeError: Something is wrong: everything that is, a line each, with what to do.
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
-    problems = Problems(known)
+    problems = Problems(known, settings.unread)
     settings = problems.attempt(with_paths, settings) or settings
     found = look(settings, problems)
     if not problems.lines and found.shape is not None and found.settings.trains:

@@ -11,7 +11,7 @@ import shlex
 import sys
 
 from slime_launch.errors import FlagError
-from slime_launch.flags import read_train
+from slime_launch.flags import parse_train
 
 USAGE = """\
 usage: slime-launch submit [--ray-address URL] [flags of slime-launch train]
@@ -27,6 +27,7 @@ def submit(argv: list[str]) -> int:
 
     Raises:
         FlagError: There is no address, or the training command cannot be read.
+        ConfigError: Its values contradict each other.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -42,7 +43,7 @@ def submit(argv: list[str]) -> int:
         )
     if any(word.split("=")[0] == "--wandb-key" for word in words):
         raise FlagError("--wandb-key would be shown to all who see the cluster's jobs; set WANDB_API_KEY there instead")
-    read_train(words, on_gpu=True)
+    parse_train(words, on_gpu=True)
     job = ["ray", "job", "submit", "--address", address, "--", "slime-launch", "train", *words]
     print("run this where Ray's own command is installed:", file=sys.stderr)
     print(shlex.join(job))

@@ -129,6 +129,7 @@ def make_plan(
         samples=[] if row is None else row.samples,
         checkpoints=_checkpoints(settings, found),
         notices=[
+            *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
             *notices(settings),
             *parts.notices,
             *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),
@@ -138,7 +139,10 @@ def make_plan(
 
 
 class _Parts:
-    """The sizes, memory and times of a command, as far as its problems let them be known."""
+    """The sizes, memory and times of a command, as far as its problems let them be known.
+
+    Whether it fits is not asked where a flag could not be read, which may be the one that makes it fit.
+    """
 
     def __init__(
         self,
@@ -176,9 +180,9 @@ class _Parts:
             self._add_trainer(settings, shape, found.overrides or {}, device, problems)
         if not settings.trains or self.trainer is not None:
             self.phases = phases(settings, device, self.trainer, self.engines)
-            if self.trainer is None or self.trainer.total <= device.memory:
+            if (self.trainer is None or self.trainer.total <= device.memory) and not settings.unread:
                 problems.attempt(check_phases, device, self.phases)
-        for engine in self.engines:
+        for engine in () if settings.unread else self.engines:
             problems.attempt(check_engine, device, engine, self.sizes)
         self.times = (
             problems.attempt(phase_times, settings, shape, device, self.engines, self.sizes, self.transports) or []
@@ -211,7 +215,7 @@ class _Parts:
         self.trainer = problems.attempt(
             trainer_memory, settings, shape, device, tokens=tokens, micro_batches=count, overrides=overrides
         )
-        if self.trainer is not None:
+        if self.trainer is not None and not settings.unread:
             problems.attempt(check_trainer, settings, shape, device, self.trainer, self.sizes, overrides)
 
 

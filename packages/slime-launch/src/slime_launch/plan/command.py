@@ -14,13 +14,12 @@ from typing import Any
 from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_launch.config import Settings
-from slime_launch.config_file import with_config
 from slime_launch.devices import find_device
 from slime_launch.errors import Problems
-from slime_launch.flags import PREFIX, read_train, sglang_python, train_groups
+from slime_launch.flags import read_train
+from slime_launch.names import with_paths
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.redact import without_secrets
-from slime_rollout.engine.python import find_python, importable_in
 
 DESCRIPTION = """\
 Say what a training command would do and need, and what is wrong with it; nothing is started.
@@ -68,58 +67,50 @@ def plan(argv: list[str]) -> int:
         parser.print_help()
         return 0
     own, words = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
-    config = PlanConfig(**parse(groups, parser, own))
-    device = find_device(config.device, config.device_memory_gib)
-    settings, contradictions = (read_train if config.device is None else read_elsewhere)(
-        words, on_gpu=not device.is_cpu
-    )
+    problems = Problems()
+    config = problems.attempt(lambda: PlanConfig(**parse(groups, parser, own)))
+    device = None if config is None else problems.attempt(find_device, config.device, config.device_memory_gib)
+    if config is None or device is None:
+        return _refused(problems, words, as_json="--json" in own)
+    elsewhere = config.device is not None
+    read = problems.attempt(read_train, words, on_gpu=not device.is_cpu, elsewhere=elsewhere)
+    if read is None:
+        return _say(problems.lines, as_json=config.json)
+    settings, found_already = read
     from slime_launch.plan.build import make_plan
     from slime_launch.plan.text import plan_text
 
-    problems = Problems(contradictions)
-    found = make_plan(
-        settings, problems, device, gpus_per_node=config.gpus_per_node, elsewhere=config.device is not None
-    )
+    problems = Problems(found_already, settings.unread)
+    found = make_plan(settings, problems, device, gpus_per_node=config.gpus_per_node, elsewhere=elsewhere)
     print(json.dumps(found.as_json(), indent=2, ensure_ascii=False) if config.json else plan_text(found))
     if found.problems:
-        sys.stdout.flush()
-        print("\nthis command cannot start:", file=sys.stderr)
-        for line in found.problems:
-            print(f"slime-launch: {line}", file=sys.stderr)
-        return 2
+        return _say(found.problems)
     if config.write is not None:
         write_whole(Path(config.write), as_config(settings, found.derived))
         print(f"\nslime-launch train --config {shlex.quote(config.write)}", file=sys.stderr)
     return 0
 
 
-def read_elsewhere(words: list[str], *, on_gpu: bool) -> tuple[Settings, list[str]]:
-    """As :func:`read_train`; where no SGLang on this machine knows its own flags, they are taken as given.
+def _refused(own: Problems, words: list[str], *, as_json: bool) -> int:
+    """There is no plan, for a device that is not known; what is wrong with the rest of the command is said, too."""
+    from slime_launch.preflight import look
 
-    Raises:
-        FlagError: The command line cannot be read.
-    """
-    if importable_in(find_python(sglang_python(words)), "sglang"):
-        return read_train(words, on_gpu=on_gpu)
-    known = {spec.name for group in train_groups() for spec in group.flags}
-    kept: list[str] = []
-    args: dict[str, Any] = {}
-    into: list[str] | None = None
-    for word in with_config(words).words:
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            into = None
-            if name.startswith(PREFIX) and name not in known:
-                into = args.setdefault(name.removeprefix(PREFIX), [])
-                into.extend([value] if equals else [])
-                continue
-        (kept if into is None else into).append(word)
-    settings, contradictions = read_train(kept, on_gpu=on_gpu)
-    given = {
-        name: True if not values else values[0] if len(values) == 1 else tuple(values) for name, values in args.items()
-    }
-    engine = dataclasses.replace(settings.engine, sglang_args=given)
-    return dataclasses.replace(settings, engine=engine), contradictions
+    given = own.attempt(read_train, words, elsewhere=True)
+    problems = Problems([*own.lines, *(given[1] if given else ())], given[0].unread if given else ())
+    if given:
+        look(problems.attempt(with_paths, given[0]) or given[0], problems, elsewhere=True)
+    return _say(problems.lines, as_json=as_json)
+
+
+def _say(problems: Sequence[str], *, as_json: bool = False) -> int:
+    """Print what is wrong; ``as_json`` where no plan could be printed."""
+    if as_json:
+        print(json.dumps({"problems": [*problems]}, indent=2, ensure_ascii=False))
+    sys.stdout.flush()
+    print("\nthis command cannot start:", file=sys.stderr)
+    for line in problems:
+        print(f"slime-launch: {line}", file=sys.stderr)
+    return 2
 
 
 def as_config(settings: Settings, derived: Mapping[str, Any]) -> str:
