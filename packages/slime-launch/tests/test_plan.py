@@ -10,7 +10,8 @@ from slime_launch.cli import main
 from slime_launch.devices import DEVICES, find_device
 from slime_launch.flags import parse_train
 from slime_launch.plan.command import split_words
-from slime_launch.plan.cost import PhaseTime, rollout_seconds
+from slime_launch.plan.cost import PhaseTime, run_seconds
+from slime_launch.devices import DEVICES, find_device
 from slime_launch.plan.engines import engine_groups
 from slime_launch.plan.layout import place
 
@@ -63,16 +64,66 @@ def test_json_has_the_same_facts(words, workspace, capsys):
     assert plan["checkpoints"] == {"policy": str((workspace / "dist" / "release").resolve())}
     assert plan["hooks"] == [f"--custom-rm-path {workspace}/own.py:reward"]
     assert {one["name"] for one in plan["transports"] if one["problem"]} == {"nccl"}
-    assert [one["phase"] for one in plan["times"]] == ["generate", "train", "send weights", "save"]
+    assert [one["phase"] for one in plan["times"]] == ["generate", "train", "hand over", "send weights", "save"]
     assert plan["trainer"]["total"] > plan["trainer"]["weights"] > 0
 
 
 def test_generation_and_training_overlap_where_rollouts_are_made_ahead():
     settings = MINIMAL.split()
-    seconds = {"generate": 10.0, "train": 8.0, "send weights": 1.0, "save": 99.0}
-    times = [PhaseTime(phase=phase, seconds=value, of="") for phase, value in seconds.items()]
-    assert rollout_seconds(parse_train(settings), times) == 19
-    assert rollout_seconds(parse_train([*settings, "--async-buffer-size", "1"]), times) == 11
+    seconds = {"generate": (10.0, 3), "train": (8.0, 3), "send weights": (1.0, 4), "save": (20.0, 1)}
+    times = [PhaseTime(phase=phase, seconds=value, of="", times=count) for phase, (value, count) in seconds.items()]
+    assert run_seconds(parse_train(settings), times) == 30 + 24 + 4 + 20
+    assert run_seconds(parse_train([*settings, "--async-buffer-size", "1"]), times) == 30 + 4 + 20
+
+
+@pytest.fixture
+def times(words, workspace, capsys):
+    """The phases of a plan of ten rollouts on an H100, each as (times, seconds), and the seconds of the run."""
+
+    def planned(*more):
+        held = ["--eval-prompt-data", str(workspace / "train.jsonl"), "--n-samples-per-eval-prompt", "16"]
+        given = words("--device", "h100", "--json", *held, *more, **{"--num-rollout": "10"})
+        code, out, err = run(given, capsys)
+        assert code == 0, err
+        plan = json.loads(out)
+        return {one["phase"]: (one["times"], one["seconds"]) for one in plan["times"]}, plan["run"]["seconds_at_most"]
+
+    return planned
+
+
+def test_evaluations_saves_and_hand_overs_count_as_often_as_they_come(times):
+    found, whole = times("--eval-interval", "4", "--save-interval", "5")
+    counts = {phase: count for phase, (count, _) in found.items()}
+    assert counts == {"generate": 10, "train": 10, "hand over": 10, "send weights": 11, "save": 2, "evaluate": 4}
+    assert whole == pytest.approx(sum(count * seconds for count, seconds in found.values()), abs=0.1)
+    # 128 held-out samples of 8 prompts against 8 samples of 4 prompts in a rollout.
+    assert found["evaluate"][1] > found["generate"][1] > 0
+    fewer, _ = times("--skip-eval-before-train", "--no-offload-train", "--update-weights-interval", "5")
+    assert {phase: count for phase, (count, _) in fewer.items()} == {
+        **{"generate": 10, "train": 10, "send weights": 3, "save": 1, "evaluate": 1}
+    }
+    longer, _ = times("--eval-max-response-len", "100")
+    assert longer["evaluate"][1] < found["evaluate"][1]
+    exported, _ = times("--save-hf", "export/{rollout_id}")
+    assert exported["save"][1] > found["save"][1]
+    assert times("--async-save")[0]["save"][1] < found["save"][1]
+
+
+def test_a_delta_has_its_own_row(words, capsys, tmp_path):
+    disk = ["--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path / "a")]
+    delta = ["--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", str(tmp_path / "b")]
+
+    def rows(*more):
+        plan = json.loads(run(words("--device", "h100", "--json", *more), capsys)[1])
+        return {one["name"]: one for one in plan["transports"]}, plan["times"]
+
+    whole, _ = rows(*disk)
+    assert [name for name, row in whole.items() if row["chosen"]] == ["disk"]
+    changed, times = rows(*disk, *delta)
+    assert [name for name, row in changed.items() if row["chosen"]] == ["disk, delta"]
+    tensors = 2 * 11 + 3  # of two layers with norms of queries and keys, and three others
+    assert changed["disk, delta"]["sent"] == changed["disk"]["sent"] + 300 * tensors
+    assert next(one["seconds"] for one in times if one["phase"] == "send weights") == changed["disk, delta"]["seconds"]
 
 
 def test_all_problems_come_at_once_with_what_is_known(words, capsys):

@@ -16,7 +16,8 @@ from slime_launch.errors import Problems
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides
 from slime_launch.placement import layout_notes, plan_layout
-from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, rollout_seconds, transports
+from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, run_seconds, transports
+from slime_launch.devices import Device
 from slime_launch.plan.engines import (
     EngineGroup,
     EngineMemory,
@@ -184,9 +185,8 @@ class _Parts:
                 problems.attempt(check_phases, device, self.phases)
         for engine in () if settings.unread else self.engines:
             problems.attempt(check_engine, device, engine, self.sizes)
-        self.times = (
-            problems.attempt(phase_times, settings, shape, device, self.engines, self.sizes, self.transports) or []
-        )
+        given = (settings, shape, device, self.engines, self.sizes, self.transports)
+        self.times = problems.attempt(phase_times, *given, trainer=self.trainer, rows=found.rows or {}) or []
 
     def _add_engines(
         self, settings: Settings, shape: ModelShape, groups: list[EngineGroup], device: Device, problems: Problems
@@ -237,7 +237,7 @@ def _run(settings: Settings, sizes: Sizes | None, times: list[PhaseTime]) -> dic
     if sizes is not None:
         values |= {"samples": rollouts * sizes.samples, "tokens_at_most": rollouts * sizes.tokens}
     if times:
-        values["seconds_at_most"] = round(rollouts * rollout_seconds(settings, times), 1)
+        values["seconds_at_most"] = round(run_seconds(settings, times), 1)
     return values
 
 

@@ -7,15 +7,17 @@ is reached is a guess. On a CPU with other work beside it everything takes longe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from slime_convert.mapping import WeightMap
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
 from slime_launch.devices import Device
 from slime_launch.plan.engines import EngineMemory, engine_weights, kv_numbers, num_parameters
-from slime_launch.plan.memory import frozen_models
+from slime_launch.plan.memory import TrainerMemory, frozen_models
 from slime_launch.validate import engine_dtype
 from slime_megatron.operations import flops_model
+from slime_rollout.eval_sets import read_eval_sets
 
 # Parts of a GPU's peak that training, prefill and decoding reach, as published runs report them; a CPU's operations
 # are what is reached already.
@@ -23,6 +25,8 @@ TRAINING, PREFILL, DECODING_BYTES, DECODING_OPERATIONS = 0.35, 0.5, 0.6, 0.4
 STEP_LATENCY = 0.005  # seconds of a decoding step whatever its size
 CPU_LATENCY = 0.02
 HOST_COPY, DISK, NETWORK = 3e9, 1e9, 12.5e9  # bytes per second: shared memory, a file system, between nodes
+HOST_LINK = 1e10  # bytes per second between a GPU and its host's memory
+DELTA_ENTRY = 300  # bytes of a tensor's place and checksums in the index of a delta
 CHECKPOINT_BYTES = {True: 14, False: 12}  # per number, by --bf16: weights, two moments, master weights
 
 
@@ -55,11 +59,12 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Seconds of a phase of one rollout, and what they are of."""
+    """Seconds of a phase, what they are of, and how often it comes in the whole run."""
 
     phase: str
     seconds: float
     of: str
+    times: int
 
 
 def phase_times(
@@ -69,54 +74,140 @@ def phase_times(
     engines: Sequence[EngineMemory],
     sizes: Sizes,
     ways: Sequence[Transport],
+    *,
+    trainer: TrainerMemory | None,
+    rows: Mapping[str, int],
 ) -> list[PhaseTime]:
-    """The phases of a rollout in their order; weights travel by the chosen one of ``ways``."""
-    generating = [engine for engine in engines if engine.group.generates]
-    found = [_generation(settings, shape, device, generating, sizes)] if generating else []
+    """The phases of a run in their order; weights travel by the chosen one of ``ways``.
+
+    Scoring is none of them: it goes on while engines generate, and only the user knows how long it takes.
+
+    Args:
+        trainer: What a rank holds, which it gives back while engines generate, where it does.
+        rows: Usable rows of each prompt file.
+    """
+    rollouts, generating = settings.num_rollout, [engine for engine in engines if engine.group.generates]
+    saves, evaluations = _saves(settings), _evaluations(settings)
+    found = []
+    if generating:
+        seconds, what = _generation(settings, shape, device, generating, sizes)
+        found.append(PhaseTime(phase="generate", seconds=seconds, of=what, times=rollouts))
     if settings.trains and not settings.only_evaluates:
         found += _training(settings, shape, device, sizes)
-    if settings.generates:
-        chosen = next((one for one in ways if one.chosen), None)
-        if chosen is not None:
-            found.append(PhaseTime(phase="send weights", seconds=chosen.seconds, of=f"{chosen.sent:,} bytes"))
-    if settings.megatron.save is not None:
-        each = CHECKPOINT_BYTES[settings.megatron.bf16] if not settings.megatron.no_save_optim else 2
-        size = num_parameters(shape) * each
-        found.append(PhaseTime(phase="save", seconds=size / DISK, of=f"{size:,} bytes, when a checkpoint is due"))
-    return found
+    if trainer is not None and settings.trainer_sleeps:
+        found.append(_hand_over(settings, device, trainer))
+    if (chosen := next((one for one in ways if one.chosen), None)) is not None:
+        sent = {0, *_at(settings, settings.rollout.selection.update_weights_interval), *saves, *evaluations}
+        of = f"{chosen.sent:,} bytes"
+        found.append(PhaseTime(phase="send weights", seconds=chosen.seconds, of=of, times=len(sent)))
+    if saves:
+        found.append(_saving(settings, shape, len(saves)))
+    if evaluations and (generating or not settings.generates):
+        found.append(_evaluation(settings, shape, device, generating, sizes, rows, len(evaluations)))
+    return [one for one in found if one.times]
+
+
+def _at(settings: Settings, interval: int | None) -> set[int]:
+    """Numbers of rollouts after which something is due: at every interval and at the end."""
+    return {*range(interval, settings.num_rollout + 1, interval)} if interval else set()
+
+
+def _saves(settings: Settings) -> set[int]:
+    if settings.megatron.save is None:
+        return set()
+    return _at(settings, settings.megatron.save_interval) | {settings.num_rollout}
+
+
+def _evaluations(settings: Settings) -> set[int]:
+    if not settings.rollout.evaluation.has_eval_sets or settings.is_recorded:
+        return set()
+    first = set() if settings.run.skip_eval_before_train else {0}
+    return _at(settings, settings.run.eval_interval) | {settings.num_rollout} | first
+
+
+def _saving(settings: Settings, shape: ModelShape, times: int) -> PhaseTime:
+    """A checkpoint, with --async-save only what the loop waits for; and its export."""
+    megatron, numbers = settings.megatron, num_parameters(shape)
+    each = CHECKPOINT_BYTES[megatron.bf16] if not megatron.no_save_optim else 2
+    seconds, of = numbers * each / (HOST_COPY if megatron.async_save else DISK), f"{numbers * each:,} bytes"
+    if settings.run.save_hf is not None:  # is read from the checkpoint, and written
+        seconds, of = seconds + 2 * engine_weights(settings, shape) / DISK, f"{of}, and exported"
+    return PhaseTime(phase="save", seconds=seconds, of=of, times=times)
+
+
+def _hand_over(settings: Settings, device: Device, trainer: TrainerMemory) -> PhaseTime:
+    """Weights and optimizer state leave each GPU and come back; of a CPU's ranks they go to files."""
+    each = trainer.total - trainer.asleep - trainer.gradients - trainer.activations - trainer.logits
+    ranks = settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1  # GPUs have a link each
+    seconds = 2 * each * ranks / (HOST_COPY if device.is_cpu else HOST_LINK)
+    of = f"{each:,} bytes of each trainer rank, given back and taken again"
+    return PhaseTime(phase="hand over", seconds=seconds, of=of, times=settings.num_rollout)
+
+
+def _evaluation(
+    settings: Settings,
+    shape: ModelShape,
+    device: Device,
+    generating: Sequence[EngineMemory],
+    sizes: Sizes,
+    rows: Mapping[str, int],
+    times: int,
+) -> PhaseTime:
+    """All held-out sets whose rows were counted: their responses, or a forward pass over their rows."""
+    seconds, samples = 0.0, 0
+    for held_out in read_eval_sets(settings.rollout):
+        prompts = rows.get(held_out.path, 0)
+        if generating:
+            limit = min(held_out.max_context_len or shape.max_position_embeddings, shape.max_position_embeddings)
+            response = max(1, min(held_out.max_response_len, limit - sizes.prompt_tokens))
+            own = Sizes(
+                prompt_tokens=sizes.prompt_tokens,
+                response_tokens=response,
+                prompts=prompts,
+                samples=prompts * held_out.n_samples_per_eval_prompt,
+            )
+            seconds += _generation(settings, shape, device, generating, own)[0] if prompts else 0
+        else:
+            own = dataclasses.replace(sizes, prompts=prompts, samples=prompts * settings.samples_per_prompt)
+            seconds += own.samples * flops_model(shape).forward(own.sample_tokens) / _training_rate(settings, device)
+        samples += own.samples
+    return PhaseTime(phase="evaluate", seconds=seconds, of=f"{samples:,} held-out samples", times=times)
+
+
+def _training_rate(settings: Settings, device: Device) -> float:
+    """Operations per second of all trainer ranks."""
+    return settings.cluster.actor_gpus * device.operations * (1.0 if device.is_cpu else TRAINING)
 
 
 def _training(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes) -> Iterator[PhaseTime]:
     """The trainer's passes over a rollout: those without gradients, then those that train."""
     model, ranks, algorithm = flops_model(shape), settings.cluster.actor_gpus, settings.algorithm
     forward = sizes.samples * model.forward(sizes.sample_tokens)
-    rate = ranks * device.operations * (1.0 if device.is_cpu else TRAINING)
+    rate, times = _training_rate(settings, device), settings.num_rollout
     before = frozen_models(algorithm, settings.megatron) + algorithm.needs_critic
     again = settings.run.num_steps_per_rollout > 1 or algorithm.advantages_need_log_probs or algorithm.needs_step_sums
     again = (again or algorithm.keep_old_actor) and not algorithm.on_data
     before += int(again and not algorithm.use_rollout_logprobs)
     if before:
         what = f"{before} forward pass{'es' if before > 1 else ''} over {sizes.tokens:,} tokens"
-        yield PhaseTime(phase="log-probs", seconds=before * forward / rate, of=what)
+        yield PhaseTime(phase="log-probs", seconds=before * forward / rate, of=what, times=times)
     passes = (2 if settings.megatron.lora is not None else 3) + (settings.megatron.recompute == "full")
     passes *= 1 + algorithm.needs_critic
     what = f"{passes * forward:.2g} operations on {ranks} ranks"
-    yield PhaseTime(phase="train", seconds=passes * forward / rate, of=what)
+    yield PhaseTime(phase="train", seconds=passes * forward / rate, of=what, times=times)
 
 
-def rollout_seconds(settings: Settings, times: list[PhaseTime]) -> float:
-    """Seconds of a rollout without saving; with --async-buffer-size it is generated while others are trained on."""
-    seconds = {one.phase: one.seconds for one in times if one.phase != "save"}
-    if settings.rollout.selection.async_buffer_size is None:
-        return sum(seconds.values())
-    generate, send = seconds.get("generate", 0.0), seconds.get("send weights", 0.0)
-    return max(generate, sum(seconds.values()) - generate - send) + send
+def run_seconds(settings: Settings, times: Sequence[PhaseTime]) -> float:
+    """Seconds of the whole run; with --async-buffer-size a rollout is generated while others are trained on."""
+    seconds = {one.phase: one.times * one.seconds for one in times}
+    together = min(seconds.get("generate", 0.0), seconds.get("log-probs", 0.0) + seconds.get("train", 0.0))
+    return sum(seconds.values()) - (0 if settings.rollout.selection.async_buffer_size is None else together)
 
 
 def _generation(
     settings: Settings, shape: ModelShape, device: Device, generating: Sequence[EngineMemory], sizes: Sizes
-) -> PhaseTime:
-    """All responses of a rollout: as many at a time as the KV cache holds, each step reading weights and cache."""
+) -> tuple[float, str]:
+    """Seconds of all responses, and how many at a time: as many as the cache holds, each step reading it and weights."""
     engine = min(generating, key=lambda engine: engine.kv_tokens)
     engines = sum(one.group.count for one in generating)
     of_engine = -(-sizes.samples // engines)
@@ -140,7 +231,7 @@ def _generation(
     seconds = prefill / (operations * (1.0 if device.is_cpu else PREFILL))
     seconds += -(-of_engine // at_once) * sizes.response_tokens * step
     what = f"{engines} engine{'s' * (engines > 1)}, {at_once} of {of_engine} responses at a time"
-    return PhaseTime(phase="generate", seconds=seconds, of=what)
+    return seconds, what
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,11 +270,17 @@ def transports(
         "nccl": size / (between / 2),
         "gloo": size / min(between, 1e9),
         "disk": size / DISK + engines * size / DISK,
+        # Written, read and applied to a whole copy on the engines' machine, which they load.
+        "disk, delta": 3 * size / DISK + engines * size / DISK,
     }
+    if chosen == "disk" and settings.engine.update_weight_mode == "delta":
+        chosen = "disk, delta"
+    index = DELTA_ENTRY * len(list(WeightMap(shape, shape.vocab_size).hf_names()))
     return [
         Transport(
             name=name,
-            sent=size,
+            # Of a delta only what changed is sent: all of it at most, and less the smaller the steps are.
+            sent=size + (index if name == "disk, delta" else 0),
             received=engines * size,
             seconds=seconds[name],
             chosen=name == chosen,

@@ -23,7 +23,7 @@ def plan_text(plan: Plan) -> str:
         *(_engine(plan, memory) for memory in plan.engines),
         ("memory by phase", _phases(plan)),
         ("one update of the engines' weights", _transports(plan)),
-        ("one rollout at most, roughly (responses as long as they may be)", _times(plan)),
+        ("time at most, roughly (responses as long as they may be)", _times(plan)),
         ("data", _data(plan)),
         ("notes", [f"  {line}" for line in plan.notices]),
     )
@@ -126,10 +126,10 @@ def _transports(plan: Plan) -> list[str]:
 
 
 def _times(plan: Plan) -> list[str]:
-    rows = [(one.phase, f"{one.seconds:,.1f} s", one.of) for one in plan.times]
+    rows = [(one.phase, f"{one.seconds:,.1f} s", f"{one.times:,} times", one.of) for one in plan.times]
     if "seconds_at_most" in plan.run:
-        rows.append(("the run", f"{plan.run['seconds_at_most'] / 3600:,.1f} h", f"{plan.run['rollouts']:,} rollouts"))
-    return _table(rows, range(1, 2))
+        rows.append(("the run", f"{plan.run['seconds_at_most'] / 3600:,.1f} h", "", "without scoring"))
+    return _table(rows, range(1, 3))
 
 
 def _data(plan: Plan) -> Iterator[str]:
