@@ -19,6 +19,7 @@ from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train, read_train
 from slime_launch.preflight import check_engines, look_again, preflight
 from slime_launch.resume import RunState
+from slime_launch.room import room_notes
 from slime_launch.validate import notices
 from slime_megatron.errors import CheckpointError
 
@@ -223,3 +224,29 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(flags, to_words, tmp_pa
     preflight(parse_train([*to_words(flags), "--no-save-optim"]))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_000))
     preflight(parse_train(to_words(flags)))
+    more = ["--num-rollout", "10", "--save-interval", "2", "--max-checkpoints-kept", "2"]
+    with pytest.raises(PreflightError, match="3 checkpoints take about"):  # two, and one that is being written
+        preflight(parse_train([*to_words(flags), *more]))
+    (tmp_path / "save" / "iter_0000002").mkdir(parents=True)
+    (tmp_path / "save" / "iter_0000004").mkdir()
+    preflight(parse_train([*to_words(flags), *more]))
+    with pytest.raises(PreflightError, match=r"one checkpoint takes about .*, 5 exports take about"):
+        preflight(parse_train([*to_words(flags), *more, "--save-hf", str(tmp_path / "hf-{rollout_id}")]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_000 + 5 * 4_000))
+    preflight(parse_train([*to_words(flags), *more, "--save-hf", str(tmp_path / "hf-{rollout_id}")]))
+
+
+def test_what_may_fill_a_disk_later_is_noted(flags, to_words, tmp_path, monkeypatch):
+    """Rollouts are as long as they may be, so that they are no reason to refuse a run."""
+    model = Path(flags["--hf-checkpoint"])
+    (model / "model.safetensors").write_bytes(bytes(4000))
+    flags |= {"--save": str(tmp_path / "save"), "--dump-details": str(tmp_path / "out"), "--num-rollout": "10"}
+    usage, size = shutil.disk_usage(tmp_path), 2_000 * 12
+    dumps = 2 * 10 * 4 * 2 * 1024 * 16  # of rollouts and of train data: samples, tokens, bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=dumps + 2 * size - 1))
+    settings = parse_train([*to_words(flags), "--save-interval", "5"])
+    preflight(settings)
+    [line] = room_notes(settings)
+    assert "2 checkpoints take about" in line and "10 rollouts take at most" in line
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=dumps + 2 * size))
+    assert room_notes(settings) == []

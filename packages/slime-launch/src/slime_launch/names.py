@@ -62,6 +62,17 @@ def local_model(name: str) -> str:
     )
 
 
+def stored_bytes(model: Path) -> int:
+    """Bytes of a model's files of weights; of those that were not downloaded what its index says."""
+    found = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    if (model / INDEX).is_file() and not is_whole(model):
+        try:
+            return int(json.loads((model / INDEX).read_text(encoding="utf-8"))["metadata"]["total_size"])
+        except (ValueError, KeyError, TypeError):  # a file that was cut off, or an index without sizes
+            pass
+    return found
+
+
 def is_whole(directory: Path) -> bool:
     """Whether a model's directory has its config, and every file of weights that its index names."""
     index = directory / INDEX

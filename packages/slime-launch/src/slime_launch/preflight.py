@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_convert.quantize import Fp8Format, read_format
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError, DataError
 from slime_core.schedule import check_pairs
@@ -24,6 +21,7 @@ from slime_launch.megatron_flags import check_arguments
 from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
+from slime_launch.room import check_room, existing
 from slime_launch.validate import check_quantized, check_settings, check_shape, engine_dtype, num_engines
 from slime_launch.wandb_run import check_wandb
 from slime_megatron.checkpoint import check_checkpoint, find_checkpoint, teacher_source
@@ -327,73 +325,18 @@ def check_hf_directory(directory: Path) -> None:
         )
 
 
-def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides) -> None:
-    """What is trained fits on a device like this machine's; workers check it again, each of its own.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    try:
-        device = find_device(None, None)
-    except ConfigError:
-        return  # its memory is unknown
-    # A CPU's memory is the machine's.
-    available = device.memory // (settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1)
-    roles = ["actor", "critic"] if settings.algorithm.needs_critic else ["actor"]
-    held = {
-        role: stages_memory(
-            shape,
-            role_config(settings.megatron, role, overrides),
-            settings.cluster.actor_gpus,
-            value_head=role == "critic" or settings.algorithm.loss_type == "rm_loss",
-        )
-        for role in roles
-    }
-    check_memory(held, available, take_turns=settings.trainer_sleeps)
-
-
-def check_room(settings: Settings) -> None:
-    """One checkpoint fits into ``--save``: the weights, and unless they are left out two moments and master weights.
-
-    Raises:
-        PreflightError: It does not, with both sizes.
-    """
-    megatron, model = settings.megatron, Path(settings.rollout.data.hf_checkpoint)
-    if megatron.save is None or not (model / "config.json").is_file():
-        return
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    width: float = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
-    if (form := read_format(model)) is not None:
-        width = 1 if isinstance(form, Fp8Format) else 0.5
-    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / width
-    each = (2 if megatron.bf16 else 4) + (0 if megatron.no_save_optim else 12 if megatron.bf16 else 8)
-    free = shutil.disk_usage(_existing(Path(megatron.save))).free
-    if free < parameters * each:
-        raise PreflightError(
-            f"--save {megatron.save} has {free / 2**30:.1f} GiB free, and one checkpoint takes about "
-            f"{parameters * each / 2**30:.1f} GiB; make room, give another directory, or --no-save-optim"
-        )
-
-
-def _existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that exists."""
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    return directory
-
-
 def check_writable(directory: Path, flag: str) -> None:
     """A directory can be made, or written to if it is there. Leaves nothing behind.
 
     Raises:
         PreflightError: It cannot.
     """
-    existing = _existing(directory)
+    there = existing(directory)
     try:
-        with tempfile.TemporaryDirectory(prefix=".slime-", dir=existing):
+        with tempfile.TemporaryDirectory(prefix=".slime-", dir=there):
             pass
     except OSError as error:
-        place = "" if existing == directory else f" (in {existing})"
+        place = "" if there == directory else f" (in {there})"
         raise PreflightError(
             f"{flag} {directory} can't be written{place}: {error.strerror}; give a directory that you may write to"
         ) from error

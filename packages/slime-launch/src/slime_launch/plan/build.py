@@ -31,6 +31,7 @@ from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, 
 from slime_launch.plan.memory import Phase, TrainerMemory, phases, trainer_memory
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look
+from slime_launch.room import room_notes
 from slime_launch.validate import notices, row_limit
 from slime_megatron.checkpoint import teacher_source
 from slime_megatron.config import flag_name
@@ -133,6 +134,7 @@ def make_plan(
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
             *notices(settings),
             *parts.notices,
+            *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),
             *layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep),
         ],
         problems=problems.lines,

@@ -207,7 +207,7 @@ def run_seconds(settings: Settings, times: Sequence[PhaseTime]) -> float:
 def _generation(
     settings: Settings, shape: ModelShape, device: Device, generating: Sequence[EngineMemory], sizes: Sizes
 ) -> tuple[float, str]:
-    """Seconds of all responses, and how many at a time: as many as the cache holds, each step reading it and weights."""
+    """Seconds of all responses, and how many at a time: as many as the cache holds."""
     engine = min(generating, key=lambda engine: engine.kv_tokens)
     engines = sum(one.group.count for one in generating)
     of_engine = -(-sizes.samples // engines)

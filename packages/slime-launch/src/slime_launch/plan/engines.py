@@ -12,6 +12,7 @@ from slime_convert.mapping import WeightMap
 from slime_convert.quantize import read_format
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
+from slime_launch.names import stored_bytes
 from slime_launch.devices import GIB, Device
 from slime_launch.validate import engine_dtype, is_quantized
 from slime_rollout.engine.config import API_KEY, SglangValue
@@ -176,11 +177,6 @@ def _stored_weights(path: str, shape: ModelShape, width: int) -> int:
     except ConvertError:  # in a way that SGLang may know
         as_it_is = True
     return stored_bytes(Path(path)) if as_it_is else num_parameters(shape) * width
-
-
-def stored_bytes(model: Path) -> int:
-    """Bytes of a model's files of weights."""
-    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
 def num_parameters(shape: ModelShape) -> int:
