@@ -64,6 +64,13 @@ def test_an_evaluation_of_a_checkpoint_has_trainers_that_make_no_pass(planned, w
     assert [phase["phase"] for phase in plan["phases"]] == ["send weights", "generate"]
 
 
+def test_host_memory_that_is_not_known_is_noted(planned):
+    words = ["--n-samples-per-prompt", "2", "--use-kl-loss", "--device-memory-gib", "200"]
+    note = "trainer ranks take 29.9 GiB of their node's host memory"  # two copies of 16 billion bytes
+    assert any(note in line for line in planned(*words)[1]["notices"])
+    assert not any("host memory" in line for line in planned(*words[:2], *words[3:])[1]["notices"])
+
+
 def test_recorded_rollouts_need_no_engines(planned, workspace):
     (workspace / "0.npz").touch()
     words = ["--load-debug-rollout-data", f"{workspace}/{{rollout_id}}.npz", "--n-samples-per-prompt", "2"]

@@ -15,7 +15,7 @@ from slime_launch.flags import parse_train
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import engine_groups, engine_memory, num_parameters
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
-from slime_launch.plan.memory import phases, trainer_memory
+from slime_launch.plan.memory import host_phase, phases, trainer_memory
 
 DATA = Path(__file__).parent / "data"
 REPORTS = json.loads((DATA / "memory_reports.json").read_text())
@@ -138,6 +138,23 @@ def test_the_cache_takes_what_weights_leave_of_the_fraction():
     per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, groups, channels, bf16
     assert memory.kv_tokens == (int(DEVICES["h100"].memory * 0.5) - memory.weights) // per_token
     assert memory.weights == 2 * 8_030_261_248  # as the model card counts
+
+
+def test_host_memory_of_frozen_and_sleeping_models_is_compared_where_it_is_known():
+    """A reference beside the policy, and what ranks that sleep give back: weights, master weights and two moments."""
+    case = {"model": "llama3-8B", "device": "h100", "gpus": 8, "tokens": 1024, "colocate": True}
+    case |= {"flags": {"tensor_model_parallel_size": 8, "sequence_parallel": True}}
+    settings = settings_of(case)
+    settings = dataclasses.replace(settings, algorithm=dataclasses.replace(settings.algorithm, use_kl_loss=True))
+    trainer = trainer_memory(
+        settings, shape_of("llama3-8B"), DEVICES["h100"], tokens=1024, micro_batches=1, overrides={}
+    )
+    assert trainer.host == 2 * trainer.weights and trainer.waiting == trainer.weights + trainer.optimizer
+    needed = 8 * (3 * trainer.weights + trainer.optimizer)
+    enough, less = (dataclasses.replace(DEVICES["h100"], host_memory=needed - short) for short in (0, 1))
+    check_phases(enough, [host_phase(settings, enough, trainer, 8)])
+    with pytest.raises(ConfigError, match=r"of the host memory of a node, which has .* --no-offload-train"):
+        check_phases(less, [host_phase(settings, less, trainer, 8)])
 
 
 def test_devices_are_found_by_name_and_by_what_a_driver_says():

@@ -23,6 +23,7 @@ class Device:
         bandwidth: Bytes per second between the processor and its memory.
         link: Bytes per second to other devices of its node, in one direction.
         is_cpu: Whether workers share a machine's memory.
+        host_memory: Bytes of the memory of a GPU's machine; ``None`` where it is not known.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     bandwidth: float
     link: float
     is_cpu: bool = False
+    host_memory: int | None = None
 
 
 def _gpu(name: str, gib: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> Device:
@@ -103,7 +105,7 @@ def _here() -> Device:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
         title, mebibytes = answer.splitlines()[0].rsplit(",", 1)
-        return described(title, int(mebibytes) * 2**20)
+        return dataclasses.replace(described(title, int(mebibytes) * 2**20), host_memory=machine_memory())
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise ConfigError(
             f"nvidia-smi does not say which GPU this machine has ({error}); give --device NAME"
@@ -118,11 +120,15 @@ def described(title: str, memory: int) -> Device:
     return dataclasses.replace(nearest, name=title.strip(), memory=memory)
 
 
+def machine_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _cpu() -> Device:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         name="cpu",
-        memory=memory,
+        memory=machine_memory(),
         operations=_CPU_OPERATIONS,
         bandwidth=_CPU_BANDWIDTH,
         link=_CPU_BANDWIDTH / 4,

@@ -28,7 +28,7 @@ from slime_launch.plan.engines import (
 )
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
 from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of, transport_of
-from slime_launch.plan.memory import Phase, TrainerMemory, phases, trainer_memory
+from slime_launch.plan.memory import Phase, TrainerMemory, gib, host_phase, phases, trainer_memory
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.room import room_notes
@@ -183,6 +183,7 @@ class _Parts:
             self._add_trainer(settings, shape, found.overrides or {}, device, problems)
         if not settings.trains or self.trainer is not None:
             self.phases = phases(settings, device, self.trainer, self.engines)
+            self._add_host(settings, device, max((len(node.trainer_ranks) for node in nodes), default=0))
             if (self.trainer is None or self.trainer.total <= device.memory) and not settings.unread:
                 problems.attempt(check_phases, device, self.phases)
         for engine in () if settings.unread else self.engines:
@@ -201,6 +202,17 @@ class _Parts:
                 continue
             memory = problems.attempt(engine_memory, settings, own, device, group)
             self.engines += [] if memory is None else [memory]
+
+    def _add_host(self, settings: Settings, device: Device, ranks: int) -> None:
+        """What a node's trainer ranks take of its host memory, which is compared where it is known."""
+        host = None if self.trainer is None else host_phase(settings, device, self.trainer, ranks)
+        if host is not None and device.host_memory is None:
+            self.notices.append(
+                f"{ranks} trainer ranks take {gib(host.needed)} of their node's host memory, for frozen models and "
+                "what they give back while engines generate; how much a node has is not known here"
+            )
+        elif host is not None:
+            self.phases.append(host)
 
     def _add_trainer(
         self, settings: Settings, shape: ModelShape, overrides: Overrides, device: Device, problems: Problems

@@ -137,7 +137,7 @@ def _saving(settings: Settings, shape: ModelShape, times: int) -> PhaseTime:
 
 def _hand_over(settings: Settings, device: Device, trainer: TrainerMemory) -> PhaseTime:
     """Weights and optimizer state leave each GPU and come back; of a CPU's ranks they go to files."""
-    each = trainer.total - trainer.asleep - trainer.gradients - trainer.activations - trainer.logits
+    each = trainer.waiting
     ranks = settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1  # GPUs have a link each
     seconds = 2 * each * ranks / (HOST_COPY if device.is_cpu else HOST_LINK)
     of = f"{each:,} bytes of each trainer rank, given back and taken again"

@@ -124,6 +124,11 @@ def check_phases(device: Device, found: list[Phase]) -> None:
         ConfigError: There is too little in a phase.
     """
     for phase in found:
+        if phase.where.startswith("host memory") and phase.needed > phase.available:
+            raise ConfigError(
+                f"frozen models, and trainers that give their memory back, take {gib(phase.needed)} of the host memory "
+                f"of a node, which has {gib(phase.available)}; train on more nodes, or give --no-offload-train"
+            )
         together = phase.where == "machine" or phase.where.startswith("shared GPU")
         if together and phase.needed > phase.available:
             raise ConfigError(

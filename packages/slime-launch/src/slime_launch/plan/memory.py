@@ -57,6 +57,11 @@ class TrainerMemory:
         return self.process + self.frozen
 
     @property
+    def waiting(self) -> int:
+        """What waits in host memory, or in a CPU's files, while it gives its memory back; gradients do not."""
+        return self.weights + self.optimizer + self.critic
+
+    @property
     def total(self) -> int:
         """What it needs in a step."""
         parts = ("process", "weights", "gradients", "optimizer", "critic", "frozen", "activations", "logits")
@@ -147,6 +152,14 @@ def phases(
             where = f"{engine.group.title} engine GPU".lstrip()
             found.append(Phase(phase="generate", where=where, needed=engine.total, available=device.memory))
     return [*_worst(of_shared), *found]
+
+
+def host_phase(settings: Settings, device: Device, trainer: TrainerMemory, ranks: int) -> Phase | None:
+    """What ``ranks`` trainer ranks have in the host memory of their node while engines generate; ``None``: nothing."""
+    needed = ranks * (trainer.host + (trainer.waiting if settings.trainer_sleeps else 0))
+    if device.is_cpu or not needed:
+        return None
+    return Phase(phase="generate", where="host memory of a node", needed=needed, available=device.host_memory or 0)
 
 
 def _worst(found: Sequence[Phase]) -> list[Phase]:
