@@ -10,7 +10,7 @@ import pytest
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
-from slime_launch.devices import DEVICES, described, find_device
+from slime_launch.cli import main
 from slime_launch.flags import parse_train
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import engine_groups, engine_memory, num_parameters
@@ -165,3 +165,73 @@ def test_devices_are_found_by_name_and_by_what_a_driver_says():
         find_device("h1000", None)
     assert described("NVIDIA A100-SXM4-40GB", 40 * 2**30).bandwidth == DEVICES["a100-40"].bandwidth
     assert described("NVIDIA H100 80GB HBM3", 80 * 2**30).operations == DEVICES["h100"].operations
+
+
+# Reports that go through the command line: with full recomputation, with a critic, of pairs, and of several ranks.
+THROUGH_THE_COMMAND = {
+    "NVIDIA/Megatron-LM#606": "",
+    "OpenRLHF/OpenRLHF#698": "",
+    "OpenRLHF/OpenRLHF#762": "--advantage-estimator ppo",
+    "huggingface/alignment-handbook#22": "--loss-type dpo_loss --micro-batch-size 2 --rollout-max-context-len 512",
+}
+PAIR = {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}
+
+
+@pytest.fixture
+def refused(workspace, tokenizer, capsys, monkeypatch):
+    """Plans a command for a published model on a device; gives the lines of refusal, on standard error and as JSON."""
+    monkeypatch.delenv("PYTHONPATH")
+
+    def run(model, device, words):
+        config = PUBLISHED[model].config if model in PUBLISHED else OTHERS[model]
+        (workspace / "hf" / "config.json").write_text(json.dumps(dict(config)))
+        paths = {"--hf-checkpoint": "hf", "--load": "dist", "--prompt-data": "train.jsonl"}
+        given = [word for name, path in paths.items() for word in (name, str(workspace / path))]
+        given += ["--num-rollout", "1", "--rollout-batch-size", "8", "--n-samples-per-prompt"]
+        given += ["1" if "dpo_loss" in words else "2", *words.split()]
+        code = main(["plan", "--json", "--device", device, *given])
+        out, err = capsys.readouterr()
+        lines = [line.removeprefix("slime-launch: ") for line in err.splitlines() if line.startswith("slime-launch: ")]
+        assert json.loads(out)["problems"] == lines and code == (2 if lines else 0)
+        return lines
+
+    return run
+
+
+@pytest.mark.parametrize("source", THROUGH_THE_COMMAND)
+def test_the_command_refuses_what_ran_out_of_memory_elsewhere(source, refused, workspace):
+    [case] = [case for case in REPORTS if case["source"] == source]
+    if "dpo_loss" in THROUGH_THE_COMMAND[source]:
+        (workspace / "train.jsonl").write_text(json.dumps(PAIR) + "\n")
+    words = f"--actor-num-gpus-per-node {case['gpus']} --rollout-num-gpus 1 --rollout-max-response-len {case['tokens']}"
+    if not case["flags"].get("use_distributed_optimizer"):
+        words += " --no-use-distributed-optimizer"
+    for name, value in case["flags"].items():
+        words += f" --{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+    lines = refused(case["model"], case["device"], f"{words} {THROUGH_THE_COMMAND[source]}")
+    assert len(lines) == 1 and lines[0].startswith("a trainer rank takes ")
+
+
+ENGINES = [
+    ("qwen2-72B", "a100", "--debug-rollout-only --rollout-num-gpus 1", "its weights, 135.4 GiB each, do not fit"),
+    (
+        "qwen3-4B",
+        "h100",
+        "--actor-num-gpus-per-node 8 --colocate --tensor-model-parallel-size 2 --sequence-parallel "
+        "--no-offload-train --no-offload-rollout --sglang-mem-fraction-static 0.9",
+        "to generate, ranks and engines need",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "device", "words", "line"), ENGINES, ids=["engine", "colocated"])
+def test_the_command_refuses_engines_that_do_not_fit(model, device, words, line, refused):
+    lines = refused(model, device, words)
+    assert len(lines) == 1 and line in lines[0]
+
+
+def test_the_command_takes_what_is_known_to_run(refused):
+    words = "--actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7 "
+    words += "--tensor-model-parallel-size 2 --sequence-parallel --rollout-max-response-len 8192 "
+    words += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert refused("qwen3-4B", "h100", words) == []
