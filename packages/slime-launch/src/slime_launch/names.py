@@ -13,19 +13,23 @@ from slime_launch.config import Settings
 from slime_launch.errors import PreflightError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What a run reads of a model: config, tokenizer, chat template, weights."""
+DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja")
+"""What a plan reads of a model: config, tokenizer, chat template, and the index of its weights."""
+FILES = (*DESCRIPTION, "*.safetensors")
+"""What a run reads of a model."""
 INDEX = "model.safetensors.index.json"
 
 
-def with_paths(settings: Settings) -> Settings:
+def with_paths(settings: Settings, *, weights: bool = True) -> Settings:
     """The same settings with paths for names. A Hub's model is taken from the cache, or else downloaded.
+
+    Without ``weights`` what describes the model suffices.
 
     Raises:
         PreflightError: The model is not in the cache and cannot be downloaded.
     """
     name = settings.rollout.data.hf_checkpoint
-    path = local_model(name)
+    path = local_model(name, weights=weights)
     megatron, rollout, engine = settings.megatron, settings.rollout, settings.engine
     with collected_problems():  # what is wrong with the other values is reported by the preflight
         if path != name:
@@ -37,8 +41,10 @@ def with_paths(settings: Settings) -> Settings:
     return dataclasses.replace(settings, rollout=rollout, megatron=megatron, engine=engine)
 
 
-def local_model(name: str) -> str:
+def local_model(name: str, *, weights: bool = True) -> str:
     """A model's directory: ``name`` itself, unless it has the form ``owner/model`` and no such directory exists.
+
+    Without ``weights`` these are not downloaded.
 
     Raises:
         PreflightError: It is not in the Hub's cache and cannot be downloaded.
@@ -50,11 +56,12 @@ def local_model(name: str) -> str:
     reason = "it lacks files"
     for only_cached in (True, False):
         try:
-            found = snapshot_download(name, allow_patterns=list(FILES), local_files_only=only_cached)
+            files = list(FILES if weights else DESCRIPTION)
+            found = snapshot_download(name, allow_patterns=files, local_files_only=only_cached)
         except Exception as error:  # not in the cache, offline, no such model, a gated one, a full disk
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            if is_whole(Path(found)):
+            if is_whole(Path(found)) or (not weights and _is_described(Path(found), anew=not only_cached)):
                 return found
     raise PreflightError(
         f"--hf-checkpoint {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
@@ -71,6 +78,11 @@ def stored_bytes(model: Path) -> int:
         except (ValueError, KeyError, TypeError):  # a file that was cut off, or an index without sizes
             pass
     return found
+
+
+def _is_described(directory: Path, *, anew: bool) -> bool:
+    """Whether a plan finds what it reads; a model whose weights are one file has no index, as is known ``anew``."""
+    return (directory / "config.json").is_file() and (anew or (directory / INDEX).is_file())
 
 
 def is_whole(directory: Path) -> bool:

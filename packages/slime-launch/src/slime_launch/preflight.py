@@ -109,10 +109,11 @@ class Found:
     rows: dict[str, int] | None
 
 
-def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> Found:
+def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, absent: str | None = None) -> Found:
     """Make all checks, and put what is wrong into ``problems``.
 
-    With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass.
+    With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass. ``absent`` is
+    the directory of a Hub's model whose weights were not downloaded, for plans, too.
     """
     settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
     problems.attempt(check_settings, settings)
@@ -123,19 +124,18 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False) -> 
             if args is not None:
                 problems.attempt(check_hooks, settings.rollout, args)
     directory = Path(settings.rollout.data.hf_checkpoint)
-    problems.attempt(check_hf_directory, directory)
+    problems.attempt(check_hf_directory, directory, weights=absent is None)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
         problems.attempt(check_fits, settings.megatron, shape)
         problems.attempt(check_arguments, settings, shape)
-        problems.attempt(check_quantized, settings, elsewhere)
+        if absent is None:
+            problems.attempt(check_quantized, settings, elsewhere)
     overrides = problems.attempt(read_overrides, settings)
-    run = problems.attempt(find_weights, settings)
-    for model in _models(settings, run):
-        if shape is None:
-            problems.attempt(find_checkpoint, model)
-        else:
-            problems.attempt(check_checkpoint, model, shape)
+    run = problems.attempt(find_weights, settings, absent)
+    for path in (settings.megatron.critic_load, teacher_source(settings.megatron)):
+        if path is not None:
+            problems.attempt(find_checkpoint, path)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None and not elsewhere:
             problems.attempt(check_writable, Path(path), flag)
@@ -197,8 +197,10 @@ def with_output(checked: Checked, output_dir: str | Path) -> Checked:
     return dataclasses.replace(checked, settings=dataclasses.replace(checked.settings, run=run))
 
 
-def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights | None]:
+def find_weights(settings: Settings, absent: str | None = None) -> tuple[Manifest | None, StartWeights | None]:
     """The run in ``--save``, if there is one, and the checkpoints that the command begins with, if it trains.
+
+    Weights that are ``absent`` are not looked at.
 
     Raises:
         ManifestError: ``--save`` holds another run.
@@ -206,7 +208,10 @@ def find_weights(settings: Settings) -> tuple[Manifest | None, StartWeights | No
     """
     if not settings.trains:
         return None, None
-    manifest = find_run(settings)
+    manifest, megatron = find_run(settings), settings.megatron
+    if manifest is None and absent is not None and absent in (megatron.load, megatron.ref_load):
+        load = str(megatron.load or megatron.ref_load)
+        return None, StartWeights(load=load, ref_load=megatron.ref_load or load)
     return manifest, start_weights(settings, manifest)
 
 
@@ -310,14 +315,14 @@ def importing_hooks() -> Iterator[None]:
         sys.dont_write_bytecode = writes_none
 
 
-def check_hf_directory(directory: Path) -> None:
-    """Check the engines' directory: config, tokenizer and weights."""
+def check_hf_directory(directory: Path, *, weights: bool = True) -> None:
+    """Check the engines' directory: config, tokenizer and ``weights``."""
     if not directory.is_dir():
         raise PreflightError(f"--hf-checkpoint {directory} is not a directory; give a Hugging Face model directory")
     found = {
         "config.json": (directory / "config.json").is_file(),
         "tokenizer (tokenizer.json)": any((directory / name).exists() for name in TOKENIZER_FILES),
-        "*.safetensors": any(directory.glob("*.safetensors")),
+        "*.safetensors": not weights or any(directory.glob("*.safetensors")),
     }
     if missing := [what for what, is_there in found.items() if not is_there]:
         raise PreflightError(

@@ -13,22 +13,18 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.devices import Device
 from slime_launch.errors import Problems
-from slime_launch.names import with_paths
-from slime_launch.overrides import Overrides
+from slime_launch.names import is_whole, with_paths
 from slime_launch.placement import layout_notes, plan_layout
-from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, run_seconds, transports
+from slime_launch.plan.cost import PhaseTime, Sizes, Transport, run_seconds
 from slime_launch.devices import Device
 from slime_launch.plan.engines import (
-    EngineGroup,
     EngineMemory,
     engine_groups,
-    engine_memory,
     num_parameters,
-    shape_of,
 )
-from slime_launch.plan.fit import check_engine, check_phases, check_trainer
-from slime_launch.plan.layout import Batch, Node, batch_of, check_nodes, place, sizes_of, transport_of
-from slime_launch.plan.memory import Phase, TrainerMemory, gib, host_phase, phases, trainer_memory
+from slime_launch.plan.layout import Batch, Node, check_nodes, place
+from slime_launch.plan.memory import Phase, TrainerMemory
+from slime_launch.plan.parts import Parts
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.room import room_notes
@@ -95,8 +91,10 @@ def make_plan(
         elsewhere: The plan is for another machine: directories are not written to, and SGLang need not be here.
     """
     given = settings
-    settings = problems.attempt(with_paths, settings) or settings
-    found = look(settings, problems, elsewhere=elsewhere)
+    settings = problems.attempt(with_paths, settings, weights=False) or settings
+    model = settings.rollout.data.hf_checkpoint
+    absent = None if model == given.rollout.data.hf_checkpoint or is_whole(Path(model)) else model
+    found = look(settings, problems, elsewhere=elsewhere, absent=absent)
     settings, prompt, row = found.settings, None, None
     if settings.rollout.data.prompt_paths and found.rows and Path(settings.rollout.data.hf_checkpoint).is_dir():
         if settings.generates:
@@ -110,7 +108,7 @@ def make_plan(
     nodes = place(settings, device, gpus_per_node, groups)
     problems.attempt(check_nodes, settings, nodes, device)
     tokens = 0 if prompt is None else prompt.tokens
-    parts = _Parts(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
+    parts = Parts(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
     return Plan(
         device=device,
         gpus_per_node=gpus_per_node,
@@ -132,6 +130,7 @@ def make_plan(
         checkpoints=_checkpoints(settings, found),
         notices=[
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
+            *([] if absent is None else [f"the weights of {given.rollout.data.hf_checkpoint} are not downloaded yet"]),
             *notices(settings),
             *parts.notices,
             *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),
@@ -139,98 +138,6 @@ def make_plan(
         ],
         problems=problems.lines,
     )
-
-
-class _Parts:
-    """The sizes, memory and times of a command, as far as its problems let them be known.
-
-    Whether it fits is not asked where a flag could not be read, which may be the one that makes it fit.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        found: Found,
-        device: Device,
-        problems: Problems,
-        prompt_tokens: int,
-        longest_row: int | None,
-        nodes: list[Node],
-        groups: list[EngineGroup],
-    ) -> None:
-        self.sizes: Sizes | None = None
-        self.batch: Batch | None = None
-        self.trainer: TrainerMemory | None = None
-        self.engines: list[EngineMemory] = []
-        self.notices: list[str] = []
-        self.phases: list[Phase] = []
-        self.transports: list[Transport] = []
-        self.times: list[PhaseTime] = []
-        shape = found.shape
-        if shape is None:
-            return
-        length = settings.rollout.data.rollout_max_prompt_len or prompt_tokens
-        self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings, longest_row)
-        self._add_engines(settings, shape, groups, device, problems)
-        if self.engines and settings.trains:
-            chosen = problems.attempt(transport_of, settings, nodes, device)
-            within = all(node.node == 0 for node in nodes if node.engines)
-            count = sum(group.count for group in groups if group.trained)
-            self.transports = transports(settings, shape, device, chosen, engines=count, within_node=within)
-        if self.sizes is None:
-            return
-        if settings.trains:
-            self._add_trainer(settings, shape, found.overrides or {}, device, problems)
-        if not settings.trains or self.trainer is not None:
-            self.phases = phases(settings, device, self.trainer, self.engines)
-            self._add_host(settings, device, max((len(node.trainer_ranks) for node in nodes), default=0))
-            if (self.trainer is None or self.trainer.total <= device.memory) and not settings.unread:
-                problems.attempt(check_phases, device, self.phases)
-        for engine in () if settings.unread else self.engines:
-            problems.attempt(check_engine, device, engine, self.sizes)
-        given = (settings, shape, device, self.engines, self.sizes, self.transports)
-        self.times = problems.attempt(phase_times, *given, trainer=self.trainer, rows=found.rows or {}) or []
-
-    def _add_engines(
-        self, settings: Settings, shape: ModelShape, groups: list[EngineGroup], device: Device, problems: Problems
-    ) -> None:
-        """The memory of each group's engines, where the model's shape is known; an encoder holds a part of one."""
-        for group in groups:
-            own = shape_of(group, shape)
-            if own is None or group.role == "encoder":
-                self.notices.append(f"the memory of the {group.title} engines is not known, and not in this plan")
-                continue
-            memory = problems.attempt(engine_memory, settings, own, device, group)
-            self.engines += [] if memory is None else [memory]
-
-    def _add_host(self, settings: Settings, device: Device, ranks: int) -> None:
-        """What a node's trainer ranks take of its host memory, which is compared where it is known."""
-        host = None if self.trainer is None else host_phase(settings, device, self.trainer, ranks)
-        if host is not None and device.host_memory is None:
-            self.notices.append(
-                f"{ranks} trainer ranks take {gib(host.needed)} of their node's host memory, for frozen models and "
-                "what they give back while engines generate; how much a node has is not known here"
-            )
-        elif host is not None:
-            self.phases.append(host)
-
-    def _add_trainer(
-        self, settings: Settings, shape: ModelShape, overrides: Overrides, device: Device, problems: Problems
-    ) -> None:
-        """The batch, if one is trained on, and the memory of a trainer rank; a run may be a single evaluation."""
-        assert self.sizes is not None
-        if not settings.only_evaluates:
-            self.batch = problems.attempt(batch_of, settings, self.sizes)
-            if self.batch is None:
-                return
-        batch = self.batch
-        tokens = self.sizes.sample_tokens if batch is None else batch.tokens_per_micro_batch
-        count = 1 if batch is None else batch.micro_batches_per_step
-        self.trainer = problems.attempt(
-            trainer_memory, settings, shape, device, tokens=tokens, micro_batches=count, overrides=overrides
-        )
-        if self.trainer is not None and not settings.unread:
-            problems.attempt(check_trainer, settings, shape, device, self.trainer, self.sizes, overrides)
 
 
 def _model(shape: ModelShape) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _refused(own: Problems, words: list[str], *, as_json: bool) -> int:
     given = own.attempt(read_train, words, elsewhere=True)
     problems = Problems([*own.lines, *(given[1] if given else ())], given[0].unread if given else ())
     if given:
-        look(problems.attempt(with_paths, given[0]) or given[0], problems, elsewhere=True)
+        look(problems.attempt(with_paths, given[0], weights=False) or given[0], problems, elsewhere=True)
     return _say(problems.lines, as_json=as_json)
 
 

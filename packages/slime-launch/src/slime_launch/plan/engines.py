@@ -166,7 +166,7 @@ def engine_memory(settings: Settings, shape: ModelShape, device: Device, group: 
 def engine_weights(settings: Settings, shape: ModelShape) -> int:
     """Bytes of the weights that engines hold and are sent; a quantized model's are those of its files."""
     if is_quantized(settings):
-        return stored_bytes(Path(settings.rollout.data.hf_checkpoint))
+        return stored_bytes(Path(settings.rollout.data.hf_checkpoint)) or num_parameters(shape)
     return num_parameters(shape) * (2 if engine_dtype(settings) == "bfloat16" else 4)
 
 
