@@ -24,7 +24,7 @@ from slime_launch.plan.engines import (
 )
 from slime_launch.plan.layout import Batch, Node, check_nodes, place
 from slime_launch.plan.memory import Phase, TrainerMemory
-from slime_launch.plan.parts import Parts
+from slime_launch.plan.estimate import Estimate
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.room import room_notes
@@ -108,7 +108,7 @@ def make_plan(
     nodes = place(settings, device, gpus_per_node, groups)
     problems.attempt(check_nodes, settings, nodes, device)
     tokens = 0 if prompt is None else prompt.tokens
-    parts = Parts(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
+    parts = Estimate(settings, found, device, problems, tokens, None if row is None else row.longest, nodes, groups)
     return Plan(
         device=device,
         gpus_per_node=gpus_per_node,

@@ -15,7 +15,7 @@ from slime_launch.plan.memory import Phase, TrainerMemory, gib, host_phase, phas
 from slime_launch.preflight import Found
 
 
-class Parts:
+class Estimate:
     """The sizes, memory and times of a command, as far as its problems let them be known.
 
     Whether it fits is not asked where a flag could not be read, which may be the one that makes it fit.
