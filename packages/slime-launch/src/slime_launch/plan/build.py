@@ -22,9 +22,9 @@ from slime_launch.plan.engines import (
     engine_groups,
     num_parameters,
 )
+from slime_launch.plan.estimate import Estimate
 from slime_launch.plan.layout import Batch, Node, check_nodes, place
 from slime_launch.plan.memory import Phase, TrainerMemory
-from slime_launch.plan.estimate import Estimate
 from slime_launch.plan.prompt import FirstPrompt, FirstSample, first_prompt, first_row
 from slime_launch.preflight import Found, importing_hooks, look
 from slime_launch.room import room_notes
