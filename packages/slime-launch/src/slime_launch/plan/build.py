@@ -33,7 +33,7 @@ from slime_megatron.checkpoint import teacher_source
 from slime_megatron.config import flag_name
 from slime_megatron.start import given_functions, load_given
 from slime_rollout.data_service import DataSpec
-from slime_rollout.hooks import given_hooks, hook_args_of
+from slime_rollout.hooks import GivenHook, given_hooks, hook_args_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,12 +184,15 @@ def _hooks(settings: Settings, problems: Problems) -> list[str]:
     """The names of custom functions, of generation and of the algorithm, that load; others are among the problems."""
     algorithm, found = settings.algorithm, dict[str, Callable[[], Any]]()
     with importing_hooks():
-        args = functools.partial(hook_args_of, settings.rollout, settings.flags())
         for hook in (problems.attempt(given_hooks, settings.rollout) or []) if settings.generates else ():
-            found[hook.name] = lambda hook=hook: hook.load(args())
+            found[hook.name] = functools.partial(_load_hook, hook, settings)
         for name in given_functions(algorithm) if settings.trains else ():
             found[f"{flag_name(name)} {getattr(algorithm, name)}"] = functools.partial(load_given, algorithm, name)
         return [name for name, load in found.items() if _loads(load)]
+
+
+def _load_hook(hook: GivenHook, settings: Settings) -> Any:
+    return hook.load(hook_args_of(settings.rollout, settings.flags()))
 
 
 def _loads(load: Callable[[], Any]) -> bool:

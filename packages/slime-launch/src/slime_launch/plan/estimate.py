@@ -54,7 +54,7 @@ class Estimate:
         if self.sizes is None:
             return
         if settings.trains:
-            self._add_trainer(settings, shape, found.overrides or {}, device, problems)
+            self.trainer = self._find_trainer(settings, shape, found.overrides or {}, device, problems)
         if not settings.trains or self.trainer is not None:
             self.phases = phases(settings, device, self.trainer, self.engines)
             self._add_host(settings, device, max((len(node.trainer_ranks) for node in nodes), default=0))
@@ -88,20 +88,21 @@ class Estimate:
         elif host is not None:
             self.phases.append(host)
 
-    def _add_trainer(
+    def _find_trainer(
         self, settings: Settings, shape: ModelShape, overrides: Overrides, device: Device, problems: Problems
-    ) -> None:
-        """The batch, if one is trained on, and the memory of a trainer rank; a run may be a single evaluation."""
+    ) -> TrainerMemory | None:
+        """The memory of a trainer rank, after the batch, if one is trained on: a run may be a single evaluation."""
         assert self.sizes is not None
         if not settings.only_evaluates:
             self.batch = problems.attempt(batch_of, settings, self.sizes)
             if self.batch is None:
-                return
+                return None
         batch = self.batch
         tokens = self.sizes.sample_tokens if batch is None else batch.tokens_per_micro_batch
         count = 1 if batch is None else batch.micro_batches_per_step
-        self.trainer = problems.attempt(
+        trainer = problems.attempt(
             trainer_memory, settings, shape, device, tokens=tokens, micro_batches=count, overrides=overrides
         )
-        if self.trainer is not None and not settings.unread:
-            problems.attempt(check_trainer, settings, shape, device, self.trainer, self.sizes, overrides)
+        if trainer is not None and not settings.unread:
+            problems.attempt(check_trainer, settings, shape, device, trainer, self.sizes, overrides)
+        return trainer

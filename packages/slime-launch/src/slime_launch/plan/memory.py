@@ -141,12 +141,14 @@ def phases(
     """The phases of a step, each with the device that needs most; without trainers or engines those of the others."""
     if device.is_cpu:
         return list(_phases_of_host(settings, device, trainer, engines))
-    shared, found = [], []
+    shared: list[EngineMemory] = []
+    found: list[Phase] = []
+    of_shared: list[Phase] = []
     if trainer is not None and settings.placed.colocate:
         shared = [engine for engine in engines if engine.group.first_gpus[0] < settings.cluster.actor_gpus]
+        of_shared = [phase for engine in shared for phase in _phases_of_shared(settings, device, trainer, engine)]
     elif trainer is not None:
         found.append(Phase(phase=trainer.phase, where="trainer GPU", needed=trainer.total, available=device.memory))
-    of_shared = [phase for engine in shared for phase in _phases_of_shared(settings, device, trainer, engine)]
     for engine in engines:
         if engine not in shared:
             where = f"{engine.group.title} engine GPU".lstrip()

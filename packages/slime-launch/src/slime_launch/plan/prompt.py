@@ -65,10 +65,10 @@ class FirstSample:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRow:
-    """The samples of the first row, and the tokens of the longest sample that there is, or may be."""
+    """The samples of the first row, and the tokens of the longest sample that there is, or may be, if known."""
 
     samples: list[FirstSample]
-    longest: int
+    longest: int | None
 
 
 def first_row(spec: DataSpec) -> FirstRow:
