@@ -11,7 +11,6 @@ from slime_launch.devices import DEVICES, find_device
 from slime_launch.flags import parse_train
 from slime_launch.plan.command import split_words
 from slime_launch.plan.cost import PhaseTime, run_seconds
-from slime_launch.devices import DEVICES, find_device
 from slime_launch.plan.engines import engine_groups
 from slime_launch.plan.layout import place
 

@@ -11,6 +11,7 @@ from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
 from slime_core.errors import ConfigError
 from slime_launch.cli import main
+from slime_launch.devices import DEVICES, described, find_device
 from slime_launch.flags import parse_train
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import engine_groups, engine_memory, num_parameters

@@ -133,9 +133,11 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
             problems.attempt(check_quantized, settings, elsewhere)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings, absent)
-    for path in (settings.megatron.critic_load, teacher_source(settings.megatron)):
-        if path is not None:
-            problems.attempt(find_checkpoint, path)
+    for model in _models(settings, run):
+        if shape is None:
+            problems.attempt(find_checkpoint, model)
+        elif str(model) != absent:
+            problems.attempt(check_checkpoint, model, shape)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None and not elsewhere:
             problems.attempt(check_writable, Path(path), flag)
@@ -328,6 +330,31 @@ def check_hf_directory(directory: Path, *, weights: bool = True) -> None:
         raise PreflightError(
             f"--hf-checkpoint {directory} has no {', no '.join(missing)}; give a Hugging Face model directory"
         )
+
+
+def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides) -> None:
+    """What is trained fits on a device like this machine's; workers check it again, each of its own.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    try:
+        device = find_device(None, None)
+    except ConfigError:
+        return  # its memory is unknown
+    # A CPU's memory is the machine's.
+    available = device.memory // (settings.cluster.actor_num_gpus_per_node if device.is_cpu else 1)
+    roles = ["actor", "critic"] if settings.algorithm.needs_critic else ["actor"]
+    held = {
+        role: stages_memory(
+            shape,
+            role_config(settings.megatron, role, overrides),
+            settings.cluster.actor_gpus,
+            value_head=role == "critic" or settings.algorithm.loss_type == "rm_loss",
+        )
+        for role in roles
+    }
+    check_memory(held, available, take_turns=settings.trainer_sleeps)
 
 
 def check_writable(directory: Path, flag: str) -> None:

@@ -16,7 +16,6 @@ from slime_launch.errors import Problems
 from slime_launch.names import is_whole, with_paths
 from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, run_seconds
-from slime_launch.devices import Device
 from slime_launch.plan.engines import (
     EngineMemory,
     engine_groups,

@@ -12,8 +12,8 @@ from slime_convert.mapping import WeightMap
 from slime_convert.quantize import read_format
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
-from slime_launch.names import stored_bytes
 from slime_launch.devices import GIB, Device
+from slime_launch.names import stored_bytes
 from slime_launch.validate import engine_dtype, is_quantized
 from slime_rollout.engine.config import API_KEY, SglangValue
 from slime_rollout.engine.server import KV_TOKENS, EngineSpec

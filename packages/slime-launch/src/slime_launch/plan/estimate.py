@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
+from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.overrides import Overrides
 from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, transports
-from slime_launch.plan.devices import Device
 from slime_launch.plan.engines import EngineGroup, EngineMemory, engine_memory, shape_of
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
 from slime_launch.plan.layout import Batch, Node, batch_of, sizes_of, transport_of
