@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from typing import Any
 
 import psutil
 
+from slime_core.types import RolloutBatch
 from slime_launch.metric_names import unlisted
 from slime_launch.tracking import METRICS_FILE
+from slime_rollout.store import RolloutStore
 
 LAUNCHER = Path(sys.executable).with_name("slime-launch")
 RUN_SECONDS = 240.0
@@ -125,6 +128,27 @@ def rows(work: Path, kind: str) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     parsed = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for row in parsed if row["kind"] == kind]
+
+
+def recorded(work: Path, rollouts: int) -> list[RolloutBatch]:
+    """The first rollouts that a run with --save and --keep-rollouts wrote down: whole, and no sample is in two."""
+    store = RolloutStore(work / "save" / "rollouts")
+    batches = [store.read(number).batch() for number in range(rollouts)]
+    assert [len(batch.groups) for batch in batches] == [8] * rollouts
+    indices = [sample.index for batch in batches for sample in batch.samples]
+    assert len(indices) == len(set(indices)) == rollouts * 64
+    return batches
+
+
+def ages_of(batches: list[RolloutBatch]) -> dict[int, int]:
+    """How many tokens were sampled so many weight versions before the one that they were trained from."""
+    ages = Counter(
+        batch.rollout_id - version
+        for batch in batches
+        for sample in batch.samples
+        for version in sample.weight_versions
+    )
+    return dict(sorted(ages.items()))
 
 
 def wait_for(

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from ended import end_run, send, trained
-from launching import Assets, rows, run, train_command
-
-from slime_rollout.store import RolloutStore
+from launching import Assets, ages_of, recorded, rows, run, train_command
 
 ROLLOUTS = 6
 SAME = 1e-5  # nats, between trainer and engine in fp32
@@ -37,18 +35,8 @@ def test_each_sample_is_trained_on_once(qwen3: Assets, tmp_path: Path, flags: li
     text = run(command, tmp_path / "resumed.txt")
     assert "does not balance" not in text + (tmp_path / "out" / "logs" / "rollout.log").read_text()
 
-    store = RolloutStore(tmp_path / "save" / "rollouts")
-    batches = [store.read(number).batch() for number in range(ROLLOUTS)]
-    assert [len(batch.groups) for batch in batches] == [8] * ROLLOUTS
-    indices = [sample.index for batch in batches for sample in batch.samples]
-    assert len(indices) == len(set(indices)) == ROLLOUTS * 64
-    ages = [
-        batch.rollout_id - version
-        for batch in batches
-        for sample in batch.samples
-        for version in sample.weight_versions
-    ]
-    print("ages of tokens:", {age: ages.count(age) for age in sorted(set(ages))})
+    ages = ages_of(recorded(tmp_path, ROLLOUTS))
+    print("ages of tokens:", ages)
     assert min(ages) >= 0 and 0 < max(ages) <= 2
     assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == list(range(ROLLOUTS))
     staleness = [row["rollout/staleness/max"] for row in rows(tmp_path, "rollout")]

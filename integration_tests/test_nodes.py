@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ended import FOREVER, trained
-from launching import Assets, rows, run, started, train_command, wait_for
+from launching import Assets, ages_of, recorded, rows, run, started, train_command, wait_for
 from nodes import RAY_PORTS, Machine, Machines, can_make_nodes, machines
 from test_listening import is_loopback
 
@@ -20,6 +22,8 @@ pytestmark = [
 ]
 
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
+STALENESS = 2
+BESIDE = ["--async-buffer-size", "2", "--max-weight-staleness", str(STALENESS), "--use-tis", "--keep-rollouts"]
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
 
 
@@ -64,29 +68,99 @@ def test_trainer_ranks_on_two_nodes(network: str, qwen3: Assets, tmp_path: Path)
     assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
 
 
+@pytest.mark.full
+def test_halves_that_share_nodes_send_weights_within_each(qwen3: Assets, tmp_path: Path) -> None:
+    shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--rollout-num-gpus", "2"]
+    command = train_command(qwen3, tmp_path, *shape, "--update-weight-transport", "tensor", rollouts=3)
+    with machines(tmp_path, cpus=(1, 1)) as cluster:
+        text = run(cluster.first.words(*command), tmp_path / "log.txt")
+        left_alone(cluster)
+    assert text.count("(trainer ranks: 1, for engines: 1)") == 2
+    assert "weights travel by tensor, about" in text
+    assert [row["rollout_id"] for row in rows(tmp_path, "rollout")] == list(range(3))
+    assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
+
+
 @pytest.mark.parametrize("end", ["is cut off", pytest.param("dies", marks=pytest.mark.full)])
 def test_a_run_goes_on_without_a_node_and_uses_one_that_joins(end: str, qwen3: Assets, tmp_path: Path) -> None:
-    command = train_command(qwen3, tmp_path, "--rollout-num-gpus", "2", *HEALING, rollouts=FOREVER, colocate=False)
+    sizes = ["--rollout-num-gpus", "2"]
+    command = train_command(qwen3, tmp_path, *sizes, *HEALING, *BESIDE, rollouts=FOREVER, colocate=False)
     log = tmp_path / "log.txt"
-
-    def happened(event: str) -> bool:
-        found = read_events(tmp_path / "out" / "logs")
-        return any(one["engine"] == "engine 1" and one["event"] == event for one in found)
-
     with machines(tmp_path, cpus=(2, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
-            wait_for(trained(tmp_path, 1), "the first step", process=process, log=log)
+            until = Watching(tmp_path, process, log)
+            until.trained(1)
             lost = cluster.all[1]
             lost.cut_off() if end == "is cut off" else lost.lose()
-            wait_for(lambda: happened("no_room"), "the loss of the engine", process=process, log=log)
-            done = len(rows(tmp_path, "rollout"))
-            wait_for(trained(tmp_path, done + 3), "steps without it", process=process, log=log)
+            until.happened("engine 1", "no_room")
+            until.trained(3)
             joined = cluster.add(cpus=1)
-            wait_for(lambda: happened("registered"), "another engine", process=process, log=log)
+            until.happened("engine 1", "registered")
             assert joined.running("sglang")
-            done = len(rows(tmp_path, "rollout"))
-            wait_for(trained(tmp_path, done + 2), "steps with it", process=process, log=log)
+            until.trained(2)
         left_alone(cluster)
+    each_sample_was_trained_on_once(tmp_path)
+
+
+@pytest.mark.full
+def test_engines_are_added_as_nodes_join_and_leave_with_them(qwen3: Assets, tmp_path: Path) -> None:
+    """It begins on one machine; a second and a third join, the one is shut down, the other dies."""
+    sizes = ["--rollout-num-gpus", "1", "--rollout-max-num-gpus", "3", "--keep-old-actor", "--get-mismatch-metrics"]
+    command = train_command(qwen3, tmp_path, *sizes, *HEALING, *BESIDE, rollouts=FOREVER, colocate=False)
+    log = tmp_path / "log.txt"
+    with machines(tmp_path, cpus=(2,)) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            until = Watching(tmp_path, process, log)
+            until.trained(1)
+            second, third = cluster.add(cpus=1), cluster.add(cpus=1)
+            for engine in ("engine 1", "engine 2"):
+                until.happened(engine, "registered")
+            assert second.running("sglang") and third.running("sglang")
+            until.trained(3)
+            second.shut_down()
+            third.lose()
+            for engine in ("engine 1", "engine 2"):
+                until.happened(engine, "no_room")
+            until.trained(3)
+            assert not second.running("sglang")
+        left_alone(cluster)
+    text = log.read_text()
+    assert "1 node: 10.77.0.1 (trainer ranks: 1, for engines: 1); up to 2 more for engines as nodes join" in text
+    for event in read_events(tmp_path / "out" / "logs"):
+        assert event["event"] != "weights" or event["detail"] != "as started"
+    # Every token is of the weights that its engine said to have.
+    assert max(row[DIFFERENCE] for row in rows(tmp_path, "train")) < 1e-4
+    each_sample_was_trained_on_once(tmp_path)
+
+
+class Watching:
+    """Waits for what a run with engines on several machines does."""
+
+    def __init__(self, work: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._work = work
+        self._how: dict[str, Any] = {"process": process, "log": log}
+
+    def trained(self, more: int) -> None:
+        """So many more steps."""
+        done = len(rows(self._work, "train"))
+        wait_for(trained(self._work, done + more), f"{more} steps after {done}", **self._how)
+
+    def happened(self, engine: str, event: str) -> None:
+        """An event of an engine."""
+        wait_for(lambda: any(one["engine"] == engine for one in self._events(event)), f"{engine} {event}", **self._how)
+
+    def _events(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in read_events(self._work / "out" / "logs") if one["event"] == kind]
+
+
+def each_sample_was_trained_on_once(work: Path) -> None:
+    """Whatever became of engines: the ledger balances, and no token is older than it may be."""
+    logs = [work / "log.txt", work / "out" / "logs" / "rollout.log"]
+    assert not any("does not balance" in log.read_text() for log in logs)
+    count = len({row["rollout_id"] for row in rows(work, "train")})
+    ages = ages_of(recorded(work, count))
+    print(f"{count} rollouts; ages of tokens: {ages}")
+    assert 0 < max(ages) <= STALENESS and min(ages) >= 0
 
 
 def wider(machine: Machine) -> Iterator[tuple[str, str, int]]:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import pickle
+import types
 
 import pytest
 
 from slime_core.errors import ConfigError
 from slime_core.types import WeightUpdate
 from slime_launch.flags import parse_train
-from slime_launch.trainers import TrainerRank
+from slime_launch.processes import Place
+from slime_launch.trainers import Channels, TrainerGroup, TrainerRank
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.generation_service import ChannelSpec, GenerationService, GenerationSpec, start_receiver
 from slime_rollout.weights import DeltaWeightChannel, DiskWeightChannel, DistributedWeightChannel, TensorWeightChannel
 
@@ -122,14 +125,41 @@ def test_cached_prefixes_are_kept_where_no_engine_is_behind():
 
 def test_a_channel_to_engines_that_are_others_now_is_closed_first():
     class Sender:
-        def push(self, update, channel):
+        def push(self, update, channel, senders):
             return channel
 
     rank = TrainerRank.__new__(TrainerRank)
-    rank._worker, rank._channel = Sender(), None
-    first = rank.call("push", WeightUpdate(version=1), spec())
-    assert rank.call("push", WeightUpdate(version=2), spec()) is first
+    rank._worker, rank._channel, rank._rank = Sender(), None, 2
+
+    def push(version, spec):
+        return rank.call("push", WeightUpdate(version=version), Channels({2: spec}), (2,))
+
+    first = push(1, spec())
+    assert push(2, spec()) is first
     closed = []
     first.close = lambda: closed.append(True)
-    other = rank.call("push", WeightUpdate(version=3), dataclasses.replace(spec(), engine_urls=("http://f",)))
+    other = push(3, dataclasses.replace(spec(), engine_urls=("http://f",)))
     assert closed and other.engine_urls == ("http://f",)
+    assert rank.call("push", WeightUpdate(version=4), Channels({0: spec()}), (0,)) is None  # which is not its to send
+
+
+def test_in_shared_memory_the_first_rank_of_each_node_sends_to_the_engines_there(monkeypatch):
+    monkeypatch.setattr("slime_launch.trainers.live_nodes", lambda: {"a": "10.0.0.1", "b": "10.0.0.2"})
+    trainers = TrainerGroup.__new__(TrainerGroup)
+
+    def on(*nodes):
+        workers = [types.SimpleNamespace(place=lambda node=node: Place(node, None)) for node in nodes]
+        trainers._workers = workers
+
+    urls = ("http://10.0.0.1:1", "http://10.0.0.2:2", "http://10.0.0.2:3")
+    given = dataclasses.replace(spec("--update-weight-transport", "tensor"), engine_urls=urls)
+    on("a", "a", "b", "b")
+    found = trainers._channels(given)
+    assert {rank: each.engine_urls for rank, each in found.items()} == {0: urls[:1], 2: urls[1:]}
+    gloo = dataclasses.replace(spec("--update-weight-transport", "gloo"), engine_urls=urls)
+    assert trainers._channels(gloo) == {0: gloo}
+    on("a", "a")
+    assert trainers._channels(given) == {0: given}  # whose engines may be on the loopback address
+    on("a", "c")
+    with pytest.raises(WeightSyncError, match=r"no trainer rank is on the node of http://10\.0\.0\.2:2"):
+        trainers._channels(given)

@@ -52,14 +52,16 @@ def place(sizes: ClusterConfig, *, trains: bool = True) -> Placement:
     return place_run(layout, timeout=60, watch=Watch(), on_wait=lambda missing: None)
 
 
-def launcher_of(place: Placement, directory: Path, gpus_per_engine: int) -> tuple[NodeLauncher, list[EngineSpec]]:
+def launcher_of(
+    place: Placement, directory: Path, gpus_per_engine: int, spare: int = 0
+) -> tuple[NodeLauncher, list[EngineSpec]]:
     python = directory / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
     config = EngineConfig(sglang_python=str(python), rollout_num_gpus_per_engine=gpus_per_engine)
     number = len(place.rollout) // gpus_per_engine
-    specs = equal_specs(EngineSpec(model_path=str(directory), device="cuda"), number, config)
-    return NodeLauncher(EngineRoom.of(place, number, directory), config), specs
+    specs = equal_specs(EngineSpec(model_path=str(directory), device="cuda"), number + spare, config)
+    return NodeLauncher(EngineRoom.of(place, number, directory, spare=spare), config), specs
 
 
 def wait_until(condition, seconds=60.0):
@@ -96,6 +98,31 @@ def test_ranks_and_engines_are_placed_by_node_and_gpu(cluster, tmp_path):
     launcher, [spec] = launcher_of(run, tmp_path, gpus_per_engine=6)
     with pytest.raises(EngineStartError, match=r"an engine of 6 GPUs got 2 \+ 4 on 2 nodes, and needs as many on eac"):
         launcher.start(spec, log_path=tmp_path / "uneven.log")
+
+
+@pytest.mark.full
+def test_engines_that_share_gpus_see_all_of_their_node_and_spare_ones_wait_for_room(cluster, tmp_path):
+    run = place(ClusterConfig(actor_num_nodes=2, actor_num_gpus_per_node=4, colocate=True))
+    assert len(run.senders(2)) == 2
+    launcher, specs = launcher_of(run, tmp_path, gpus_per_engine=2, spare=1)
+    engines = [launcher.start(spec, log_path=tmp_path / f"engine_{i}.log") for i, spec in enumerate(specs[:-1])]
+    assert len(engines) == 4
+    for number, engine in enumerate(engines):
+        found = words(engine)
+        assert found.startswith("GPUs 0,1,2,3;") and f"--base-gpu-id {2 * (number % 2)} " in f"{found} "
+
+    def added() -> SGLangEngine | None:
+        try:
+            return launcher.start(specs[-1], log_path=tmp_path / "added.log")
+        except NoRoomError:
+            return None
+
+    assert added() is None
+    cluster.add_node(num_cpus=4, num_gpus=4)
+    one = wait_until(added)
+    assert "--base-gpu-id 0 " in f"{words(one)} "
+    for engine in (*engines, one):
+        engine.stop()
 
 
 @pytest.mark.full  # 50 s, most of them until processes of Ray are up

@@ -61,6 +61,7 @@ HOW = {
     "--num-epoch": ("", "20"),
     "--n-samples-per-prompt": ("", "6"),
     "--num-rollout": ("", "7"),
+    "--rollout-max-num-gpus": ("--use-fault-tolerance", "8"),
     "--rollout-top-k": ("--custom-generate-function-path f.py:f", "5"),
     "--rollout-top-p": ("--custom-generate-function-path f.py:f", "0.5"),
     "--eval-reward-key": ("--rm-type dapo --reward-key score", "acc"),

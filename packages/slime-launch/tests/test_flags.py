@@ -165,7 +165,7 @@ def test_variables_of_the_trainers(flags, to_words, monkeypatch, tmp_path):
         trainer=(0,),
         strategy=lambda _: None,
         layout=SimpleNamespace(cuda=True, trainer_resources=lambda: {"num_cpus": 0.5}),
-        num_nodes=1,
+        on_several_nodes=False,
     )
     start_ranks(place, 1, settings.cluster.train_environment, log_dir=tmp_path, watch=Watch())
     assert options["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN" and len(options["runtime_env"]["env_vars"]) == 2

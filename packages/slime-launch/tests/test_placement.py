@@ -9,7 +9,7 @@ from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
 from slime_launch.placement import (
     Placement,
-    choose_transport,
+    check_transport,
     interface_of,
     layout_notes,
     order_bundles,
@@ -18,6 +18,7 @@ from slime_launch.placement import (
     threads_per_worker,
 )
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.transports import Route, chosen_of, in_words, transports
 
 
 def test_disaggregated_halves_have_bundles_of_their_own():
@@ -88,33 +89,70 @@ def test_where_others_run_the_engines_there_are_trainers_only():
     assert place.rollout_worker == 0
 
 
+ROUTE = {"engines": 2, "within_node": True, "cuda": False, "shared": False}
+APART = {"within_node": False}
+
+
 @pytest.mark.parametrize(
-    ("given", "within", "cuda", "chosen"),
+    ("given", "route", "chosen"),
     [
-        ("auto", True, False, "tensor"),
-        ("auto", False, False, "gloo"),
-        ("auto", False, True, "nccl"),
-        ("gloo", True, True, "gloo"),
-        ("tensor", True, False, "tensor"),
+        ("auto", {}, "tensor"),
+        ("auto", APART, "gloo"),
+        ("auto", {"cuda": True}, "nccl"),
+        ("auto", {"cuda": True, "shared": True}, "tensor"),
+        ("auto", {"cuda": True, **APART}, "nccl"),
+        ("auto", {"cuda": True, "shared": True, **APART, "senders": 2}, "tensor"),
+        ("auto", {"cuda": True, "shared": True, **APART}, "gloo"),
+        ("gloo", {"cuda": True}, "gloo"),
+        ("tensor", {}, "tensor"),
+        ("tensor", {"shared": True, **APART, "senders": 2}, "tensor"),
+        ("disk", APART, "disk"),
     ],
 )
-def test_weights_travel_by_the_fastest_way_that_is_possible(given, within, cuda, chosen):
-    engine = EngineConfig(update_weight_transport=given)
-    assert choose_transport(engine, within_node=within, cuda=cuda, shared=False) == chosen
+def test_weights_travel_by_the_fastest_way_that_is_possible(given, route, chosen):
+    engine = EngineConfig(update_weight_transport=given, update_weight_disk_dir="d" if given == "disk" else None)
+    ways = transports(engine, Route(**{**ROUTE, **route}))
+    assert check_transport(ways).name == chosen
+    if given == "auto":
+        assert min((way for way in ways if way.problem is None), key=lambda way: way.seconds).name == chosen
+
+
+def test_a_slow_link_and_a_directory_change_what_is_fastest(monkeypatch):
+    cuda = Route(engines=1, within_node=True, cuda=True, shared=False, link=4e9)
+    assert chosen_of(transports(EngineConfig(), cuda)).name == "tensor"
+    far = Route(**{**ROUTE, **APART})
+    monkeypatch.setattr("slime_rollout.engine.transports.DISK", 10e9)
+    assert chosen_of(transports(EngineConfig(), far)).name == "gloo"
+    assert chosen_of(transports(EngineConfig(update_weight_disk_dir="d"), far)).name == "disk"
 
 
 def test_a_transport_that_does_not_reach_is_refused():
-    with pytest.raises(PlacementError, match=r"tensor works within one machine.*leave it out, or give gloo or disk"):
-        choose_transport(EngineConfig(update_weight_transport="tensor"), within_node=False, cuda=False, shared=False)
-    with pytest.raises(PlacementError, match="--colocate on several nodes needs --update-weight-transport disk"):
-        choose_transport(EngineConfig(), within_node=False, cuda=True, shared=True)
+    apart = Route(**{**ROUTE, **APART})
+    with pytest.raises(PlacementError, match=r"tensor works within one machine.*leave it out, or give gloo$"):
+        check_transport(transports(EngineConfig(update_weight_transport="tensor"), apart))
+    with pytest.raises(PlacementError, match=r"transport nccl needs CUDA; leave it out, or give tensor or gloo$"):
+        check_transport(transports(EngineConfig(update_weight_transport="nccl"), Route(**ROUTE)))
+    line = in_words(transports(EngineConfig(), apart))
+    assert line == (
+        "gloo, about 1.1 s (tensor works within one machine, nccl needs CUDA, disk needs --update-weight-disk-dir)"
+    )
+
+
+def test_weights_go_from_a_rank_of_each_node_where_every_engine_is_beside_one():
+    layout = plan_layout(ClusterConfig(actor_num_gpus_per_node=4, colocate=True), cuda=False)
+    nodes = {0: "a", 1: "a", 2: "b", 3: "b"}
+    place = Placement(group=None, layout=layout, trainer=(0, 1, 2, 3), rollout=(0, 1, 2, 3), nodes=nodes, gpus={})
+    assert place.senders(1) == place.senders(2) == {"a": 0, "b": 2}
+    assert place.senders(4) == {}  # it spans them
+    apart = Placement(group=None, layout=layout, trainer=(0, 1), rollout=(2, 3), nodes=nodes, gpus={})
+    assert apart.senders(1) == {}
 
 
 def test_where_a_run_is_on_two_nodes():
     layout = plan_layout(ClusterConfig(actor_num_gpus_per_node=2, rollout_num_gpus=2), cuda=False)
     nodes = {0: "a", 1: "b", 2: "b", 3: "b"}
     place = Placement(group=None, layout=layout, trainer=(0, 1), rollout=(2, 3), nodes=nodes, gpus={})
-    assert (place.num_nodes, place.rollout_worker, place.sends_within_node) == (2, 2, False)
+    assert (place.on_several_nodes, place.rollout_worker, place.sends_within_node) == (True, 2, False)
     assert [place.neighbours(bundle) for bundle in place.trainer] == [1, 1]
 
 

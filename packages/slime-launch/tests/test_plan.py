@@ -62,7 +62,7 @@ def test_json_has_the_same_facts(words, workspace, capsys):
     assert plan["prompt"]["tokens"] == 4
     assert plan["checkpoints"] == {"policy": str((workspace / "dist" / "release").resolve())}
     assert plan["hooks"] == [f"--custom-rm-path {workspace}/own.py:reward"]
-    assert {one["name"] for one in plan["transports"] if one["problem"]} == {"nccl"}
+    assert {one["name"] for one in plan["transports"] if one["problem"]} == {"nccl", "disk", "disk, delta"}
     assert [one["phase"] for one in plan["times"]] == ["generate", "train", "hand over", "send weights", "save"]
     assert plan["trainer"]["total"] > plan["trainer"]["weights"] > 0
 

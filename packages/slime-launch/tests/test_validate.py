@@ -22,6 +22,7 @@ from slime_launch.validate import (
     global_batch_size,
     notices,
     num_engines,
+    num_spare_engines,
 )
 
 
@@ -172,6 +173,27 @@ def test_engines_of_others_need_no_room_here():
             check_settings(parse_train([*words, *others, *ours]))
     with pytest.raises(ConfigError, match="give --rollout-num-gpus N, or --colocate"):
         check_settings(parse_train(words))
+
+
+def test_engines_that_may_be_added_are_like_the_others_and_beside_the_trainers():
+    def more(*words):
+        base = ["--hf-checkpoint", "hf", "--prompt-data", "p", "--num-rollout", "1", "--load", "l"]
+        base += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--rollout-num-gpus", "2"]
+        return parse_train([*base, "--rollout-max-num-gpus", "6", *words])
+
+    healing = "--use-fault-tolerance"
+    command = more(healing, "--rollout-num-gpus-per-engine", "2")
+    check_settings(command)
+    assert (num_engines(command), num_spare_engines(command)) == (1, 2)
+    for words, problem in (
+        ([], "needs --use-fault-tolerance, which starts engines during a run; add it"),
+        ([healing, "--colocate"], "--colocate has both on the same GPUs"),
+        ([healing, "--prefill-num-servers", "1"], "leave --sglang-config and --prefill-num-servers out"),
+        ([healing, "--rollout-num-gpus", "6"], "must be --rollout-num-gpus 6 and a multiple of .* 1 more"),
+        ([healing, "--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"], "and a multiple of .* 2 more"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            check_settings(more(*words))
 
 
 def test_eval_interval_needs_held_out_prompts():

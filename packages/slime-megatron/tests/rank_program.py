@@ -180,6 +180,20 @@ class Rank(Checkpoints, EngineLayers):
         report = self.worker.push(WeightUpdate(version=version), channel)
         return report, channel.events, _plain(channel.tensors)
 
+    def push_from(self, senders, refused_by, call="send"):
+        """Push from some ranks, of which one has a channel that refuses a call: the error, or what was sent here."""
+        import torch.distributed as dist
+
+        from slime_core.errors import SlimeError
+        from slime_core.types import WeightUpdate
+
+        channel = Channel(call if dist.get_rank() == refused_by else None) if dist.get_rank() in senders else None
+        try:
+            report = self.worker.push(WeightUpdate(version=4), channel, senders)
+        except SlimeError as error:
+            return str(error)
+        return report.tensors, {} if channel is None else _plain(channel.tensors)
+
     def push_to_file(self, path):
         """Push, and save what rank 0 has sent."""
         from safetensors.torch import save_file
@@ -192,16 +206,6 @@ class Rank(Checkpoints, EngineLayers):
             save_file({name: tensor.contiguous() for name, tensor in channel.tensors.items()}, path)
         return report
 
-    def push_and_fail(self, call):
-        """Push to a channel that refuses ``call``; what was raised."""
-        from slime_core.errors import SlimeError
-        from slime_core.types import WeightUpdate
-
-        try:
-            self.worker.push(WeightUpdate(version=1), Channel(refused=call))
-        except SlimeError as error:
-            return str(error)
-
     def gathers_while_sending(self):
         """Whether the next bucket is gathered before the first is sent."""
         from slime_core.types import WeightUpdate
@@ -212,8 +216,8 @@ class Rank(Checkpoints, EngineLayers):
         seen = []
 
         class Watched:
-            def tensors(self):
-                for number, tensor in enumerate(export.tensors()):
+            def tensors(self, root):
+                for number, tensor in enumerate(export.tensors(root)):
                     if number == 2:  # the first bucket holds tensor 0, and was complete at tensor 1
                         gathered.set()
                     yield tensor

@@ -1,4 +1,4 @@
-"""A weight sync sends exactly the Hugging Face weights, in buckets, from rank 0."""
+"""A weight sync sends exactly the Hugging Face weights, in buckets, from rank 0, or from several in turn."""
 
 import numpy as np
 import pytest
@@ -41,6 +41,24 @@ def test_other_replicas_do_nothing(ranks, tiny_model, tiny_config):
     assert (idle.version, idle.tensors, idle.bytes, no_events) == (1, 0, 0, [])
 
 
+def test_each_sender_has_all_weights_and_does_not_wait_for_one_that_fails(ranks, tiny_model, tiny_config):
+    model = tiny_model("qwen3")
+    config = tiny_config(load=model.checkpoint, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    ranks.start(4, config, model.shape)
+    expected = {key: value.numpy() for key, value in model.hf.state_dict().items()}
+    for refused_by in (None, 0, 2):
+        found = ranks.call("push_from", (0, 2), refused_by)
+        assert [found[rank] for rank in (1, 3)] == [(0, {})] * 2
+        for rank in (0, 2):
+            if rank == refused_by:
+                assert found[rank] == "no send"
+                continue
+            count, tensors = found[rank]
+            assert count == len(expected) and tensors.keys() == expected.keys()
+            for key, value in expected.items():
+                np.testing.assert_array_equal(tensors[key], value, err_msg=key)
+
+
 def test_the_next_bucket_is_gathered_while_one_is_sent(ranks, tiny_model, tiny_config):
     model = tiny_model("qwen3")
     ranks.start(1, tiny_config(load=model.checkpoint), model.shape)
@@ -51,7 +69,7 @@ def test_where_sending_fails_no_rank_waits_and_the_weights_can_be_sent_again(ran
     model = tiny_model("qwen3")
     ranks.start(2, tiny_config(load=model.checkpoint, tensor_model_parallel_size=2), model.shape)
     for call in ("begin", "send", "end"):
-        assert ranks.call("push_and_fail", call) == [f"no {call}", None]
+        assert ranks.call("push_from", (0,), 0, call) == [f"no {call}", (0, {})]
     (report, _, tensors), _ = ranks.call("push", 2)
     assert report.tensors == len(tensors) == len(model.hf.state_dict())
     for key, value in model.hf.state_dict().items():

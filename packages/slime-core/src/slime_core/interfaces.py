@@ -144,8 +144,11 @@ class TrainerWorker(Protocol):
     def evaluate(self, shard: TrainShard) -> dict[str, float]:
         """The loss of a shard of one step and its metrics, equal on all ranks, without training on it."""
 
-    def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
-        """Send what ``update`` names through ``channel``. All ranks gather; rank 0 sends."""
+    def push(self, update: WeightUpdate, channel: WeightChannel | None, senders: Sequence[int] = (0,)) -> SyncReport:
+        """Send what ``update`` names. All ranks gather, once for each of ``senders``: the ranks that send.
+
+        Each of them has a ``channel`` of its own, to other engines than the others'; what other ranks have is ignored.
+        """
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when :meth:`saved` says so."""

@@ -40,6 +40,14 @@ class ClusterConfig(Config):
         least=1,
         may_change=True,
     )
+    rollout_max_num_gpus: int | None = flag(
+        None,
+        unit="GPUs",
+        help="GPUs that generate at most: above --rollout-num-gpus, engines are added as nodes of the Ray cluster have "
+        "room for them; needs --use-fault-tolerance",
+        least=1,
+        may_change=True,
+    )
     train_env_vars: str | None = flag(
         None,
         metavar="JSON",
@@ -119,6 +127,11 @@ class ClusterConfig(Config):
         if self.rollout_num_gpus is not None:
             return self.rollout_num_gpus
         return self.actor_gpus if self.colocate else 0
+
+    @property
+    def spare_gpus(self) -> int:
+        """GPUs that generate once nodes have room for them."""
+        return max(0, (self.rollout_max_num_gpus or 0) - self.rollout_gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,7 +379,7 @@ class Settings:
     def placed(self) -> ClusterConfig:
         """What has to find room on the cluster, besides trainers where there are none."""
         if not self.generates:
-            return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=None)
+            return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=None, rollout_max_num_gpus=None)
         if not self.trains and self.cluster.colocate:
             return dataclasses.replace(self.cluster, colocate=False, rollout_num_gpus=self.cluster.rollout_gpus)
         return self.cluster

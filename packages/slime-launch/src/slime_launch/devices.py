@@ -9,6 +9,7 @@ import subprocess
 
 from slime_core.errors import ConfigError
 from slime_rollout.engine.sglang_flags import engine_device
+from slime_rollout.engine.transports import PCIE
 
 GIB = 2**30
 
@@ -83,6 +84,15 @@ def find_device(name: str | None, memory_gib: float | None) -> Device:
     """
     device = _here() if name is None else _named(name)
     return device if memory_gib is None else dataclasses.replace(device, memory=int(memory_gib * GIB))
+
+
+def link_of(cuda: bool) -> float:
+    """`Device.link` of the devices of a run, as far as this machine, from which it is started, can tell."""
+    try:
+        device = _here()
+    except ConfigError:
+        return PCIE
+    return device.link if device.is_cpu != cuda else PCIE
 
 
 def _named(name: str) -> Device:

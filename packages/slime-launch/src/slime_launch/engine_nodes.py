@@ -3,9 +3,9 @@
     rollout worker: fleet, monitor ──▶ NodeLauncher ──▶ EngineNode (one a node) ──▶ engines of that node
                                   └──────────────── HTTP ───────────────────────────────┘
 
-The placement group says where an engine belongs. Where a node is gone, Ray gives its bundles to another node that has
-room, perhaps one that joins later; with fault tolerance the engine is started there. Until then the run goes on with
-the engines that are left.
+Placement groups say where an engine belongs: that of the run, and one for each engine that ``--rollout-max-num-gpus``
+adds. Where a node is gone, Ray gives its bundles to another node that has room, perhaps one that joins later; with
+fault tolerance the engine is started there. Until then the run goes on with the engines that are left.
 """
 
 from __future__ import annotations
@@ -43,20 +43,56 @@ CALLS_AT_ONCE = 16
 LOST = -1  # exit code of an engine whose node is gone
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineRoom:
-    """Where engines may be started: bundles of a placement group, and how many engines share them."""
+class EngineSeat(NamedTuple):
+    """A GPU (a CPU worker without CUDA) for engines: a bundle of a placement group."""
 
     group: Any
-    bundles: tuple[int, ...]
-    num_engines: int
+    bundle: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRoom:
+    """Where engines may be started.
+
+    Attributes:
+        seats: In the order of `EngineSpec.base_gpu_id`.
+        size: How many are of one engine.
+        shared: Whether trainer ranks are there, too, and hand weights over on the GPU: engines see all of a node's.
+    """
+
+    seats: tuple[EngineSeat, ...]
+    size: int
     cuda: bool
+    shared: bool
     log_dir: str
 
     @classmethod
-    def of(cls, place: Placement, num_engines: int, log_dir: Path) -> EngineRoom:
-        """That of a run."""
-        return cls(place.group, place.rollout, num_engines, place.layout.cuda, str(log_dir.resolve()))
+    def of(cls, place: Placement, num_engines: int, log_dir: Path, *, spare: int = 0) -> EngineRoom:
+        """That of a run, and of so many ``spare`` engines: Ray finds room for each as soon as one node has it all."""
+        from ray.util.placement_group import placement_group
+
+        size = max(1, len(place.rollout) // max(1, num_engines))
+        seats = [EngineSeat(place.group, bundle) for bundle in place.rollout]
+        for _ in range(spare):
+            group = placement_group([dict(place.layout.bundles[0]) for _ in range(size)], strategy="STRICT_PACK")
+            seats += [EngineSeat(group, bundle) for bundle in range(size)]
+        layout = place.layout
+        return cls(tuple(seats), size, layout.cuda, layout.shared, str(log_dir.resolve()))
+
+    def nodes(self) -> dict[int, str]:
+        """Ray's id of the node of each seat that has one, as far as Ray knows."""
+        groups = {seat.group.id: seat.group for seat in self.seats}
+        tables = {identity: bundle_nodes(group) for identity, group in groups.items()}
+        found = {place: tables[seat.group.id].get(seat.bundle) for place, seat in enumerate(self.seats)}
+        return {place: node for place, node in found.items() if node is not None}
+
+    def gpus(self, places: Sequence[int]) -> dict[int, int]:
+        """The GPU of each seat, all of one group, on its node; none without CUDA. Errors as of `bundle_gpus`."""
+        if not self.cuda or not places:
+            return {}
+        group = self.seats[places[0]].group
+        found = bundle_gpus(group, [self.seats[place].bundle for place in places])
+        return {place: found[self.seats[place].bundle] for place in places}
 
 
 class Started(NamedTuple):
@@ -275,7 +311,7 @@ def part_log(log_path: Path, node_rank: int) -> Path:
 
 
 class NodeLauncher(EngineLauncher):
-    """Starts engines on the nodes of a placement group; each on the nodes of the bundles that are its share."""
+    """Starts engines on the nodes of a room; each on the nodes of the seats that are its share."""
 
     def __init__(self, room: EngineRoom, config: EngineConfig) -> None:
         super().__init__(config, Ports())
@@ -299,19 +335,22 @@ class NodeLauncher(EngineLauncher):
         """
         places = self._places()
         first = spec.base_gpu_id
-        bundles = self._room.bundles[first : first + spec.ranks(self._config)]
-        if missing := [bundle for bundle in bundles if bundle not in places]:
-            raise NoRoomError(f"no node has room for {len(missing)} of its {len(bundles)} GPUs")
+        seats = range(len(self._room.seats))[first : first + spec.ranks(self._config)]
+        if missing := [seat for seat in seats if seat not in places]:
+            raise NoRoomError(f"no node has room for {len(missing)} of its {len(seats)} GPUs")
         shares: dict[tuple[str, str], list[int]] = {}
-        for bundle in bundles:
-            shares.setdefault(places[bundle], []).append(bundle)
+        for seat in seats:
+            shares.setdefault(places[seat], []).append(seat)
         if len({len(share) for share in shares.values()}) > 1:
             uneven = " + ".join(str(len(share)) for share in shares.values())
             raise EngineStartError(
-                f"an engine of {len(bundles)} GPUs got {uneven} on {len(shares)} nodes, and needs as many on each; "
+                f"an engine of {len(seats)} GPUs got {uneven} on {len(shares)} nodes, and needs as many on each; "
                 "give another --rollout-num-gpus-per-engine, or nodes with a multiple of it"
             )
-        gpus = self._gpus(bundles)
+        seen = shares
+        if self._room.shared:
+            seen = {place: [seat for seat, own in places.items() if own == place] for place in shares}
+        gpus = self._gpus([seat for own in seen.values() for seat in own])
         nodes = [self._node(place, places) for place in shares]
         hosts = [host for _, host in shares]
         spec = dataclasses.replace(spec, host=hosts[0], base_gpu_id=0, nodes=len(nodes))
@@ -320,10 +359,11 @@ class NodeLauncher(EngineLauncher):
             spec = dataclasses.replace(spec, meeting_point=address(hosts[0], port).removeprefix("http://"))
         parts: list[tuple[NodeHandle, Started]] = []
         try:
-            for rank, (node, host, share) in enumerate(zip(nodes, hosts, shares.values(), strict=True)):
-                own = dataclasses.replace(spec, host=host, node_rank=rank)
+            for rank, (node, host, place) in enumerate(zip(nodes, hosts, shares, strict=True)):
+                first = seen[place].index(shares[place][0])
+                own = dataclasses.replace(spec, host=host, node_rank=rank, base_gpu_id=first)
                 log = part_log(log_path, rank)
-                here = [gpus[bundle] for bundle in share] if gpus else []
+                here = [gpus[seat] for seat in seen[place]] if gpus else []
                 parts.append((node, node.ask("start", own, str(log), here, seconds=START_SECONDS)))
         except BaseException:
             NodeProcess(parts, log_path).kill()
@@ -331,21 +371,17 @@ class NodeLauncher(EngineLauncher):
         process = NodeProcess(parts, log_path)
         return SGLangEngine(process, dataclasses.replace(spec, port=parts[0][1].port), self._config.key)
 
-    def _gpus(self, bundles: Sequence[int]) -> dict[int, int]:
-        """The GPU of each bundle on its node; none without CUDA."""
+    def _gpus(self, seats: Sequence[int]) -> dict[int, int]:
+        """The GPU of each seat on its node; none without CUDA."""
         try:
-            return bundle_gpus(self._room.group, bundles) if self._room.cuda else {}
+            return self._room.gpus(seats)
         except PlacementError as error:
             raise NoRoomError(str(error)) from error
 
     def _places(self) -> dict[int, tuple[str, str]]:
-        """Of each bundle for engines that has a node now: Ray's id of it, and its address."""
-        live, placed = live_nodes(), bundle_nodes(self._room.group)
-        return {
-            bundle: (placed[bundle], live[placed[bundle]])
-            for bundle in self._room.bundles
-            if placed.get(bundle) in live
-        }
+        """Of each seat that has a node now: Ray's id of it, and its address."""
+        live = live_nodes()
+        return {seat: (node, live[node]) for seat, node in self._room.nodes().items() if node in live}
 
     def _node(self, place: tuple[str, str], places: dict[int, tuple[str, str]]) -> NodeHandle:
         """The actor on a node, started if it is not there yet."""
@@ -355,16 +391,15 @@ class NodeLauncher(EngineLauncher):
         with self._lock:
             node = self._nodes.get(identity)
             if node is None or node.is_lost:
-                bundles = [bundle for bundle in self._room.bundles if places.get(bundle) == place]
+                seats = [seat for seat, own in places.items() if own == place]
                 actor = ray.remote(EngineNode).options(
-                    scheduling_strategy=strategy_of(self._room.group, bundles[0]),
+                    scheduling_strategy=strategy_of(*self._room.seats[seats[0]]),
                     num_cpus=0,
                     max_concurrency=CALLS_AT_ONCE,
                     runtime_env=KEEP_CHILDREN,
                 )
                 log = Path(self._room.log_dir) / f"engines-{host.replace(':', '-')}.log"
-                size = max(1, len(self._room.bundles) // max(1, self._room.num_engines))
-                neighbours = 0 if self._room.cuda else -(-len(bundles) // size)
+                neighbours = 0 if self._room.cuda else -(-len(seats) // self._room.size)
                 handle = actor.remote(str(Path.cwd()), str(log), self._config, neighbours)
                 node = NodeHandle(identity, host, handle)
                 if node.ask("introduce", seconds=START_SECONDS) != identity:  # the bundle has moved meanwhile

@@ -16,7 +16,7 @@ from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
 
 _GENERATION = frozenset(
     (
-        *("colocate", "rollout_num_gpus", "custom_generate_function_path"),
+        *("colocate", "rollout_num_gpus", "rollout_max_num_gpus", "custom_generate_function_path"),
         *("custom_generate_timeout", "max_turns", "rollout_stop"),
         *("rollout_stop_token_ids", "rollout_concurrency", "rollout_request_timeout"),
         *("over_sampling_batch_size", "dynamic_sampling_filter_path", "dynamic_sampling_max_prompts"),

@@ -27,7 +27,7 @@ from typing import Any
 from slime_launch.calls import Watch
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError
-from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.transports import Transport, chosen_of
 
 GPU_SECONDS = 120.0  # for a process to start for every GPU of a run
 POLL_SECONDS = 0.2
@@ -90,24 +90,20 @@ def own_share(workers: int) -> int:
     return threads_per_worker(workers, len(os.sched_getaffinity(0)))
 
 
-def choose_transport(engine: EngineConfig, *, within_node: bool, cuda: bool, shared: bool) -> str:
-    """How weights travel from the trainer's first rank to engines that are on its node alone, or on others, too.
+def check_transport(ways: list[Transport]) -> Transport:
+    """The transport that was given, or chosen.
 
     Raises:
-        PlacementError: The transport that was given does not work there.
+        PlacementError: The one that was given does not reach the engines.
     """
-    chosen = engine.transport(one_machine=within_node, cuda=cuda)
-    if chosen == "tensor" and not within_node:
-        raise PlacementError(
-            "--update-weight-transport tensor works within one machine, and engines are on other nodes than the "
-            f"trainer's first rank; leave it out, or give {'nccl' if cuda else 'gloo'} or disk"
-        )
-    if chosen == "nccl" and shared and cuda:
-        raise PlacementError(
-            "--colocate on several nodes needs --update-weight-transport disk, with a --update-weight-disk-dir that "
-            "all nodes see: NCCL takes no GPU twice into one group"
-        )
-    return chosen
+    chosen = chosen_of(ways)
+    if chosen.problem is None:
+        return chosen
+    others = " or ".join(way.name for way in ways if way.problem is None)
+    far = ", and engines are on other nodes than the trainer's first rank" if chosen.name == "tensor" else ""
+    raise PlacementError(
+        f"--update-weight-transport {chosen.name} {chosen.problem}{far}; leave it out, or give {others}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +115,7 @@ class Placement:
         rollout: Bundles of the engines, likewise; empty with external engines.
         nodes: Bundle → Ray's id of its node.
         gpus: Bundle → number of its GPU on its node; empty without CUDA.
+        grows: Whether engines are added on nodes that join.
     """
 
     group: Any
@@ -127,16 +124,32 @@ class Placement:
     rollout: tuple[int, ...]
     nodes: Mapping[int, str]
     gpus: Mapping[int, int]
+    grows: bool = False
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes that the run is on."""
-        return len(set(self.nodes.values()))
+    def on_several_nodes(self) -> bool:
+        """Whether the run is on several nodes, or may be."""
+        return self.grows or len(set(self.nodes.values())) > 1
 
     @property
     def sends_within_node(self) -> bool:
-        """Whether all engines are on the node of the trainer's first rank, which sends the weights."""
-        return {self.nodes[bundle] for bundle in self.rollout} <= {self.nodes[bundle] for bundle in self.trainer[:1]}
+        """Whether all engines are on the node of the trainer's first rank, which sends the weights, and stay there."""
+        senders = {self.nodes[bundle] for bundle in self.trainer[:1]}
+        return not self.grows and {self.nodes[bundle] for bundle in self.rollout} <= senders
+
+    def senders(self, engine_gpus: int) -> dict[str, int]:
+        """The first trainer rank on each node that has engines of so many GPUs, by the node's id.
+
+        None where a node with engines has no rank, or an engine is on several nodes: weights reach it otherwise.
+        """
+        ranks: dict[str, int] = {}
+        for rank, bundle in enumerate(self.trainer):
+            ranks.setdefault(self.nodes[bundle], rank)
+        engines = [self.rollout[first : first + engine_gpus] for first in range(0, len(self.rollout), engine_gpus)]
+        nodes = [{self.nodes[bundle] for bundle in engine} for engine in engines]
+        if any(len(each) > 1 or not each <= ranks.keys() for each in nodes):
+            return {}
+        return {node: ranks[node] for each in nodes for node in each}
 
     def neighbours(self, bundle: int) -> int:
         """Trainer ranks on the node of a bundle."""
@@ -152,7 +165,9 @@ class Placement:
         return strategy_of(self.group, bundle)
 
 
-def place_run(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None]) -> Placement:
+def place_run(
+    layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable[[str], None], grows: bool = False
+) -> Placement:
     """Get room for the run; errors as of :func:`reserve`."""
     group = reserve(layout, timeout=timeout, watch=watch, on_wait=on_wait)
     nodes = bundle_nodes(group)
@@ -165,6 +180,7 @@ def place_run(layout: Layout, *, timeout: float, watch: Watch, on_wait: Callable
         rollout=tuple(order[place] for place in layout.rollout),
         nodes=nodes,
         gpus=gpus,
+        grows=grows,
     )
 
 

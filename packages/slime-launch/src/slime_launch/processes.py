@@ -34,7 +34,7 @@ class Place(NamedTuple):
 class Run(NamedTuple):
     """How to tell a run's processes: they, and what they start, write to files of ``log_dir``.
 
-    ``workers`` are the names of its workers by their logs; each writes its stacks there itself on the signal ``signum``.
+    ``workers`` are the names of its workers by their logs; each writes its stacks there itself on ``signum``.
     """
 
     log_dir: str

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from slime_convert.errors import ConvertError
+from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_launch.calls import Watch, Worker, gather, stopped_line
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
+from slime_launch.devices import link_of
 from slime_launch.engine_nodes import EngineRoom
-from slime_launch.errors import RayDiedError, RestartsExhaustedError, RunError, Stopped
+from slime_launch.errors import PlacementError, RayDiedError, RestartsExhaustedError, RunError, Stopped
 from slime_launch.handover import Handover
 from slime_launch.healing import run_healing
 from slime_launch.loop import Parts
@@ -27,13 +29,14 @@ from slime_launch.placement import (
     Layout,
     Placement,
     bundle_nodes,
-    choose_transport,
+    check_transport,
     layout_notes,
     live_nodes,
     own_share,
     place_run,
     plan_layout,
 )
+from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import Checked, look_again
 from slime_launch.ray_runtime import cluster_notices, ray_runtime
 from slime_launch.report import make_report, report_lines, write_report
@@ -44,11 +47,19 @@ from slime_launch.sources import RecordedSpec, SourceSpec
 from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
-from slime_launch.validate import engine_dtype, is_quantized, notices, num_engines, row_limit
+from slime_launch.validate import (
+    engine_dtype,
+    is_quantized,
+    notices,
+    num_engines,
+    num_spare_engines,
+    row_limit,
+)
 from slime_launch.wandb_run import WandbRun
 from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
 from slime_rollout.engine.config import EngineConfig
+from slime_rollout.engine.transports import Route, in_words, transports
 from slime_rollout.generation_service import GenerationSpec
 
 GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
@@ -197,8 +208,14 @@ def start(
         SlimeError: A part does not come up, with the end of its log.
     """
     settings, cluster = checked.settings, checked.settings.placed
+    address = os.environ.get("RAY_ADDRESS")
+    if cluster.spare_gpus and address is None:
+        raise PlacementError(
+            f"--rollout-max-num-gpus {cluster.rollout_max_num_gpus} adds engines as nodes join, and no node can join "
+            "the Ray that a run starts by itself; set RAY_ADDRESS to a cluster's, of `ray start --head`"
+        )
     with console.wait("start Ray", done="started Ray"):
-        runtime = stack.enter_context(ray_runtime(cluster, address=os.environ.get("RAY_ADDRESS")))
+        runtime = stack.enter_context(ray_runtime(cluster, address=address))
         watch.add(runtime.check)
         watch.listen(at_once=False)
     layout = plan_layout(cluster, cuda=runtime.cuda, trains=settings.trains)
@@ -206,13 +223,18 @@ def start(
     for note in layout_notes(layout, hands_over=settings.trainer_sleeps or settings.engines_sleep):
         console.line(note)
     with console.wait("wait for room on the Ray cluster") as wait:
-        place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update)
+        grows = cluster.spare_gpus > 0
+        place = place_run(layout, timeout=cluster.ray_placement_timeout, watch=watch, on_wait=wait.update, grows=grows)
     room = None
-    if place.num_nodes > 1:
+    if place.on_several_nodes:
         watch.nodes = lambda: set(bundle_nodes(place.group).values())
-        settings, line = across_nodes(settings, place)
+        console.line(where_it_is(place, spare=cluster.spare_gpus))
+    if place.rollout and place.trainer:
+        settings, line = with_transport(settings, checked.shape, place)
         console.line(line)
-        room = EngineRoom.of(place, checked.num_engines, log_dir) if place.rollout else None
+    if place.on_several_nodes:
+        spare = num_spare_engines(settings)
+        room = EngineRoom.of(place, checked.num_engines, log_dir, spare=spare) if place.rollout else None
     elif not layout.cuda:
         settings = limit_threads(settings, engines=checked.num_engines)
     environment = cluster.train_environment
@@ -269,6 +291,7 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
         engine=answers_in_time(settings),
         rollout=settings.rollout,
         num_engines=num_engines(settings),
+        num_spare=num_spare_engines(settings),
         num_gpus=settings.placed.rollout_gpus,
         topology=checked.topology,
         dtype=engine_dtype(settings),
@@ -297,27 +320,37 @@ def limit_threads(settings: Settings, *, engines: int) -> Settings:
     return dataclasses.replace(settings, engine=dataclasses.replace(engine, engine_threads=own_share(engines)))
 
 
-def across_nodes(settings: Settings, place: Placement) -> tuple[Settings, str]:
-    """Settings of a run on several nodes, with the transport that is possible there; and a line that says it.
-
-    Raises:
-        PlacementError: The transport that was given cannot be used.
-    """
+def where_it_is(place: Placement, *, spare: int) -> str:
+    """The nodes of a run with what is on each, in one line; there may be ``spare`` more GPUs for engines."""
     nodes, live = dict.fromkeys(place.nodes.values()), live_nodes()
     where = [
         f"{live.get(node, node)} (trainer ranks: {sum(place.nodes[bundle] == node for bundle in place.trainer)}, "
         f"for engines: {sum(place.nodes[bundle] == node for bundle in place.rollout)})"
         for node in nodes
     ]
-    line = f"{len(nodes)} nodes: {', '.join(where)}"
-    if not place.rollout or not settings.trains:
-        return settings, line
-    engine = settings.engine
-    chosen = choose_transport(
-        engine, within_node=place.sends_within_node, cuda=place.layout.cuda, shared=place.layout.shared
+    more = f"; up to {spare} more for engines as nodes join" if spare else ""
+    return f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {', '.join(where)}{more}"
+
+
+def with_transport(settings: Settings, shape: ModelShape, place: Placement) -> tuple[Settings, str]:
+    """Settings with the fastest transport that is possible, unless one was given; and a line that says why.
+
+    Raises:
+        PlacementError: The transport that was given cannot be used.
+    """
+    cuda, engine, gpus = place.layout.cuda, settings.engine, settings.engine.rollout_num_gpus_per_engine
+    route = Route(
+        engines=max(1, len(place.rollout) // gpus),
+        within_node=place.sends_within_node,
+        cuda=cuda,
+        shared=place.layout.shared,
+        senders=len(place.senders(gpus)),
+        size=engine_weights(settings, shape),
+        link=link_of(cuda),
     )
-    engine = dataclasses.replace(engine, update_weight_transport=chosen)
-    return dataclasses.replace(settings, engine=engine), f"{line}; weights travel by {chosen}"
+    ways = transports(engine, route)
+    engine = dataclasses.replace(engine, update_weight_transport=check_transport(ways).name)
+    return dataclasses.replace(settings, engine=engine), f"weights travel by {in_words(ways)}"
 
 
 def describe(layout: Layout, *, external: bool) -> str:

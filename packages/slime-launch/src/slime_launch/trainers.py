@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +15,9 @@ from slime_core.interfaces import TrainerWorker, WeightChannel
 from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
-from slime_launch.placement import KEEP_CHILDREN, Placement, own_share, use_cluster_interface
+from slime_launch.placement import KEEP_CHILDREN, Placement, live_nodes, own_share, use_cluster_interface
 from slime_launch.processes import Place, end_processes, on_nodes, own_place
+from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.generation_service import ChannelSpec
 
@@ -46,12 +48,18 @@ class Shards(NamedTuple):
     references: list[Any]
 
 
+class Channels(NamedTuple):
+    """Settings of the channel of each rank that sends weights."""
+
+    by_rank: dict[int, ChannelSpec]
+
+
 class Seat(NamedTuple):
-    """What a rank shares: its CPU threads as given, or the ranks on its node where cores are shared; all nodes."""
+    """What a rank shares: its CPU threads as given, or the ranks on its node where cores are shared; the cluster."""
 
     threads: int | None
     neighbours: int
-    num_nodes: int
+    on_several_nodes: bool
 
 
 class TrainerRank:
@@ -60,10 +68,11 @@ class TrainerRank:
     def __init__(self, directory: str, log_path: str, seat: Seat) -> None:
         self._threads = own_share(seat.neighbours) if seat.threads is None and seat.neighbours else seat.threads
         prepare(directory, log_path, threads=self._threads)
-        if seat.num_nodes > 1:
+        if seat.on_several_nodes:
             use_cluster_interface()
         self._worker: TrainerWorker | None = None  # until `build`
         self._channel: tuple[ChannelSpec, WeightChannel] | None = None
+        self._rank = 0
 
     def alive(self) -> int:
         """This process's id; that it answers is what matters."""
@@ -84,6 +93,7 @@ class TrainerRank:
         """Build the model, meet the other ranks and load weights."""
         from slime_megatron.start import start_worker
 
+        self._rank = rendezvous.rank
         self._worker = start_worker(
             dataclasses.replace(spec.config, trainer_threads=self._threads),
             spec.algorithm,
@@ -97,7 +107,7 @@ class TrainerRank:
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the worker. :class:`Shards` become this rank's shard, a channel's settings the channel."""
+        """Call a method of the worker. :class:`Shards` become this rank's shard, :class:`Channels` its channel."""
         assert self._worker is not None
         given = [self._resolve(self._worker, argument) for argument in arguments]
         return getattr(self._worker, verb)(*given)
@@ -114,7 +124,10 @@ class TrainerRank:
             import ray
 
             return ray.get(argument.references[worker.data_parallel_rank])
-        return self._open(argument) if isinstance(argument, ChannelSpec) else argument
+        if isinstance(argument, Channels):
+            spec = argument.by_rank.get(self._rank)
+            return None if spec is None else self._open(spec)
+        return argument
 
     def _open(self, spec: ChannelSpec) -> WeightChannel:
         """The channel, which is kept for the next update, because it keeps its buffer."""
@@ -140,7 +153,7 @@ def start_ranks(
             **place.layout.trainer_resources(),
         )
         neighbours = 0 if place.layout.cuda else place.neighbours(bundle)
-        handle = actor.remote(str(Path.cwd()), str(log_path), Seat(threads, neighbours, place.num_nodes))
+        handle = actor.remote(str(Path.cwd()), str(log_path), Seat(threads, neighbours, place.on_several_nodes))
         workers.append(Worker(f"trainer rank {rank}", handle, log_path, watch, lost=TrainerLostError))
     return workers
 
@@ -223,9 +236,29 @@ class TrainerGroup:
         return metrics
 
     def push_weights(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> SyncReport:
-        """Send the weights to the engines."""
-        report: SyncReport = self._rank_0("push", WeightUpdate(version=version), channel, on_poll=on_poll)
+        """Send the weights to the engines; the report is that of the first rank.
+
+        Raises:
+            WeightSyncError: An engine cannot be reached.
+        """
+        channels, update = self._channels(channel), WeightUpdate(version=version)
+        report: SyncReport = self._rank_0("push", update, Channels(channels), tuple(channels), on_poll=on_poll)
         return report
+
+    def _channels(self, channel: ChannelSpec) -> dict[int, ChannelSpec]:
+        """Which ranks send where: the first to all engines; in shared memory, the first of each node to those there."""
+        places = [worker.place() for worker in self._workers]
+        nodes = [None if place is None else place.node for place in places]
+        if channel.sync.update_weight_transport != "tensor" or len(set(nodes)) == 1:
+            return {0: channel}
+        live = live_nodes()
+        hosts = {live.get(node or ""): nodes.index(node) for node in nodes}
+        urls: dict[int, list[str]] = {}
+        for url in channel.engine_urls:
+            if (rank := hosts.get(urllib.parse.urlsplit(url).hostname)) is None:
+                raise WeightSyncError(f"no trainer rank is on the node of {url}, and shares memory with it", url=url)
+            urls.setdefault(rank, []).append(url)
+        return {rank: dataclasses.replace(channel, engine_urls=tuple(own)) for rank, own in sorted(urls.items())}
 
     def sleep(self, *, keep_weights: bool, on_poll: Callable[[], None]) -> SleepReport:
         """Have all ranks give memory back, with ``keep_weights`` all but weights; rank 0's report."""

@@ -240,9 +240,9 @@ def _check_engine_gpus(settings: Settings) -> None:
     if not settings.generates:
         return
     if engine.rollout_external_engine_addrs:
-        if cluster.rollout_num_gpus is not None or cluster.colocate:
+        if cluster.rollout_num_gpus is not None or cluster.rollout_max_num_gpus is not None or cluster.colocate:
             raise ConfigError(
-                "--rollout-num-gpus and --colocate mean engines that the run starts, and "
+                "--rollout-num-gpus, --rollout-max-num-gpus and --colocate mean engines that the run starts, and "
                 "--rollout-external-engine-addrs names external engines; give one of the two"
             )
         if cluster.offloads_rollout:
@@ -251,12 +251,35 @@ def _check_engine_gpus(settings: Settings) -> None:
                 "names external engines; give --offload-train alone, or leave it out"
             )
         return
+    if cluster.rollout_max_num_gpus is not None:
+        _check_spare_gpus(settings, cluster.rollout_max_num_gpus)
     if not cluster.rollout_gpus:
         raise ConfigError("the engines have no GPUs: give --rollout-num-gpus N, or --colocate to share the trainer's")
     if engine.sglang_config is None and cluster.rollout_gpus % engine.rollout_num_gpus_per_engine:
         raise ConfigError(
             f"--rollout-num-gpus {cluster.rollout_gpus} must be a multiple of --rollout-num-gpus-per-engine "
             f"{engine.rollout_num_gpus_per_engine}"
+        )
+
+
+def _check_spare_gpus(settings: Settings, most: int) -> None:
+    """Engines can be added: to others that are alike, and beside the trainers."""
+    cluster, engine, given = settings.cluster, settings.engine, f"--rollout-max-num-gpus {most}"
+    if not engine.use_fault_tolerance:
+        raise ConfigError(f"{given} needs --use-fault-tolerance, which starts engines during a run; add it")
+    if cluster.colocate:
+        raise ConfigError(f"{given} adds engines where no trainer is, and --colocate has both on the same GPUs")
+    if engine.sglang_config is not None or engine.prefill_num_servers is not None:
+        raise ConfigError(f"{given} adds engines like the others; leave --sglang-config and --prefill-num-servers out")
+    if engine.update_weight_mode == "delta" and not engine.update_weight_receivers:
+        raise ConfigError(
+            f"{given}: deltas reach engines on other nodes through --update-weight-receivers alone; give them, or "
+            "leave --update-weight-mode out"
+        )
+    if cluster.spare_gpus == 0 or cluster.spare_gpus % engine.rollout_num_gpus_per_engine:
+        raise ConfigError(
+            f"{given} must be --rollout-num-gpus {cluster.rollout_gpus} and a multiple of "
+            f"--rollout-num-gpus-per-engine {engine.rollout_num_gpus_per_engine} more"
         )
 
 
@@ -312,3 +335,8 @@ def engine_dtype(settings: Settings) -> str:
 def num_engines(settings: Settings) -> int:
     """Number of SGLang servers that the run starts, unless ``--sglang-config`` says it."""
     return settings.cluster.rollout_gpus // settings.engine.rollout_num_gpus_per_engine
+
+
+def num_spare_engines(settings: Settings) -> int:
+    """Number of those that are added once nodes have room for them."""
+    return settings.placed.spare_gpus // settings.engine.rollout_num_gpus_per_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,11 +30,11 @@ _Described = tuple[str, tuple[int, ...], torch.dtype]
 
 
 class WeightExport:
-    """Brings every weight of a model to rank 0, whole, one after the other; all ranks make one together.
+    """Brings every weight of a model to one rank, whole, one after the other; all ranks make one together.
 
-    A weight is merged over its tensor-parallel ranks by the first replica that has it, and sent to rank 0 from where it
-    is: another pipeline stage, another rank of experts. Nobody holds more than one whole weight for it at a time.
-    Weights come with LoRA adapters merged in; with ``adapters``, only these come, under PEFT's names.
+    A weight is merged over its tensor-parallel ranks by the first replica that has it, and sent to that rank, the
+    root, from where it is: another pipeline stage, another rank of experts. Nobody holds more than one whole weight for
+    it at a time. Weights come with LoRA adapters merged in; with ``adapters``, only these come, under PEFT's names.
     """
 
     def __init__(self, model: Chunks, shape: ModelShape, *, adapters: bool = False) -> None:
@@ -51,19 +51,19 @@ class WeightExport:
             dist.all_gather_object(everybodys, own)
             self._kept.append(everybodys)
 
-    def tensors(self) -> Iterator[NamedTensor]:
-        """On rank 0, every weight under its Hugging Face name. All ranks must go through it; others yield nothing.
+    def tensors(self, root: int = 0) -> Iterator[NamedTensor]:
+        """On ``root``, every weight under its Hugging Face name. All ranks must go through it; others yield nothing.
 
-        Experts come last: a rank may have merged its other weights with rank 0, and its experts alone.
+        Experts come last: a rank may have merged its other weights with the root, and its experts alone.
         """
         for experts in (False, True):
             for name, whole in self._whole_weights(experts):
-                if whole is not None and dist.get_rank() == 0:
+                if whole is not None and dist.get_rank() == root:
                     yield from self._hugging_face(name, whole)
                 elif whole is not None:
-                    dist.send(whole.contiguous(), 0)
-            if dist.get_rank() == 0:
-                yield from self._received(self._kept[experts])
+                    dist.send(whole.contiguous(), root)
+            if dist.get_rank() == root:
+                yield from self._received(self._kept[experts], root)
 
     def _hugging_face(self, name: str, whole: torch.Tensor) -> Iterator[NamedTensor]:
         """A weight as Hugging Face has it; a value head is that of a sequence classifier with one class."""
@@ -74,9 +74,9 @@ class WeightExport:
         else:
             yield from self._map.to_hf(name, whole)
 
-    def _received(self, kept: list[list[_Described]]) -> Iterator[NamedTensor]:
+    def _received(self, kept: list[list[_Described]], root: int) -> Iterator[NamedTensor]:
         for source, described in enumerate(kept):
-            for name, lengths, dtype in described if source else ():
+            for name, lengths, dtype in described if source != root else ():
                 weight = torch.empty(lengths, dtype=dtype, device=torch.cuda.current_device())
                 dist.recv(weight, source)
                 yield from self._hugging_face(name, weight)
@@ -134,44 +134,58 @@ def _tensor_group(experts: bool) -> Any:
 
 def push_weights(
     export: WeightExport,
-    channel: WeightChannel,
+    channel: WeightChannel | None,
     update: WeightUpdate,
     buffer_size: int,
     form: StoredForm | None = None,
+    senders: Sequence[int] = (0,),
 ) -> SyncReport:
-    """Gather every weight and send it from rank 0, bucket by bucket; while one is sent, the next is gathered.
+    """Gather every weight on each of ``senders`` in turn, and send it from there through that rank's ``channel``.
 
-    Every rank calls this, only rank 0 uses ``channel``. Where sending fails, rank 0 still gathers to the end: the
+    Every rank calls this. Where sending fails, the rank still gathers to the end, and for the senders after it: the
     others do not wait for it for ever, and the weights can be sent again. A tensor of more than ``buffer_size`` bytes
-    makes a bucket of its own. Ranks other than 0 report that nothing was sent. With ``form``, weights are sent as a
+    makes a bucket of its own. Ranks that do not send report that nothing was sent. With ``form``, weights are sent as a
     quantized model stores them.
     """
-    start = time.perf_counter()
-    gathered = export.tensors()
-    tensors = total = 0
-    if dist.get_rank() != 0:
-        collections.deque(gathered, maxlen=0)
-        return SyncReport(version=update.version, tensors=0, bytes=0, seconds=0.0)
+    start, sent, failure = time.perf_counter(), (0, 0), None
+    for root in senders:
+        gathered = export.tensors(root)
+        if dist.get_rank() != root:
+            collections.deque(gathered, maxlen=0)
+            continue
+        if channel is None:
+            raise RuntimeError(f"rank {root} is to send weights and has no channel")
+        try:
+            sent = _send(gathered if form is None else _in_form(gathered, form), channel, update, buffer_size)
+        except (SlimeError, ConvertError) as error:
+            failure = error
+            collections.deque(gathered, maxlen=0)  # goes through all that is left
+    if failure is not None:
+        raise failure
+    seconds = time.perf_counter() - start if dist.get_rank() in senders else 0.0
+    return SyncReport(version=update.version, tensors=sent[0], bytes=sent[1], seconds=seconds)
+
+
+def _send(
+    tensors: Iterator[NamedTensor], channel: WeightChannel, update: WeightUpdate, buffer_size: int
+) -> tuple[int, int]:
+    """Send tensors bucket by bucket; while one is sent, the next is gathered. How many they were, and their bytes."""
+    count = total = 0
     sending: Future[None] | None = None
-    buckets = _buckets(gathered if form is None else _in_form(gathered, form), buffer_size)
     # Which device is the current one is a setting of each thread.
     device = torch.cuda.current_device()
-    try:
-        with ThreadPoolExecutor(1, "send-weights", torch.cuda.set_device, (device,)) as sender:
-            channel.begin(update)
-            for bucket in buckets:
-                tensors += len(bucket)
-                total += sum(tensor.nbytes for _, tensor in bucket)
-                if sending is not None:
-                    sending.result()
-                sending = sender.submit(channel.send, bucket)
+    with ThreadPoolExecutor(1, "send-weights", torch.cuda.set_device, (device,)) as sender:
+        channel.begin(update)
+        for bucket in _buckets(tensors, buffer_size):
+            count += len(bucket)
+            total += sum(tensor.nbytes for _, tensor in bucket)
             if sending is not None:
                 sending.result()
-            channel.end()
-    except (SlimeError, ConvertError):
-        collections.deque(gathered, maxlen=0)  # goes through all that is left
-        raise
-    return SyncReport(version=update.version, tensors=tensors, bytes=total, seconds=time.perf_counter() - start)
+            sending = sender.submit(channel.send, bucket)
+        if sending is not None:
+            sending.result()
+        channel.end()
+    return count, total
 
 
 def _in_form(tensors: Iterator[NamedTensor], form: StoredForm) -> Iterator[NamedTensor]:

@@ -272,8 +272,8 @@ class MegatronWorker:
                 self._actor.wrapped, plan, packed, self._loss, self.algorithm, head, forward_only=True
             )
 
-    def push(self, update: WeightUpdate, channel: WeightChannel) -> SyncReport:
-        """Send the weights that ``update`` names through ``channel``: all ranks call it, rank 0 sends."""
+    def push(self, update: WeightUpdate, channel: WeightChannel | None, senders: Sequence[int] = (0,)) -> SyncReport:
+        """Send the weights that ``update`` names: all ranks call it, ``senders`` send, each through its ``channel``."""
         self._check_holds("push", Held.WEIGHTS)
         if self._memory.held is Held.EVERYTHING:
             self._turn_of(self._actor)
@@ -282,7 +282,8 @@ class MegatronWorker:
             self._export = WeightExport(self.model, self.shape)
         if self._actor.versions is not None:
             self._actor.versions.pushed(update.version)
-        return push_weights(self._export, channel, update, self.config.update_weight_buffer_size, self._form)
+        size = self.config.update_weight_buffer_size
+        return push_weights(self._export, channel, update, size, self._form, senders)
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.

@@ -45,7 +45,8 @@ class Progress(NamedTuple):
 class GenerationSpec:
     """Settings of the generation half.
 
-    ``topology`` holds the contents of ``--sglang-config``, and ``flags`` every flag of the run, for hooks. ``dtype`` is
+    ``num_spare`` more engines are started as nodes with room for them join. ``topology`` holds the contents of
+    ``--sglang-config``, and ``flags`` every flag of the run, for hooks. ``dtype`` is
     ``float32`` or ``bfloat16``. ``context_length`` is the longest prompt plus response in tokens; ``None`` leaves it to
     the model's config. With ``colocate``, trainer and engines share their GPUs. With ``engines_sleep`` the service may
     be told to :meth:`~GenerationService.sleep`. Without ``weights_follow``, engines keep the weights that they were
@@ -56,6 +57,7 @@ class GenerationSpec:
     rollout: RolloutConfig
     num_engines: int
     num_gpus: int
+    num_spare: int = 0
     topology: Topology | None
     dtype: str
     context_length: int | None
@@ -175,6 +177,7 @@ class GenerationService:
             num_engines=spec.num_engines,
             log_dir=Path(spec.log_dir),
             num_gpus=spec.num_gpus,
+            num_spare=spec.num_spare,
             topology=spec.topology,
             longest_sample=longest_sample(spec.rollout),
             weights_follow=spec.weights_follow,
@@ -182,7 +185,8 @@ class GenerationService:
             launcher=self._launcher,
         )
         local = spec.engine.update_weight_mode == "delta" and not spec.engine.update_weight_receivers
-        if spec.engine.update_weight_transport == "tensor" or local:
+        # Whoever starts engines elsewhere sends to them from there.
+        if (spec.engine.update_weight_transport == "tensor" and self._launcher is None) or local:
             require_this_machine(engines.engine_urls)
         self._receivers(engines.engine_urls)  # checks that each engine has one
         self._is_up = True

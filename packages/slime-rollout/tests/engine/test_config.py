@@ -122,7 +122,10 @@ FAR = {"update_weight_receivers": ("h:1",)}
         ({**DISK, "update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "b/../a"}, "another directory"),
         ({**DISK, **LOCAL, **FAR, "update_weight_mode": "delta"}, "give one of them"),
         ({**DISK, **FAR}, "receivers has an effect only with --update-weight-mode delta"),
-        ({"update_weight_disk_dir": "a"}, "disk-dir has an effect only with --update-weight-transport disk"),
+        (
+            {"update_weight_disk_dir": "a", "update_weight_transport": "gloo"},
+            "disk-dir has an effect only with --update-weight-transport disk, or auto",
+        ),
         ({"update_weight_disk_keep_files": True}, "keep-files has an effect only with"),
         ({**DISK, **LOCAL}, "local-checkpoint-dir has an effect only with --update-weight-mode delta"),
     ],

@@ -115,4 +115,4 @@ def test_an_engine_that_no_node_has_room_for_is_tried_again_and_not_counted(tmp_
     while not monitor._stopping.is_set():
         monitor._look_at_all()
     assert [event["event"] for event in read_events(tmp_path)] == ["no_room", "restarted"]
-    assert slot.restarts == 1
+    assert slot.restarts == 0  # the engine is not at fault: nodes may come and go as often as they like

@@ -15,7 +15,7 @@ from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.names import is_whole, with_paths
 from slime_launch.placement import layout_notes, plan_layout
-from slime_launch.plan.cost import PhaseTime, Sizes, Transport, run_seconds
+from slime_launch.plan.cost import PhaseTime, Sizes, run_seconds
 from slime_launch.plan.engines import (
     EngineMemory,
     engine_groups,
@@ -32,6 +32,7 @@ from slime_megatron.checkpoint import teacher_source
 from slime_megatron.config import flag_name
 from slime_megatron.start import given_functions, load_given
 from slime_rollout.data_service import DataSpec
+from slime_rollout.engine.transports import Transport
 from slime_rollout.hooks import GivenHook, given_hooks, hook_args_of
 
 

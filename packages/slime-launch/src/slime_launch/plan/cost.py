@@ -17,6 +17,7 @@ from slime_launch.plan.engines import EngineMemory, engine_weights, kv_numbers, 
 from slime_launch.plan.memory import TrainerMemory, frozen_models
 from slime_launch.validate import engine_dtype
 from slime_megatron.operations import flops_model
+from slime_rollout.engine.transports import DISK, HOST_COPY, Transport
 from slime_rollout.eval_sets import read_eval_sets
 
 # Parts of a GPU's peak that training, prefill and decoding reach, as published runs report them; a CPU's operations
@@ -24,7 +25,6 @@ from slime_rollout.eval_sets import read_eval_sets
 TRAINING, PREFILL, DECODING_BYTES, DECODING_OPERATIONS = 0.35, 0.5, 0.6, 0.4
 STEP_LATENCY = 0.005  # seconds of a decoding step whatever its size
 CPU_LATENCY = 0.02
-HOST_COPY, DISK, NETWORK = 3e9, 1e9, 12.5e9  # bytes per second: shared memory, a file system, between nodes
 HOST_LINK = 1e10  # bytes per second between a GPU and its host's memory
 DELTA_ENTRY = 300  # bytes of a tensor's place and checksums in the index of a delta
 CHECKPOINT_BYTES = {True: 14, False: 12}  # per number, by --bf16: weights, two moments, master weights
@@ -234,57 +234,16 @@ def _generation(
     return seconds, what
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Transport:
-    """A way for weights to travel.
-
-    Attributes:
-        sent: Bytes that leave the trainer in an update, at most.
-        received: Bytes that all engines take in.
-        problem: Why it cannot be used here; ``None`` if it can.
-    """
-
-    name: str
-    sent: int
-    received: int
-    seconds: float
-    chosen: bool
-    problem: str | None
-
-
-def transports(
-    settings: Settings, shape: ModelShape, device: Device, chosen: str | None, *, engines: int, within_node: bool
-) -> list[Transport]:
-    """Every transport, with what an update of so many engines takes.
-
-    They may all be on the node of the trainer's first rank.
-    """
-    size = engine_weights(settings, shape)
-    between = device.link if within_node else NETWORK
-    problems = {
-        "tensor": None if within_node else "works within one machine",
-        "nccl": "needs CUDA" if device.is_cpu else "takes no GPU twice" if settings.cluster.colocate else None,
-    }
-    seconds = {
-        "tensor": size / (device.link if settings.cluster.colocate and not device.is_cpu else HOST_COPY),
-        "nccl": size / (between / 2),
-        "gloo": size / min(between, 1e9),
-        "disk": size / DISK + engines * size / DISK,
-        # Written, read and applied to a whole copy on the engines' machine, which they load.
-        "disk, delta": 3 * size / DISK + engines * size / DISK,
-    }
-    if chosen == "disk" and settings.engine.update_weight_mode == "delta":
-        chosen = "disk, delta"
-    index = DELTA_ENTRY * len(list(WeightMap(shape, shape.vocab_size).hf_names()))
-    return [
-        Transport(
-            name=name,
-            # Of a delta only what changed is sent: all of it at most, and less the smaller the steps are.
-            sent=size + (index if name == "disk, delta" else 0),
-            received=engines * size,
-            seconds=seconds[name],
-            chosen=name == chosen,
-            problem=problems.get(name),
-        )
-        for name in seconds
-    ]
+def with_delta(ways: Sequence[Transport], settings: Settings, shape: ModelShape) -> list[Transport]:
+    """The ways and, as one more, files of what changed; --update-weight-mode delta chooses them over whole files."""
+    disk, size = next(way for way in ways if way.name == "disk"), engine_weights(settings, shape)
+    delta = dataclasses.replace(
+        disk,
+        name="disk, delta",
+        # Only what changed is sent: all of it at most, and less the smaller the steps are.
+        sent=disk.sent + DELTA_ENTRY * len(list(WeightMap(shape, shape.vocab_size).hf_names())),
+        # Read and applied to a whole copy on the engines' machine, too, which they load.
+        seconds=disk.seconds + 2 * size / DISK,
+        chosen=disk.chosen and settings.engine.update_weight_mode == "delta",
+    )
+    return [*(dataclasses.replace(way, chosen=way.chosen and not delta.chosen) for way in ways), delta]

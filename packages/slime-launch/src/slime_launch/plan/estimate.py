@@ -7,12 +7,13 @@ from slime_launch.config import Settings
 from slime_launch.devices import Device
 from slime_launch.errors import Problems
 from slime_launch.overrides import Overrides
-from slime_launch.plan.cost import PhaseTime, Sizes, Transport, phase_times, transports
-from slime_launch.plan.engines import EngineGroup, EngineMemory, engine_memory, shape_of
+from slime_launch.plan.cost import PhaseTime, Sizes, phase_times, with_delta
+from slime_launch.plan.engines import EngineGroup, EngineMemory, engine_memory, engine_weights, shape_of
 from slime_launch.plan.fit import check_engine, check_phases, check_trainer
-from slime_launch.plan.layout import Batch, Node, batch_of, sizes_of, transport_of
+from slime_launch.plan.layout import Batch, Node, batch_of, route_of, sizes_of
 from slime_launch.plan.memory import Phase, TrainerMemory, gib, host_phase, phases, trainer_memory
 from slime_launch.preflight import Found
+from slime_rollout.engine.transports import Transport, transports
 
 
 class Estimate:
@@ -47,10 +48,9 @@ class Estimate:
         self.sizes = problems.attempt(sizes_of, settings, length, shape.max_position_embeddings, longest_row)
         self._add_engines(settings, shape, groups, device, problems)
         if self.engines and settings.trains:
-            chosen = problems.attempt(transport_of, settings, nodes, device)
-            within = all(node.node == 0 for node in nodes if node.engines)
             count = sum(group.count for group in groups if group.trained)
-            self.transports = transports(settings, shape, device, chosen, engines=count, within_node=within)
+            route = route_of(settings, nodes, device, engine_weights(settings, shape), engines=count)
+            self.transports = with_delta(transports(settings.engine, route), settings, shape)
         if self.sizes is None:
             return
         if settings.trains:

@@ -10,10 +10,11 @@ from slime_core.errors import ConfigError
 from slime_launch.config import Settings
 from slime_launch.devices import Device
 from slime_launch.errors import PlacementError
-from slime_launch.placement import choose_transport, plan_layout
+from slime_launch.placement import check_transport, plan_layout
 from slime_launch.plan.cost import Sizes
 from slime_launch.plan.engines import EngineGroup
 from slime_launch.validate import global_batch_size, row_limit
+from slime_rollout.engine.transports import Route, transports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,14 +75,23 @@ def check_nodes(settings: Settings, nodes: list[Node], device: Device) -> None:
             "trainers a multiple of it"
         )
     if shares and settings.trains:
-        transport_of(settings, nodes, device)
+        check_transport(transports(settings.engine, route_of(settings, nodes, device, 0)))
 
 
-def transport_of(settings: Settings, nodes: list[Node], device: Device) -> str:
-    """How weights travel; errors as of `choose_transport`."""
-    within = all(node.node == 0 for node in nodes if node.engines)
-    shared = settings.cluster.colocate
-    return choose_transport(settings.engine, within_node=within, cuda=not device.is_cpu, shared=shared)
+def route_of(settings: Settings, nodes: list[Node], device: Device, size: int, *, engines: int = 1) -> Route:
+    """The way of ``size`` bytes of weights to so many engines."""
+    places, grows = [node for node in nodes if node.engines], settings.cluster.spare_gpus > 0
+    parts = [engine.number for node in places for engine in node.engines]
+    beside = len(parts) == len(set(parts)) and all(node.trainer_ranks for node in places)
+    return Route(
+        engines=engines,
+        within_node=all(node.node == 0 for node in places) and not grows,
+        cuda=not device.is_cpu,
+        shared=settings.cluster.colocate,
+        senders=len(places) if beside else 0,
+        size=size,
+        link=device.link,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,8 @@ class WeightSyncConfig(Config):
     update_weight_transport: str = setting(
         "auto",
         choices=TRANSPORTS,
-        help="shared memory or CUDA IPC on one machine (tensor), a broadcast with NCCL or gloo, or files; auto takes "
-        "tensor where engines are on the trainer's machine, else nccl, or gloo without CUDA",
+        help="shared memory or CUDA IPC on one machine (tensor), a broadcast with NCCL or gloo, or files (disk); auto "
+        "takes the fastest that is possible, of which `plan` shows the seconds",
     )
     update_weight_disk_dir: str | None = setting(
         None, help="directory that trainer and engines both see; needed by the transport disk", metavar="DIR"
@@ -74,12 +74,6 @@ class WeightSyncConfig(Config):
         "where SGLang reports a checksum of it (CPU engines without tensor parallelism, in the dtype that is sent)",
     )
 
-    def transport(self, *, one_machine: bool, cuda: bool) -> str:
-        """How weights travel: ``auto`` is the fastest way that is possible."""
-        if self.update_weight_transport != "auto":
-            return self.update_weight_transport
-        return "tensor" if one_machine else "nccl" if cuda else "gloo"
-
     @property
     def update_request_timeout(self) -> float:
         """Longest time in seconds that an engine may take to answer a request of an update, loading files apart."""
@@ -106,8 +100,12 @@ class WeightSyncConfig(Config):
                 "--update-weight-local-checkpoint-dir must be another directory than --update-weight-disk-dir "
                 f"{self.update_weight_disk_dir}: engines' copies and what is sent have the same names"
             )
+        if self.update_weight_disk_dir and self.update_weight_transport not in ("auto", "disk"):
+            yield (
+                "--update-weight-disk-dir has an effect only with --update-weight-transport disk, or auto, which may "
+                "take it; drop it, or add that"
+            )
         for name, value, wanted, only in (
-            ("disk-dir", self.update_weight_disk_dir, disk, "transport disk"),
             ("disk-keep-files", self.update_weight_disk_keep_files, disk, "transport disk"),
             ("local-checkpoint-dir", local, delta, "mode delta"),
             ("receivers", receivers, delta, "mode delta"),

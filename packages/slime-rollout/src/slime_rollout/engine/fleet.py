@@ -195,18 +195,22 @@ class EngineFleet(Fleet):
         specs: Sequence[EngineSpec],
         *,
         log_dir: Path,
+        spare: Sequence[EngineSpec] = (),
         on_progress: Progress | None = None,
         launcher: EngineLauncher | None = None,
     ) -> EngineFleet:
-        """Start an engine for each of ``specs``, on a port that is free; otherwise as :meth:`start`."""
+        """Start an engine for each of ``specs``, on a port that is free; otherwise as :meth:`start`.
+
+        With fault tolerance, engines of ``spare`` are started later, each once the ``launcher`` has room for it.
+        """
         started = time.monotonic()
         ports = Ports(config.sglang_router_port)
         launcher = launcher or EngineLauncher(config, ports)
         launcher.check(specs)
         log_dir.mkdir(parents=True, exist_ok=True)
         engines = [
-            EngineSlot(index, spec, launcher, log_path=log_dir / f"engine_{index}.log")
-            for index, spec in enumerate(specs)
+            EngineSlot(index, spec, launcher, log_path=log_dir / f"engine_{index}.log", spare=index >= len(specs))
+            for index, spec in enumerate([*specs, *spare])
         ]
         split = any(spec.worker_type == "prefill" for spec in specs)
         router = RouterSlot(config, ports, log_path=log_dir / "router.log", disaggregated=split)
@@ -222,24 +226,27 @@ class EngineFleet(Fleet):
 
     def _start_all(self, timeout: float, on_progress: Progress | None) -> None:
         self._router.start()
-        for slot in self._engines:
+        engines = [slot for slot in self._engines if not slot.spare]
+        for slot in engines:
             slot.start()
-        self._wait_until_ready(timeout, on_progress)
-        for slot in self._engines:
+        self._wait_until_ready([*engines, self._router], timeout, on_progress)
+        for slot in engines:
             slot.process.freeze_gc()
         self._router.process.add_workers(
-            [slot.url for slot in self._engines],
-            roles={slot.url: slot.process.spec.router_role for slot in self._engines},
+            [slot.url for slot in engines],
+            roles={slot.url: slot.process.spec.router_role for slot in engines},
         )
         if self._monitor is not None:
             self._monitor.start()
 
-    def _wait_until_ready(self, timeout: float, on_progress: Progress | None) -> None:
-        waiting, total, started = self._everything, len(self._everything), time.monotonic()
+    def _wait_until_ready(
+        self, slots: list[EngineSlot | RouterSlot], timeout: float, on_progress: Progress | None
+    ) -> None:
+        waiting, total, started = slots, len(slots), time.monotonic()
 
         def all_ready(seconds: float) -> bool:
             nonlocal waiting
-            for slot in self._everything:
+            for slot in slots:
                 if slot not in waiting:  # the router is up long before the engines are
                     slot.process.check()
             waiting = [slot for slot in waiting if not slot.is_ready(seconds)]

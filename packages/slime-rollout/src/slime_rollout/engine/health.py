@@ -169,10 +169,11 @@ class FleetMonitor:
         """Begin to watch."""
         self._router.now.up = True
         for slot in self._slots:
-            slot.now.up = True
-            slot.now.due = time.monotonic() + self._config.rollout_health_check_first_wait
+            if not slot.now.has_no_room:
+                slot.now.up = True
+                slot.now.due = time.monotonic() + self._config.rollout_health_check_first_wait
         for engine in self._engines:
-            engine.now.in_router = True
+            engine.now.in_router = engine.now.up
         self._thread.start()
 
     def stop(self) -> None:
@@ -194,7 +195,9 @@ class FleetMonitor:
 
     def not_serving(self) -> list[str]:
         """As :meth:`Fleet.not_serving`."""
-        lost = [slot.name for slot in self._engines if not slot.now.in_router]
+        lost = [
+            slot.name for slot in self._engines if not (slot.now.in_router or (slot.spare and slot.now.has_no_room))
+        ]
         return lost if self._router.now.up else [*lost, self._router.name]
 
     def begin_update(self, *, only_behind: bool) -> list[str]:
@@ -240,7 +243,7 @@ class FleetMonitor:
 
     def begin_sleep(self) -> None:
         """As :meth:`Fleet.begin_sleep`: what dies from here on is replaced when the engines wake."""
-        while not all(slot.now.up or slot.now.no_successor for slot in self._engines):
+        while not all(slot.now.up or slot.now.no_successor or slot.now.has_no_room for slot in self._engines):
             self._wait()
         with self._lock:
             self._asleep = self._full = True
@@ -287,7 +290,7 @@ class FleetMonitor:
     def _look_at_all(self) -> None:
         for slot in self._slots:
             if slot.now.has_no_room:
-                if time.monotonic() >= slot.now.due:
+                if time.monotonic() >= slot.now.due and not self._full:
                     self._start_again(slot)
             elif (problem := self._problem(slot)) is not None:
                 self._replace(slot, problem)
@@ -381,14 +384,18 @@ class FleetMonitor:
         self._start_again(slot)
 
     def _start_again(self, slot: Slot[Any]) -> None:
-        """Start another process in a slot; one that no node has room for is tried again, and not counted."""
+        """Start another process in a slot; one that no node has room for is tried again.
+
+        That is not counted, nor is the start on a node that has joined: nodes may come and go as often as they like.
+        """
         now = slot.now
-        slot.restarts += 1
+        joined = now.has_no_room
+        slot.restarts += not joined
         try:
             slot.start()
         except NoRoomError as error:
-            slot.restarts -= 1
-            if not now.has_no_room:
+            slot.restarts -= not joined
+            if not joined:
                 self._note(slot, Event.NO_ROOM, str(error))
             now.has_no_room, now.due = True, time.monotonic() + ROOM_AGAIN_SECONDS
             return
@@ -397,7 +404,8 @@ class FleetMonitor:
             now.no_successor, now.due = f"could not be started: {error}", time.monotonic() + PORT_AGAIN_SECONDS
             now.has_no_room = False
             return
-        self._note(slot, Event.RESTARTED, f"restart {slot.restarts} of {self._config.rollout_max_restarts}")
+        counted = f"restart {slot.restarts} of {self._config.rollout_max_restarts}"
+        self._note(slot, Event.RESTARTED, "as a node has room for it" if joined else counted)
 
     def _give_up(self, slot: Slot[Any], problem: str) -> NoReturn:
         message = (

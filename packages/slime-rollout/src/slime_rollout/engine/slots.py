@@ -60,18 +60,19 @@ class Occupant(Generic[P]):
     probe: Probe | None = None  # the pending one
     silent: bool = False  # whether it did not answer a request of a weight update
     no_successor: str | None = None  # why it could not be replaced, after it has ended
-    has_no_room: bool = False  # whether it has ended, and waits for a node that has room for another one
+    has_no_room: bool = False  # whether it has ended, or never was, and waits for a node that has room for another one
 
 
 class Slot(abc.ABC, Generic[P]):
     """A place for one process, such as ``engine 0``; empty before :meth:`start`.
 
     A process that works answers ``health_path``. ``restarts`` counts how often it was replaced because it failed, for
-    ``first_problem`` the first time.
+    ``first_problem`` the first time. A slot that is ``spare`` has no process until a node has room for it.
     """
 
     name: str
     health_path: str
+    spare = False
 
     def __init__(self) -> None:
         self.restarts = 0
@@ -144,17 +145,45 @@ class Slot(abc.ABC, Generic[P]):
     def _start(self) -> P: ...
 
 
+class NoProcess:
+    """Stands for the process of a spare engine before there is one."""
+
+    log_path, pid, ending = None, 0, "no node had room for it"
+
+    def poll(self) -> int:
+        """It has ended, as it were."""
+        return -1
+
+    def process_ids(self) -> list[int]:
+        """None."""
+        return []
+
+    def log_tail(self, lines: int) -> str:
+        """It has no log."""
+        return ""
+
+    def request_stop(self) -> None:
+        """Nothing to do, as of :meth:`stop` and :meth:`kill`."""
+
+    stop = kill = request_stop
+
+
 class EngineSlot(Slot[SGLangEngine]):
     """The slot of one engine. Each server in it has a port of its own, so an address always means one process."""
 
     health_path = "/health_generate"
     _may_move = True
 
-    def __init__(self, index: int, spec: EngineSpec, launcher: EngineLauncher, *, log_path: Path) -> None:
+    def __init__(
+        self, index: int, spec: EngineSpec, launcher: EngineLauncher, *, log_path: Path, spare: bool = False
+    ) -> None:
         super().__init__()
         self.name = f"engine {index}"
         self._spec = dataclasses.replace(spec, port=0)
         self._launcher, self._log_path = launcher, log_path
+        self.spare = spare
+        if spare:
+            self._now = Occupant(SGLangEngine(NoProcess(), self._spec), has_no_room=True)
 
     def _start(self) -> SGLangEngine:
         return self._launcher.start(self._spec, log_path=self._log_path)
@@ -212,7 +241,7 @@ class Event(enum.StrEnum):
     UNHEALTHY = "unhealthy"  # it has ended, or gave no good answer in time
     KILLED = "killed"  # what was left of it was ended by SIGKILL
     NO_ROOM = "no_room"  # no node has room for another one; it is tried again
-    RESTARTED = "restarted"  # another process was started in its place
+    RESTARTED = "restarted"  # another process was started in its place, or a first one where a node has joined
     STARTED = "started"  # that process answers
     WEIGHTS = "weights"  # it has the current weights
     REGISTERED = "registered"  # the router sends it requests

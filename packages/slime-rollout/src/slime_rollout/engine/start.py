@@ -34,6 +34,7 @@ def start_engines(
     num_engines: int,
     log_dir: Path,
     num_gpus: int | None = None,
+    num_spare: int = 0,
     topology: Topology | None = None,
     longest_sample: int | None = None,
     weights_follow: bool = False,
@@ -47,6 +48,7 @@ def start_engines(
         num_engines: Number of engines to start, where all are alike.
         log_dir: As of `EngineFleet.start`, like ``launcher``.
         num_gpus: GPUs for generation, which the topology must use up; those of ``num_engines`` if ``None``.
+        num_spare: Further engines, each to be started once the launcher has room for it.
         topology: What :func:`topology_of` gives, if it was read already.
         longest_sample: Prompt plus response that external engines must take; not checked if ``None``.
         weights_follow: Whether new weights are sent before the first request.
@@ -64,8 +66,9 @@ def start_engines(
         return ExternalFleet.attach(
             config, wanted, log_dir=log_dir, weights_follow=weights_follow, on_progress=on_progress
         )
-    specs = equal_specs(model, num_engines, config)
-    return EngineFleet.launch(config, specs, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
+    specs = equal_specs(model, num_engines + num_spare, config)
+    now, later = specs[:num_engines], specs[num_engines:]
+    return EngineFleet.launch(config, now, spare=later, log_dir=log_dir, on_progress=on_progress, launcher=launcher)
 
 
 class ModelFleets(EngineFleet):

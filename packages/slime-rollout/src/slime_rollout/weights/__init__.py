@@ -15,6 +15,7 @@ from slime_core.interfaces import WeightChannel
 from slime_rollout.engine.addresses import is_this_machine
 from slime_rollout.engine.config import WeightSyncConfig
 from slime_rollout.engine.sglang_flags import engine_device
+from slime_rollout.engine.transports import Route, chosen_of, transports
 from slime_rollout.weights.buckets import DistributedWeightChannel, TensorWeightChannel
 from slime_rollout.weights.channel import engine_weight_version
 from slime_rollout.weights.checkpoint import verify_checkpoint
@@ -67,10 +68,14 @@ def open_channel(
     }
     if config.update_weight_mode == "delta":
         return DeltaWeightChannel(**common, **files, receivers=tuple(receivers))
-    if config.update_weight_transport == "disk":
+    transport = config.update_weight_transport
+    if transport == "auto":  # of engines that somebody else has started; a run says how its own are reached
+        here = all(is_this_machine(url) for url in engine_urls)
+        cuda = engine_device() == "cuda"
+        route = Route(engines=len(engine_urls), within_node=here, cuda=cuda, shared=colocate)
+        transport = chosen_of(transports(config, route)).name
+    if transport == "disk":
         return DiskWeightChannel(**common, **files)
-    one_machine = config.update_weight_transport == "auto" and all(is_this_machine(url) for url in engine_urls)
-    transport = config.transport(one_machine=one_machine, cuda=engine_device() == "cuda")
     if transport == "tensor":
         return TensorWeightChannel(**common, cuda_ipc=colocate)
     return DistributedWeightChannel(**common, backend=transport)
