@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from launching import LAUNCHER, Assets, rows, run, train_command
 
 from slime_core.types import RolloutColumns
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "sft"
 TRAINED, HELD_OUT = range(48), range(50, 60)
 
 
@@ -58,6 +61,42 @@ def test_conversations_are_learned(chat: Assets, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "loss_curve.png").exists() and not (tmp_path / "out" / "reward_curve.png").exists()
 
 
+def recipe(**changes: str) -> list[str]:
+    """The flags of upstream's recipe as examples/sft/README.md has it, without the model's shape, some replaced."""
+    page = (EXAMPLE / "README.md").read_text()
+    words = shlex.split(page.split("slime-launch train ", 1)[1].split("```", 1)[0].replace("\\\n", " "))[1:]
+    flags = [word for word in words if word.startswith("--")]
+    assert len(flags) == len(set(flags)) and set(changes) <= set(flags)
+    for flag, value in changes.items():
+        words[words.index(flag) + 1] = value
+    return words
+
+
+@pytest.mark.timeout(300)
+def test_the_recipe_of_the_example_scaled_down(chat: Assets, tmp_path: Path) -> None:
+    """Its own rows: packed, the longest cut; the rate warms up for a tenth of the steps, and falls to its least."""
+    epochs, limit = 8, 70
+    words = recipe(**{
+        "--hf-checkpoint": str(chat.hf), "--load": str(chat.torch_dist), "--save": str(tmp_path / "save"),
+        "--prompt-data": str(EXAMPLE / "conversations.jsonl"), "--num-epoch": str(epochs),
+        "--rollout-batch-size": "8", "--global-batch-size": "8", "--max-tokens-per-gpu": "256",
+        "--lr": "4e-3", "--min-lr": "4e-4", "--actor-num-gpus-per-node": "1",
+    })  # fmt: skip
+    more = ["--rollout-max-context-len", str(limit), "--output-dir", str(tmp_path / "out")]
+    run([str(LAUNCHER), "train", *words, *more], tmp_path / "train.txt")
+    batches, steps = plain(tmp_path, "rollout"), plain(tmp_path, "train")
+    assert len(steps) == len(batches) == epochs * 24 / 8
+    cut = [batch["rollout/truncated_ratio"] for batch in batches]
+    losses, rates = ([step[f"train/{name}"] for step in steps] for name in ("loss", "lr"))
+    print(f"cut: {mean(cut):.2f} of the rows; loss a token: first epoch {mean(losses[:3]):.2f}, last {losses[-3:]}")
+    assert 0 < mean(cut) < 1 and max(batch["rollout/total_len/max"] for batch in batches) == limit
+    top = rates.index(max(rates))
+    assert top == -(-len(steps) // 10)
+    assert rates == [*sorted(rates[:top]), *sorted(rates[top:], reverse=True)]
+    assert (rates[0], rates[-1]) == (0, pytest.approx(4e-4, rel=0.05))
+    assert losses[0] > 5 and mean(losses[-3:]) < 0.4 * mean(losses[:3])
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_stopped_run_on_conversations_continues_bit_equal(chat: Assets, tmp_path: Path) -> None:
@@ -72,9 +111,8 @@ def test_a_stopped_run_on_conversations_continues_bit_equal(chat: Assets, tmp_pa
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other] != []
 
 
-@pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("loss", ["dpo_loss", "rm_loss"])
+@pytest.mark.parametrize("loss", ["dpo_loss", pytest.param("rm_loss", marks=pytest.mark.full)])
 def test_held_out_pairs_are_ordered(chat: Assets, tmp_path: Path, loss: str) -> None:
     on_data(chat, tmp_path, loss)
     first, last = plain(tmp_path, "eval")
