@@ -147,7 +147,8 @@ def push_weights(
     makes a bucket of its own. Ranks that do not send report that nothing was sent. With ``form``, weights are sent as a
     quantized model stores them.
     """
-    start, sent, failure = time.perf_counter(), (0, 0), None
+    start, sent = time.perf_counter(), (0, 0)
+    failure: SlimeError | ConvertError | None = None
     for root in senders:
         gathered = export.tensors(root)
         if dist.get_rank() != root:
