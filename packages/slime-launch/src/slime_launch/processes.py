@@ -34,7 +34,8 @@ class Place(NamedTuple):
 class Run(NamedTuple):
     """How to tell a run's processes: they, and what they start, write to files of ``log_dir``.
 
-    ``workers`` are the names of its workers by their logs; each writes its stacks there itself on ``signum``.
+    ``workers`` are the names of its workers by their logs; each writes its stacks there itself on the
+    signal ``signum``.
     """
 
     log_dir: str
@@ -42,7 +43,7 @@ class Run(NamedTuple):
     signum: int
 
 
-class Found(NamedTuple):
+class RunProcess(NamedTuple):
     """A process of a run: its name, its log, and whether it is a worker itself, not a child of one."""
 
     process: Process
@@ -116,7 +117,7 @@ def look_at(runs: Sequence[Run]) -> tuple[list[str], str]:
     return stopped, "\n".join(stacks)
 
 
-def processes_of(run: Run) -> list[Found]:
+def processes_of(run: Run) -> list[RunProcess]:
     """Those on this node, by their logs."""
     logs = {process: _log(process.pid) for process in _all_processes()}
     by_pid = {process.pid: log for process, log in logs.items()}
@@ -128,7 +129,7 @@ def processes_of(run: Run) -> list[Found]:
         name = run.workers[log] if is_worker else _command(process.pid)
         if log in run.workers and not is_worker:
             name += f" of {run.workers[log]}"
-        found.append(Found(process, name, log, is_worker))
+        found.append(RunProcess(process, name, log, is_worker))
     return sorted(found, key=lambda one: (one.log, one.process.pid))
 
 
@@ -177,7 +178,7 @@ def _log(pid: int) -> str:
         return ""
 
 
-def _stacks(found: Found, signum: int) -> str:
+def _stacks(found: RunProcess, signum: int) -> str:
     """The stacks of a process's threads: read by py-spy, which needs no help of it, else as a worker writes them."""
     problem = "py-spy is not there"
     tool = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -196,7 +197,7 @@ def _stacks(found: Found, signum: int) -> str:
     return f"  no stacks: {problem}\n"
 
 
-def _dumped(found: Found, signum: int) -> str:
+def _dumped(found: RunProcess, signum: int) -> str:
     """What a worker writes to its log when it is asked for its stacks, within a few seconds."""
     log = Path(found.log)
     before = log.stat().st_size if log.exists() else 0

@@ -18,12 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_core.memory import Held
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import EngineDiedError, EngineError, PortInUseError, WeightSyncError, health
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
-from slime_rollout.engine.sleep import IDLE_SECONDS, EngineMemory
 from slime_rollout.engine.slots import EVENTS_FILE, read_events
 from slime_rollout.http import INCOMPLETE, HttpError, call
 from slime_rollout.supervise import reaper
@@ -598,15 +596,3 @@ def test_without_fault_tolerance_a_dead_engine_is_an_error_and_stays_dead(tmp_pa
         assert not (fleet.logs / EVENTS_FILE).exists()
         with pytest.raises(EngineDiedError):
             fleet.fleet.begin_update()
-
-
-def test_a_dead_engine_that_is_asked_for_its_memory_is_not_taken_for_a_busy_one(tmp_path):
-    with running(tmp_path, use_fault_tolerance=False) as fleet:
-        memory, urls = EngineMemory(fleet.config.key), [fleet.url(0)]
-        assert memory.release(urls, Held.NOTHING) == memory.resume(urls, Held.EVERYTHING) == []
-        fleet.signal("engine 0", signal.SIGKILL)
-        begun = time.monotonic()
-        assert memory.release(urls, Held.NOTHING) == urls
-        with pytest.raises(EngineDiedError, match=r"ended by itself \(exit code 137\)"):
-            fleet.fleet.replace(urls)
-        assert time.monotonic() - begun < MARGIN < IDLE_SECONDS

@@ -2,14 +2,18 @@
 
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from slime_core.memory import Held
+from slime_rollout.engine import EngineDiedError
+from slime_rollout.engine.sleep import IDLE_SECONDS, EngineMemory
 from slime_rollout.http import call
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_health import running, wait_until
+from test_health import MARGIN, running, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,3 +65,15 @@ def test_an_engine_that_keeps_its_memory_is_replaced_when_there_is_room(fleet):
     fleet.fleet.begin_sleep()
     fleet.fleet.end_sleep(awake=True)
     fleet.update(4)
+
+
+def test_a_dead_engine_that_is_asked_for_its_memory_is_not_taken_for_a_busy_one(tmp_path):
+    with running(tmp_path, use_fault_tolerance=False) as fleet:
+        memory, urls = EngineMemory(fleet.config.key), [fleet.url(0)]
+        assert memory.release(urls, Held.NOTHING) == memory.resume(urls, Held.EVERYTHING) == []
+        fleet.signal("engine 0", signal.SIGKILL)
+        begun = time.monotonic()
+        assert memory.release(urls, Held.NOTHING) == urls
+        with pytest.raises(EngineDiedError, match=r"ended by itself \(exit code 137\)"):
+            fleet.fleet.replace(urls)
+        assert time.monotonic() - begun < MARGIN < IDLE_SECONDS
