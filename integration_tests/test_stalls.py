@@ -1,7 +1,21 @@
 """Whatever stops, at the start, while samples are generated or while the trainers work: no run waits without an end.
 
-Each case strikes a real run once, and says by `fired` that it has. The run then heals, or ends and says what was
-stopped, or who waited for what.
+Each case strikes a real run once, and says by `fired` that it has. The run then heals (0), or ends (1) and says what
+was stopped, or who waited for what. Of the twelve kinds in three phases a dash is what a phase has not got:
+
+    kind                    starting  generating  training
+    a trainer rank          1         0 [1]       0
+    the rollout worker      1         1           1
+    an engine's scheduler   1         1           1
+    the router              1         1           1
+    a judge, a tool         -         1           -         only generation asks them
+    a data worker           -         1 [2]       1 [2]     they start with the first prompts
+    the raylet, the GCS     1         1           1
+    unequal collectives     -         -           0         only training has them
+    a full disk             1         1           1         no stall: the first write fails
+    a lost network          -         [3]         [3]       `test_nodes.py`
+
+    [1] once it has to train   [2] once what was read ahead is used   [3] an engine's node; that of a rank
 """
 
 from __future__ import annotations
@@ -108,11 +122,13 @@ def serving() -> Iterator[tuple[str, psutil.Process]]:
         process.wait(10)
 
 
+DATA_WORKER = "multiprocessing.spawn"
 VICTIMS = {
     "rank": "ray::TrainerRank",
     "rollout worker": "ray::RolloutHost",
     "scheduler": "sglang::scheduler",
     "router": "sglang::router",
+    "data worker": DATA_WORKER,
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",
     "tool": None,
@@ -120,21 +136,29 @@ VICTIMS = {
 }
 """What is stopped → a word in its command line; tool and judge are no processes of the run."""
 STOPPED = {
-    "starting": ("rank", "rollout worker"),
-    "generating": ("rank", "rollout worker", "scheduler", "router", "tool", "judge", "raylet", "gcs"),
-    "training": ("rank", "scheduler"),
+    "starting": ("rank", "rollout worker", "scheduler", "router", "raylet", "gcs"),
+    "generating": ("rank", "rollout worker", "scheduler", "router", "tool", "judge", "data worker", "raylet", "gcs"),
+    "training": ("rank", "rollout worker", "scheduler", "router", "data worker", "raylet", "gcs"),
     "sending": ("scheduler",),
 }
+HEALS = {("rank", "generating"), ("rank", "training")}
 NORMAL = ("scheduler", "generating")
+# To look at all processes; what goes on for a while without the victim goes on for less than a minute.
+FEW_SECONDS, LATER_SECONDS = 10.0, 60.0
+LATER = {"data worker", "raylet", "gcs"}
+NOT_PYTHON = {"raylet", "gcs", "tool", "judge"}
+DISK_MIB = 64
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A run after its fault."""
+    """A run after its fault; ``noticed`` is when its ``stacks`` were there, in seconds."""
 
     code: int
     text: str
     seconds: float
+    noticed: float
+    stacks: str
     left: list[str]
 
 
@@ -143,7 +167,8 @@ def find(family: list[psutil.Process], word: str) -> psutil.Process | None:
     for process in reversed(family):
         with contextlib.suppress(psutil.NoSuchProcess):
             line = " ".join(process.cmdline())
-            if word in line and "reaper.py" not in line:
+            above = process.parent() if word == DATA_WORKER else None
+            if word in line and "reaper.py" not in line and (above is None or "RolloutHost" in above.cmdline()[0]):
                 return process
     return None
 
@@ -154,6 +179,7 @@ def run_struck(
     phase: str,
     strike: Callable[[list[psutil.Process]], bool],
     urls: dict[str, str],
+    *extra: str,
 ) -> Struck:
     """Run until the moment comes; ``strike`` says whether it has struck. Then wait for the end of everything."""
     work.mkdir(parents=True)
@@ -163,7 +189,9 @@ def run_struck(
     flags += ["--custom-generate-function-path", f"{hooks}:generate", "--custom-rm-path", f"{hooks}:reward"]
     flags += ["--custom-advantage-function-path", f"{hooks}:advantages", "--num-data-workers", "1"]
     flags += ["--streaming-data", "--trainer-max-restarts", "1", "--save-interval", "1"]
-    command = train_command(assets, work, *flags, rollouts=4, colocate=False)
+    flags += ["--rollout-batch-size", "32", "--n-samples-per-prompt", "2"]  # two of which are read ahead
+    command = train_command(assets, work, *flags, *extra, rollouts=4, colocate=False)
+    stacks = work / "out" / "logs" / "stacks.txt"
     log = work / "log.txt"
     with started(command, log) as process:
         family: list[psutil.Process] = []
@@ -174,16 +202,17 @@ def run_struck(
 
         wait_for(struck, f"the moment of {phase}", process=process, log=log)
         (work / "fired").touch()
-        begun, seen = time.monotonic(), set(family)
+        begun, seen, noticed = time.monotonic(), set(family), 0.0
         while (code := process.poll()) is None and time.monotonic() < begun + END_SECONDS:
             with contextlib.suppress(psutil.NoSuchProcess):
                 seen.update(tree(process))
+            noticed = noticed or (time.monotonic() - begun) * stacks.exists()
             time.sleep(0.3)
         seconds = time.monotonic() - begun
         text = log.read_text(errors="replace")
         assert code is not None, f"no end after {END_SECONDS:g} s\n{text[-6000:]}"
         left = wait_until_gone(list(seen), 30)
-    return Struck(code, text, seconds, left)
+    return Struck(code, text, seconds, noticed, stacks.read_text() if stacks.exists() else "", left)
 
 
 @pytest.mark.parametrize(
@@ -211,16 +240,51 @@ def test_what_a_signal_stops_is_named_and_no_wait_is_endless(
 
         urls = {"tool": tool_url, "judge": judge_url}
         struck = run_struck(llama, tmp_path / "run", phase, strike, urls)
-    print(f"{kind} stopped while {phase}: exit code {struck.code} after {struck.seconds:.0f} s")
-    print(struck.text[-2500:])
+    print(f"{kind} stopped while {phase}: exit code {struck.code} after {struck.seconds:.0f} s, ", end="")
+    print(f"noticed after {struck.noticed:.1f} s\n{struck.text[-2500:]}")
     assert struck.left == []
-    assert struck.code in (0, 1, 2, 3)
+    healed = (kind, phase) in HEALS
+    assert struck.code == (0 if healed else 1)
+    assert ("the trainers are up again, from checkpoint 1" in struck.text) == healed
     if phase == "sending":
         assert re.search(r"weight version \d+: POST http://127.0.0.1:\d+/\w+: no answer: ", struck.text)
         assert "trainer rank" not in struck.text
         return
     said = f"no answer from {urls[kind].rstrip('/')}" if kind in urls else f"(process {victims[0].pid})"
     assert said in struck.text, said
+    is_later = kind in LATER or (kind, phase) == ("rank", "generating")
+    assert 0 < struck.noticed < STALL + (LATER_SECONDS if is_later else FEW_SECONDS)
+    assert "the launcher (process " in struck.stacks
+    if kind not in NOT_PYTHON:  # those of a process that is stopped, too
+        assert f"(process {victims[0].pid}):\nProcess {victims[0].pid}: " in struck.stacks
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount a file system")
+@pytest.mark.parametrize("phase", ["starting", "generating", "training"])
+def test_a_full_disk_ends_the_run_with_the_cause(llama: Assets, tmp_path: Path, phase: str) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(disk)], check=True)
+
+    def fill(family: list[psutil.Process]) -> bool:
+        if phase == "starting" and find(family, "ray::RolloutHost") is None:
+            return False
+        with contextlib.suppress(OSError), (disk / "others").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        return True
+
+    where = ["--save", str(disk / "save"), "--output-dir", str(disk / "out")]
+    try:
+        with serving() as (tool_url, _), serving() as (judge_url, _):
+            urls = {"tool": tool_url, "judge": judge_url}
+            struck = run_struck(llama, tmp_path / "run", phase, fill, urls, *where)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    print(f"disk full while {phase}: exit code {struck.code} after {struck.seconds:.0f} s\n{struck.text[-2500:]}")
+    assert (struck.code, struck.left) == (1, [])
+    assert "No space left on device" in struck.text
 
 
 @pytest.mark.full
