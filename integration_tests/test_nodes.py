@@ -163,6 +163,51 @@ def each_sample_was_trained_on_once(work: Path) -> None:
     assert 0 < max(ages) <= STALENESS and min(ages) >= 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["is cut off", "dies"])
+def test_a_node_with_trainer_ranks_is_lost_and_they_start_again_on_one_that_joins(
+    end: str, qwen3: Assets, tmp_path: Path
+) -> None:
+    shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--save-interval", "1", "--stall-timeout", "120"]
+    command = train_command(qwen3, tmp_path, *shape, rollouts=6, colocate=False)
+    log = tmp_path / "log.txt"
+    with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            wait_for(lambda: "saved checkpoint 1" in log.read_text(), "a checkpoint", process=process, log=log)
+            lost = next(machine for machine in cluster.all[1:] if machine.running("TrainerRank"))
+            lost.cut_off() if end == "is cut off" else lost.lose()
+            noticed = "starting the trainers again (restart 1 of 3)"
+            wait_for(lambda: noticed in log.read_text(), "the loss of a rank", process=process, log=log)
+            joined = cluster.add(cpus=1)
+            wait_for(lambda: bool(joined.running("TrainerRank")), "its place", process=process, log=log)
+            assert process.wait(200) == 0, log.read_text()
+        left_alone(cluster)
+    assert "the trainers are up again, from checkpoint " in log.read_text()
+    assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(6))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["is cut off", "dies"])
+def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
+    end: str, qwen3: Assets, tmp_path: Path
+) -> None:
+    command = train_command(qwen3, tmp_path, "--save-interval", "1", *HEALING, rollouts=6, colocate=False)
+    log = tmp_path / "log.txt"
+    with machines(tmp_path, cpus=(0, 1, 1)) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            wait_for(lambda: "saved checkpoint 1" in log.read_text(), "a checkpoint", process=process, log=log)
+            [lost] = [machine for machine in cluster.all if machine.running("RolloutHost")]
+            lost.cut_off() if end == "is cut off" else lost.lose()
+            assert process.wait(200) == 1, log.read_text()
+        assert "the rollout worker died" in log.read_text()
+        assert not any(machine.running("TrainerRank") for machine in cluster.all if machine is not lost)
+        cluster.add(cpus=1)
+        text = run(cluster.first.words(*command), tmp_path / "continued.txt")
+        left_alone(cluster)
+    assert "continuing the run in " in text
+    assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(6))
+
+
 def wider(machine: Machine) -> Iterator[tuple[str, str, int]]:
     """Sockets of a run, not of Ray, that listen on more than the machine's own address and the loopback interface."""
     for users, address, port in machine.listening():
