@@ -22,7 +22,7 @@ from slime_core.interfaces import WeightChannel
 from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
-from slime_rollout.weights import DistributedWeightChannel, TensorWeightChannel, engine_weight_version
+from slime_rollout.weights import DistributedWeightChannel, TensorWeightChannel, buckets, engine_weight_version
 from slime_rollout.weights.buckets import ALIGNMENT_BYTES, BroadcastGroup, largest_elements_first, local_address
 
 
@@ -94,6 +94,42 @@ def test_tensors_of_all_kinds_are_copied_into_one_shared_buffer(channel):
     again, _ = channel._copied(bucket[:2])
     assert again.data_ptr() == flat.data_ptr()
     assert torch.multiprocessing.get_sharing_strategy() == before
+
+
+def test_a_bucket_is_loaded_in_pieces_from_one_buffer(engines, monkeypatch):
+    monkeypatch.setattr(buckets, "PIECE_BYTES", 2 * ALIGNMENT_BYTES)
+    channel = TensorWeightChannel((engines[0].url,))
+    loaded, addresses = [], set()
+
+    def load(flat, metadata):
+        addresses.add(flat.data_ptr())
+        loaded.append([(at.name, flat[at.start_idx : at.end_idx].view(torch.float32).tolist()) for at in metadata])
+
+    monkeypatch.setattr(channel, "_load", load)
+    for sizes, pieces in (
+        ((2, 2, 1, 1, 1, 3), [["w0", "w1"], ["w2", "w3"], ["w4"], ["w5"]]),
+        ((1, 1, 6, 1, 1, 3), [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]),  # w2 has three times ALIGNMENT_BYTES
+    ):
+        loaded.clear()
+        sent = [(f"w{number}", torch.full((8 * size,), float(number))) for number, size in enumerate(sizes)]
+        channel.begin(WeightUpdate(version=4))
+        channel.send(sent)
+        assert [item for piece in loaded for item in piece] == [(name, tensor.tolist()) for name, tensor in sent]
+        assert [[name for name, _ in piece] for piece in loaded] == pieces
+        assert len(addresses) == 1
+        channel.end()
+        addresses.clear()
+
+
+def test_a_piece_that_an_engine_refuses_ends_the_send(engines, monkeypatch):
+    monkeypatch.setattr(buckets, "PIECE_BYTES", ALIGNMENT_BYTES)
+    channel = TensorWeightChannel((engines[0].url,))
+    engines[0].refuse["/update_weights_from_tensor"] = "no room"
+    before = shared_memory()
+    channel.begin(WeightUpdate(version=4))
+    with pytest.raises(WeightSyncError, match="no room"):
+        channel.send([(f"w{number}", torch.ones(16)) for number in range(4)])
+    assert shared_memory() == before
 
 
 def test_a_bucket_of_nothing_but_empty_tensors_is_sent(channel):

@@ -33,11 +33,14 @@ from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.threads import start_call
 from slime_rollout.weights.channel import GIVE_UP_SECONDS, LAST_WORD_SECONDS, EngineChannel
-from slime_rollout.weights.checkpoint import dtype_name
+from slime_rollout.weights.checkpoint import dtype_name, tensor_bytes
 
 # Tensors start at multiples of this in the buffer, so that every dtype is aligned.
 ALIGNMENT_BYTES = 64
 PICKLE_PROTOCOL = 4
+# A bucket crosses shared memory in pieces of so many bytes, or as many as its largest tensor has. So most of it goes
+# through memory that is there already: making memory takes many times as long as copying into it.
+PIECE_BYTES = 32 << 20
 SHARED_MEMORY = Path("/dev/shm")
 JOIN_TIMEOUT_SECONDS = 60.0
 _THREAD = "weight-sync"
@@ -59,7 +62,7 @@ class TensorWeightChannel(EngineChannel):
         self._buffer: torch.Tensor | None = None
 
     def close(self) -> None:
-        """Free the buffer, which is as large as the largest bucket; the next update allocates another.
+        """Free the buffer, which is as large as the largest piece; the next update allocates another.
 
         On the CPU :meth:`end` does so, too: when a process is killed, torch leaves its file in ``/dev/shm`` until the
         last engine that ever read it has ended, and engines may outlive many trainers.
@@ -78,7 +81,12 @@ class TensorWeightChannel(EngineChannel):
             (SHARED_MEMORY / name.decode().removeprefix("/")).unlink()
 
     def _send(self, bucket: NamedTensors) -> None:
-        flat, metadata = self._copied(bucket)
+        whole = sum(tensor.nbytes for _, tensor in bucket)
+        limit = whole if self._stays(bucket[0][1]) else max(PIECE_BYTES, *(tensor.nbytes for _, tensor in bucket))
+        for piece in in_pieces(bucket, limit):
+            self._load(*self._copied(piece, min(limit, whole)))
+
+    def _load(self, flat: torch.Tensor, metadata: list[types.SimpleNamespace]) -> None:
         # A handle is one reference, which its reader releases: each rank of each engine needs its own.
         handles = {url: [_handle(flat, metadata) for _ in range(self.tp_size)] for url in self.engine_urls}
 
@@ -88,34 +96,55 @@ class TensorWeightChannel(EngineChannel):
 
         self._on_all(load)
 
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return self.cuda_ipc and tensor.is_cuda
+
     def _end(self) -> dict[str, str]:
         checksums = super()._end()
         if self._buffer is not None and not self._buffer.is_cuda:
             self.close()
         return checksums
 
-    def _copied(self, bucket: NamedTensors) -> tuple[torch.Tensor, list[types.SimpleNamespace]]:
-        """The bucket in one buffer, which is reused for the next one, and what lies where."""
+    def _copied(
+        self, piece: NamedTensors, least: int = ALIGNMENT_BYTES
+    ) -> tuple[torch.Tensor, list[types.SimpleNamespace]]:
+        """Some tensors in a buffer of ``least`` bytes or more, which is reused for the next, and what lies where."""
         metadata, total = [], 0
-        for name, tensor in bucket:
+        for name, tensor in piece:
             place = {"start_idx": total, "end_idx": total + tensor.nbytes, "numel": tensor.nbytes}
             metadata.append(types.SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
             total += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        buffer = self._buffer_beside(bucket[0][1], max(total, ALIGNMENT_BYTES))
-        for (_, tensor), entry in zip(bucket, metadata, strict=True):
+        buffer = self._buffer_beside(piece[0][1], max(total, least, ALIGNMENT_BYTES))
+        for (_, tensor), entry in zip(piece, metadata, strict=True):
             copy_into(buffer, tensor, entry.start_idx)
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
         return buffer, metadata
 
     def _buffer_beside(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        device = tensor.device if self.cuda_ipc and tensor.is_cuda else torch.device("cpu")
+        device = tensor.device if self._stays(tensor) else torch.device("cpu")
         if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
             self.close()
-            with _file_system_sharing():
-                buffer = torch.empty(size, dtype=torch.uint8, device=device)
-                self._buffer = buffer if buffer.is_cuda else buffer.share_memory_()  # type: ignore[no-untyped-call]
+            if device.type == "cpu":  # made as shared memory; making it so later would copy it
+                storage = torch.UntypedStorage._new_using_filename_cpu(size)
+                self._buffer = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+            else:
+                self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return self._buffer
+
+
+def in_pieces(bucket: NamedTensors, limit: int) -> Iterator[NamedTensors]:
+    """A bucket in parts of at most ``limit`` bytes, aligned, or of one larger tensor."""
+    piece: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for item in bucket:
+        nbytes = -(-item[1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if piece and size + nbytes > limit:
+            yield piece
+            piece, size = [], 0
+        piece.append(item)
+        size += nbytes
+    yield piece
 
 
 def _handle(flat: torch.Tensor, metadata: list[types.SimpleNamespace]) -> str:
@@ -355,4 +384,10 @@ def local_address(url: str) -> str:
 
 def copy_into(buffer: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
     """Copy a tensor into a flat buffer of uint8, from any device and layout, at a multiple of its element size."""
-    buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    place = buffer[start : start + tensor.nbytes]
+    if tensor.is_cpu and buffer.is_cpu and tensor.is_contiguous():
+        # By this thread alone: an engine on the same machine needs the other cores, and torch's threads would wait for
+        # each other at every tensor.
+        place.numpy()[:] = tensor_bytes(tensor)
+    else:
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
