@@ -1,6 +1,7 @@
 """Batched attention against one sequence at a time in float64. H: heads, N: KV heads, D: head size."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,36 @@ def test_a_sequence_does_not_depend_on_its_neighbours(attention, dtype, threads)
     together = torch.split(cache.run(attention), cache.query_lens)
     for i in range(len(lengths)):
         assert cache.run(attention, only=i).equal(together[i])
+
+
+class Pass:
+    """A forward pass as SGLang's backend sees it: all layers have the same lengths, each its own keys and values."""
+
+    def __init__(self, attention, backend, cache):
+        self.attention, self.backend, self.cache = attention, backend, cache
+        self.lens, self.new = torch.tensor(cache.key_lens), torch.tensor(cache.query_lens)
+        attention.forget(None, backend, None)
+
+    def layer(self, **changes):
+        c = self.cache
+        common = (torch.full_like(c.query, float("nan")), c.k, c.v, c.table, c.requests, self.lens)
+        others = {"scaling": SCALING, "is_cross_attn": False, "sliding_window_size": None, "causal": True} | changes
+        if set(c.query_lens) == {1}:
+            return self.attention.decode(None, self.backend, c.query, *common, **others)
+        return self.attention.extend(None, self.backend, c.query, *common, self.lens - self.new, self.new, **others)
+
+
+def test_layers_of_a_pass_share_a_plan_and_passes_do_not(attention, monkeypatch):
+    backend, plans = SimpleNamespace(), []
+    plan = attention.plan
+    monkeypatch.setattr(attention, "plan", lambda *args: plans.append(args) or plan(*args))
+    for number, case in enumerate(("decode", "prefix", "decode"), 1):
+        cache = Cache(CASES[case])
+        one = Pass(attention, backend, cache)
+        for _ in range(3):
+            cache.k, cache.v = torch.randn(2, SLOTS, N, D)
+            assert (one.layer().double() - cache.reference()).abs().max() < 2e-6
+        assert len(plans) == number
+    cache.table = cache.table.flip(0)  # requests lie elsewhere in the next pass, although they are as long
+    again = Pass(attention, backend, cache)
+    assert (again.layer().double() - cache.reference()).abs().max() < 2e-6

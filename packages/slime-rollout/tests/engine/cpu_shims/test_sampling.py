@@ -70,6 +70,19 @@ def test_sample_is_the_gumbel_maximum_in_float64(sampling):
         assert got[row].item() == scores.index(max(scores))
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0, 10.0])
+def test_of_a_large_vocabulary_the_same_columns_are_drawn_as_by_the_noise_of_all(sampling, spread):
+    torch.manual_seed(0)
+    probabilities = torch.softmax(torch.randn(64, 20_000) * spread, -1)
+    seed, position = torch.randint(0, 2**62, (64,)), torch.arange(64)
+    hashed = sampling.murmur_hash32(seed, position, torch.arange(20_000))
+    noise = -torch.log(-torch.log(hashed.to(torch.float64) / MASK).clamp(max=-(2.0**-32)))
+    expected = (probabilities.log() + noise).argmax(1)
+    assert sampling.multinomial_with_seed(probabilities.log(), seed, position)[:, 0].equal(expected)
+    drawn = sampling.sampling_from_probs(None, probabilities, seed, position)
+    assert drawn.equal(expected.to(torch.int32))
+
+
 def test_frequencies_are_the_probabilities(sampling):
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.025])
     count = 20000

@@ -37,8 +37,15 @@ def attention(query_THD, output_THD, k_cache, v_cache, req_to_token, req_pool_in
         key_lens: Tokens in the cache for each sequence, the new ones included; B ints.
         query_lens: New tokens of each sequence; B ints. They are the last ones.
     """
-    starts = list(itertools.accumulate(query_lens, initial=0))
-    for sequences in _alike(key_lens, query_lens):
+    groups = query_THD.shape[1] // k_cache.shape[1]
+    parts = plan(req_to_token, req_pool_indices, key_lens, query_lens, groups, query_THD.dtype)
+    return attend(query_THD, output_THD, k_cache, v_cache, parts, scaling)
+
+
+class Part:
+    """Sequences that share one call, and where their rows are; the same in all layers of a pass."""
+
+    def __init__(self, sequences, starts, req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype):
         start = torch.tensor([starts[i] for i in sequences])[:, None]
         query_len = torch.tensor([query_lens[i] for i in sequences])[:, None]
         key_len = torch.tensor([key_lens[i] for i in sequences])[:, None]
@@ -49,13 +56,34 @@ def attention(query_THD, output_THD, k_cache, v_cache, req_to_token, req_pool_in
         real_BQ = row_BQ < query_len
         row_BQ = torch.minimum(row_BQ, query_len - 1)
         column_K = torch.arange(columns)
-        slot_BK = req_to_token[req_pool_indices[sequences][:, None], torch.minimum(column_K, key_len - 1)]
+        self.slot_BK = req_to_token[req_pool_indices[sequences][:, None], torch.minimum(column_K, key_len - 1)]
+        self.token_BQ = start + row_BQ
+        self.target = self.token_BQ[real_BQ]
+        self.source = real_BQ.flatten().nonzero()[:, 0]
+        # One new token of every sequence, as in a decode step: queries and results lie as they are needed.
+        self.is_whole = rows == 1 and len(sequences) == len(query_lens)
         mask_BQK = column_K <= (key_len - query_len + row_BQ)[:, :, None]
-        token_BQ = start + row_BQ
-        out_BQHD = _grouped(
-            _take(query_THD, token_BQ), _take(k_cache, slot_BK), _take(v_cache, slot_BK), mask_BQK, scaling
-        )
-        output_THD[token_BQ[real_BQ]] = out_BQHD[real_BQ]
+        mask = pad(mask_BQK.repeat(1, groups, 1), (0, 0, 0, -groups * rows % ROW_STEP), value=True)[:, None]
+        self.bias = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def plan(req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype):
+    """The calls that attend to all sequences, for queries of ``dtype``; arguments as of :func:`attention`."""
+    starts = list(itertools.accumulate(query_lens, initial=0))
+    where = (starts, req_to_token, req_pool_indices, key_lens, query_lens, groups, dtype)
+    return [Part(sequences, *where) for sequences in _alike(key_lens, query_lens)]
+
+
+def attend(query_THD, output_THD, k_cache, v_cache, parts, scaling):
+    """Attention by a plan, into ``output_THD``."""
+    for part in parts:
+        query_BQHD = query_THD[:, None] if part.is_whole else _take(query_THD, part.token_BQ)
+        key_BKND, value_BKND = _take(k_cache, part.slot_BK), _take(v_cache, part.slot_BK)
+        out_BQHD = _grouped(query_BQHD, key_BKND, value_BKND, part.bias, scaling)
+        if part.is_whole:
+            output_THD.copy_(out_BQHD[:, 0])
+        else:
+            output_THD[part.target] = _take(out_BQHD.flatten(0, 1), part.source)
     return output_THD
 
 
@@ -64,19 +92,16 @@ def _take(rows, indices):
     return embedding(indices, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
-def _grouped(query_BQHD, key_BKND, value_BKND, mask_BQK, scaling):
+def _grouped(query_BQHD, key_BKND, value_BKND, bias, scaling):
     """Attention with the query heads of one KV head as further query rows."""
     rows, heads = query_BQHD.shape[1:3]
     kv_heads = key_BKND.shape[2]
     groups = heads // kv_heads
     query = query_BQHD.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     key, value = (cached.transpose(1, 2).to(query.dtype) for cached in (key_BKND, value_BKND))
-    mask = mask_BQK.repeat(1, groups, 1)[:, None]
-    extra = -query.shape[2] % ROW_STEP
-    if extra:
+    if extra := bias.shape[2] - query.shape[2]:
         query = pad(query, (0, 0, 0, extra))
-        mask = pad(mask, (0, 0, 0, extra), value=True)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, : groups * rows]
+    out = scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)[:, :, : groups * rows]
     return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -100,8 +125,7 @@ def decode(original, backend, *args, **kwargs):
     """Around SGLang's ``TorchNativeAttnBackend._run_sdpa_forward_decode``: one new token per sequence."""
     if _is_special(args, kwargs, plain=7):
         return original(backend, *args, **kwargs)
-    *tensors, seq_lens = args[:7]
-    return attention(*tensors, seq_lens.tolist(), [1] * len(seq_lens), kwargs["scaling"])
+    return _of_pass(backend, *args[:7], None, kwargs["scaling"])
 
 
 def extend(original, backend, *args, **kwargs):
@@ -109,7 +133,24 @@ def extend(original, backend, *args, **kwargs):
     if _is_special(args, kwargs, plain=9) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
     *tensors, seq_lens, _prefix_lens, query_lens = args[:9]
-    return attention(*tensors, seq_lens.tolist(), query_lens.tolist(), kwargs["scaling"])
+    return _of_pass(backend, *tensors, seq_lens, query_lens, kwargs["scaling"])
+
+
+def forget(_result, backend, *_args, **_kwargs):
+    """After ``TorchNativeAttnBackend.init_forward_metadata``, which begins every pass through the model."""
+    backend.slime_plan = None
+
+
+def _of_pass(backend, query, output, k_cache, v_cache, req_to_token, requests, seq_lens, query_lens, scaling):
+    """Attention by the plan that the pass's first layer made: a third of the time went into making one per layer."""
+    key = query.shape[1] // k_cache.shape[1], query.dtype
+    of, made_for, parts = getattr(backend, "slime_plan", None) or (None, None, None)
+    if of is not seq_lens or made_for != key:
+        lens = seq_lens.tolist()
+        new = [1] * len(lens) if query_lens is None else query_lens.tolist()
+        parts = plan(req_to_token, requests, lens, new, *key)
+        backend.slime_plan = seq_lens, key, parts
+    return attend(query, output, k_cache, v_cache, parts, scaling)
 
 
 def _is_special(args, kwargs, plain):

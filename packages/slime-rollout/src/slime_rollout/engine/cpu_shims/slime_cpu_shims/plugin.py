@@ -31,11 +31,15 @@ def _allow_reproducible_sampling():
     _replace("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", lambda self: None)
     _replace("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", sampling.murmur_hash32)
     _replace("sglang.srt.layers.sampler.multinomial_with_seed", sampling.multinomial_with_seed)
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.sampling_from_probs_torch", sampling.sampling_from_probs, HookType.AROUND
+    )
 
 
 def _attend_to_many_sequences_at_once():
     HookRegistry.register(f"{ATTENTION}._run_sdpa_forward_decode", attention.decode, HookType.AROUND)
     HookRegistry.register(f"{ATTENTION}._run_sdpa_forward_extend", attention.extend, HookType.AROUND)
+    HookRegistry.register(f"{ATTENTION}.init_forward_metadata", attention.forget, HookType.AFTER)
 
 
 def _fork_children():

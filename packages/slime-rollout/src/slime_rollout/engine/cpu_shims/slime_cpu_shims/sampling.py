@@ -11,6 +11,7 @@ BITS = 32
 LENGTH = 16
 # Rows that are hashed together: their temporaries stay in the processor's cache.
 ROWS = 2
+MARGIN = 0.25
 
 
 def _signed(constant):
@@ -27,14 +28,51 @@ def multinomial_with_seed(logprobs, seed, positions):
     ``logprobs`` are ``[B, V]``, not necessarily normalised; 64-bit seeds and positions are ``[B]``. Returns the sampled
     columns ``[B, 1]``, int64.
     """
+    weights = (logprobs - logprobs.amax(1, keepdim=True)).exp_()
+    return _draw(weights, seed, positions, lambda row, column: logprobs[row, column])
+
+
+def sampling_from_probs(original, probs, sampling_seed=None, positions=None):
+    """Around SGLang's ``sampling_from_probs_torch``: the same without the logarithms of all probabilities."""
+    if sampling_seed is None:
+        return original(probs, sampling_seed, positions)
+    drawn = _draw(probs, sampling_seed, positions, lambda row, column: probs[row, column].log())
+    return drawn.view(-1).to(torch.int32)
+
+
+def _draw(weights, seed, positions, log_probs_at):
+    """The column of each row where log-prob plus Gumbel noise is largest, in float64 ``[B, 1]``.
+
+    float64 logarithms of every hash are most of the time. So float32 finds the few columns that can be the largest:
+    log w - log(-log u) is largest where w / -log u is.
+    """
     state = hash_of_seed(seed.view(-1), positions.view(-1))
-    columns = _scramble(torch.arange(logprobs.shape[1], dtype=torch.int32))
-    rows = []
-    for start in range(0, logprobs.shape[0], ROWS):
+    columns = _scramble(torch.arange(weights.shape[1], dtype=torch.int32))
+    found = []
+    for start in range(0, weights.shape[0], ROWS):
         part = slice(start, start + ROWS)
-        noise = _gumbel(hash_of_columns(state[part], columns))
-        rows.append(noise.add_(logprobs[part]).argmax(dim=1, keepdim=True))
-    return torch.cat(rows)
+        hashed = hash_of_columns(state[part], columns)
+        row, column = _near_largest(weights[part], hashed)
+        found.append((row + start, column, hashed[row, column]))
+    row, column, hashed = (torch.cat(each) for each in zip(*found, strict=True))
+    score = _gumbel(hashed) + log_probs_at(row, column)
+    shape = weights.shape[:1]
+    largest = torch.full(shape, -torch.inf, dtype=torch.float64).scatter_reduce_(0, row, score, "amax")
+    ties = column.where(score == largest[row], weights.shape[1] - 1)
+    return torch.full(shape, weights.shape[1] - 1).scatter_reduce_(0, row, ties, "amin")[:, None]
+
+
+def _near_largest(weights, hashed):
+    """Rows and columns where w / -log u, in float32, is at least a quarter of a row's largest.
+
+    The margin leaves room for what float32 gets wrong. Counted down from one, u = 1 - t, it is exact to a few last bits
+    but where u is near zero. There -log u is at most 22.2, and is taken as 11.09 from 2⁻¹⁶ on: that makes a score up to
+    twice as large. (The hash 0, one in 2³², is worse off.)
+    """
+    t = hashed.view(torch.int32).bitwise_not().view(torch.uint32).to(torch.float32)
+    t.mul_(2.0**-BITS).clamp_(min=2.0**-BITS, max=1 - 2.0**-16)
+    ratio = torch.div(weights, t.neg_().log1p_().neg_())
+    return (ratio >= ratio.amax(1, keepdim=True).mul_(MARGIN)).nonzero(as_tuple=True)
 
 
 def murmur_hash32(seed, positions, col_indices):
