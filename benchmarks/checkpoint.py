@@ -140,7 +140,7 @@ def batch() -> TrainShard:
 
 
 def resume(out: str, size: int) -> dict[str, float]:
-    """Seconds of the imports alone; of them and all else until the rank could train, and until it had; of a next step."""
+    """Seconds of the imports alone, of all until the rank could train, of all until it had, and of another step."""
     start = time.perf_counter()
     from slime_megatron.device import select_device
 

@@ -1,11 +1,14 @@
 """MB/s of new weights from the trainer's process into one running SGLang engine on this machine, by each transport.
 
-A random Qwen3 in fp32, in buckets of 16 MB; each update changes a thousandth of the elements, as few as a late step in
-bf16 does. Updates of all transports alternate, and the median counts. `rate` is what a run sends over the time from
-`begin` to `end`, in which the engine pauses, loads, confirms the version and goes on; for files and deltas generation
-goes on until it loads. `time` is the update's over that of one shared buffer. `sent` are the bytes that leave the
-trainer, over those of the model. `tensor by tensor` gives the engine a handle for every tensor instead of one for the
-bucket. Clock times; the engine has one thread.
+A random Qwen3 in fp32, in one bucket, as with the default `--update-weight-buffer-size`; each update changes a
+thousandth of the elements, as few as a late step in bf16 does. Updates of all transports alternate, and the median
+counts. `rate` is what a run sends over the time from `begin` to `end`, in which the engine pauses, loads, confirms the
+version and goes on; for files and deltas generation goes on until it loads. `time` is the update's over that by shared
+memory. `sent` are the bytes that leave the trainer, over those of the model. `tensor by tensor` gives the engine
+a handle for every tensor instead of one for a piece of a bucket. Clock times; the engine has one thread.
+
+`memory copy` copies the same tensors with one thread, in the same rounds, into memory that this process has written
+before. An update by shared memory copies twice, here and in the engine, and makes the memory between anew.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from slime_rollout.weights import (
 )
 from slime_rollout.weights.buckets import PICKLE_PROTOCOL, _file_system_sharing
 
-ROUNDS, LAYERS, HIDDEN, BUCKET_BYTES, CHANGED = 7, 12, 512, 2**24, 1000
-BASE = "one shared buffer"
+ROUNDS, LAYERS, HIDDEN, CHANGED = 7, 12, 512, 1000
+BASE, COPY = "shared memory", "memory copy"
+COPY_GOAL = 0.6
 
 
 @dataclasses.dataclass
@@ -81,6 +85,11 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     records = []
     for name, times in seconds.items():
         case, middle = f"{name}, {total / 1e6:.0f} MB", statistics.median(times)
+        if name == COPY:
+            share = middle / statistics.median(seconds[BASE])
+            records.append(Record(case, "rate", total / middle / 1e6, "MB/s", True))
+            records.append(Record(f"{BASE} / {COPY}", "rate", share, "x", True, COPY_GOAL))
+            continue
         records += [
             Record(case, "rate", total / middle / 1e6, "MB/s", True),
             Record(case, "time", middle / statistics.median(seconds[BASE]), "x", False),
@@ -96,6 +105,7 @@ def measure(
     """Seconds of each update, and the bytes of the last one's files."""
     model = str(out / "model")
     seconds: dict[str, list[float]] = {}
+    buffer = torch.zeros(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
     with DeltaReceiver(directory=str(out / "local"), hf_checkpoint=model, source=str(out / "delta")) as receiver:
         channels: dict[str, WeightChannel] = {
             BASE: TensorWeightChannel(urls),
@@ -113,6 +123,9 @@ def measure(
                 print(f"round {number}: {name}: {taken:.3f} s", flush=True)
                 if number:
                     seconds.setdefault(name, []).append(taken)
+            taken = copy(weights, buffer)
+            if number:
+                seconds.setdefault(COPY, []).append(taken)
         for channel in channels.values():
             channel.close()
     return seconds, {name: newest_bytes(out / name) for name in ("disk", "delta")}
@@ -122,14 +135,17 @@ def push(channel: WeightChannel, weights: dict[str, torch.Tensor], version: int)
     """Send all weights; returns seconds."""
     started = time.perf_counter()
     channel.begin(WeightUpdate(version=version))
-    bucket: list[tuple[str, torch.Tensor]] = []
-    for item in weights.items():
-        bucket.append(item)
-        if sum(tensor.nbytes for _, tensor in bucket) >= BUCKET_BYTES:
-            channel.send(bucket)
-            bucket = []
-    channel.send(bucket)
+    channel.send(list(weights.items()))
     channel.end()
+    return time.perf_counter() - started
+
+
+def copy(weights: dict[str, torch.Tensor], buffer: torch.Tensor) -> float:
+    """Copy all weights, one behind the other; returns seconds."""
+    started, place = time.perf_counter(), 0
+    for tensor in weights.values():
+        buffer[place : place + tensor.nbytes].copy_(tensor.view(-1).view(torch.uint8))
+        place += tensor.nbytes
     return time.perf_counter() - started
 
 
