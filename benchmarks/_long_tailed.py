@@ -1,0 +1,21 @@
+"""A custom generate function: one turn whose length is drawn log-normally, from the sample's index alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from slime_core.types import Sample
+from slime_rollout.generate import generate_single
+
+MEDIAN, SIGMA = 20, 1.0
+"""Of the lengths in tokens, and the spread of their logarithms."""
+
+
+async def custom_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The turn goes on to its length, whatever the model writes."""
+    drawn = MEDIAN * math.exp(random.Random(sample.index).gauss(0.0, SIGMA))
+    length = min(max(1, round(drawn)), args.rollout_max_response_len)
+    await generate_single(sample.prompt, max_new_tokens=length, ignore_eos=True)
+    return sample

@@ -1,0 +1,112 @@
+"""Wall time of a step where generation and training overlap, against that of the longer of the two alone.
+
+Whole runs of `slime-launch train` with the quick start's model and parts: 16 prompts of four samples a step, whose
+lengths are drawn log-normally (half have less than 20 tokens, one in thirty the most, 128), and a reference model. Both
+halves then take about as long. The engine computes on one core with one thread, and the trainer on another, so that
+neither takes time from the other. One run is in step, the other generates up to two rollouts ahead; both generate
+samples of the same lengths in the same order.
+
+`generate alone` and `train alone` are the phases of the run in step, where one waits while the other works. `sync` and
+`async` are what a step takes from one record to the next, on average after the first two. `async / longer` is the
+latter over the longer of the two alone; what it has above 1 is sending weights, while engines pause, and waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from _records import Record
+from quickstart import BIN, ENGINE_PYTHON, MODEL_ARGS, ROOT, get_model, write_data
+from quickstart_parts import Places, command_script, replace_flags, train_flags
+
+GOAL = 1.1
+SEED, PROMPTS, GROUP, LONGEST, SKIPPED = 1, 16, 4, 128, 2
+LIMIT_SECONDS = 900.0
+GENERATE = ROOT / "benchmarks" / "_long_tailed.py"
+OF_QUICK_START = ("--colocate", "--no-offload-train", "--no-offload-rollout", "--save", "--save-interval")
+EVALUATION = ("--eval-prompt-data", "--eval-interval", "--eval-temperature")
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Run both loops.
+
+    Args:
+        out: Directory for logs and results.
+        quick: Five steps instead of twelve.
+
+    Raises:
+        RuntimeError: There are not two cores, or a run failed.
+    """
+    if len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        raise RuntimeError(f"async_loop needs two cores, one for each half, and may use {len(cores)}")
+    steps = 5 if quick else 12
+    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
+    places.run.mkdir(parents=True, exist_ok=True)
+    get_model(places)
+    write_data(places, SEED)
+    rows = {}
+    for name, further in (("sync", []), ("async", ["--async-buffer-size", "2"])):
+        print(f"{name}: {steps} steps", flush=True)
+        rows[name] = run(places, out / name, steps, further, cores)
+    return figures(rows["sync"], rows["async"])
+
+
+def run(
+    places: Places, out: Path, steps: int, further: Sequence[str], cores: Sequence[int]
+) -> list[Mapping[str, float]]:
+    """A run to its end: the rows of its rollouts in metrics.jsonl."""
+    out.mkdir(parents=True)
+    flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
+    for name in (*OF_QUICK_START, *EVALUATION):
+        del flags[name]
+    samples = str(PROMPTS * GROUP)
+    words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--rollout-batch-size", str(PROMPTS)]
+    words += ["--n-samples-per-prompt", str(GROUP), "--global-batch-size", samples, "--micro-batch-size", samples]
+    words += ["--rollout-max-response-len", str(LONGEST), "--custom-generate-function-path", str(GENERATE)]
+    words += ["--engine-threads", "1", "--trainer-threads", "1"]
+    # Which cores OpenMP's threads run on, the first of which is the process's own.
+    words += ["--train-env-vars", json.dumps({"GOMP_CPU_AFFINITY": str(cores[1])})]
+    script = out / "command.sh"
+    flags = replace_flags(flags, [*words, *further])
+    script.write_text(command_script(flags, model_args=MODEL_ARGS, launcher=BIN / "slime-launch", root=ROOT))
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "GOMP_CPU_AFFINITY": str(cores[0])}
+    with (out / "log.txt").open("wb") as log:
+        done = subprocess.run(
+            ["bash", str(script)], stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=LIMIT_SECONDS
+        )
+    if done.returncode:
+        tail = "\n".join((out / "log.txt").read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"a run ended with exit code {done.returncode}:\n{tail}")
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "rollout"]
+
+
+def figures(sync: Sequence[Mapping[str, float]], overlapped: Sequence[Mapping[str, float]]) -> list[Record]:
+    """Seconds a step of both runs, and what they are against the longer half."""
+    counted = sync[SKIPPED:]
+    generate, train, send = (
+        fmean(row[f"perf/{phase}_time"] for row in counted) for phase in ("rollout", "train", "update_weights")
+    )
+    longer = max(generate, train)
+    seconds = {
+        "generate alone": generate,
+        "train alone": train,
+        "send weights": send,
+        "sync": step_seconds(sync),
+        "async": step_seconds(overlapped),
+    }
+    return [
+        *(Record(name, "time", value, "s/step", more_is_better=False) for name, value in seconds.items()),
+        Record("sync / longer", "time", seconds["sync"] / longer, "x", more_is_better=False),
+        Record("async / longer", "time", seconds["async"] / longer, "x", more_is_better=False, goal=GOAL),
+    ]
+
+
+def step_seconds(rows: Sequence[Mapping[str, float]]) -> float:
+    """Mean seconds from the record of a step to the next one's, after the first ones."""
+    return (rows[-1]["time"] - rows[SKIPPED - 1]["time"]) / (len(rows) - SKIPPED)
