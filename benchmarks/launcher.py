@@ -1,7 +1,9 @@
 """What the launcher takes: `--help`, `plan`, the quick start's way to its first token, its share of a step.
 
 `--help` and `plan` are wall times of a whole process. The way to the first token goes from the start of the command to
-the engine's second batch of prompts, which comes after the first one's tokens. A launcher's share of a step is what is
+the engine's second batch of prompts, which comes after the first one's tokens. Engine, router and trainers start side
+by side once Ray is there; the engine's part is in three phases by its own log, and the rest of the wait, for router and
+trainers, is the fourth. A launcher's share of a step is what is
 neither generating, scoring, nor a trainer's own work, nor sending: from the end of one step to the end of the next.
 All are medians, of processes, of runs, and of steps but each run's first.
 """
@@ -28,7 +30,9 @@ START_LIMIT_SECONDS = 300.0
 LAUNCHER = BIN / "slime-launch"
 WORK = ("generate", "reward", "ref_log_probs", "log_probs", "forward_backward", "optimizer", "update_weights")
 """Phases of a step that are no overhead: the halves' own times, and what the loop waits for weights."""
-CHECKS, PLACED, UP, TOKEN = "checks", "Ray", "engines, router and trainers", "weights and first token"
+CHECKS, PLACED, UP, SENT, TOKEN = "checks", "Ray", "router and trainers, after the engine", "weights", "first token"
+IMPORTED, LOADED, SERVES = "engine's imports", "engine's weights", "engine's cache and server"
+PHASES = (CHECKS, PLACED, IMPORTED, LOADED, SERVES, UP, SENT, TOKEN)
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:
@@ -52,10 +56,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         print(f"run {number + 1} of {runs}", flush=True)
         starts.append(run(script(places, out / f"run-{number}", steps), out / f"run-{number}"))
         shares += overheads(out / f"run-{number}" / "run" / "metrics.jsonl")
-    records += [
-        Record("start", phase, median(start[phase] for start in starts), "s", False)
-        for phase in (CHECKS, PLACED, UP, TOKEN)
-    ]
+    records += [Record("start", phase, median(start[phase] for start in starts), "s", False) for phase in PHASES]
     whole = median(sum(start.values()) for start in starts)
     records.append(Record("start", "to the first token", whole, "s", False, TOKEN_GOAL))
     records.append(Record("step", "overhead", median(seconds for seconds, _ in shares), "s", False))
@@ -91,8 +92,16 @@ def run(command: Path, out: Path) -> dict[str, float]:
         RuntimeError: It failed, or did not come up in time; says where the log is.
     """
     log, engine = out / "log.txt", out / "run" / "logs" / "engine_0.log"
-    reached = {CHECKS: (log, "\n", 1), PLACED: (log, "placement:", 1), UP: (log, " are up (", 1)}
-    reached[TOKEN] = (engine, "Prefill batch", 2)
+    reached = {
+        CHECKS: (log, "\n", 1),
+        PLACED: (log, "placement:", 1),
+        IMPORTED: (engine, "Init parallel begin", 1),
+        LOADED: (engine, "Load weight end", 1),
+        SERVES: (engine, "The server is fired up", 1),
+        UP: (log, " are up (", 1),
+        SENT: (engine, "[continue_generation]", 1),
+        TOKEN: (engine, "Prefill batch", 2),
+    }
     found: dict[str, float] = {}
     with log.open("w") as stdout:
         start = last = time.perf_counter()
