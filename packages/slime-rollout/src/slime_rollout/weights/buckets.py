@@ -127,7 +127,7 @@ class TensorWeightChannel(EngineChannel):
             self.close()
             if device.type == "cpu":  # made as shared memory; making it so later would copy it
                 storage = torch.UntypedStorage._new_using_filename_cpu(size)
-                self._buffer = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                self._buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
             else:
                 self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return self._buffer
