@@ -24,6 +24,7 @@ pytestmark = [
 DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 STALENESS = 2
 BESIDE = ["--async-buffer-size", "2", "--max-weight-staleness", str(STALENESS), "--use-tis", "--keep-rollouts"]
+LONG = 40  # rollouts: Ray notices a lost node after seconds
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
 
 
@@ -169,7 +170,7 @@ def test_a_node_with_trainer_ranks_is_lost_and_they_start_again_on_one_that_join
     end: str, qwen3: Assets, tmp_path: Path
 ) -> None:
     shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--save-interval", "1", "--stall-timeout", "120"]
-    command = train_command(qwen3, tmp_path, *shape, rollouts=6, colocate=False)
+    command = train_command(qwen3, tmp_path, *shape, rollouts=LONG, colocate=False)
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
@@ -183,7 +184,7 @@ def test_a_node_with_trainer_ranks_is_lost_and_they_start_again_on_one_that_join
             assert process.wait(200) == 0, log.read_text()
         left_alone(cluster)
     assert "the trainers are up again, from checkpoint " in log.read_text()
-    assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(6))
+    assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(LONG))
 
 
 @pytest.mark.full
@@ -191,7 +192,7 @@ def test_a_node_with_trainer_ranks_is_lost_and_they_start_again_on_one_that_join
 def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
     end: str, qwen3: Assets, tmp_path: Path
 ) -> None:
-    command = train_command(qwen3, tmp_path, "--save-interval", "1", *HEALING, rollouts=6, colocate=False)
+    command = train_command(qwen3, tmp_path, "--save-interval", "1", *HEALING, rollouts=LONG, colocate=False)
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(0, 1, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
@@ -205,7 +206,7 @@ def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
         text = run(cluster.first.words(*command), tmp_path / "continued.txt")
         left_alone(cluster)
     assert "continuing the run in " in text
-    assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(6))
+    assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(LONG))
 
 
 def wider(machine: Machine) -> Iterator[tuple[str, str, int]]:

@@ -246,7 +246,7 @@ def test_what_a_signal_stops_is_named_and_no_wait_is_endless(
     healed = (kind, phase) in HEALS
     assert struck.code == (0 if healed else 1)
     assert ("the trainers are up again, from checkpoint 1" in struck.text) == healed
-    if phase == "sending":
+    if phase == "sending" or (kind, phase) == ("scheduler", "training"):  # given up before that is a stall
         assert re.search(r"weight version \d+: POST http://127.0.0.1:\d+/\w+: no answer: ", struck.text)
         assert "trainer rank" not in struck.text
         return
@@ -284,7 +284,7 @@ def test_a_full_disk_ends_the_run_with_the_cause(llama: Assets, tmp_path: Path, 
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
     print(f"disk full while {phase}: exit code {struck.code} after {struck.seconds:.0f} s\n{struck.text[-2500:]}")
     assert (struck.code, struck.left) == (1, [])
-    assert "No space left on device" in struck.text
+    assert re.search("the disk is full|No space left on device", struck.text)
 
 
 @pytest.mark.full
