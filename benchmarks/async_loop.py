@@ -37,14 +37,14 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs and results.
-        quick: Five steps instead of twelve.
+        quick: Three steps instead of twelve.
 
     Raises:
         RuntimeError: There are not two cores, or a run failed.
     """
     if len(cores := sorted(os.sched_getaffinity(0))) < 2:
         raise RuntimeError(f"async_loop needs two cores, one for each half, and may use {len(cores)}")
-    steps = 5 if quick else 12
+    steps = 3 if quick else 12
     places = Places.under(ROOT / "outputs" / "quickstart", SEED)
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)

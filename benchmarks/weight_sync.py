@@ -40,7 +40,7 @@ from slime_rollout.weights import (
 from slime_rollout.weights.buckets import PICKLE_PROTOCOL, _file_system_sharing
 
 ROUNDS, LAYERS, HIDDEN, CHANGED = 7, 12, 512, 1000
-BASE, COPY = "shared memory", "memory copy"
+BASE, COPY = "one shared buffer", "memory copy"
 COPY_GOAL = 0.6
 
 
