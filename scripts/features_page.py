@@ -162,8 +162,8 @@ def write_files(directory: Path) -> None:
         checkpoint.mkdir(parents=True)
         (directory / name / "latest_checkpointed_iteration.txt").write_text("release")
         (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-        for file in (".metadata", "common.pt"):
-            (checkpoint / file).touch()
+        (checkpoint / ".metadata").touch()
+        torch.save({"args": {}}, checkpoint / "common.pt")
     talk = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
     pair = {"prompt": "1 + 1 =", "label": "2", "chosen": "2", "rejected": "3"}
     for name, row in (("train", pair), ("rows", pair | {"messages": talk}), ("held", pair | {"messages": talk})):

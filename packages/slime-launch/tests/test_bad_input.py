@@ -68,7 +68,7 @@ def test_missing_data_file(refused, flags, workspace):
     [
         ("{not json", "train.jsonl:3: invalid JSON"),
         (
-            json.dumps({"prompt": 7, "label": "1"}),
+            json.dumps({"prompt": 7.5, "label": "1"}),
             "train.jsonl:3: 'prompt' must be a string or a list of chat messages",
         ),
         (json.dumps({"prompt": "1 + 1 ="}), "train.jsonl:3: "),

@@ -383,7 +383,7 @@ def test_a_verifier_has_the_memory_that_is_given(monkeypatch):
 def test_the_first_check_of_an_engine_waits_as_long_as_given(monkeypatch):
     from slime_rollout.engine import health
 
-    slot = types.SimpleNamespace(now=types.SimpleNamespace())
+    slot = types.SimpleNamespace(now=types.SimpleNamespace(has_no_room=False))
     monitor = types.SimpleNamespace(
         _router=types.SimpleNamespace(now=types.SimpleNamespace()), _slots=[slot], _engines=[],
         _config=parse_train(f"{BASE} --rollout-health-check-first-wait 70".split()).engine,

@@ -183,9 +183,9 @@ class Trainers(Half):
     data_parallel_size = 1
     in_background, writing, questions = False, None, 0
 
-    def __init__(self, clock: Clock, save: Path, resume_from: Path | None) -> None:
+    def __init__(self, clock: Clock, save: Path, model: Path, resume_from: Path | None) -> None:
         super().__init__(clock, "trainers")
-        self.save_dir, self.checks = save, 0
+        self.save_dir, self.model, self.checks = save, model, 0
         self.load(resume_from)
 
     def load(self, resume_from):
@@ -233,7 +233,7 @@ class Trainers(Half):
         final = self.save_dir / f"iter_{iteration:07d}"
         partial = final.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        shutil.copytree(self.model, partial)
         self.clock.tick(f"save {iteration}")
         (partial / "weights.json").write_text(json.dumps(weights))
         shutil.rmtree(final, ignore_errors=True)
@@ -288,7 +288,8 @@ def launch(clock, flags, to_words, monkeypatch):
             return False
 
         def start(*_, resume_from, **__):
-            trainers, rollout = Trainers(clock, home / "save", resume_from), Rollout(clock)
+            model = Path(flags["--load"]) / "release"
+            trainers, rollout = Trainers(clock, home / "save", model, resume_from), Rollout(clock)
             if checked.settings.engines_sleep:
                 rollout.sleep()
             return trainers, rollout

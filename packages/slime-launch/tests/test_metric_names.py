@@ -64,6 +64,8 @@ class AloneAtWork:
     _optimize = worker.MegatronWorker._optimize
     _packed = worker.MegatronWorker._packed
     _train = worker.MegatronWorker._train
+    _turn_of = worker.MegatronWorker._turn_of
+    _takes_turns = False
 
     def __init__(self, algorithm, loss):
         self.config = types.SimpleNamespace(

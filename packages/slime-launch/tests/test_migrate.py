@@ -219,8 +219,9 @@ def test_a_key_is_neither_shown_nor_written_down(tmp_path, capsys):
 
 
 def test_an_argument_of_megatrons_without_effect_is_called_so():
-    done = migrated(TrainCommand("train.py", ["--moe-grouped-gemm"], []))
-    assert [became.outcome for became in done.flags] == [Outcome.NO_EFFECT] and "--moe-grouped-gemm" not in done.words
+    done = migrated(TrainCommand("train.py", ["--moe-shared-expert-overlap"], []))
+    assert [became.outcome for became in done.flags] == [Outcome.NO_EFFECT]
+    assert "--moe-shared-expert-overlap" not in done.words
 
 
 def test_an_argument_of_megatrons_that_is_not_built_is_refused():

@@ -191,7 +191,7 @@ def finished(flags, to_words, workspace):
         metrics = {"rollout/raw_reward": rollout_id / 2, "perf/step_time": 3.0}
         tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=metrics)
     tracker.close()
-    (workspace / "save" / "iter_0000002").mkdir()
+    shutil.copytree(workspace / "dist" / "release", workspace / "save" / "iter_0000002")
     state.saving(workspace / "save" / "iter_0000002", {})
     state.commit()
     return [sys.executable, "-m", "slime_launch.cli", "train", *to_words(flags)]

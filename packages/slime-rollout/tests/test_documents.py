@@ -28,6 +28,7 @@ FLAGS = {spec.name for config in (RolloutConfig, EngineConfig) for spec in flag_
 # and receive-weights.
 ELSEWHERE = {
     *("--colocate", "--opd-kl-coef", "--opd-teacher-load", "--rollout-num-gpus", "--use-opd", "--use-tis"),
+    *("--custom-advantage-function-path",),
     *("--reply", "--run", "--time-limit"),
     *("--config", "--sglang-api-key"),
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
