@@ -554,7 +554,7 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
     parts = Parts(
         settings=parse_train(to_words(flags)),
         shape=None,
-        trainers=Dead(clock, tmp_path, None),
+        trainers=Dead(clock, tmp_path, tmp_path, None),
         rollout=Rollout(clock),
         memory=types.SimpleNamespace(to_generate=lambda: None),
         state=Nothing(),
