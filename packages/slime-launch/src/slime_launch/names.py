@@ -61,7 +61,7 @@ def local_model(name: str, *, weights: bool = True) -> str:
         except Exception as error:  # not in the cache, offline, no such model, a gated one, a full disk
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            if is_whole(Path(found)) or (not weights and _is_described(Path(found), anew=not only_cached)):
+            if is_whole(Path(found)) or (not weights and _is_described(Path(found), downloaded=not only_cached)):
                 return found
     raise PreflightError(
         f"--hf-checkpoint {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
@@ -80,9 +80,9 @@ def stored_bytes(model: Path) -> int:
     return found
 
 
-def _is_described(directory: Path, *, anew: bool) -> bool:
-    """Whether a plan finds what it reads; a model whose weights are one file has no index, as is known ``anew``."""
-    return (directory / "config.json").is_file() and (anew or (directory / INDEX).is_file())
+def _is_described(directory: Path, *, downloaded: bool) -> bool:
+    """Whether a plan finds what it reads. Only a download shows that a model on the Hub has no index."""
+    return (directory / "config.json").is_file() and (downloaded or (directory / INDEX).is_file())
 
 
 def is_whole(directory: Path) -> bool:
