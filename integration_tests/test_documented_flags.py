@@ -26,10 +26,13 @@ PAGES = {
 }
 OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
-    | {"--enable-memory-saver", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics"},
+    | {"--enable-memory-saver", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics"}
+    | {"--sglang-speculative-" + name for name in ("algorithm", "eagle-topk", "num-draft-tokens", "num-steps")},
+    "Megatron": {"--moe-aux-loss-coeff"},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
-    "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--python", "--ray-address"},
+    "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--node-ip-address", "--python"}
+    | {"--ray-address"},
     "Slurm": {"--gpus-per-node", "--nodes"},
 }
 

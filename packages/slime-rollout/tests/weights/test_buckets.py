@@ -23,7 +23,14 @@ from slime_core.types import WeightUpdate
 from slime_rollout.engine import WeightSyncError
 from slime_rollout.engine.addresses import free_port
 from slime_rollout.weights import DistributedWeightChannel, TensorWeightChannel, buckets, engine_weight_version
-from slime_rollout.weights.buckets import ALIGNMENT_BYTES, BroadcastGroup, largest_elements_first, local_address
+from slime_rollout.weights.buckets import (
+    ALIGNMENT_BYTES,
+    BroadcastGroup,
+    copy_into,
+    largest_elements_first,
+    local_address,
+)
+from slime_rollout.weights.checkpoint import tensor_bytes
 
 
 @pytest.fixture
@@ -36,6 +43,16 @@ def test_it_is_a_weight_channel_and_survives_pickling(channel):
     copy = pickle.loads(pickle.dumps(channel))
     assert copy == channel
     assert not copy.engine_urls[0].endswith("/")
+
+
+@pytest.mark.parametrize(
+    "look", [tensor_bytes, lambda tensor: copy_into(torch.empty(12, dtype=torch.uint8), tensor, 0)]
+)
+def test_weights_that_were_sent_can_be_emptied(look):
+    """Which is how trainers sleep; torch refuses it of a tensor that NumPy has seen."""
+    tensor = torch.arange(3.0)
+    look(tensor)
+    tensor.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import io
@@ -33,7 +34,7 @@ from slime_rollout.engine import WeightSyncError
 from slime_rollout.http import HttpError, call
 from slime_rollout.threads import start_call
 from slime_rollout.weights.channel import GIVE_UP_SECONDS, LAST_WORD_SECONDS, EngineChannel
-from slime_rollout.weights.checkpoint import dtype_name, tensor_bytes
+from slime_rollout.weights.checkpoint import dtype_name
 
 # Tensors start at multiples of this in the buffer, so that every dtype is aligned.
 ALIGNMENT_BYTES = 64
@@ -387,7 +388,7 @@ def copy_into(buffer: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
     place = buffer[start : start + tensor.nbytes]
     if tensor.is_cpu and buffer.is_cpu and tensor.is_contiguous():
         # By this thread alone: an engine on the same machine needs the other cores, and torch's threads would wait for
-        # each other at every tensor.
-        place.numpy()[:] = tensor_bytes(tensor)
+        # each other at every tensor. Not through NumPy: what it has seen cannot be emptied when trainers sleep.
+        ctypes.memmove(place.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     else:
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
