@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 
 from slime_convert.published import PUBLISHED
 from slime_core.errors import ConfigError
+from slime_core.types import RolloutBatch, Sample, Status
 from slime_launch import preflight
 from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import read_train
@@ -171,7 +173,15 @@ def write_files(directory: Path) -> None:
     (directory / "own.py").write_text(OWN)
     (directory / "engines.yaml").write_text(json.dumps({"sglang": ENGINE_GROUPS}))
     (directory / "debug").mkdir()
-    (directory / "debug" / "0.npz").touch()
+    said: dict[str, Any] = {
+        "prompt": "p",
+        "tokens": [1, 2],
+        "response_length": 1,
+        "status": Status.COMPLETED,
+        "group_index": 0,
+    }
+    preferred = [Sample(index=index, reward=reward, **said) for index, reward in enumerate((1.0, 0.0))]
+    RolloutBatch(rollout_id=0, groups=[preferred]).columns().write(directory / "debug" / "0.npz")
     server = directory / "site" / "sglang" / "srt"
     server.mkdir(parents=True)
     (server.parent / "__init__.py").touch()
