@@ -30,7 +30,7 @@ PP2, CP2, EP2 = ({f"{kind}_parallel_size": 2} for kind in ("pipeline_model", "co
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 SHARED = {"share_prompts": "on"}
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": "on", "overlap_param_gather": "on"}
-# Ranks, settings, and how samples are divided (see `shards`); as in slime-megatron's tests/test_parallel.py.
+# Ranks, settings, and how samples are divided (see `shards`); as in slime-megatron's tests/layouts.py.
 LAYOUTS: Mapping[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "micro-batches": (1, {}, {"micro_batch_size": 3}),
     "micro-batches by tokens": (1, {}, {"max_tokens": 60}),

@@ -219,8 +219,8 @@ def make_samples():
 
 @pytest.fixture(scope="session")
 def make_shards():
-    def build(samples, *, data_parallel=1, micro_batch_size=None, steps=1, temperature=1.0, rollout_id=0):
-        """Samples dealt to ranks in turns, in steps of equal size."""
+    def build(samples, *, data_parallel=1, micro_batch_size=None, steps=1, temperature=1.0, rollout_id=0, together=1):
+        """Samples dealt to ranks in turns, so many at a time, in steps of equal size."""
         size = len(samples) // steps
         shards = []
         for rank in range(data_parallel):
@@ -228,7 +228,9 @@ def make_shards():
             for number in range(steps):
                 members = samples[number * size : (number + 1) * size]
                 positions = []
-                for sample in members[rank::data_parallel]:
+                for number, sample in enumerate(members):
+                    if number // together % data_parallel != rank:
+                        continue
                     positions.append(len(own))
                     own.append(dataclasses.replace(sample, loss_mask=np.array(sample.loss_mask, np.uint8)))
                 micro = micro_batch_size or len(positions)

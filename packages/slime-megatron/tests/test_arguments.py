@@ -177,7 +177,7 @@ def test_router_losses_are_those_of_the_papers(ranks, tiny_model, tiny_config, m
     assert compared == 2
 
 
-REGULATED = {"moe_aux_loss_coeff": 0.5, BIAS: 0.01}
+REGULATED = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.25, BIAS: 0.01}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ REGULATED = {"moe_aux_loss_coeff": 0.5, BIAS: 0.01}
 def test_a_layout_regulates_load_as_one_process_does(
     ranks, tiny_model, tiny_config, make_samples, make_shards, world, settings
 ):
-    """With the same micro-batches: the balance loss is a mean over them. Padding does not count."""
+    """With the same micro-batches: the router's losses are means over them. Padding does not count."""
     model, samples = tiny_model("deepseek/4"), make_samples(groups=4, masks=True)
     halves = samples[0::2] + samples[1::2]
     found = []

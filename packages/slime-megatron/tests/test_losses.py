@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+import layouts
 from plain import ADAM_EPS, close, plain_adamw, plain_log_probs, same_step
 from slime_core.config import AlgorithmConfig
 
@@ -147,12 +148,50 @@ def test_a_loss_equals_plain_pytorch(
     assert moved > 1e-3
 
 
+@pytest.fixture(scope="session")
+def known():
+    return {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*LOSSES, "ppo"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        (family, layout)
+        for family in ("qwen3/4", "qwen3-moe/4", "deepseek/4")
+        for layout, (_, _, _, max_tokens, uneven) in layouts.LAYOUTS.items()
+        if layouts.suits(family, layout) and not max_tokens and not uneven
+    ],
+)
+def test_a_loss_on_any_layout_equals_one_process(
+    ranks, known, tiny_model, tiny_config, make_pairs, make_shards, family, layout, name
+):
+    """GRPO's are in test_parallel.py. Two data-parallel ranks have two pairs and one."""
+    algorithm = AlgorithmConfig(advantage_estimator="ppo") if name == "ppo" else LOSSES[name][0]
+
+    def train(layout):
+        config = tiny_config(load=tiny_model(family).checkpoint, adam_eps=layouts.EPS, **layout.settings)
+        ranks.start(layout.world, config, tiny_model(family).shape, algorithm)
+        size, ranks_of_data = layout.micro_batch_size, config.data_parallel_size(layout.world)
+        pairs = {"micro_batch_size": size and size + size % 2, "data_parallel": ranks_of_data, "together": 2}
+        return ranks.call("train", make_shards(make_pairs(), steps=STEPS, **pairs))[0].steps, ranks.first("weights")
+
+    if (family, name) not in known:
+        known[family, name] = train(layouts.Layout(1, {}))
+    expected, weights = known[family, name]
+    steps, found = train(layouts.LAYOUTS[layout])
+    critics = ("critic-value_loss", "critic-grad_norm") if name == "ppo" else ()
+    same_step(steps, expected, ("loss", "grad_norm", *critics))
+    for key, value in weights.items():
+        np.testing.assert_allclose(found[key], value, atol=1e-5, rtol=0, err_msg=key)
+
+
 def test_pairs_over_two_data_parallel_ranks(ranks, plain_training, tiny_model, tiny_config, make_pairs, make_shards):
     """Both samples of a pair on one rank; metrics are means over all pairs."""
     model, (algorithm, _) = tiny_model("llama-tied"), LOSSES["dpo"]
     samples = make_pairs()
-    dealt = [samples[at] for first in range(0, 16, 4) for at in (first, first + 2, first + 1, first + 3)]
-    shards = make_shards(dealt, data_parallel=2, micro_batch_size=2)
+    shards = make_shards(samples[:16], data_parallel=2, micro_batch_size=2, together=2)
     found = []
     for world, given in ((1, make_shards(samples[:16], micro_batch_size=6)), (2, shards)):
         ranks.start(world, tiny_config(load=model.checkpoint, lr=1e-3), model.shape, algorithm)

@@ -5,12 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
+import layouts
+from layouts import Layout, suits
 from slime_core.config import AlgorithmConfig
-from test_parallel import LAYOUTS, suits
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 FAMILIES = ["llama-tied/4", "glm4-moe-mtp/4", "deepseek-mtp/4"]
-ALONE = {"one": (1, {}, None)}
+ALONE = {"one": Layout(1, {})}
+# Those that only divide a step otherwise hold no other state.
+LAYOUTS = {name: one for name, one in layouts.LAYOUTS.items() if one.max_tokens is None and not one.uneven}
 FULL = pytest.mark.full
 # Adam's. Four steps follow each other, and each makes a rounding error of a vanishing gradient lr / eps times as
 # large: ten times, with this. A gradient that is wrong by 2e-6 still shows in the weights.
@@ -31,16 +34,16 @@ def pairs():
     """
     shown = set(SHOWN)
     for number, (name, distributed) in enumerate(itertools.product(FAMILIES, (False, True))):
-        layouts = [
+        fitting = [
             layout
-            for layout, (_, settings, _) in (ALONE | LAYOUTS).items()
+            for layout, one in (ALONE | LAYOUTS).items()
             if (layout in ALONE or suits(name.replace("-mtp", ""), layout))
-            and (distributed or "use_distributed_optimizer" not in settings)
+            and (distributed or "use_distributed_optimizer" not in one.settings)
         ]
         cases = [
-            (name, distributed, saves, layouts[(at + distance) % len(layouts)])
+            (name, distributed, saves, fitting[(at + distance) % len(fitting)])
             for distance in (1 + number, 8 + number)
-            for at, saves in enumerate(layouts)
+            for at, saves in enumerate(fitting)
         ]
         for case in dict.fromkeys([*cases, *(case for case in SHOWN if case[:2] == (name, distributed))]):
             yield pytest.param(*case, marks=[] if case in shown else [FULL])
@@ -54,7 +57,7 @@ class Run:
         self._config, self._samples, self._shards = tiny_config, make_samples, make_shards
 
     def start(self, layout, distributed, save, resume_from=None):
-        world, settings, self._micro = (ALONE | LAYOUTS)[layout]
+        world, settings, self._micro, *_ = (ALONE | LAYOUTS)[layout]
         values = settings | {"use_distributed_optimizer": distributed}
         self._settings = self._config(load=self.model.checkpoint, save=str(save), adam_eps=EPS, **values)
         self._world = world

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from layouts import LAYOUTS
 from slime_core.config import AlgorithmConfig
 from slime_megatron.checkpoint import TRACKER, find_checkpoint
-from test_parallel import LAYOUTS
 
 GRPO = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 ROLLOUTS = 4
@@ -30,7 +30,7 @@ class Job:
     def __init__(self, ranks, model, tiny_config, make_samples, make_shards, kind, save):
         _, layout, values = kind
         self.ranks, self.model = ranks, model
-        self.world, settings, self._micro = LAYOUTS[layout]
+        self.world, settings, self._micro, *_ = LAYOUTS[layout]
         self.config = tiny_config(load=model.checkpoint, save=str(save), lr_warmup_iters=3, **settings, **values)
         self._samples, self._shards = make_samples, make_shards
 

@@ -1,6 +1,6 @@
 """The parts of Megatron's GPTModel that are replaced, so that its own forward takes packed rows.
 
-Notation: T packed tokens, D hidden channels, E half the rotated channels of a head.
+Notation: T packed tokens, D hidden channels, E half the rotated channels of a head, or experts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -190,6 +191,23 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 class LoadRouter(TopKRouter):  # type: ignore[misc]
     """A router that counts no padding as load. Megatron-core 0.16.1 crashes at padding where routers have a bias."""
+
+    def apply_z_loss(self, logits_TE: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attach this rank's part of ST-MoE's loss (Zoph et al., 2022, equation 5): the mean of log² Σ exp.
+
+        It is the mean over the tokens of all ranks that share the micro-batch. Megatron-core takes that of the ranks'
+        own means, so there a token counts more on a rank that has more padding.
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits_TE
+        squares_T = logits_TE.logsumexp(-1).square()
+        counted_T = torch.ones_like(squares_T, dtype=torch.bool) if padding_mask is None else ~padding_mask
+        total = counted_T.sum()
+        dist.all_reduce(total, group=self.tp_cp_group)
+        loss = coefficient * (squares_T * counted_T).sum() / total.clamp(min=1)
+        attached: torch.Tensor = moe_utils.MoEAuxLossAutoScaler.apply(logits_TE, loss)
+        return attached
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
