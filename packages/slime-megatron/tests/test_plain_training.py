@@ -97,7 +97,8 @@ def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samp
     ranks.start(config.tensor_model_parallel_size, config, model.shape, GRPO_WITH_KL)
     shards = make_shards(samples, steps=2, temperature=0.8)
     report, [found, _] = ranks.call("train_and_watch_gradients", shards)[0]
-    rounding = 1 if name in ("llama-tied", "qwen3") else 2  # what others, with larger activations, leave in float32
+    # Multiples of the bounds that hold for the first two: what larger activations leave in float32, as measured.
+    rounding = {"llama-tied": 1, "qwen3": 1, "glm4-flash": 5}.get(name, 2)
     same_step(report.steps, metrics, ("loss",), rounding * 2e-6)
     same_step(report.steps[:1], metrics[:1], ("grad_norm",), rounding * 2e-6)
     # The second gradient is one of weights that float32 has rounded: 0.2 to 2.1e-6 between processors.
@@ -107,7 +108,7 @@ def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samp
     trained = {key for key in found if not key.startswith(f"model.layers.{model.shape.num_layers}.")}  # MTP is frozen
     assert trained == gradients.keys()
     for key, value in gradients.items():
-        assert np.abs(found[key] - value).max() <= 1e-5 * np.abs(value).max() + 1e-9, key
+        assert np.abs(found[key] - value).max() <= rounding * 1e-5 * np.abs(value).max() + 1e-9, key
     weights, before, moved = ranks.first("weights"), published(model.hf.state_dict()), 0.0
     for key, value in published(expected.state_dict()).items():
         if key in weights:
