@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rank_checkpoints import Checkpoints
 from rank_engine import EngineLayers, pretend_engine
+from rank_gradients import whole_gradient
 
 
 class Channel:
@@ -422,7 +423,7 @@ class Rank(Checkpoints, EngineLayers):
         def gradients(chunks):
             for name, weight in named(chunks):
                 if hasattr(weight, "main_grad"):
-                    grad = _whole_gradient(worker._actor.optimizer, name, weight)
+                    grad = whole_gradient(worker._actor.optimizer, name, weight)
                     grad.tensor_model_parallel = getattr(weight, "tensor_model_parallel", False)
                     yield name, grad
 
@@ -558,28 +559,6 @@ def packed(samples, share_prompts, multiple_of):
     samples = [dataclasses.replace(sample, loss_mask=np.array(sample.loss_mask, np.uint8)) for sample in samples]
     samples = TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[]).samples
     return MicroBatch(samples, share_prompts=share_prompts, multiple_of=multiple_of).pack()
-
-
-def _whole_gradient(optimizer, name, weight):
-    """A weight's gradient as summed over the ranks; with a distributed optimizer each of them has a part of the sum."""
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
-    if not parts:
-        return weight.main_grad
-    whole = torch.zeros_like(weight.main_grad)
-    for part in parts:
-        if weight in part.model_param_gbuf_map:
-            own = part._get_model_param_range_map(weight)["param"]
-            whole.view(-1)[own.start : own.end] = weight.main_grad.view(-1)[own.start : own.end]
-    if "local_experts" in name:
-        group = parallel_state.get_expert_data_parallel_group()
-    else:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    torch.distributed.all_reduce(whole, group=group)
-    return whole
 
 
 def _plain(tensors):

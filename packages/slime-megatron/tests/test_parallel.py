@@ -66,7 +66,7 @@ def largest_differences(found, expected):
     (steps, grads, weights), (expected_steps, expected_grads, expected_weights) = found, expected
     largest = {}
     for step, wanted in zip(steps, expected_steps, strict=True):
-        for metric in {"loss", "grad_norm", "kl_loss"} & wanted.keys():
+        for metric in (name for name in ("loss", "grad_norm", "kl_loss") if name in wanted):
             difference = abs(step[metric] - wanted[metric]) / max(0.1, abs(wanted[metric]))
             largest[metric] = max(largest.get(metric, 0.0), difference)
     # The later gradients are those of weights that float32 has rounded.
