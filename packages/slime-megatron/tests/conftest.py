@@ -228,8 +228,8 @@ def make_shards():
             for number in range(steps):
                 members = samples[number * size : (number + 1) * size]
                 positions = []
-                for number, sample in enumerate(members):
-                    if number // together % data_parallel != rank:
+                for place, sample in enumerate(members):
+                    if place // together % data_parallel != rank:
                         continue
                     positions.append(len(own))
                     own.append(dataclasses.replace(sample, loss_mask=np.array(sample.loss_mask, np.uint8)))
