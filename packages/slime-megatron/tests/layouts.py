@@ -10,7 +10,7 @@ from slime_core.types import RolloutBatch, Sample, Status
 
 STEPS = 3
 # A step of 1e-2 in Adam is 1e-2 · g / (|g| + eps), so rounding errors of small gradients come out 1e-2 / eps times as
-# large: 100 times with eps 1e-4, which moves weights up to 1.4e-5 apart, and 33 times with this.
+# large: 100 times with eps 1e-4, and 33 times with this.
 EPS = 3 * ADAM_EPS
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
