@@ -8,7 +8,7 @@ memory. `sent` are the bytes that leave the trainer, over those of the model. `t
 a handle for every tensor instead of one for a piece of a bucket. Clock times; the engine has one thread.
 
 `memory copy` copies the same tensors with one thread, in the same rounds, into memory that this process has written
-before. An update by shared memory copies twice, here and in the engine, and makes the memory between anew.
+before. An update by shared memory copies twice, here and in the engine, and allocates that memory for each update.
 """
 
 from __future__ import annotations

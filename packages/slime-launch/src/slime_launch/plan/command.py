@@ -92,7 +92,7 @@ def plan(argv: list[str]) -> int:
 
 
 def _refused(own: Problems, words: list[str], *, as_json: bool) -> int:
-    """There is no plan, for a device that is not known; what is wrong with the rest of the command is said, too."""
+    """An unknown device gives no plan; what is wrong with the rest of the command is reported too."""
     from slime_launch.preflight import look
 
     given = own.attempt(read_train, words, elsewhere=True)
