@@ -67,6 +67,7 @@ def digest(*values: object) -> int:
 
 
 class Engine:
+    engine_urls = ("http://engine",)
     weights: int | None = None
 
 
@@ -109,7 +110,7 @@ class Rollout(Half):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock, "engines")
-        self.engine, self.position, self.version = Engine(), 0, 0
+        self.engine, self.position, self.version, self.behind = Engine(), 0, 0, False
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         super().sleep(keep_weights=keep_weights)
@@ -118,11 +119,11 @@ class Rollout(Half):
 
     def begin_update(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
         self.memory.require("begin_update", Held.WEIGHTS)
-        return types.SimpleNamespace(engine_urls=()) if only_behind else self.engine
+        return types.SimpleNamespace(engine_urls=()) if only_behind and not self.behind else self.engine
 
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None
-        self.version = version
+        self.version, self.behind = version, False
 
     def cancel(self) -> None:
         self.clock.tick("cancel")
@@ -174,7 +175,7 @@ class Rollout(Half):
         self.position = state["position"]
 
     def progress(self) -> Progress:
-        return Progress()
+        return Progress(behind=self.behind)
 
 
 class Trainers(Half):
@@ -563,6 +564,24 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
     )
     with pytest.raises(RunError, match="rank 0 died"):
         next_batch(parts, 0)
+
+
+@pytest.mark.parametrize(("replaced", "versions"), [(3, [0, 3, 4, 5]), (4, [0, 4, 4, 5])])
+def test_a_version_is_the_same_weights_on_engines_that_were_replaced(
+    clock, flags, launch, tmp_path, monkeypatch, replaced, versions
+):
+    """A rollout begins while an engine has no weights; the others have those of three rollouts ago, or of now."""
+    del flags["--colocate"]
+    flags["--rollout-num-gpus"] = "1"
+    prepare = Rollout.prepare
+
+    def prepare_without_an_engine(self, rollout_id, recipe):
+        self.behind = rollout_id == replaced
+        return prepare(self, rollout_id, recipe)
+
+    monkeypatch.setattr(Rollout, "prepare", prepare_without_an_engine)
+    launch(tmp_path / "run", 5, update_weights_interval="4", save_interval="9", eval_interval="9")
+    assert [name for name in clock.names if name.startswith("push")] == [f"push {version}" for version in versions]
 
 
 def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, tmp_path, monkeypatch):

@@ -49,12 +49,12 @@ def test_tokens_are_compared_with_the_weights_that_generated_them(
             rows |= {s.index: row for s, row in zip(samples[rank::data_parallel], part, strict=True)}
         return rows
 
-    ranks.start(world, config, model.shape, OLD)
+    ranks.start(world, config, model.shape, OLD, most_behind=2)
     of_version = {}
     for version in (0, 1):
         of_version[version] = log_probs()
         ranks.call("push", version)
-        ranks.call("train", shards(generated_by(0), version))
+        ranks.call("train", shards(generated_by(version), version))  # old tokens come after new ones
     of_version[2] = of_version[-1] = log_probs()
     ranks.call("push", 2)
     ranks.call("save", 2)
@@ -63,7 +63,7 @@ def test_tokens_are_compared_with_the_weights_that_generated_them(
     step = ranks.first("train", shards(mixed, 2)).steps[0]
     assert step["ppo_kl"] != 0 and step["pg_clipfrac"] > 0
 
-    ranks.start(world, config, model.shape, OLD, resume_from=str(tmp_path))
+    ranks.start(world, config, model.shape, OLD, resume_from=str(tmp_path), most_behind=2)
     ranks.call("push", 2)
     assert ranks.first("train", shards(mixed, 2)).steps[0] == step
 
@@ -84,7 +84,7 @@ def test_tokens_are_compared_with_the_weights_that_generated_them(
 
 def test_what_stands_for_a_version():
     model = [torch.nn.Linear(2, 2)]
-    versions = KeptVersions(model)
+    versions = KeptVersions(model, most_behind=4)
     for version in (3, 4, 6):
         versions.pushed(version)
         model[0].weight.data.fill_(version)
@@ -93,7 +93,7 @@ def test_what_stands_for_a_version():
     versions.pushed(7)
     assert list(versions) == [3, 4, 6]
     assert by_source(versions, {-1, 2, 3, 4, 5, 6, 7}) == {None: [-1, 7], 3: [2, 3], 4: [4], 6: [5, 6]}
-    versions.forget_before(4)
+    versions.pushed(8)
     assert list(versions) == [4, 6] and versions.source(3) == 4
     with versions[4].in_place(model):
         assert model[0].weight.unique().tolist() == [4]

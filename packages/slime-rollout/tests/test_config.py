@@ -140,6 +140,8 @@ def test_reading_the_flag_table_imports_no_framework():
 
 def test_weights_that_are_sent_less_often_lag():
     assert not make().may_lag and make(update_weights_interval=3).may_lag
-    assert make(update_weights_interval=3, max_weight_staleness=2)
+    assert make(update_weights_interval=3, max_weight_staleness=2).selection.most_behind == 2
+    assert make(update_weights_interval=3, async_buffer_size=2).selection.most_behind == 4
+    assert make().selection.most_behind == 1
     with pytest.raises(ConfigError, match="leaves engines 2 updates behind, and --max-weight-staleness 1"):
         make(update_weights_interval=3, max_weight_staleness=1)

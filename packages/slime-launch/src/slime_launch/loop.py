@@ -191,15 +191,24 @@ def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) ->
 
 
 def catch_up(parts: Parts, wait: Wait | None = None) -> None:
-    """Send the current weights to engines that were replaced; the trainers must have nothing else to do."""
+    """Send the current weights to engines that were replaced; the trainers must have nothing else to do.
+
+    With --update-weights-interval the trainers may no longer have those that the other engines have. Then all of them
+    get the weights of now, so that a version is the same weights on every engine.
+    """
     if not (parts.settings.generates and parts.settings.trains) or (parts.memory.engines_sleep and wait is None):
         return  # engines that sleep get the next weights all together, unless a rollout waits for these
-    channel = parts.rollout.begin_update(only_behind=True)
+    version = parts.state.iteration
+    are_newer = version > parts.state.weight_version
+    if are_newer and not parts.rollout.progress().behind:
+        return
+    channel = parts.rollout.begin_update(only_behind=not are_newer)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
         with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what) as shown:
             parts.memory.to_send(shown)
-            try_to_push(parts, channel, parts.state.weight_version, shown)
+            if try_to_push(parts, channel, version, shown) is not None:
+                parts.state.weight_version = version
     if wait is not None:
         parts.memory.to_generate(wait)
 

@@ -252,6 +252,7 @@ def start(
         overrides=checked.overrides,
         quantized_as=settings.rollout.data.hf_checkpoint if settings.generates and is_quantized(settings) else None,
         take_turns=settings.trainer_sleeps,
+        most_behind=settings.rollout.selection.most_behind,
     )
     parts = ["engines", "router"] * settings.generates + ["trainers"] * settings.trains
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

@@ -40,6 +40,7 @@ class TrainerSpec(NamedTuple):
     overrides: Overrides
     quantized_as: str | None = None
     take_turns: bool = False
+    most_behind: int = 1
 
 
 class Shards(NamedTuple):
@@ -104,6 +105,7 @@ class TrainerRank:
             overrides=spec.overrides,
             quantized_as=spec.quantized_as,
             take_turns=spec.take_turns,
+            most_behind=spec.most_behind,
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:

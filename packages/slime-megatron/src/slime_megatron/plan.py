@@ -153,8 +153,6 @@ class Planner:
                 torch.where(torch.isin(row_N, is_of), value_N, found_N)
                 for row_N, value_N, found_N in zip(rows, values, found, strict=True)
             ]
-        if generated := [version for version in wanted if version >= 0]:
-            versions.forget_before(min(generated))
         return found
 
     def _advantages(

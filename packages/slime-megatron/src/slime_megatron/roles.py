@@ -35,7 +35,7 @@ class TrainedModel:
         model: The chunks of this rank.
         frozen: Weights of other models of the same shape, by role; ``None`` is this one without its adapters.
         wrapped: The chunks with their gradient buffers.
-        versions: Its earlier weights, with ``keep_versions``.
+        versions: Its earlier weights, ``keep_versions`` of them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TrainedModel:
         resumed: bool,
         value_head: bool = False,
         frozen: Mapping[str, Path | None] | None = None,
-        keep_versions: bool = False,
+        keep_versions: int | None = None,
         room: Path = Path(),
     ) -> None:
         """Build the model with ``source``'s weights; random ones without it, unless it is ``resumed`` later.
@@ -73,7 +73,7 @@ class TrainedModel:
             role: None if role == "reference" and config.base_is_reference else self._frozen(directory)
             for role, directory in (frozen or {}).items()
         }
-        self.versions = KeptVersions(self.model) if keep_versions else None
+        self.versions = None if keep_versions is None else KeptVersions(self.model, keep_versions)
         freeze_weights(self.model, config)
         self.wrapped = wrap_model(self.model, shape, config, device)
         self.optimizer = build_optimizer(self.wrapped, shape, config)

@@ -80,6 +80,7 @@ def start_worker(
     output_dir: str | Path = ".",
     quantized_as: str | Path | None = None,
     take_turns: bool = False,
+    most_behind: int = 1,
 ) -> MegatronWorker:
     """Select this process's device, which must happen before Megatron is imported, and build its worker.
 
@@ -96,6 +97,8 @@ def start_worker(
         output_dir: Where the run's outputs go; traces of ``--profile`` in ``profile`` there.
         quantized_as: A quantized Hugging Face model: weights are pushed in the form in which it stores them.
         take_turns: Actor and critic take turns in device memory: while one works, the other waits in host memory.
+        most_behind: With ``keep_old_actor``: most updates between a token and its training. The oldest copy stands for
+            weights that are older.
 
     Raises:
         ConfigError: The shape or the number of ranks does not fit the parallel sizes, no reference is named, the loss
@@ -121,4 +124,5 @@ def start_worker(
         output_dir=output_dir,
         quantized_as=quantized_as,
         take_turns=take_turns,
+        most_behind=most_behind,
     )

@@ -9,29 +9,30 @@ from slime_megatron.weights import HostWeights
 
 
 class KeptVersions:
-    """The policy's weights by version, in host memory, as far back as the tokens of a rollout go.
+    """The policy's weights by version, in host memory, as far back as later rollouts may have tokens of.
+
+    A rollout's own tokens do not tell that: one that was dropped as too old and generated anew is followed by older
+    ones. So a copy is kept until the policy is more than ``most_behind`` versions ahead of it.
 
     Ranks call its methods with the same arguments, so that all of them run the same forward passes.
     """
 
-    def __init__(self, model: Chunks) -> None:
+    def __init__(self, model: Chunks, most_behind: int) -> None:
         self._model = model
+        self._most_behind = most_behind
         self._copies: dict[int, HostWeights] = {}
         self._current: int | None = None
 
     def pushed(self, version: int) -> None:
-        """The weights of now are sent to the engines as ``version``."""
-        self._current = version
+        """The weights of now are sent to the engines as ``version``. What is too old by now is dropped."""
+        self._current, oldest = version, version - self._most_behind
+        self._copies = {kept: copy for kept, copy in self._copies.items() if kept >= oldest}
 
     def before_training(self) -> None:
         """Keep the weights of now if engines have them."""
         if self._current is not None:
             self._copies[self._current] = HostWeights(self._model)
         self._current = None
-
-    def forget_before(self, version: int) -> None:
-        """Drop what no later rollout has tokens of."""
-        self._copies = {kept: copy for kept, copy in self._copies.items() if kept >= version}
 
     def source(self, version: int) -> int | None:
         """The kept version that stands for ``version``; ``None`` for the weights of now.

@@ -80,6 +80,7 @@ class MegatronWorker:
         output_dir: str | Path,
         quantized_as: str | Path | None,
         take_turns: bool,
+        most_behind: int,
     ) -> None:
         self.config = config
         self._output_dir = Path(output_dir)
@@ -108,7 +109,7 @@ class MegatronWorker:
             value_head=self._loss.value_head,
             frozen=self._frozen_sources(resume_from),
             resumed=resumed,
-            keep_versions=algorithm.keep_old_actor,
+            keep_versions=most_behind if algorithm.keep_old_actor else None,
             room=self._output_dir,
         )
         self._critic: TrainedModel | None = None

@@ -227,6 +227,16 @@ class SelectionConfig(Config):
         """Whether groups may come back to the data source."""
         return self.over_sampling_batch_size is not None or self.dynamic_sampling_filter_path is not None
 
+    @property
+    def most_behind(self) -> int:
+        """Updates between a token and its training: the limit or, without one, as far as is generated ahead.
+
+        Without a limit a response that takes longer than others is older.
+        """
+        if self.max_weight_staleness is not None:
+            return self.max_weight_staleness
+        return max((self.async_buffer_size or 0) + self.update_weights_interval - 1, 1)
+
     def contradictions(self) -> Iterator[str]:
         """Settings that exclude each other."""
         batch, over = self.rollout_batch_size, self.over_sampling_batch_size

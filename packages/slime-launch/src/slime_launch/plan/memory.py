@@ -118,11 +118,11 @@ def frozen_models(algorithm: AlgorithmConfig, megatron: MegatronConfig) -> int:
 
 
 def old_actors(settings: Settings) -> int:
-    """Copies of earlier weights that --keep-old-actor holds at most: a rollout may be as old as the buffer is long."""
+    """Copies of earlier weights that --keep-old-actor holds at most, that of the weights in training included."""
+    selection = settings.rollout.selection
     if not settings.algorithm.keep_old_actor or not settings.rollout.may_lag:
         return 0
-    selection = settings.rollout.selection
-    return max(selection.async_buffer_size or 0, selection.update_weights_interval - 1, 1) + 1
+    return selection.most_behind // selection.update_weights_interval + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
