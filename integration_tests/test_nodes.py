@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,25 @@ def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
         left_alone(cluster)
     assert "continuing the run in " in text
     assert [row["rollout_id"] for row in rows(tmp_path, "train")] == list(range(LONG))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["TrainerRank", "sglang.launch_server"])
+def test_a_network_that_is_lost_at_the_start_ends_the_run(part: str, qwen3: Assets, tmp_path: Path) -> None:
+    shape = ["--actor-num-nodes", "2", "--micro-batch-size", "32", "--stall-timeout", "60"]
+    command = train_command(qwen3, tmp_path, *shape, rollouts=2, colocate=False)
+    log = tmp_path / "log.txt"
+    with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
+        with started(cluster.first.words(*command), log) as process:
+            at = lambda: [machine for machine in cluster.all[1:] if machine.running(part)]  # noqa: E731
+            wait_for(lambda: bool(at()), part, process=process, log=log)
+            [lost, *_] = at()
+            lost.cut_off()
+            begun = time.monotonic()
+            assert process.wait(200) == 1, log.read_text()
+        print(f"ended after {time.monotonic() - begun:.0f} s\n{log.read_text()}")
+        assert not any(machine.running("TrainerRank", "RolloutHost") for machine in cluster.all if machine is not lost)
+    assert lost.address in log.read_text().splitlines()[-1]
 
 
 def wider(machine: Machine) -> Iterator[tuple[str, str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +104,10 @@ def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(
         process.suspend()
     [raylet] = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
     raylet.suspend()
+    words = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
+    other = subprocess.Popen(words, stdout=subprocess.PIPE)  # writes to no log of the run, as a rank that begins
+    assert other.stdout is not None and other.stdout.readline()
+    other.send_signal(signal.SIGSTOP)
     try:
         stalls.progress("save checkpoint 7")
         calls = {worker.start_call("wait_for_nothing"): worker for worker in workers}
@@ -112,13 +117,16 @@ def test_what_a_signal_has_stopped_is_named_and_has_its_stacks_as_children_have(
         for process in (raylet, child, processes[1]):
             process.resume()
         child.kill()
+        other.kill()
+        other.communicate(timeout=10)
     [_, stopped] = str(caught.value).split("stopped by a signal: ")
     assert f"trainer rank 1 (process {processes[1].pid})" in stopped
     assert f"{Path(sys.executable).name} -c import sys, time of trainer rank 0 (process {child.pid})" in stopped
     assert f"raylet (process {raylet.pid})" in stopped
-    assert stopped.count("(process") == 3
+    assert f"(process {other.pid})" in stopped and stopped.count("(process") == 4
     stacks = (tmp_path / STACKS_FILE).read_text()
-    assert "child_sleeps (<string>:4)" in stacks and "no stacks" not in stacks
+    assert "child_sleeps (<string>:4)" in stacks and "<module> (<string>:1)" in stacks
+    assert stacks.count("no stacks") == 1 and f"raylet (process {raylet.pid}):\n  no stacks: " in stacks
     assert "main_loop" in stacks.split(f"trainer rank 1 (process {processes[1].pid}):\n")[1]  # it got no call any more
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -291,9 +292,17 @@ def _result(ref: Any, worker: Worker) -> Any:
             kind = worker.lost
         raise kind(f"{worker.name} failed with {type(cause).__name__}: {cause}{_where(worker)}") from error
     except RayActorError as error:
-        raise worker.lost(f"{worker.name} died{_where(worker)}") from error
+        raise worker.lost(f"{worker.name} died{_node_of(error)}{_where(worker)}") from error
     except RayError as error:  # a result that is lost, a placement group that is gone …
         raise worker.lost(f"Ray lost {worker.name}: {error}{_where(worker)}") from error
+
+
+def _node_of(error: Exception) -> str:
+    """What Ray says of the node of an actor that died with it; it takes a node that it cannot reach for dead."""
+    address = re.search(r"^\tip: (\S+)$", str(error), re.MULTILINE)
+    if "node has died" not in str(error):
+        return ""
+    return f" with its node{f' {address[1]}' if address else ''}, which is down or cannot be reached"
 
 
 def _where(worker: Worker) -> str:

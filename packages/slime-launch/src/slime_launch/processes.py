@@ -133,13 +133,17 @@ def processes_of(run: Run) -> list[RunProcess]:
     return sorted(found, key=lambda one: (one.log, one.process.pid))
 
 
-def stopped_below() -> list[str]:
-    """Command and pid of the processes below this one that a signal has stopped, in words."""
-    return [
-        f"{_command(process.pid)} (process {process.pid})"
-        for process in descendants(os.getpid())
-        if is_stopped(process.pid)
-    ]
+def stopped_below(known: str) -> tuple[list[str], str]:
+    """As of :func:`look_at`, those below this process that a signal has stopped, if ``known`` does not name them.
+
+    They may belong to Ray, or to the run before they write to its logs.
+    """
+    stopped, stacks = [], []
+    for process in descendants(os.getpid()):
+        if is_stopped(process.pid) and (pid := f"(process {process.pid})") not in known:
+            stopped.append(f"{_command(process.pid)} {pid}")
+            stacks.append(f"{stopped[-1]}:\n{_stacks(RunProcess(process, '', '', is_worker=False))}")
+    return stopped, "\n".join(stacks)
 
 
 def is_stopped(pid: int) -> bool:
@@ -178,7 +182,7 @@ def _log(pid: int) -> str:
         return ""
 
 
-def _stacks(found: RunProcess, signum: int) -> str:
+def _stacks(found: RunProcess, signum: int = 0) -> str:
     """The stacks of a process's threads: read by py-spy, which needs no help of it, else as a worker writes them."""
     problem = "py-spy is not there"
     tool = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))

@@ -111,10 +111,8 @@ class StallWatch:
         if ray.is_initialized():  # a question would start it
             looking = start_call("stall-look", look_elsewhere, self._watch, run)
             found += looking.result() if wait([looking], timeout=LOOK_SECONDS).done else []
-        stopped = dict.fromkeys(name for names, _ in found for name in names)
-        known = "".join(stopped)
-        stopped |= {name: None for name in stopped_below() if name.rpartition("(")[2] not in known}
-        return list(stopped), "".join(stacks for _, stacks in found)
+        found.append(stopped_below("".join(name for names, _ in found for name in names)))
+        return [name for names, _ in found for name in names], "".join(stacks for _, stacks in found)
 
     def _leave(self, stall: str) -> None:
         """End this process: its main thread does not take the news."""
