@@ -18,6 +18,7 @@ from typing import Any
 from slime_launch.config import ClusterConfig
 from slime_launch.errors import PlacementError, RayDiedError, Stopped
 from slime_launch.placement import plan_layout
+from slime_launch.processes import stopped_below
 from slime_rollout.supervise.reaper import descendants, is_alive
 
 MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 107 bytes
@@ -103,7 +104,9 @@ def _start(options: dict[str, Any]) -> Any:
     except SystemExit as error:  # how Ray reacts to SIGTERM
         raise Stopped(signal.SIGTERM) from error
     except Exception as error:  # the class that Ray raises when its processes do not start in time
-        raise PlacementError(f"Ray did not start: {error}; the machine may be overloaded, try again") from error
+        stopped, _ = stopped_below("")
+        why = f"stopped by a signal: {', '.join(stopped)}" if stopped else "the machine may be overloaded, try again"
+        raise PlacementError(f"Ray did not start: {error}; {why}") from error
     return ray
 
 
