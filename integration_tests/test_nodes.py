@@ -175,7 +175,7 @@ def test_a_node_with_trainer_ranks_is_lost_and_they_start_again_on_one_that_join
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(1, 1, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
-            wait_for(lambda: "saved checkpoint 1" in log.read_text(), "a checkpoint", process=process, log=log)
+            wait_for((tmp_path / "save" / "iter_0000002").is_dir, "checkpoints", process=process, log=log)
             lost = next(machine for machine in cluster.all[1:] if machine.running("TrainerRank"))
             lost.cut_off() if end == "is cut off" else lost.lose()
             noticed = "starting the trainers again (restart 1 of 3)"
@@ -197,7 +197,7 @@ def test_a_node_with_the_rollout_worker_is_lost_and_the_same_command_goes_on(
     log = tmp_path / "log.txt"
     with machines(tmp_path, cpus=(0, 1, 1)) as cluster:
         with started(cluster.first.words(*command), log) as process:
-            wait_for(lambda: "saved checkpoint 1" in log.read_text(), "a checkpoint", process=process, log=log)
+            wait_for((tmp_path / "save" / "iter_0000002").is_dir, "checkpoints", process=process, log=log)
             [lost] = [machine for machine in cluster.all if machine.running("RolloutHost")]
             lost.cut_off() if end == "is cut off" else lost.lose()
             assert process.wait(200) == 1, log.read_text()
