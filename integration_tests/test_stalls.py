@@ -144,8 +144,8 @@ STOPPED = {
 OF_RAY = {("raylet", "starting"), ("gcs", "starting")}  # Ray itself gives up, after half a minute
 HEALS = {("rank", "generating"), ("rank", "training")}
 NORMAL = ("scheduler", "generating")
-# To look at all processes. What goes on without the victim, as others do at the start, ends within a minute.
-FEW_SECONDS, LATER_SECONDS = 10.0, 60.0
+# To look at all processes. What goes on without the victim, as others do at the start, ends within a minute and a half.
+FEW_SECONDS, LATER_SECONDS = 10.0, 90.0
 LATER = {"data worker", "raylet", "gcs"}
 NOT_PYTHON = {"raylet", "gcs", "tool", "judge"}
 DISK_MIB = 64
