@@ -128,15 +128,16 @@ def test_the_script_of_slurm_runs_a_command_on_its_nodes(
         (tmp_path / name).chmod(0o755)
     launcher = Path(train_command(qwen3, tmp_path, rollouts=1)[0])
     with machines(tmp_path, cpus=(None, None)) as cluster:
-        monkeypatch.delenv("RAY_ADDRESS")
         monkeypatch.setenv("PATH", f"{tmp_path}:{launcher.parent}:{os.environ['PATH']}")
         monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
         monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(machine.name for machine in cluster.all))
         monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
         monkeypatch.setenv("RAY_PORT", "6479")
         command = train_command(qwen3, tmp_path, rollouts=2, colocate=False, save=False)
+        given = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         with (tmp_path / "log").open("wb") as log:
-            job = subprocess.Popen([RECIPES / "slurm.sh", *command], stdout=log, stderr=log, start_new_session=True)
+            words = [RECIPES / "slurm.sh", *command]
+            job = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, env=given)
             try:
                 code = job.wait(300)
             finally:

@@ -273,7 +273,7 @@ def manager(engine, tokenizer_dir, write_rows):
     path = write_rows([{"prompt": f"say a number: {number}", "label": str(number)} for number in range(6)])
     built = []
 
-    def build(*, on_progress=None, **changes):
+    def build(*, on_progress=None, key=None, **changes):
         config = {
             "hf_checkpoint": tokenizer_dir,
             "prompt_data": path,
@@ -283,7 +283,9 @@ def manager(engine, tokenizer_dir, write_rows):
             **changes,
         }
         built.append(
-            RolloutManager(RolloutConfig.of(**config), router_url=engine.url, run_seed=5, on_progress=on_progress)
+            RolloutManager(
+                RolloutConfig.of(**config), router_url=engine.url, run_seed=5, on_progress=on_progress, key=key
+            )
         )
         return built[-1]
 

@@ -15,6 +15,7 @@ from slime_core.types import EvalReport, Group, RolloutBatch, Sample
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data import AccountedSource, Fate, PromptEncoder, SourceCalls, load_source, load_tokenizer
+from slime_rollout.engine.addresses import remember_key
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
@@ -91,6 +92,7 @@ class RolloutManager:
     ) -> None:
         self._config = config
         hook_args = with_router(hook_args or hook_args_of(config), router_url, key)
+        remember_key(hook_args)
         data = data or RolloutData.load(config, hook_args)
         scorers = Scorers(config, hook_args, [one.held_out for one in data.eval_sets])
         self._sample_hooks, self._hooks = SampleHooks(config, hook_args), RolloutHooks(config, hook_args)

@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime_core.errors import DataError
+from slime_core.hooks import HookArgs
 from slime_core.types import Sample, Status
-from slime_rollout.engine.addresses import router_args
+from slime_rollout.engine.addresses import remember_key, router_args
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate import Trajectory, sampling_seed
 
@@ -467,12 +468,12 @@ def test_a_sample_of_somebody_else(generate, custom, chat):
 
 ASKS = """
 from slime_rollout import get_model_url, post
-from slime_rollout.generate.trajectory import _key_for
+from slime_rollout.engine.addresses import key_for
 
 async def custom_generate(args, sample, sampling_params):
     assert args.sglang_api_key == "the key"
-    assert _key_for(get_model_url(args)) == "the key"
-    assert _key_for("http://tools.example/run") is None
+    assert key_for(get_model_url(args)) == "the key"
+    assert key_for("http://tools.example/run") is None
     reply = await post(get_model_url(args), {"input_ids": sample.tokens, "sampling_params": sampling_params})
     sample.append_response(reply["output_ids"], text=reply["text"])
     sample.status = sample.Status.COMPLETED
@@ -483,5 +484,6 @@ async def custom_generate(args, sample, sampling_params):
 def test_a_request_of_a_functions_own_carries_the_key_to_routers_of_the_run_alone(generate, custom, say, chat, engine):
     say("42<|end|>")
     args = router_args(engine.url, {}) | {"sglang_api_key": "the key"}
+    remember_key(HookArgs(args))
     generate(custom(ASKS), chat()[:1], args=args)
     assert [headers.get("Authorization") for headers in engine.headers] == ["Bearer the key"]

@@ -9,6 +9,7 @@ from slime_rollout.config import BUILT_IN_ROLLOUTS
 SOURCE = """
 import dataclasses
 from slime_core.types import Sample
+from slime_rollout import get_model_url, post
 from slime_rollout.hooks.rollout_function import RolloutFnTrainOutput
 
 lent = []
@@ -46,6 +47,14 @@ def same_group(args, rollout_id, data_source, evaluation=False):
         sample.group_index = group[0].group_index
     return [group, other]
 
+async def asking(args, rollout_id, data_source, evaluation=False):
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for sample in (sample for group in groups for sample in group):
+        reply = await post(get_model_url(args), {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": 2}})
+        sample.append_response(reply["output_ids"], text=reply["text"])
+        sample.status, sample.reward = "completed", 1.0
+    return groups
+
 def held_out(args, rollout_id, data_source, evaluation):
     samples = [Sample(index=place, group_index=place, prompt="own") for place in range(2)]
     return {"held": {"rewards": [1, 0], "samples": sum(done([samples]), [])}}
@@ -56,6 +65,11 @@ def held_out(args, rollout_id, data_source, evaluation):
 def function(tmp_path):
     (tmp_path / "whole.py").write_text(SOURCE)
     return lambda name: f"{tmp_path}/whole.py:{name}"
+
+
+def test_requests_of_a_whole_rollout_carry_the_runs_key(manager, function, engine):
+    assert len(manager(rollout_function_path=function("asking"), key="the key").generate(0).groups) == 2
+    assert {headers.get("Authorization") for headers in engine.headers} == {"Bearer the key"}
 
 
 def test_a_function_makes_the_rollouts(manager, function):

@@ -53,6 +53,21 @@ def auth_headers(args: Any) -> dict[str, str]:
     return key_headers(args.sglang_api_key)
 
 
+_KEYS: dict[str, str] = {}  # of the routers that this process has to do with, by their addresses
+
+
+def remember_key(args: Any) -> None:
+    """Let :func:`key_for` know the routers of ``args``, and their key."""
+    if args.sglang_api_key is not None:
+        names = (None, *getattr(args, "sglang_model_routers", {}))
+        _KEYS.update({get_model_url(args, name, "/"): args.sglang_api_key for name in names})
+
+
+def key_for(url: str) -> str | None:
+    """The key for a request of a user's function, if it goes to a router of the run; a tool's server gets none."""
+    return next((key for router, key in _KEYS.items() if url.startswith(router)), None)
+
+
 def _host_and_port(url: str) -> list[Any]:
     parts = urllib.parse.urlsplit(url)
     return [parts.hostname, parts.port]

@@ -16,7 +16,7 @@ import orjson
 from slime_core.hooks import HookArgs
 from slime_core.types import Message, Prompt, Sample, Status
 from slime_rollout.data.chat import ChatTurns, as_messages
-from slime_rollout.engine.addresses import get_model_url
+from slime_rollout.engine.addresses import key_for
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.context import DISTRIBUTION, GenerationContext
@@ -346,7 +346,7 @@ async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
     Raises `GenerationError` if no answer comes within ``timeout`` seconds, or it is an error or not JSON.
     """
     try:
-        async with make_session(timeout, key=_key_for(url)) as session:
+        async with make_session(timeout, key=key_for(url)) as session:
             content = await exchange(session, "POST", url, orjson.dumps(payload))
         return orjson.loads(content)
     except HttpError as error:
@@ -354,17 +354,6 @@ async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:
         raise GenerationError(f"POST {url} {how}: {error.problem}") from error
     except orjson.JSONDecodeError as error:
         raise GenerationError(f"POST {url} answered with no JSON: {excerpt(content)}") from error
-
-
-def _key_for(url: str) -> str | None:
-    """The run's key, if the address is of one of its routers: a tool's server has no business with it."""
-    try:
-        args = current().context.args
-    except GenerationError:
-        return None
-    names = (None, *getattr(args, "sglang_model_routers", {}))
-    routers = {get_model_url(args, name, "/") for name in names}
-    return args.sglang_api_key if url.startswith(tuple(routers)) else None
 
 
 class GenerateState:
