@@ -12,7 +12,7 @@ was stopped, or who waited for what. Of the twelve kinds in three phases a dash 
     a data worker           -         1 [2]       1 [2]     they start with the first prompts
     the raylet, the GCS     2         1           1
     unequal collectives     -         -           0         only training has them
-    a full disk             1         1           1         no stall: the first write fails
+    a full disk             2         1           1         no stall: the first write fails
     a lost network          1         [3]         [3]       `test_nodes.py`
 
     [1] once it has to train   [2] once what was read ahead is used   [3] an engine's node; that of a rank
@@ -36,7 +36,7 @@ import pytest
 from launching import Assets, started, train_command, tree, wait_for, wait_until_gone
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
-STALL = 30.0
+STALL = 45.0  # the slowest part of a start takes less
 # From the strike until everything is gone: the stall is noticed, stacks are written, all parts are stopped.
 END_SECONDS = STALL + 200.0
 
@@ -288,7 +288,7 @@ def test_a_full_disk_ends_the_run_with_the_cause(llama: Assets, tmp_path: Path, 
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
     print(f"disk full while {phase}: exit code {struck.code} after {struck.seconds:.0f} s\n{struck.text[-2500:]}")
-    assert (struck.code, struck.left) == (1, [])
+    assert (struck.code, struck.left) == (2 if phase == "starting" else 1, [])
     assert re.search("the disk is full|No space left on device", struck.text)
 
 
@@ -300,5 +300,5 @@ def test_ranks_that_do_not_communicate_alike_are_named(llama: Assets, tmp_path: 
         struck = run_struck(llama, tmp_path / "run", "apart", lambda _: (tmp_path / "run/fired").exists(), urls)
     print(f"exit code {struck.code} after {struck.seconds:.0f} s\n{struck.text[-2500:]}")
     assert (struck.code, struck.left) == (0, [])
-    assert "trainer rank 0, trainer rank 1 did not end: no progress for 30 s" in struck.text
+    assert f"trainer rank 0, trainer rank 1 did not end: no progress for {STALL:g} s" in struck.text
     assert "the trainers are up again, from checkpoint 1" in struck.text

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ POLL_SECONDS = 0.2
 # A server's processes share their load in a file whose name begins so. SGLang never removes it.
 LOAD_FILES = "/dev/shm/sglang_loads_"
 LOG_LINES = 20
+PAGE = 4096  # bytes; with fewer, nothing can be written
 # Enough to find the line in front of the stack traces of all a server's processes.
 PORT_LOG_LINES = 400
 
@@ -329,8 +331,10 @@ class ServingProcess:
         return self._process.log_tail(lines)
 
     def log_excerpt(self) -> str:
-        """Where the log is, and its last lines."""
-        return f"the end of its log {self._process.log_path}:\n{self.log_tail()}"
+        """Where the log is, and its last lines; they may be missing, where the disk is full."""
+        path = self._process.log_path
+        note = ", which is incomplete because the disk is full" if shutil.disk_usage(path.parent).free < PAGE else ""
+        return f"the end of its log {path}{note}:\n{self.log_tail()}"
 
     def request_stop(self) -> None:
         """Ask the process to end, without waiting."""
