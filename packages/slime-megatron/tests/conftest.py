@@ -190,12 +190,15 @@ def tiny_config():
 
 @pytest.fixture(scope="session")
 def make_samples():
-    def build(groups=4, per_group=4, prompt=9, response=5, vocab=500, seed=0, masks=False):
-        """Groups with prompts and responses of different lengths; rewards with zero mean in each group."""
+    def build(groups=4, per_group=4, prompt=9, response=5, vocab=500, seed=0, masks=False, common=0):
+        """Groups with prompts and responses of different lengths; rewards with zero mean in each group.
+
+        All prompts have ``common`` first tokens in common, besides the ``prompt`` or more of each.
+        """
         rng = random.Random(seed)
-        samples = []
+        samples, beginning = [], [rng.randrange(vocab) for _ in range(common)]
         for group in range(groups):
-            prompt_tokens = [rng.randrange(vocab) for _ in range(prompt + group)]
+            prompt_tokens = beginning + [rng.randrange(vocab) for _ in range(prompt + group)]
             for member in range(per_group):
                 length = response + rng.randrange(3)
                 mask = [int(not masks or rng.random() < 0.7) for _ in range(length)]

@@ -48,6 +48,18 @@ def shared_prompts(groups, padding=0):
 ROWS = {
     "runs": layout([5, 1, 9, 300, 7, 40, 700], [], 1064),
     "shared prompts": shared_prompts([(9, 3, 4), (7, 1, 2, 5), (8,), (40, 300, 30, 9)], padding=3),
+    # Ten tokens, then two prompts' rests with two responses each, and a sample.
+    "common beginning": layout(
+        [10, 3, 4, 1, 2, 5, 7, 9],
+        [
+            Continuation(10, 3, np.arange(10)),
+            Continuation(13, 5, np.array([*range(10), *range(10, 13)])),
+            Continuation(18, 2, np.arange(10)),
+            Continuation(20, 12, np.array([*range(10), *range(18, 20)])),
+            Continuation(32, 9, np.arange(10)),
+        ],
+        41,
+    ),
     "long prompt": shared_prompts([(600, 5, 6, 7), (590, 300)]),
     # Two chunks, the second of three ranks' tokens: chunks 1 and 4 of 0 … 5.
     "context parallel": layout(

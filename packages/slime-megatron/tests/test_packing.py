@@ -51,17 +51,18 @@ TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 
 @settings(max_examples=60, deadline=None)
 @given(
+    beginning=st.lists(st.integers(0, 5), max_size=8),
     groups=st.lists(st.tuples(TOKENS, st.lists(TOKENS, min_size=1, max_size=4)), min_size=1, max_size=4),
     share=st.booleans(),
     multiple_of=st.sampled_from([1, 4]),
     data=st.data(),
 )
-def test_every_token_sees_its_own_sample_so_far(groups, share, multiple_of, data):
+def test_every_token_sees_its_own_sample_so_far(beginning, groups, share, multiple_of, data):
     samples = []
     for number, (prompt, responses) in enumerate(groups):
         for response in responses:
             mask = data.draw(st.lists(st.integers(0, 1), min_size=len(response), max_size=len(response)))
-            samples.append(sample(prompt, response, number, len(samples), mask))
+            samples.append(sample([*beginning, *prompt], response, number, len(samples), mask))
     micro_batch = MicroBatch(samples, share_prompts="on" if share else "off", multiple_of=multiple_of)
     batch = micro_batch.pack()
 
@@ -129,17 +130,31 @@ def test_context_parallel_ranks_have_a_part_of_each_sample(samples, size, multip
 
 def test_sharing_computes_a_prompt_once():
     samples = [
-        sample(range(40), range(100, 106), group, group * 8 + member) for group in range(16) for member in range(8)
+        sample([group, *range(39)], range(100, 106), group, group * 8 + member)
+        for group in range(16)
+        for member in range(8)
     ]
     assert MicroBatch(samples, share_prompts="off").pack().computed_tokens == 16 * 8 * 45
     assert MicroBatch(samples, share_prompts="on").pack().computed_tokens == 16 * (40 + 8 * 5)
 
 
 def test_only_equal_prompts_of_one_group_are_shared():
-    other_group = [sample([1, 2], [3, 4]), sample([1, 2], [3, 4], group=1)]
-    other_prompt = [sample([1, 2], [3, 4]), sample([1, 5], [3, 4])]
+    other_group = [sample([1, 2], [3] * 20), sample([1, 2], [3] * 20, group=1)]
+    other_prompt = [sample([1, 2], [3] * 20), sample([1, 5], [3] * 20)]
     for samples in (other_group, other_prompt):
-        assert MicroBatch(samples, share_prompts="on").pack().computed_tokens == 6
+        assert MicroBatch(samples, share_prompts="on").pack().computed_tokens == 2 * 21
+
+
+@pytest.mark.parametrize("share", ["on", "auto"])
+def test_a_common_beginning_of_all_prompts_is_computed_once(share):
+    prompts = [[*range(33), group, *range(6)] for group in range(16)]
+    samples = [
+        sample(prompts[group], range(6), group, group * 8 + member) for group in range(16) for member in range(8)
+    ]
+    batch = MicroBatch(samples, share_prompts=share).pack()
+    assert batch.computed_tokens == 33 + 16 * (7 + 8 * 5)
+    alone = [sample(prompt, [1, 2], group, group) for group, prompt in enumerate(prompts)]
+    assert MicroBatch(alone, share_prompts=share).pack().computed_tokens == 33 + 16 * (7 + 1)
 
 
 def test_auto_shares_where_that_saves_a_tenth():

@@ -76,6 +76,8 @@ LAYOUTS = {
     "shared prompts": {"share_prompts": "on"},
     "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
+# So much that the beginning is worth computing once. This seed draws no padding token (0): that gets no gradient.
+COMMON = {"common": 13, "seed": 1}
 SHOWN = [("llama-tied", "shared prompts"), ("qwen3", "one"), ("glm4-moe", "tp2+sp"), ("deepseek", "tp2+sp")]
 
 
@@ -90,7 +92,7 @@ SHOWN = [("llama-tied", "shared prompts"), ("qwen3", "one"), ("glm4-moe", "tp2+s
 def test_two_steps_equal_plain_pytorch(ranks, tiny_model, tiny_config, make_samples, make_shards, name, layout):
     model = tiny_model(name)
     config = tiny_config(load=model.checkpoint, adam_eps=ADAM_EPS, **LAYOUTS[layout])
-    samples = make_samples(groups=4, per_group=3, masks=True)
+    samples = make_samples(groups=4, per_group=3, masks=True, **(COMMON if layout == "shared prompts" else {}))
     expected, metrics, gradients = plain_training(
         model.hf, [samples[:6], samples[6:]], config=config, algorithm=GRPO_WITH_KL, temperature=0.8
     )

@@ -86,8 +86,8 @@ class MegatronConfig(Config):
     share_prompts: str = flag(
         "auto",
         choices=AUTO_ON_OFF,
-        help="compute the prompt that a group's samples share once per micro-batch; the gradients are the same; auto: "
-        "where it saves a tenth of the tokens; without a value, on",
+        help="compute the prompt that a group's samples share, and a beginning that all prompts share, once per "
+        "micro-batch; the gradients are the same; auto: where it saves a tenth of the tokens; without a value, on",
         may_change=True,
         bare="on",
     )

@@ -9,7 +9,9 @@ Without sharing, a sample with P prompt and R response tokens is a segment of P 
 attention. With sharing, samples of one group with equal prompts become [prompt, response₁, …, responseₙ]: the
 prompt attends to itself, response i to the prompt and to itself, and its positions continue after the prompt. The
 network sees exactly what it sees without sharing, so log-probs are the same and the prompt's gradient is the sum
-over its samples: only the work is less.
+over its samples: only the work is less. Where prompts of different groups begin alike (a system prompt, worked
+examples), that beginning comes first in the row and is computed once, too: [beginning, rest of prompt₁, its responses,
+rest of prompt₂, …], where all that follows also attends to the beginning.
 
 Over context-parallel ranks, each sample is padded and cut in zig-zag. Keys and values are gathered from all ranks, so a
 chunk of queries attends to keys of all of them; prompts are not shared.
@@ -76,7 +78,8 @@ class MicroBatch:
     that have more micro-batches. T is padded to a multiple of ``multiple_of``, the tensor-parallel size under sequence
     parallelism.
 
-    ``share_prompts`` is the flag's value: ``auto`` shares where that saves a tenth of the tokens.
+    ``share_prompts`` is the flag's value: ``auto`` shares where that saves a tenth of the tokens. With ``on``, too, the
+    beginning of different prompts is only shared where it does: all tokens then attend in one more call.
 
     Attributes:
         samples: The samples in packed order.
@@ -95,7 +98,7 @@ class MicroBatch:
         context: ContextParallel | None = None,
     ) -> None:
         self._context = context or ContextParallel()
-        self._shared = _share(samples, share_prompts if self._context.size == 1 else "off")
+        self._shared, self._beginning = _share(samples, share_prompts if self._context.size == 1 else "off")
         self._multiple_of = multiple_of
         self.samples = tuple(sample for shared in self._shared for sample in shared)
         self.target_lengths = tuple(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
@@ -135,27 +138,14 @@ class MicroBatch:
         )
 
     def _shared_row(self) -> _Row:
-        row, start = _Row(), 0
+        row, common = _Row(), self._beginning
+        if common:
+            row.tokens.append(self.samples[0].tokens[:common])
+            row.positions.append(np.arange(common))
+            row.runs.append(common)
+        start = common
         for shared in self._shared:
-            prompt = shared[0].prompt_length
-            row.tokens.append(shared[0].tokens[:prompt])
-            row.positions.append(np.arange(prompt))
-            end = start + prompt
-            for sample in shared:
-                inputs, mask = sample.response_length - 1, _mask(sample)
-                row.tokens.append(sample.tokens[prompt:-1])
-                row.positions.append(np.arange(prompt, prompt + inputs))
-                row.logit_rows.append(np.concatenate([[start + prompt - 1], np.arange(end, end + inputs)])[mask])
-                row.targets.append(sample.tokens[prompt:][mask])
-                end += inputs
-            if len(shared) == 1:
-                row.runs.append(end - start)
-            else:
-                row.runs += [prompt, *(sample.response_length - 1 for sample in shared if sample.response_length > 1)]
-                keys = np.arange(start, start + prompt)
-                if end > keys[-1] + 1:
-                    row.continuations.append(Continuation(start + prompt, end - start - prompt, keys))
-            start = end
+            start = _add_group(row, shared, start, common)
         row.real = [np.ones(start, bool)]
         if not self._shared:
             start = 1
@@ -221,6 +211,32 @@ class _Row:
     pairs: int = 0
 
 
+def _add_group(row: _Row, shared: Sequence[TrainSample], start: int, common: int) -> int:
+    """Append the samples of one prompt, without its beginning that is in the row already; where they end."""
+    prompt = shared[0].prompt_length
+    row.tokens.append(shared[0].tokens[common:prompt])
+    row.positions.append(np.arange(common, prompt))
+    end = rest = start + prompt - common
+    for sample in shared:
+        inputs, mask = sample.response_length - 1, _mask(sample)
+        row.tokens.append(sample.tokens[prompt:-1])
+        row.positions.append(np.arange(prompt, prompt + inputs))
+        row.logit_rows.append(np.concatenate([[rest - 1], np.arange(end, end + inputs)])[mask])
+        row.targets.append(sample.tokens[prompt:][mask])
+        end += inputs
+    beginning = np.arange(common)
+    alone = len(shared) == 1
+    row.runs.append(end - start if alone else rest - start)
+    if common:
+        row.continuations.append(Continuation(start, row.runs[-1], beginning))
+    if not alone:
+        row.runs += [sample.response_length - 1 for sample in shared if sample.response_length > 1]
+        if end > rest:
+            keys = np.concatenate([beginning, np.arange(start, rest)])
+            row.continuations.append(Continuation(rest, end - rest, keys))
+    return end
+
+
 def _mask(sample: TrainSample) -> NDArray[np.bool_]:
     return sample.loss_mask.astype(bool)
 
@@ -231,8 +247,8 @@ def _joined(parts: Sequence[NDArray[Any]], length: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.pad(joined, (0, max(length - len(joined), 0))))
 
 
-def _share(samples: Sequence[TrainSample], share_prompts: str) -> list[list[TrainSample]]:
-    """Samples that are laid out behind one prompt."""
+def _share(samples: Sequence[TrainSample], share_prompts: str) -> tuple[list[list[TrainSample]], int]:
+    """Samples that are laid out behind one prompt, and how many first tokens of all prompts are laid out once."""
     shared: dict[object, list[TrainSample]] = {}
     for number, sample in enumerate(samples):
         if sample.prompt_length < 1 or sample.response_length < 1:
@@ -245,10 +261,26 @@ def _share(samples: Sequence[TrainSample], share_prompts: str) -> list[list[Trai
         )
         shared.setdefault(key, []).append(sample)
     groups = list(shared.values())
-    saved = sum((len(group) - 1) * group[0].prompt_length for group in groups)
-    if share_prompts == "auto" and saved < WORTH_SHARING * sum(len(sample.tokens) - 1 for sample in samples):
-        return [[sample] for sample in samples]
-    return groups
+    if share_prompts == "off":
+        return groups, 0
+    tokens = sum(len(sample.tokens) - 1 for sample in samples)
+    repeated = sum((len(group) - 1) * group[0].prompt_length for group in groups)
+    common = _common_beginning(groups)
+    if common * (len(groups) - 1) < WORTH_SHARING * (tokens - repeated):
+        common = 0
+    if share_prompts == "auto" and repeated + common * (len(groups) - 1) < WORTH_SHARING * tokens:
+        return [[sample] for sample in samples], 0
+    return groups, common
+
+
+def _common_beginning(groups: Sequence[Sequence[TrainSample]]) -> int:
+    """How many first tokens all prompts have in common; of each at least its last one is left."""
+    if len(groups) < 2:
+        return 0
+    prompts = [group[0].tokens[: group[0].prompt_length] for group in groups]
+    shortest = min(len(prompt) for prompt in prompts) - 1
+    alike = np.all([prompt[:shortest] == prompts[0][:shortest] for prompt in prompts], axis=0)
+    return int(alike.cumprod().sum())
 
 
 def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_of: int) -> _Row:
