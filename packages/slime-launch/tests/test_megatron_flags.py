@@ -91,9 +91,14 @@ def test_they_are_refused_with_what_else_is_wrong(words):
         assert any(text in line for line in lines), (text, lines)
 
 
-def test_what_would_hold_the_optimizers_state_elsewhere_is_refused(words):
-    with pytest.raises(SlimeError, match=r"^--optimizer-cpu-offload is not built: the optimizer's state stays"):
-        preflight(parse_train([*words, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]))
+def test_upstreams_flags_of_an_offloaded_optimizer_run_on_a_cpu(words):
+    """They are said to have no effect there, and may be left out, or given, when the run goes on."""
+    upstream = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"]
+    settings = parse_train([*words, *upstream])
+    found = preflight(settings)
+    [note] = argument_notes(settings, found.shape)
+    assert all(f"{word} has no effect (" in note for word in upstream)
+    assert changed_flags(settings.flags(), parse_train(words).flags()) == []
 
 
 def test_what_has_no_effect_is_said_in_one_line(words):

@@ -224,7 +224,7 @@ def test_an_argument_of_megatrons_without_effect_is_called_so():
     assert "--moe-shared-expert-overlap" not in done.words
 
 
-def test_an_argument_of_megatrons_that_is_not_built_is_refused():
+def test_an_argument_that_is_given_to_megatron_stays():
     done = migrated(TrainCommand("train.py", ["--optimizer-cpu-offload"], []))
-    assert [became.outcome for became in done.flags] == [Outcome.REFUSED] and not done.runs
-    assert "--use-distributed-optimizer" in done.flags[0].note
+    assert [became.outcome for became in done.flags] == [Outcome.SAME] and done.runs
+    assert "--optimizer-cpu-offload" in done.words

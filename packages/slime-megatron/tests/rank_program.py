@@ -21,6 +21,7 @@ from pathlib import Path
 from rank_checkpoints import Checkpoints
 from rank_engine import EngineLayers, pretend_engine
 from rank_gradients import whole_gradient
+from rank_host import HostOptimizer
 
 
 class Channel:
@@ -51,7 +52,7 @@ class Channel:
         self.events.append(("end",))
 
 
-class Rank(Checkpoints, EngineLayers):
+class Rank(Checkpoints, EngineLayers, HostOptimizer):
     """The commands."""
 
     worker = None

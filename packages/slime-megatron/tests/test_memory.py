@@ -34,10 +34,24 @@ def test_it_is_what_the_ranks_hold(ranks, tiny_model, tiny_config, case):
     model = tiny_model(name)
     config = tiny_config(load=model.checkpoint, **values)
     expected = max(stages_memory(model.shape, config, world), key=lambda own: own.total)
+    *on_device, elsewhere = dataclasses.astuple(expected)
     ranks.start(world, config, model.shape)
     held = max(ranks.call("held_bytes"), key=sum)
     # Core pads its buffers, and Adam counts its steps.
-    assert held == pytest.approx(dataclasses.astuple(expected), rel=0.02)
+    assert held == pytest.approx(tuple(on_device), rel=0.02) and elsewhere == 0
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.75])
+def test_an_offloaded_optimizer_is_in_host_memory(fraction):
+    """With a gradient of what is there; on a CPU nothing is elsewhere."""
+    shape = ModelShape.from_hf_config(PUBLISHED["qwen3-4B"].config)
+    args = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    config = MegatronConfig(bf16=True, use_distributed_optimizer=True, megatron_args=args)
+    [whole], [own] = (stages_memory(shape, config, 8, on_gpu=on_gpu) for on_gpu in (False, True))
+    assert (own.weights, own.gradients, whole.host) == (whole.weights, whole.gradients, 0)
+    assert own.optimizer == pytest.approx((1 - fraction) * whole.optimizer, rel=1e-6)
+    assert own.host == pytest.approx(fraction * whole.optimizer * 16 / 12, rel=1e-6)
+    assert own.total == own.weights + own.gradients + own.optimizer
 
 
 def test_a_critic_has_a_head_of_one_row(tiny_model):

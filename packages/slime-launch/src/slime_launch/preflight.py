@@ -351,6 +351,7 @@ def check_roles_fit(settings: Settings, shape: ModelShape, overrides: Overrides)
             role_config(settings.megatron, role, overrides),
             settings.cluster.actor_gpus,
             value_head=role == "critic" or settings.algorithm.loss_type == "rm_loss",
+            on_gpu=not device.is_cpu,
         )
         for role in roles
     }

@@ -16,7 +16,7 @@ from slime_launch.errors import ManifestError, RunError
 from slime_launch.manifest import FILE_NAME, Manifest, read_manifest, write_manifest
 from slime_launch.redact import may_be_same, without_secrets
 from slime_launch.shards import ReadyRollout
-from slime_megatron.arguments import has_no_effect
+from slime_megatron.arguments import may_change
 from slime_megatron.checkpoint import OLD_ACTOR, find_checkpoint, iteration_directory, may_be_checkpoint
 from slime_megatron.config import MegatronConfig
 from slime_rollout.store import RolloutStore
@@ -57,7 +57,7 @@ def changed_flags(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         f"--{name.replace('_', '-')} {old.get(name)} → {new.get(name)}"
         for name in names
         if not name.startswith(("sglang_", "router_"))
-        and not has_no_effect(name)
+        and not may_change(name)
         and not may_be_same(old.get(name), new.get(name))
     ]
 

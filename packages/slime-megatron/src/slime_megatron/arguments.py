@@ -34,9 +34,15 @@ _FORWARDED = (
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy",
     "moe_grouped_gemm moe_permute_fusion moe_router_fusion",
     "clone_scatter_output_in_embedding num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
 )
 # Of these, what has an effect in Transformer Engine's layers alone.
 _ENGINE = {"moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"}
+# And what has one on a GPU alone: why there is none elsewhere.
+_OFFLOAD_OPTIMIZER = {
+    "optimizer_cpu_offload": "on a CPU the optimizer's state is in host memory already",
+    "optimizer_offload_fraction overlap_cpu_* pin_cpu_*": "it is for --optimizer-cpu-offload on a GPU",
+}
 # Fields, * for any end of the name, that have one value: the one that slime sets, or else core's default.
 _FIXED = {
     "fp16 params_dtype pipeline_dtype *autocast* fp32_residual_* main_* exp_avg*": "precision follows --bf16",
@@ -68,13 +74,6 @@ _FIXED = {
     "nccl_ub disable_symmetric_*": "NCCL's user buffers are not used",
     "decoupled_weight_decay sgd_* muon_*": "the optimizer is AdamW",
 }
-# Fields that would change what a rank holds, and that are not built.
-_NOT_BUILT = {
-    # Core's optimizer for it asks CUDA for streams as it is made, keeps no step that a checkpoint's could be put into,
-    # and does not know that a rank sleeps: it was not tried, and a command that needs it would run out of memory.
-    "optimizer_cpu_offload optimizer_offload_fraction": "the optimizer's state stays on the device; leave it out, and "
-    "give --use-distributed-optimizer with more ranks, which share the state, or --lora-rank",
-}
 # Fields without effect here.
 _UNREAD = {
     "attention_softmax_in_fp32": "attention's softmax is computed in fp32 always",
@@ -91,7 +90,7 @@ _UNREAD = {
     "*loss_scale loss_scale_window hysteresis": "it is for fp16",
     "moe_per_layer_logging log_num_zeros_*": "it is not reported",
     "check_for_*": "each gradient is checked before the optimizer's step",
-    "overlap_cpu_* use_torch_* pin_cpu_*": "it is for --optimizer-cpu-offload, which is not built",
+    "use_torch_optimizer_for_*": "torch's Adam is used always",
     "use_precision_aware_* store_param_*": "the optimizer's state is fp32",
     "*_comm_backend": "process groups have the device's backend",
     "barrier_with_*": "timers are slime's own",
@@ -111,14 +110,14 @@ def classes(name: str) -> list[str]:
         "shape": name in {field.name for field in dataclasses.fields(ModelShape)} | {*_SHAPE_NAMES, "normalization"},
         "forwarded": any(name in names.split() for names in _FORWARDED),
         "no effect": _found(_UNREAD, name) is not None,
-        "refused": field.is_function or _found(_FIXED | _NOT_BUILT, name) is not None,
+        "refused": field.is_function or _found(_FIXED, name) is not None,
     }
     return [kind for kind, is_so in found.items() if is_so]
 
 
 def reason(name: str) -> str:
     """Why a field of core's cannot be given, or has no effect; empty where it may be given."""
-    return _found(_FIXED | _NOT_BUILT | _UNREAD, name) or ""
+    return _found(_FIXED | _UNREAD, name) or ""
 
 
 def has_no_effect(name: str) -> bool:
@@ -126,19 +125,26 @@ def has_no_effect(name: str) -> bool:
     return name in core_fields() and classes(name) == ["no effect"]
 
 
+def may_change(name: str) -> bool:
+    """Whether a run may go on with another value of a field: it has no effect, or says where the optimizer is."""
+    return has_no_effect(name) or _is_of_offload(name)
+
+
 def _plainly(name: str, value: Any) -> str:
     return f"{name} {value}"
 
 
 def reaches_core(name: str, *, on_gpu: bool) -> bool:
-    """Whether core gets an argument: what needs Transformer Engine's layers it gets on a GPU alone."""
-    return classes(name) == ["forwarded"] and (on_gpu or name not in _ENGINE)
+    """Whether core gets an argument: what needs Transformer Engine's layers, or a GPU, it gets there alone."""
+    return classes(name) == ["forwarded"] and (on_gpu or (name not in _ENGINE and not _is_of_offload(name)))
 
 
-def passed_on(kind: type[Any], given: Mapping[str, Any], shape: ModelShape, *, engine: bool) -> dict[str, Any]:
-    """Those of the arguments that one of core's configs gets; ``engine`` is for Transformer Engine's layers."""
+def passed_on(
+    kind: type[Any], given: Mapping[str, Any], shape: ModelShape, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of the arguments that one of core's configs gets; ``values`` are those that slime sets there."""
     known = {field.name for field in dataclasses.fields(kind)} - _of_shape(shape).keys()
-    return {name: value for name, value in given.items() if name in known and _unread(name, shape, engine) is None}
+    return {name: value for name, value in given.items() if name in known and _unread(name, shape, values) is None}
 
 
 def notices(
@@ -149,9 +155,9 @@ def notices(
     said: Callable[[str, Any], str] = _plainly,
 ) -> list[str]:
     """What has no effect, and what core made something else of; ``said`` is how an argument is written."""
-    found, engine = [], bool(values.get("moe_grouped_gemm"))
+    found = []
     for name, value in given.items():
-        if reason := _unread(name, shape, engine):
+        if reason := _unread(name, shape, values):
             if not _is_so(name, value, values):
                 found.append(f"{said(name, value)} has no effect ({reason})")
         elif name not in _of_shape(shape):
@@ -187,13 +193,19 @@ def problems(
         elif not has_type(value, fields[name].hint) or (name in _NOT_NEGATIVE and not _is_amount(value)):
             allowed = "a number, 0 or more" if name in _NOT_NEGATIVE else shown(fields[name].hint)
             yield f"{said(name, repr(value))} must be {allowed}"
+        elif name == "optimizer_offload_fraction" and not 0 < value <= 1:
+            yield f"{words} must be above 0, and at most 1; to offload nothing, leave --optimizer-cpu-offload out"
         elif fixed and not _is_so(name, value, values):
             yield f"{words} cannot be given: {fixed}; leave it out"
-        elif (missing := _found(_NOT_BUILT, name)) and not _is_so(name, value, values):
-            yield f"{words} is not built: {missing}"
         elif not classes(name):
             yield f"{words} cannot be given: it is newer than slime, which was tested with megatron-core 0.16.1"
     yield from _balance_problems(given, shape, config)
+    if values.get("optimizer_cpu_offload") and not (config.bf16 and config.use_distributed_optimizer):
+        # Core's optimizer cannot be made for fp32 weights, nor for whole ones.
+        yield (
+            "--optimizer-cpu-offload needs --bf16 and --use-distributed-optimizer, also on one rank; leave out --fp32 "
+            "and --no-use-distributed-optimizer"
+        )
 
 
 def _balance_problems(given: Mapping[str, Any], shape: ModelShape, config: MegatronConfig) -> Iterator[str]:
@@ -221,13 +233,19 @@ def _of_shape(shape: ModelShape) -> dict[str, Any]:
     return own | {name: own[other] for name, other in _SHAPE_NAMES.items()} | {"normalization": shape.normalization}
 
 
-def _unread(name: str, shape: ModelShape, engine: bool) -> str | None:
-    """Why an argument has no effect."""
+def _unread(name: str, shape: ModelShape, values: Mapping[str, Any]) -> str | None:
+    """Why an argument has no effect, with these values of slime's own."""
     if name.startswith("moe_") and shape.num_experts is None and name not in _of_shape(shape):
         return "the model has no experts"
-    if name in _ENGINE and not engine:
+    if name in _ENGINE and not values.get("moe_grouped_gemm"):
         return "it is for Transformer Engine's layers, and local ones are used"
+    if not values.get("optimizer_cpu_offload") and (reason := _found(_OFFLOAD_OPTIMIZER, name)):
+        return reason
     return _found(_UNREAD, name)
+
+
+def _is_of_offload(name: str) -> bool:
+    return _found(_OFFLOAD_OPTIMIZER, name) is not None
 
 
 def _found(table: Mapping[str, str], name: str) -> str | None:

@@ -314,6 +314,12 @@ class MegatronConfig(Config):
         )
 
     @property
+    def offload_fraction(self) -> float:
+        """The part of the optimizer that ``--optimizer-cpu-offload`` has in host memory, on a GPU."""
+        given = self.megatron_args
+        return given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
+
+    @property
     def expert_tensor_size(self) -> int:
         """Ranks that share each expert's weights."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

@@ -34,10 +34,15 @@ def ddp_config(shape: ModelShape, config: MegatronConfig, device: Device) -> Dis
     return _made(DistributedDataParallelConfig, ddp_values(config, on_gpu=not device.is_cpu), shape, config)
 
 
-def optimizer_config(shape: ModelShape, config: MegatronConfig) -> OptimizerConfig:
+def optimizer_config(shape: ModelShape, config: MegatronConfig, device: Device) -> OptimizerConfig:
     """Megatron's configuration of the optimizer."""
-    values = optimizer_values(config) | {"params_dtype": _dtype(config)}
-    return _made(OptimizerConfig, values, shape, config)
+    values = optimizer_values(config, on_gpu=not device.is_cpu) | {"params_dtype": _dtype(config)}
+    is_aware = values.pop("use_precision_aware_optimizer")
+    made = _made(OptimizerConfig, values, shape, config)
+    # Set afterwards: core 0.16.1 would ask for Transformer Engine's version, also where the optimizer is not its.
+    made.use_precision_aware_optimizer = made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = is_aware
+    made.store_param_remainders &= not is_aware
+    return made
 
 
 def check_arguments(shape: ModelShape, config: MegatronConfig, device: Device) -> None:
@@ -50,14 +55,14 @@ def check_arguments(shape: ModelShape, config: MegatronConfig, device: Device) -
         raise ConfigError("\n".join(found))
     transformer_config(shape, config, device)
     ddp_config(shape, config, device)
-    optimizer_config(shape, config)
+    optimizer_config(shape, config, device)
 
 
 def argument_notices(
     shape: ModelShape, config: MegatronConfig, device: Device, transformer: Any, ddp: DistributedDataParallelConfig
 ) -> list[str]:
     """Which of ``config.megatron_args`` have no effect, and what core made of others, once it has built a model."""
-    made = (transformer, ddp, optimizer_config(shape, config))
+    made = (transformer, ddp, optimizer_config(shape, config, device))
     return notices(config.megatron_args, shape, made, _values(shape, config, device))
 
 
@@ -71,7 +76,7 @@ def _kind(shape: ModelShape) -> type[Any]:
 
 
 def _made(kind: type[Any], values: dict[str, Any], shape: ModelShape, config: MegatronConfig) -> Any:
-    given = passed_on(kind, config.megatron_args, shape, engine=bool(values.get("moe_grouped_gemm")))
+    given = passed_on(kind, config.megatron_args, shape, values)
     try:
         return kind(**values | given)
     except (ValueError, AssertionError, RuntimeError, ImportError) as error:

@@ -12,7 +12,7 @@ from slime_megatron.core_fields import transformer_fields
 
 def slime_values(shape: ModelShape, config: MegatronConfig, *, on_gpu: bool) -> dict[str, Any]:
     """All values for all configs by field, without those that only torch knows: types and functions."""
-    optimizer, ddp = optimizer_values(config), ddp_values(config, on_gpu=on_gpu)
+    optimizer, ddp = optimizer_values(config, on_gpu=on_gpu), ddp_values(config, on_gpu=on_gpu)
     return optimizer | ddp | transformer_values(shape, config, on_gpu=on_gpu)
 
 
@@ -72,7 +72,13 @@ def ddp_values(config: MegatronConfig, *, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def optimizer_values(config: MegatronConfig) -> dict[str, Any]:
+def optimizer_values(config: MegatronConfig, *, on_gpu: bool) -> dict[str, Any]:
     """The optimizer."""
     same = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16", "optimizer")
-    return {name: getattr(config, name) for name in (*same, "use_distributed_optimizer")}
+    offloads = on_gpu and bool(config.megatron_args.get("optimizer_cpu_offload"))
+    return {name: getattr(config, name) for name in (*same, "use_distributed_optimizer")} | {
+        "optimizer_cpu_offload": offloads,
+        "optimizer_offload_fraction": 1.0,  # as on Megatron's command line; core has 0
+        # Without it, core 0.16.1 keeps master weights on the GPU too, and cannot continue a checkpoint.
+        "use_precision_aware_optimizer": offloads,
+    }

@@ -47,6 +47,10 @@ class Device:
         """Whether this is a CPU standing in for a GPU."""
         return self.torch_device.type == "cpu"
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in the device's memory."""
+        return tensor.device.type == self.torch_device.type
+
 
 def select_device(threads: int | None = None, *, deterministic: bool = False) -> Device:
     """Make this process ready for Megatron: call it once, before anything imports Megatron.

@@ -18,25 +18,27 @@ class RoleMemory:
     """What a rank holds of a role between two steps, in bytes; activations come on top.
 
     Gradients are fp32. Adam keeps two fp32 numbers for each that trains, and with bf16 the fp32 weight; the distributed
-    optimizer shares them out over the ranks that hold the same weights.
+    optimizer shares them out over the ranks that hold the same weights. ``host`` is what ``--optimizer-cpu-offload``
+    has in host memory beside a GPU: the same of what it offloads, and its gradient.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that is on the device."""
         return self.weights + self.gradients + self.optimizer
 
 
 def stages_memory(
-    shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False
+    shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False, on_gpu: bool = False
 ) -> list[RoleMemory]:
-    """The memory of each pipeline stage of a role."""
+    """The memory of each pipeline stage of a role; on a GPU, ``--optimizer-cpu-offload`` has its part elsewhere."""
     stages = range(config.pipeline_model_parallel_size)
-    return [stage_memory(shape, config, world_size, stage, value_head=value_head) for stage in stages]
+    return [stage_memory(shape, config, world_size, stage, value_head=value_head, on_gpu=on_gpu) for stage in stages]
 
 
 def check_memory(roles: Mapping[str, Sequence[RoleMemory]], available: int, *, take_turns: bool) -> None:
@@ -78,17 +80,26 @@ def _gib(size: int) -> str:
 
 
 def stage_memory(
-    shape: ModelShape, config: MegatronConfig, world_size: int, stage: int, *, value_head: bool = False
+    shape: ModelShape,
+    config: MegatronConfig,
+    world_size: int,
+    stage: int,
+    *,
+    value_head: bool = False,
+    on_gpu: bool = False,
 ) -> RoleMemory:
     """The memory of one pipeline stage."""
-    weights = gradients = optimizer = 0
+    weights = gradients = optimizer = host = 0
+    offloaded = config.offload_fraction if on_gpu else 0.0
     for count, is_trained, copies in _numbers(shape, config, world_size, stage, value_head):
         weights += count * (2 if config.bf16 else 4)  # the routers' few fp32 biases count like the others
         if is_trained:
             gradients += 4 * count
             kept = count * (12 if config.bf16 else 8)
-            optimizer += math.ceil(kept / copies) if config.use_distributed_optimizer else kept
-    return RoleMemory(weights, gradients, optimizer)
+            own = math.ceil(kept / copies) if config.use_distributed_optimizer else kept
+            optimizer += math.ceil((1 - offloaded) * own)
+            host += math.ceil(offloaded * own * 16 / 12)  # with a gradient; what is offloaded has bf16
+    return RoleMemory(weights, gradients, optimizer, host)
 
 
 def _numbers(

@@ -10,6 +10,7 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import clip_grads, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,6 +21,7 @@ from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import ddp_config, optimizer_config
 from slime_megatron.device import Device
 from slime_megatron.errors import TrainingError
+from slime_megatron.host_optimizer import MASTER, adams_of, prepare_offload
 from slime_megatron.model import Chunks
 
 # Also where Transformer Engine or Apex bring an Adam, torch's is used: what is done to it below is of that one, and a
@@ -43,14 +45,17 @@ def wrap_model(model: Chunks, shape: ModelShape, config: MegatronConfig, device:
     return wrapped
 
 
-def build_optimizer(wrapped: Chunks, shape: ModelShape, config: MegatronConfig) -> Any:
+def build_optimizer(wrapped: Chunks, shape: ModelShape, config: MegatronConfig, device: Device) -> Any:
     """Megatron's optimizer with AdamW inside."""
-    optimizer = get_megatron_optimizer(optimizer_config(shape, config), wrapped)
+    optimizer = get_megatron_optimizer(optimizer_config(shape, config, device), wrapped)
     # With all dense weights or all experts frozen, the optimizer of one of them is none, on every rank.
     optimizer = ChainedOptimizer([part for part in optimizer.chained_optimizers if part.optimizer is not None])
     for part in optimizer.chained_optimizers:
-        _prepare_adam(part.optimizer)
-        if isinstance(part, DistributedOptimizer):
+        for adam in adams_of(part):
+            _prepare_adam(adam)
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            prepare_offload(part)
+        elif isinstance(part, DistributedOptimizer):
             _keep_step_on_load(part)
     _check_norm_before_step(optimizer)
     return optimizer
@@ -118,14 +123,17 @@ def load_optimizer(optimizer: Any, tensors: dict[Any, Any], step: float) -> None
         for param_state in part.optimizer.state.values():
             # Megatron-core 0.16.1 gives all parameters one step tensor, which each of them would then count up.
             param_state["step"] = param_state["step"].clone()
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def reset_adam(optimizer: Any) -> None:
     """Have the next step be Adam's first: its moments and its count of steps are 0 again; the learning rate goes on."""
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
+            for name, tensor in state.items():
+                if name != MASTER:
+                    tensor.zero_()
 
 
 def saved_step(state: Any) -> float:

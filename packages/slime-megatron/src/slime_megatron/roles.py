@@ -76,8 +76,9 @@ class TrainedModel:
         self.versions = None if keep_versions is None else KeptVersions(self.model, keep_versions)
         freeze_weights(self.model, config)
         self.wrapped = wrap_model(self.model, shape, config, device)
-        self.optimizer = build_optimizer(self.wrapped, shape, config)
+        self.optimizer = build_optimizer(self.wrapped, shape, config, device)
         self.scheduler = build_scheduler(self.optimizer, config)
+        self._device = device
         self._memory = MemoryState("a model")
         self._weights, self._optimizer_state = (WaitingRoom(device, room) for _ in range(2))
 
@@ -225,10 +226,10 @@ class TrainedModel:
             yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
-        """What the optimizer holds besides the model's own weights."""
+        """What the optimizer holds on the device besides the model's own weights."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self.weights()}
         for tensor in self._optimizer_tensors():
-            if tensor.untyped_storage().data_ptr() not in own:
+            if self._device.holds(tensor) and tensor.untyped_storage().data_ptr() not in own:
                 yield tensor
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:

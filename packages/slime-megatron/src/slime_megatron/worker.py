@@ -94,7 +94,13 @@ class MegatronWorker:
         self._takes_turns = take_turns and algorithm.needs_critic
         roles = {role: self._own(role, overrides) for role in ("actor", "critic")[: 1 + algorithm.needs_critic]}
         held = {
-            role: stages_memory(shape, own, rendezvous.world_size, value_head=role == "critic" or self._loss.value_head)
+            role: stages_memory(
+                shape,
+                own,
+                rendezvous.world_size,
+                value_head=role == "critic" or self._loss.value_head,
+                on_gpu=not device.is_cpu,
+            )
             for role, own in roles.items()
         }
         check_memory(held, device.memory_bytes, take_turns=self._takes_turns)

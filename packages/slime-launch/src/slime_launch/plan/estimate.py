@@ -82,8 +82,9 @@ class Estimate:
         host = None if self.trainer is None else host_phase(settings, device, self.trainer, ranks)
         if host is not None and device.host_memory is None:
             self.notices.append(
-                f"{ranks} trainer ranks take {gib(host.needed)} of their node's host memory, for frozen models and "
-                "what they give back while engines generate; how much a node has is not known here"
+                f"{ranks} trainer ranks take {gib(host.needed)} of their node's host memory, for frozen models, "
+                "an offloaded optimizer and what they give back while engines generate; how much a node has is not "
+                "known here"
             )
         elif host is not None:
             self.phases.append(host)

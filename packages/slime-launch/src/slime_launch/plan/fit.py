@@ -58,9 +58,10 @@ def _advice(settings: Settings, shape: ModelShape, device: Device, sizes: Sizes,
             given = " ".join(_typed(name, value) for name, value in change.items())
             return f"{given} needs {gib(found.total)}"
     ranks = settings.cluster.actor_gpus
+    can_offload = not device.is_cpu and not settings.megatron.offload_fraction
     return (
         f"no layout of {ranks} rank{'s' * (ranks > 1)} that was tried fits; train on more GPUs (--actor-num-nodes, "
-        "--actor-num-gpus-per-node), or give --lora-rank"
+        f"--actor-num-gpus-per-node), or give {'--optimizer-cpu-offload or ' * can_offload}--lora-rank"
     )
 
 
@@ -126,8 +127,9 @@ def check_phases(device: Device, found: list[Phase]) -> None:
     for phase in found:
         if phase.where.startswith("host memory") and phase.needed > phase.available:
             raise ConfigError(
-                f"frozen models, and trainers that give their memory back, take {gib(phase.needed)} of the host memory "
-                f"of a node, which has {gib(phase.available)}; train on more nodes, or give --no-offload-train"
+                f"frozen models, an offloaded optimizer, and trainers that give their memory back, take "
+                f"{gib(phase.needed)} of the host memory of a node, which has {gib(phase.available)}; train on more "
+                "nodes, or give --no-offload-train or a smaller --optimizer-offload-fraction"
             )
         together = phase.where == "machine" or phase.where.startswith("shared GPU")
         if together and phase.needed > phase.available:

@@ -30,7 +30,7 @@ class TrainerMemory:
         critic: Everything of the critic between steps; where it takes turns with the actor, what it takes more.
         frozen: Reference and teacher, where they share the memory: on a CPU.
         activations: Of the micro-batch; ``logits`` those of the output layer.
-        host: Bytes of host memory that frozen models take beside a GPU.
+        host: Bytes of host memory beside a GPU that frozen models take, and what of the optimizer is there.
         phase: What it does then: train, or where nothing is trained evaluate, or send weights.
     """
 
@@ -83,15 +83,16 @@ def trainer_memory(
     """
     phase = "train" if not settings.only_evaluates else "send weights" if settings.generates else "evaluate"
     megatron, world = settings.megatron, settings.cluster.actor_gpus
-    fused, passes = not device.is_cpu and megatron.bf16, phase != "send weights"
+    on_gpu, passes = not device.is_cpu, phase != "send weights"
     actor = role_config(megatron, "actor", overrides)
     critic = role_config(megatron, "critic", overrides) if settings.algorithm.needs_critic else None
 
     def of(stage: int) -> TrainerMemory:
-        own = stage_memory(shape, actor, world, stage)
-        other = 0 if critic is None else stage_memory(shape, critic, world, stage, value_head=True).total
+        own = stage_memory(shape, actor, world, stage, on_gpu=on_gpu)
+        second = critic and stage_memory(shape, critic, world, stage, value_head=True, on_gpu=on_gpu)
+        other, offloaded = (second.total, own.host + second.host) if second else (0, own.host)
         activations = activation_memory(
-            shape, actor, stage=stage, tokens=tokens, micro_batches=micro_batches, fused=fused
+            shape, actor, stage=stage, tokens=tokens, micro_batches=micro_batches, fused=on_gpu and megatron.bf16
         )
         copies = own.weights * (frozen_models(settings.algorithm, megatron) + old_actors(settings))
         return TrainerMemory(
@@ -105,7 +106,7 @@ def trainer_memory(
             frozen=copies if device.is_cpu else 0,
             activations=(activations.layers if phase == "train" else 0) + (activations.working if passes else 0),
             logits=activations.logits if passes else 0,
-            host=0 if device.is_cpu else copies + (own.weights if copies else 0),
+            host=0 if device.is_cpu else offloaded + copies + (own.weights if copies else 0),
         )
 
     return max(map(of, range(megatron.pipeline_model_parallel_size)), key=lambda found: found.total)
