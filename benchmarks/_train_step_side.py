@@ -104,7 +104,10 @@ def bare_core_side(directory: Path, threads: int) -> Step:
     chunks = build_model(shape, config, device, random_weights=False)
     load_weights(find_checkpoint(directory / "torch_dist"), shape, chunks)
     [model] = wrapped = wrap_model(chunks, shape, config, device)
-    optimizer, head = build_optimizer(wrapped, shape, config), Head(vocab_size=shape.vocab_size, temperature=1.0)
+    optimizer, head = (
+        build_optimizer(wrapped, shape, config, device),
+        Head(vocab_size=shape.vocab_size, temperature=1.0),
+    )
     batch = MicroBatch(shard.samples, share_prompts="on").pack()
     advantages_N = torch.tensor([sample.reward for sample in shard.samples]).repeat_interleave(RESPONSE)
 

@@ -104,7 +104,7 @@ def bare(meeting: Rendezvous, impl: str, shape: ModelShape, tokens: int) -> dict
     try:
         seed_everything(config.seed)
         [chunk] = wrapped = wrap_model([_stock_model(config, shape, device, tokens)], shape, config, device)
-        optimizer = build_optimizer(wrapped, shape, config)
+        optimizer = build_optimizer(wrapped, shape, config, device)
         rows_RT = torch.randint(0, shape.vocab_size, (ROWS, tokens + 1), device=device.torch_device)
         positions_1T = torch.arange(tokens, device=device.torch_device)[None]
 
