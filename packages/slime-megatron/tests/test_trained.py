@@ -147,9 +147,21 @@ def test_a_stage_that_trains_nothing_continues_from_a_checkpoint(
     assert all(np.array_equal(value, weights[key]) for key, value in ranks.first("weights").items())
 
 
-def test_it_continues_at_another_layout(ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        pytest.param(("final_layernorm",), {}, id="no layer"),
+        pytest.param((r"layers\.1\.",), DO, id="one layer"),
+        pytest.param((r"layers\.[12]\.",), {}, id="a layer of each stage", marks=pytest.mark.full),
+    ],
+)
+def test_it_continues_at_another_layout(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, names, settings
+):
+    """Megatron stacks the optimizer's state of all layers, of which most are frozen here."""
     model = tiny_model("qwen3/4")
-    chosen = {"only_train_params_name_list": ("final_layernorm",), "load": model.checkpoint, "save": str(tmp_path)}
+    chosen = {"only_train_params_name_list": names, "load": model.checkpoint, "save": str(tmp_path)}
+    chosen |= {"adam_eps": ADAM_EPS, **settings}
     first, second = (make_shards(make_samples(seed=seed), steps=2) for seed in (0, 1))
     ranks.start(2, tiny_config(**chosen, **PP2), model.shape)
     ranks.call("train", first)

@@ -67,8 +67,14 @@ def checkpoint_state(
         "content_metadata": dict(SHARDING),
     }
     if not config.no_save_optim:
-        state["optimizer"] = optimizer.sharded_state_dict(model_state(model), metadata=dict(SHARDING))
+        weights = model_state(model, by_layer=_trains_some(config))
+        state["optimizer"] = optimizer.sharded_state_dict(weights, metadata=dict(SHARDING))
     return state
+
+
+def _trains_some(config: MegatronConfig) -> bool:
+    """Whether layers may be frozen: the optimizer's state then has a key for each layer, as Megatron stacks only all."""
+    return config.only_train_params_name_list is not None or config.freeze_params_name_list is not None
 
 
 def load_weights(info: CheckpointInfo, shape: ModelShape, model: Chunks) -> None:
@@ -117,7 +123,8 @@ def load_checkpoint(
             )
     state = model_state(model)
     # Under a name of its own: "optimizer" of the common part is rank 0's, whose optimizers may be others.
-    state[_TENSORS] = optimizer.sharded_state_dict(state, is_loading=True, metadata=dict(SHARDING))
+    weights = model_state(model, by_layer=_trains_some(config))
+    state[_TENSORS] = optimizer.sharded_state_dict(weights, is_loading=True, metadata=dict(SHARDING))
     same_layout = saved.get("random_states") == _random_layout()
     by_tensor_rank = "random_states" not in saved
     if same_layout:
@@ -133,9 +140,12 @@ def load_checkpoint(
     return info.iteration
 
 
-def model_state(model: Chunks) -> dict[str, Any]:
-    """The model's part of a checkpoint's state dict: ``model``, or ``model0`` … for virtual stages, as in Megatron."""
-    metadata = ensure_metadata_has_dp_cp_group(dict(SHARDING))
+def model_state(model: Chunks, *, by_layer: bool = False) -> dict[str, Any]:
+    """The model's part of a checkpoint's state dict: ``model``, or ``model0`` … for virtual stages, as in Megatron.
+
+    Layers that are alike are one stacked tensor, unless ``by_layer``.
+    """
+    metadata = ensure_metadata_has_dp_cp_group(SHARDING | {"non_homogeneous_layers": by_layer})
     state = {}
     for key, chunk in _keys(model):
         # So that a last stage's copy of the embedding, which prediction modules bring along, is not a second original.
