@@ -105,7 +105,8 @@ def test_a_stopped_run_on_conversations_continues_bit_equal(chat: Assets, tmp_pa
     on_data(chat, parts, "sft_loss", rollouts=5, save=True)
     assert "continuing the run" in on_data(chat, parts, "sft_loss", save=True)
     for kind in ("train", "rollout"):
-        assert plain(parts, kind) == plain(whole, kind)
+        found, wanted = ([row | {"samples": None} for row in plain(work, kind)] for work in (parts, whole))
+        assert found == wanted  # but for the samples that are shown of each command's last rollout
     assert plain(parts, "eval")[-1] == plain(whole, "eval")[-1]
     one, other = (sorted((work / "save" / "iter_0000012").glob("*.distcp")) for work in (whole, parts))
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other] != []
