@@ -21,7 +21,8 @@ def main():
     given = json.loads(sys.argv[1])
     shape = ModelShape.from_hf_config(given["model"])
     where = Rendezvous(rank=given["rank"], world_size=given["world"], address="127.0.0.1", port=given["port"])
-    worker = start_worker(MegatronConfig(**given["flags"], trainer_threads=1), AlgorithmConfig(), shape, where)
+    algorithm = AlgorithmConfig(**given["algorithm"])
+    worker = start_worker(MegatronConfig(**given["flags"], trainer_threads=1), algorithm, shape, where)
     count, length, micro = given["samples"], given["length"], given["micro"]
     numbers = np.random.default_rng(0)
     samples = [
@@ -33,7 +34,7 @@ def main():
             loss_mask=np.ones(length // 2, np.uint8),
             trajectory_tokens=length // 2,
             reward=1.0 - 2 * (index % 2),
-            raw_reward=0.0,
+            raw_reward=float(index % 2),
         )
         for index in range(count)
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
 from slime_launch.devices import find_device
 from slime_launch.flags import parse_train
 from slime_launch.plan.memory import trainer_memory
@@ -40,13 +41,17 @@ CASES = {
     "pipeline parallel": ({"pipeline_model_parallel_size": 2}, 2, 1, 2),
     "distributed optimizer, bf16": ({"bf16": True, "use_distributed_optimizer": True}, 2, 2, 4),
     "LoRA": ({"lora_rank": 8, "lora_alpha": 8.0}, 1, 1, 4),
+    "reward model": ({}, 1, 1, 4),
+    "actor and critic": (FULL, 1, 1, 4),
 }
+ALGORITHMS = {"reward model": {"loss_type": "rm_loss"}, "actor and critic": {"advantage_estimator": "ppo"}}
 CHEAP = "full recomputation"
 
 
-def peaks(flags, world, replicas, micro):
+def peaks(flags, algorithm, world, replicas, micro):
     port = free_port()
-    given = {"model": MODEL, "flags": flags, "world": world, "port": port, "replicas": replicas}
+    given = {"model": MODEL, "flags": flags, "algorithm": algorithm}
+    given |= {"world": world, "port": port, "replicas": replicas}
     given |= {"samples": SAMPLES, "length": LENGTH, "micro": micro}
     program = [sys.executable, str(Path(__file__).with_name("measured_rank.py"))]
     ranks = [
@@ -77,10 +82,16 @@ def test_a_rank_takes_what_the_plan_says(case):
         "1",
         "--rollout-batch-size",
         "4",
-        "--colocate",
+        "--rollout-num-gpus",
+        "1",
     ]
     settings = parse_train([*words, "--actor-num-gpus-per-node", str(world)])
-    settings = dataclasses.replace(settings, megatron=dataclasses.replace(settings.megatron, load=None, **flags))
+    algorithm = ALGORITHMS.get(case, {})
+    settings = dataclasses.replace(
+        settings,
+        megatron=dataclasses.replace(settings.megatron, load=None, **flags),
+        algorithm=AlgorithmConfig(**algorithm),
+    )
     shape = ModelShape.from_hf_config(MODEL)
     planned = trainer_memory(
         settings,
@@ -90,6 +101,6 @@ def test_a_rank_takes_what_the_plan_says(case):
         micro_batches=SAMPLES // micro,
         overrides={},
     )
-    measured = max(peaks(flags, world, replicas, micro))
+    measured = max(peaks(flags, algorithm, world, replicas, micro))
     print(f"{case}: planned {planned.total / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
     assert planned.total == pytest.approx(measured, rel=0.15)

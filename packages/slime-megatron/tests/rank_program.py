@@ -507,15 +507,15 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer):
         ]
         return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
-    def held_bytes(self):
-        """Bytes of the actor's weights, gradient buffers and optimizer on this rank."""
-        actor = self.worker._actor
+    def held_bytes(self, role="actor"):
+        """Bytes of a role's weights, gradient buffers and optimizer on this rank."""
+        model = {"actor": self.worker._actor, "critic": self.worker._critic}[role]
 
         def size(tensors):
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
             return sum(storages.values())
 
-        return size(actor.weights()), size(actor.gradients()), size(actor.optimizer_state())
+        return size(model.weights()), size(model.gradients()), size(model.optimizer_state())
 
     def stock_logits(self, *args, **kwargs):
         from stock_model import stock_logits

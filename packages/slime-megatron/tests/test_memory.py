@@ -7,6 +7,7 @@ import pytest
 from layouts import DO, EP2, PP2, TP2_SP, VPP2
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
 from slime_core.errors import ConfigError
 from slime_megatron.config import MegatronConfig
 from slime_megatron.memory import check_memory, stages_memory
@@ -54,6 +55,26 @@ def test_an_offloaded_optimizer_is_in_host_memory(fraction):
     assert own.total == own.weights + own.gradients + own.optimizer
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "values"),
+    [
+        ("llama-tied/4", 2, PP2),
+        pytest.param("qwen3/4", 2, PP2 | {"bf16": True}, marks=pytest.mark.full),
+        pytest.param("llama-tied/4", 2, TP2_SP, marks=pytest.mark.full),
+        pytest.param("deepseek-mtp/4", 2, PP2, marks=pytest.mark.full),
+    ],
+)
+def test_of_a_critic_too_it_is_what_every_stage_holds(ranks, tiny_model, tiny_config, name, world, values):
+    """Its head is tied to no embedding, so that of a tied model the last stage has no copy of one."""
+    model = tiny_model(name)
+    config = tiny_config(load=model.checkpoint, **values)
+    stages = stages_memory(model.shape, config, world, value_head=True)
+    ranks.start(world, config, model.shape, AlgorithmConfig(advantage_estimator="ppo"))
+    for rank, held in enumerate(ranks.call("held_bytes", "critic")):
+        *on_device, _ = dataclasses.astuple(stages[rank * len(stages) // world])
+        assert held == pytest.approx(tuple(on_device), rel=0.02)
+
+
 def test_a_critic_has_a_head_of_one_row(tiny_model):
     shape = tiny_model("qwen3").shape
     [actor], [critic] = (stages_memory(shape, MegatronConfig(), 1, value_head=head) for head in (False, True))
@@ -72,7 +93,7 @@ def test_what_does_not_fit_is_named_with_its_parts():
 
 
 def test_roles_that_take_turns_need_the_memory_of_one():
-    """Of a pipeline the stage counts that holds most of both together."""
+    """Of a pipeline the stage counts that holds most of both together. This model's last has its embedding, too."""
     shape = ModelShape.from_hf_config(PUBLISHED["qwen3-4B"].config)
     config = MegatronConfig(bf16=True, pipeline_model_parallel_size=2)
     roles = {
@@ -83,7 +104,7 @@ def test_roles_that_take_turns_need_the_memory_of_one():
     both = max(actor.total + critic.total for actor, critic in zip(*roles.values(), strict=True))
     check_memory(roles, most, take_turns=True)
     check_memory(roles, both, take_turns=False)
-    with pytest.raises(ConfigError, match="the critic takes"):  # its head is one row more
+    with pytest.raises(ConfigError, match="the actor takes"):
         check_memory(roles, most - 1, take_turns=True)
     with pytest.raises(ConfigError, match=r"the actor and the critic take .* \+ .*, and each fits alone") as caught:
         check_memory(roles, both - 1, take_turns=False)

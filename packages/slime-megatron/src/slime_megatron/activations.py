@@ -29,7 +29,8 @@ class ActivationMemory:
     Attributes:
         layers: What the layers keep for the backward pass, of all micro-batches in flight.
         working: What one layer needs while it is computed: gradients, and what is computed again.
-        logits: The output layer's: hidden states, a chunk of logits, the gradient of its weight. Last stage only.
+        logits: The output layer's: hidden states, a chunk of logits, the gradient of its weight; a value head's hidden
+            states. Last stage only.
     """
 
     layers: int
@@ -50,6 +51,7 @@ def activation_memory(
     tokens: int,
     micro_batches: int = 1,
     fused: bool = False,
+    value_head: bool = False,
 ) -> ActivationMemory:
     """The activations of one pipeline stage.
 
@@ -58,6 +60,7 @@ def activation_memory(
         tokens: Tokens of a micro-batch, over all ranks that share its sequences.
         micro_batches: Micro-batches of an optimizer step on a data-parallel rank.
         fused: Whether activations and attention have fused kernels, as on CUDA in 16 bit.
+        value_head: In place of the output layer; there are no logits then.
     """
     own_T = -(-tokens // config.context_parallel_size)
     pipeline, virtual = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
@@ -72,7 +75,7 @@ def activation_memory(
     if not fused:
         heads = math.ceil(shape.num_attention_heads / config.tensor_model_parallel_size)
         working += 3 * 4 * heads * min(_SCORES, _CHUNK * own_T)
-    logits = _logits(shape, config, own_T, width) if stage == pipeline - 1 else 0
+    logits = _logits(shape, config, own_T, width, value_head=value_head) if stage == pipeline - 1 else 0
     return ActivationMemory(round(kept), round(working), logits)
 
 
@@ -143,9 +146,11 @@ def _kept(sizes: list[Layer], config: MegatronConfig) -> Iterator[float]:
         yield size.input + size.attention + (size.input if modules & {"mlp", "moe"} else size.mlp)
 
 
-def _logits(shape: ModelShape, config: MegatronConfig, own_T: int, width: int) -> int:
+def _logits(shape: ModelShape, config: MegatronConfig, own_T: int, width: int, *, value_head: bool) -> int:
     """Bytes of the output layer, as :func:`slime_core.ops.linear_log_probs_and_entropy` takes them."""
+    hidden = own_T * shape.hidden_size * (3 * width + 4)
+    if value_head:
+        return hidden
     columns = shape.padded_vocab_size(config.tensor_model_parallel_size) // config.tensor_model_parallel_size
-    hidden = own_T * shape.hidden_size
     chunk = max(columns * own_T * width // _LOGIT_PART, 16 * MIB)
-    return hidden * (3 * width + 4) + chunk + columns * shape.hidden_size * width
+    return hidden + chunk + columns * shape.hidden_size * width

@@ -36,7 +36,10 @@ class RoleMemory:
 def stages_memory(
     shape: ModelShape, config: MegatronConfig, world_size: int, *, value_head: bool = False, on_gpu: bool = False
 ) -> list[RoleMemory]:
-    """The memory of each pipeline stage of a role; on a GPU, ``--optimizer-cpu-offload`` has its part elsewhere."""
+    """The memory of each pipeline stage of a role; a ``value_head`` has the place of the output layer.
+
+    On a GPU, ``--optimizer-cpu-offload`` has its part elsewhere.
+    """
     stages = range(config.pipeline_model_parallel_size)
     return [stage_memory(shape, config, world_size, stage, value_head=value_head, on_gpu=on_gpu) for stage in stages]
 
@@ -113,8 +116,9 @@ def _numbers(
     expert_copies = world_size // (expert_ranks * config.pipeline_model_parallel_size)
     lora = config.lora
     adapted = set(lora.weights(shape)) if lora is not None else set()
+    tied = not (shape.untie_embeddings_and_output_weights or value_head)
     for name in weight_map.megatron_names():
-        if stage not in _stages(name, shape, config) or (value_head and name == "output_layer.weight"):
+        if stage not in _stages(name, shape, config, tied=tied) or (value_head and name == "output_layer.weight"):
             continue
         lengths, is_expert = weight_map.megatron_shape(name), ".local_experts." in name
         split = config.expert_tensor_size if is_expert else tensor
@@ -122,7 +126,7 @@ def _numbers(
         own = tuple(length // split if place == axis else length for place, length in enumerate(lengths))
         held = math.prod(own) / (config.expert_model_parallel_size if is_expert else 1)
         copies = expert_copies if is_expert else dense_copies
-        is_copy = name.startswith("embedding.") and stage > 0 and shape.untie_embeddings_and_output_weights
+        is_copy = name.startswith("embedding.") and stage > 0 and not tied
         is_trained = lora is None and not is_copy and config.selection.is_trained(name)
         yield round(held), is_trained, copies
         if lora is not None and name in adapted:
@@ -131,13 +135,12 @@ def _numbers(
         yield shape.hidden_size, True, dense_copies
 
 
-def _stages(name: str, shape: ModelShape, config: MegatronConfig) -> set[int]:
-    """The pipeline stages that hold a weight."""
+def _stages(name: str, shape: ModelShape, config: MegatronConfig, *, tied: bool) -> set[int]:
+    """The pipeline stages that hold a weight; ``tied``: the output layer's is the embedding's."""
     last = config.pipeline_model_parallel_size - 1
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         return {layer_stages(config, shape.num_layers)[int(words[2])]}
     if words[0] == "embedding":
-        tied = not shape.untie_embeddings_and_output_weights
         return {0, last} if tied or shape.mtp_num_layers else {0}
     return {last}

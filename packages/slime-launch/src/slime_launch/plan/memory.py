@@ -86,13 +86,20 @@ def trainer_memory(
     on_gpu, passes = not device.is_cpu, phase != "send weights"
     actor = role_config(megatron, "actor", overrides)
     critic = role_config(megatron, "critic", overrides) if settings.algorithm.needs_critic else None
+    scores = settings.algorithm.loss_type == "rm_loss"  # it has a value head
 
     def of(stage: int) -> TrainerMemory:
-        own = stage_memory(shape, actor, world, stage, on_gpu=on_gpu)
+        own = stage_memory(shape, actor, world, stage, value_head=scores, on_gpu=on_gpu)
         second = critic and stage_memory(shape, critic, world, stage, value_head=True, on_gpu=on_gpu)
         other, offloaded = (second.total, own.host + second.host) if second else (0, own.host)
         activations = activation_memory(
-            shape, actor, stage=stage, tokens=tokens, micro_batches=micro_batches, fused=on_gpu and megatron.bf16
+            shape,
+            actor,
+            stage=stage,
+            tokens=tokens,
+            micro_batches=micro_batches,
+            fused=on_gpu and megatron.bf16,
+            value_head=scores,
         )
         copies = own.weights * (frozen_models(settings.algorithm, megatron) + old_actors(settings))
         return TrainerMemory(
