@@ -15,8 +15,8 @@ from tiny import VOCAB_SIZE
 
 from slime_core.types import RolloutBatch, Sample, TrainShard
 
-TIMEOUT = 60.0  # --distributed-timeout-minutes 1
-ENDED = 30.0
+TIMEOUT_MINUTES = 0.2
+ENDED = 30.0  # from the moment of the trouble, the time that others wait in vain included
 # A step's advantages on rank 3 of 4, where the others are in the pipeline's schedule already.
 TROUBLE = """
 import os, pathlib, signal, time
@@ -30,11 +30,10 @@ def advantages(inputs):
     return estimator_named("grpo")(inputs)
 """
 TROUBLES = {
-    "raises": ("1 / 0", 0.0, "slime-launch: trainer rank 3 failed with ZeroDivisionError: division by zero"),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 0.0, "slime-launch: trainer rank 3 died"),
+    "raises": ("1 / 0", "slime-launch: trainer rank 3 failed with ZeroDivisionError: division by zero"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "slime-launch: trainer rank 3 died"),
     "hangs": (
         "time.sleep(10_000)",
-        TIMEOUT,
         "slime-launch: trainer rank 3 did not end, and others have waited in vain: trainer rank ",
     ),
 }
@@ -100,19 +99,19 @@ def test_training_alone_with_traces_and_train_data(qwen3: Assets, tmp_path: Path
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", TROUBLES)
 def test_a_rank_in_trouble_ends_the_step_and_is_named(qwen3: Assets, tmp_path: Path, case: str) -> None:
-    trouble, noticed, message = TROUBLES[case]
+    trouble, message = TROUBLES[case]
     moment = tmp_path / "moment"
     (tmp_path / "mine.py").write_text(TROUBLE.format(moment=str(moment), trouble=trouble))
     layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"]
     extra = [*layout, "--custom-advantage-function-path", f"{tmp_path}/mine.py:advantages"]
-    extra += ["--distributed-timeout-minutes", "1"]
+    extra += ["--distributed-timeout-minutes", str(TIMEOUT_MINUTES)]
     log = tmp_path / "train.txt"
     with started(recorded_command(qwen3, tmp_path, *extra, ranks=4, rollouts=1), log) as process:
         while not moment.exists():
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
         family = tree(process)
-        code = process.wait(noticed + 2 * ENDED)
+        code = process.wait(2 * ENDED)
         seconds = time.time() - float(moment.read_text())
         left = wait_until_gone(family, ENDED)
     text = log.read_text()
@@ -120,4 +119,4 @@ def test_a_rank_in_trouble_ends_the_step_and_is_named(qwen3: Assets, tmp_path: P
     print(f"rank 3 {case}: the run ended after {seconds:.1f} s: {said}")
     assert code == 1 and not left
     assert said.startswith(message)
-    assert seconds < noticed + ENDED
+    assert seconds < ENDED

@@ -43,7 +43,7 @@ class Background:
     All ranks make one together, and call its methods in the same order.
     """
 
-    def __init__(self, timeout_minutes: int) -> None:
+    def __init__(self, timeout_minutes: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self._thread: threading.Thread | None = None
         self._problem: str | None = None

@@ -253,8 +253,8 @@ class MegatronConfig(Config):
     update_weight_buffer_size: int = flag(
         512 * 2**20, unit="bytes", help="largest bucket of a weight sync", least=1, may_change=True
     )
-    distributed_timeout_minutes: int = flag(
-        10, unit="minutes", help="how long a rank waits for the others", least=1, may_change=True
+    distributed_timeout_minutes: float = flag(
+        10.0, unit="minutes", help="how long a rank waits for the others", least=0.1, may_change=True
     )
     trainer_threads: int | None = flag(
         None,

@@ -26,6 +26,8 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
     """
     config.data_parallel_size(rendezvous.world_size)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    # Processes of a busy machine begin apart, by more than ranks in a step wait for each other.
+    to_meet = max(timeout, datetime.timedelta(minutes=1))
     family, _, _, _, where = socket.getaddrinfo(rendezvous.address, rendezvous.port, type=socket.SOCK_STREAM)[0]
     listen: int | None = None
     if ipaddress.ip_address(where[0]).is_loopback:
@@ -39,7 +41,7 @@ def join_ranks(config: MegatronConfig, rendezvous: Rendezvous, device: Device) -
         rendezvous.port,
         rendezvous.world_size,
         rendezvous.rank == 0,
-        timeout,
+        to_meet,
         master_listen_fd=listen,
     )
     dist.init_process_group(
