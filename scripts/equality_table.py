@@ -1,7 +1,9 @@
-"""Print the trainer's equality table, which its README shows, from the results of its tests.
+"""Print the trainer's equality tables, which its README shows, from the results of its tests.
 
 scripts/test --full megatron
 python scripts/equality_table.py outputs/test/megatron.xml
+
+Of several files, those of a run in portions, the last that has a cell counts.
 """
 
 from __future__ import annotations
@@ -15,20 +17,21 @@ KINDS = ("loss", "grad_norm", "gradient", "weight")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table of one file; returns the exit code."""
-    if len(argv) != 1:
+    """Print the tables of some files; returns the exit code."""
+    if not argv:
         print(__doc__)
         return 2
-    print(table(Path(argv[0]).read_text(encoding="utf-8")))
+    results = [Path(name).read_text(encoding="utf-8") for name in argv]
+    print("\n\n".join(f"{precision}\n\n{table(results, precision)}" for precision in ("fp32", "bf16")))
     return 0
 
 
-def table(results: str) -> str:
-    """The Markdown table of a JUnit file: a row for each layout, a column for each family; – is not compared."""
+def table(results: Sequence[str], precision: str) -> str:
+    """The Markdown table of JUnit files: a row for each layout, a column for each family; – is not compared."""
     cells: dict[str, dict[str, str]] = {}
-    for case in ElementTree.fromstring(results).iter("testcase"):
+    for case in (case for one in results for case in ElementTree.fromstring(one).iter("testcase")):
         found = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
-        if "layout" in found:
+        if "layout" in found and found.get("precision", "fp32") == precision:
             family = found["family"].partition("/")[0]
             cells.setdefault(found["layout"], {})[family] = " ".join(
                 f"{float(found[kind]):.0e}".replace("e-0", "e-").replace("0e+00", "0") if kind in found else "–"

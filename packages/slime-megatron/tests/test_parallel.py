@@ -24,7 +24,10 @@ def is_shown(name, layout):
     return name == ("deepseek/4" if with_experts else "qwen3/4") or layout in ("tp2+sp", "pp2+vpp2")
 
 
-SHOWN_IN_BF16 = (("qwen3/4", "tp2+sp"), ("qwen3/4", "shared prompts"), ("deepseek/4", "pp2+vpp2"))
+IN_BF16 = ("tp2+sp", "pp2+vpp2", "cp2", "dp2+dist-opt", "ep2", "shared prompts")
+SHOWN_IN_BF16 = (("qwen3/4", "tp2+sp"), ("deepseek/4", "pp2+vpp2"))
+# With 1e-3 and more rounding also moves tokens over the clip range of the ratio within three steps.
+BF16_LR = 1e-5
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def alone(train, known):
     """A model's training in one process, in one micro-batch a step; each is computed once."""
 
     def compute(name, uneven=False, **settings):
-        key = (name, uneven, *settings)
+        key = (name, uneven, *settings.items())
         if key not in known:
             known[key] = train(name, Layout(1, {}, uneven=uneven), **settings)
         return known[key]
@@ -61,13 +64,14 @@ def alone(train, known):
     return compute
 
 
-def largest_differences(found, expected):
-    """The largest difference of each kind: relative, of a gradient to its largest element; of weights absolute."""
+def largest_differences(found, expected, least=0.1):
+    """The largest difference of each kind: relative, of a metric to ``least`` at least, of a gradient to its largest
+    element; of weights absolute."""
     (steps, grads, weights), (expected_steps, expected_grads, expected_weights) = found, expected
     largest = {}
     for step, wanted in zip(steps, expected_steps, strict=True):
         for metric in (name for name in ("loss", "grad_norm", "kl_loss") if name in wanted):
-            difference = abs(step[metric] - wanted[metric]) / max(0.1, abs(wanted[metric]))
+            difference = abs(step[metric] - wanted[metric]) / max(least, abs(wanted[metric]))
             largest[metric] = max(largest.get(metric, 0.0), difference)
     # The later gradients are those of weights that float32 has rounded.
     assert grads[0].keys() == expected_grads[0].keys()
@@ -85,6 +89,12 @@ def check(largest, bounds):
         assert value <= bounds[kind], f"{kind} differs by {value:.1e}, of at most {bounds[kind]}"
 
 
+def record(record_property, precision, name, layout, largest):
+    """A cell of the table in the README: see scripts/equality_table.py."""
+    for key, value in {"precision": precision, "layout": layout, "family": name, **largest}.items():
+        record_property(key, value)
+
+
 EVERY = [(name, layout) for name in DENSE + WITH_EXPERTS for layout in LAYOUTS if suits(name, layout)]
 
 
@@ -95,28 +105,55 @@ FP32 = dict.fromkeys(("loss", "grad_norm", "kl_loss", "gradient", "weight"), 1e-
     ("name", "layout"), [pytest.param(*one, marks=[] if is_shown(*one) else [pytest.mark.full]) for one in EVERY]
 )
 def test_a_layout_equals_one_process(train, alone, name, layout, record_property):
-    """The table in the README shows the differences: see scripts/equality_table.py."""
     expected = alone(name, LAYOUTS[layout].uneven)
     largest = largest_differences(train(name, LAYOUTS[layout]), expected)
-    for key, value in {"layout": layout, "family": name, **largest}.items():
-        record_property(key, value)
+    record(record_property, "fp32", name, layout, largest)
     check(largest, FP32)
+
+
+@pytest.fixture
+def alone_in_bf16(alone):
+    """A model's training in one process in bf16, and how far it is from fp32."""
+
+    def compute(name):
+        exact, rounded = (alone(name, lr=BF16_LR, **precision) for precision in ({}, {"bf16": True}))
+        return rounded, largest_differences(rounded, exact, least=1.0)
+
+    return compute
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         pytest.param(name, layout, marks=[] if (name, layout) in SHOWN_IN_BF16 else [pytest.mark.full])
-        for name in ("qwen3/4", "deepseek/4")
-        for layout in ("tp2+sp", "pp2+vpp2", "cp2", "dp2+dist-opt", "shared prompts")
+        for name in DENSE + WITH_EXPERTS
+        for layout in IN_BF16
+        if suits(name, layout)
     ],
 )
-def test_a_layout_equals_one_process_in_bf16(train, alone, name, layout):
-    """Within rounding, in the first step: sums are taken in another order, and later steps add up what differs."""
-    [expected, *_], _, _ = alone(name, bf16=True)
-    [step, *_], _, _ = train(name, LAYOUTS[layout], bf16=True)
-    assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
-    assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2, abs=1e-2)
+def test_a_layout_equals_one_process_in_bf16(train, alone_in_bf16, name, layout, record_property):
+    """Three steps are as near as rounding lets them be: to 1e-2, or to twice what it does to one process. It gives an
+    expert other tokens, and so another gradient; GLM-4.5's in the first step already."""
+    expected, rounding = alone_in_bf16(name)
+    found = train(name, LAYOUTS[layout], lr=BF16_LR, bf16=True)
+    largest = largest_differences(found, expected, least=1.0)
+    record(record_property, "bf16", name, layout, largest)
+    if name != "glm4-moe/4":
+        assert found[0][0]["grad_norm"] == pytest.approx(expected[0][0]["grad_norm"], rel=1e-2)
+    metrics = max(1e-2, 2 * max(rounding["loss"], rounding["grad_norm"]))
+    bounds = {"loss": metrics, "grad_norm": metrics, "weight": 1e-2}
+    if name in DENSE:
+        bounds["gradient"] = 2 * rounding["gradient"]
+    check({kind: largest[kind] for kind in bounds}, bounds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DENSE + WITH_EXPERTS)
+def test_one_process_in_bf16_is_near_fp32(alone_in_bf16, name, record_property):
+    _, rounding = alone_in_bf16(name)
+    record(record_property, "bf16", name, "one process, from fp32", rounding)
+    bounds = dict.fromkeys(("loss", "grad_norm", "weight"), 0.1)
+    check({kind: rounding[kind] for kind in bounds}, bounds)
 
 
 @pytest.mark.parametrize(
