@@ -73,7 +73,7 @@ def checkpoint_state(
 
 
 def _trains_some(config: MegatronConfig) -> bool:
-    """Whether layers may be frozen: the optimizer's state then has a key for each layer, as Megatron stacks only all."""
+    """Whether layers may be frozen: each then has a key of its own for the optimizer's state, which Megatron stacks."""
     return config.only_train_params_name_list is not None or config.freeze_params_name_list is not None
 
 
