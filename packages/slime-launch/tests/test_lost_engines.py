@@ -134,8 +134,13 @@ def test_the_end_of_the_budget_ends_the_update():
         push_weights(run, version=3)
 
 
-def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
-    run = parts("a", "b", iteration=9, version=4)
+@pytest.mark.parametrize(
+    ("iteration", "sent"),
+    [(4, [(("b'",), 4), (("b''",), 4)]), (9, [(("a", "b'"), 9), (("a", "b''"), 9)])],
+    ids=["those that the others have", "to all, where the others have older ones"],
+)
+def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights(iteration, sent):
+    run = parts("a", "b", iteration=iteration, version=4)
     push_weights(run, version=4)
 
     class Generating:
@@ -156,8 +161,8 @@ def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights():
 
     with run.console.wait("generate") as wait:
         assert wait_for(run, Generating(), wait) == "a rollout"
-    assert run.trainers.pushed[1:] == [(("b'",), 4), (("b''",), 4)]
-    assert run.rollout.weights == {"a": 4, "b''": 4}
+    assert run.trainers.pushed[1:] == sent
+    assert run.rollout.weights == {"a": iteration, "b''": iteration} and run.state.weight_version == iteration
 
 
 def test_engines_get_the_weights_before_the_trainers_are_busy_again_if_a_rollout_is_never_waited_for(monkeypatch):
