@@ -16,6 +16,7 @@ from slime_core.flags import flag_specs
 from slime_launch.flags import parse_train, train_groups
 from slime_launch.plan.command import PlanConfig
 from slime_launch.validate import check_settings
+from slime_megatron.core_fields import core_fields
 from slime_rollout import cli as rollout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
     | {"--enable-memory-saver", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics"}
     | {"--sglang-speculative-" + name for name in ("algorithm", "eagle-topk", "num-draft-tokens", "num-steps")},
-    "Megatron": {"--moe-aux-loss-coeff"},
+    "Megatron": {f"--{name.replace('_', '-')}" for name in core_fields()},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
     "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--node-ip-address", "--python"}
