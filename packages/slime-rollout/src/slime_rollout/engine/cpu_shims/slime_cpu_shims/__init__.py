@@ -8,8 +8,8 @@ This file stands in for modules that SGLang imports unconditionally but, on a CP
 - torchvision: the published build is for CUDA. Beside a CPU build of torch its import fails, because two operators have
   no schema; declaring the schemas is enough.
 
-``plugin`` registers ``sampling`` and ``attention`` through SGLang's own plugin mechanism, which finds it by the entry
-point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
+``plugin`` registers ``sampling``, ``attention`` and ``prefill`` through SGLang's own plugin mechanism, which finds it
+by the entry point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
 """
 
 import importlib.abc
