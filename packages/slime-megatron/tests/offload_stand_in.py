@@ -1,7 +1,7 @@
 """A stand-in for host memory beside a GPU, where there is none; imported in trainer ranks alone.
 
 Every tensor counts as one of the GPU's, but what Megatron-core's optimizer copies to the CPU: that is `Host`. An
-operation on tensors of both that is no copy is an error, as it is on a GPU. Core's optimizer is the real one.
+operation on tensors of both, other than a copy, is an error, as on a GPU. Core's optimizer is the real one.
 """
 
 import functools

@@ -158,7 +158,7 @@ def test_a_stage_that_trains_nothing_continues_from_a_checkpoint(
 def test_it_continues_at_another_layout(
     ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path, names, settings
 ):
-    """Megatron stacks the optimizer's state of all layers, of which most are frozen here."""
+    """Also with most layers frozen, where Megatron cannot stack the optimizer's state of all layers."""
     model = tiny_model("qwen3/4")
     chosen = {"only_train_params_name_list": names, "load": model.checkpoint, "save": str(tmp_path)}
     chosen |= {"adam_eps": ADAM_EPS, **settings}

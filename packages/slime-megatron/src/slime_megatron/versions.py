@@ -11,8 +11,8 @@ from slime_megatron.weights import HostWeights
 class KeptVersions:
     """The policy's weights by version, in host memory, as far back as later rollouts may have tokens of.
 
-    A rollout's own tokens do not tell that: one that was dropped as too old and generated anew is followed by older
-    ones. So a copy is kept until the policy is more than ``most_behind`` versions ahead of it.
+    A later rollout may have older tokens than an earlier one, which was dropped as too old and generated again. So a
+    copy is kept until the policy is more than ``most_behind`` versions ahead of it.
 
     Ranks call its methods with the same arguments, so that all of them run the same forward passes.
     """

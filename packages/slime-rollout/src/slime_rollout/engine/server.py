@@ -333,7 +333,7 @@ class ServingProcess:
     def log_excerpt(self) -> str:
         """Where the log is, and its last lines; they may be missing, where the disk is full."""
         path = self._process.log_path
-        is_full = path is not None and shutil.disk_usage(path.parent).free < PAGE
+        is_full = path is not None and path.parent.is_dir() and shutil.disk_usage(path.parent).free < PAGE
         note = ", which is incomplete because the disk is full" if is_full else ""
         return f"the end of its log {path}{note}:\n{self.log_tail()}"
 
