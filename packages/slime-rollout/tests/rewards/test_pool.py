@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -269,6 +270,19 @@ def test_no_process_outlives_its_pool(pool):
     pool.close()
     _wait_until_gone(tree)
     assert ask(pool, "right now", label="right now") == [1.0]  # and it starts again
+
+
+def test_a_pool_that_is_dropped_ends_its_task_and_processes(pool, caplog):
+    async def score_and_drop():
+        dropped = VerifierPool(pool._target, workers=1, time_limit=LIMIT, memory_limit=GIB)
+        assert await dropped.score("right", "right", {}) == 1.0
+        tree = _below(dropped._keeper.process.pid)
+        del dropped
+        gc.collect()  # before the event loop could see that the connection is closed
+        return tree
+
+    _wait_until_gone(LOOP.run(asyncio.wait_for(score_and_drop(), 30)))
+    assert not caplog.records
 
 
 def test_no_process_outlives_a_killed_run_with_a_hanging_verifier(pool):

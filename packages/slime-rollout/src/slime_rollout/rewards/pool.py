@@ -43,6 +43,7 @@ _CACHED = 100_000  # scores
 _KEEPER = "import sys; from slime_rollout.rewards.pool import keep; keep(*sys.argv[1:])"
 _FORK = multiprocessing.get_context("fork")
 _LENGTH, _JOB = struct.Struct("!i"), struct.Struct("!Q")  # a `Connection` puts the length of a message before it
+_RECEIVING: set[asyncio.Task[None]] = set()  # an event loop keeps no reference to its tasks
 _PR_SET_PDEATHSIG = 1
 _ERROR_CHARACTERS = 300
 
@@ -124,7 +125,9 @@ class _KeeperProcess:
                 start_new_session=True,  # Ctrl-C is for this process, which closes the connection when it ends
             )
         self._streams = asyncio.ensure_future(asyncio.open_connection(sock=self._socket))
-        self._receiving = asyncio.create_task(self._receive())
+        receiving = asyncio.create_task(self._receive())
+        _RECEIVING.add(receiving)
+        receiving.add_done_callback(_RECEIVING.discard)
 
     async def ask(self, request: bytes) -> RewardValue:
         job = next(self._jobs)
