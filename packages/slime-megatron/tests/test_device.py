@@ -35,6 +35,21 @@ torch.cuda.set_rng_state(saved); assert torch.equal(torch.cuda.get_rng_state(), 
     assert result.returncode == 0, result.stderr
 
 
+def test_memory_that_was_freed_is_reused():
+    result = run("""
+import resource, torch
+from slime_megatron.device import select_device
+select_device(1)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first, _, third = faults(), faults(), faults()  # the second may need some bytes more, to start at an aligned address
+assert first > 10_000 and third < 100, (first, third)
+""")
+    assert result.returncode == 0, result.stderr
+
+
 def test_too_late():
     result = run("""
 import sys, types

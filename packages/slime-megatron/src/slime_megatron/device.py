@@ -10,6 +10,7 @@ and type names such as ``torch.cuda.FloatTensor``, by which its optimizers disti
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import sys
@@ -22,6 +23,7 @@ import torch.utils._device
 
 from slime_core.errors import SlimeError
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers that glibc's mallopt gives them
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 _MARK = "_slime_cpu_device"
 
@@ -75,6 +77,7 @@ def select_device(threads: int | None = None, *, deterministic: bool = False) ->
         memory = torch.cuda.get_device_properties(0).total_memory
         return Device(torch.device("cuda", 0), "nccl", torch.cuda.synchronize, memory)
     install_cpu_device()
+    _keep_freed_memory()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(torch.device("cpu"), "gloo", lambda: None, memory)
 
@@ -99,6 +102,18 @@ def install_cpu_device() -> None:
     _let_gloo_exchange_unequal_parts()
     # Megatron decorates small functions with torch.compile. On a CPU that would start a C++ compiler for each of them.
     torch.compile = lambda function: function  # type: ignore[assignment]
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library reuse what large tensors lay in. By default it gives each of over 32 MB back to the kernel.
+
+    The kernel clears every page that it hands out: of a train step on a CPU that was a tenth. A sleeping trainer gives
+    its memory back in any case.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _set(owner: object, **values: Any) -> None:

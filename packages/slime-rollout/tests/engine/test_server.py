@@ -99,6 +99,14 @@ def test_an_engine_on_cuda_that_is_to_sleep_saves_its_memory():
         assert ("SGLANG_MEMORY_SAVER_CUDA_GRAPH" in server_environment(EngineConfig(), given)) == wanted
 
 
+def test_an_engine_on_a_cpu_reuses_the_memory_that_it_frees():
+    code = "import resource\nfor _ in range(2): b'x' * (64 << 20); print(resource.getrusage(0).ru_minflt)"
+    environment = server_environment(EngineConfig(), EngineSpec(model_path="model", device="cpu"))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    first, second = map(int, done.stdout.split())
+    assert first > 10_000 and second - first < 100
+
+
 def test_flags_of_one_engine_win():
     config = EngineConfig(rollout_num_gpus_per_engine=2, sglang_args={"page-size": "1", "enable-metrics": True})
     words = server_command(config, spec(tp_size=4, sglang_args={"page-size": "8", "enable-metrics": False}))

@@ -207,6 +207,9 @@ def server_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = str(config.threads)
+        # glibc gives each freed block of over 32 MB back, and the kernel has to clear the next: 5% of a rollout.
+        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
+        environment.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))
         if spec.ranks(config) > 1:
             cores = sorted(os.sched_getaffinity(0))
             bound = (str(cores[rank % len(cores)]) for rank in range(spec.ranks(config) // spec.nodes))
