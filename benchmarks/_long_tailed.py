@@ -1,4 +1,4 @@
-"""A custom generate function: one turn whose length is drawn log-normally, from the sample's index alone."""
+"""A generate function whose turn has a length that is drawn log-normally, and rewards, from a sample's index alone."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ async def custom_generate(args: Any, sample: Sample, sampling_params: dict[str, 
     length = min(max(1, round(drawn)), args.rollout_max_response_len)
     await generate_single(sample.prompt, max_new_tokens=length, ignore_eos=True)
     return sample
+
+
+async def reward(args: Any, sample: Sample) -> float:
+    """0 and 1 in turn, so that every group has both and none is left out of training."""
+    return float(sample.index % 2)

@@ -1,10 +1,10 @@
 """Wall time of a step where generation and training overlap, against that of the longer of the two alone.
 
 Whole runs of `slime-launch train` with the quick start's model and parts: 16 prompts of four samples a step, whose
-lengths are drawn log-normally (half have less than 20 tokens, one in thirty the most, 128), and a reference model. Both
-halves then take about as long. The engine computes on one core with one thread, and the trainer on another, so that
-neither takes time from the other. One run is in step, the other generates up to two rollouts ahead; both generate
-samples of the same lengths in the same order.
+lengths are drawn log-normally (half have less than 20 tokens, one in thirty the most, 128), without a reference model.
+Both halves then take about as long. The engine computes on one core with one thread, and the trainer on another, so
+that neither takes time from the other. One run is in step, the other generates up to two rollouts ahead; both generate
+samples of the same lengths in the same order, and train on all of them: rewards do not depend on the texts.
 
 `generate alone` and `train alone` are the phases of the run in step, where one waits while the other works. `sync` and
 `async` are what a step takes from one record to the next, on average after the first two. `async / longer` is the
@@ -27,8 +27,9 @@ from quickstart_parts import Places, command_script, replace_flags, train_flags
 GOAL = 1.1
 SEED, PROMPTS, GROUP, LONGEST, SKIPPED = 1, 16, 4, 128, 2
 LIMIT_SECONDS = 900.0
-GENERATE = ROOT / "benchmarks" / "_long_tailed.py"
+FUNCTIONS = ROOT / "benchmarks" / "_long_tailed.py"
 OF_QUICK_START = ("--colocate", "--no-offload-train", "--no-offload-rollout", "--save", "--save-interval")
+REFERENCE = ("--ref-load", "--use-kl-loss", "--kl-loss-coef", "--kl-loss-type")
 EVALUATION = ("--eval-prompt-data", "--eval-interval", "--eval-temperature")
 
 
@@ -62,12 +63,13 @@ def run(
     """A run to its end: the rows of its rollouts in metrics.jsonl."""
     out.mkdir(parents=True)
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
-    for name in (*OF_QUICK_START, *EVALUATION):
+    for name in (*OF_QUICK_START, *REFERENCE, *EVALUATION):
         del flags[name]
     samples = str(PROMPTS * GROUP)
     words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--rollout-batch-size", str(PROMPTS)]
     words += ["--n-samples-per-prompt", str(GROUP), "--global-batch-size", samples, "--micro-batch-size", samples]
-    words += ["--rollout-max-response-len", str(LONGEST), "--custom-generate-function-path", str(GENERATE)]
+    words += ["--rollout-max-response-len", str(LONGEST), "--custom-generate-function-path", str(FUNCTIONS)]
+    words += ["--custom-rm-path", f"{FUNCTIONS}:reward"]
     words += ["--engine-threads", "1", "--trainer-threads", "1"]
     # Which cores OpenMP's threads run on, the first of which is the process's own.
     words += ["--train-env-vars", json.dumps({"GOMP_CPU_AFFINITY": str(cores[1])})]
