@@ -19,13 +19,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from _extra_packages import extra_packages
 from _records import Record
 from quickstart import ENGINE_PYTHON, ROOT, get_model, write_data
 from quickstart_parts import Places, train_flags
@@ -126,7 +126,7 @@ def scheduler_of(fleet: EngineFleet) -> int:
 
 def start_py_spy(pid: int, stacks: Path) -> subprocess.Popen[bytes]:
     """py-spy, which writes the stacks when it is interrupted."""
-    program = extra_packages("profile") / "bin" / "py-spy"
+    program = Path(sys.executable).with_name("py-spy")  # slime-launch needs it, too
     words = ["record", "--pid", str(pid), "--rate", str(RATE), "--format", "raw", "--output", str(stacks), "--idle"]
     return subprocess.Popen([str(program), *words, "--full-filenames", "--duration", "unlimited"])
 
