@@ -26,6 +26,9 @@ TRAINING, PREFILL, DECODING_BYTES, DECODING_OPERATIONS = 0.35, 0.5, 0.6, 0.4
 STEP_LATENCY = 0.005  # seconds of a decoding step whatever its size
 CPU_LATENCY = 0.02
 HOST_LINK = 1e10  # bytes per second between a GPU and its host's memory
+# Per number, of a step of Adam in host memory: gradients come there in fp32 and weights go back in bf16; weight and
+# moments are read and written, and the gradient is read. A copy reads and writes.
+ADAM_LINK_BYTES, ADAM_COPIED_BYTES = 4 + 2, (2 * 3 * 4 + 4) / 2
 DELTA_ENTRY = 300  # bytes of a tensor's place and checksums in the index of a delta
 CHECKPOINT_BYTES = {True: 14, False: 12}  # per number, by --bf16: weights, two moments, master weights
 
@@ -94,6 +97,8 @@ def phase_times(
         found.append(PhaseTime(phase="generate", seconds=seconds, of=what, times=rollouts))
     if settings.trains and not settings.only_evaluates:
         found += _training(settings, shape, device, sizes)
+        if settings.megatron.offload_fraction and not device.is_cpu:
+            found.append(_host_steps(settings, shape))
     if trainer is not None and settings.trainer_sleeps:
         found.append(_hand_over(settings, device, trainer))
     if (chosen := next((one for one in ways if one.chosen), None)) is not None:
@@ -133,6 +138,16 @@ def _saving(settings: Settings, shape: ModelShape, times: int) -> PhaseTime:
     if settings.run.save_hf is not None:  # is read from the checkpoint, and written
         seconds, of = seconds + 2 * engine_weights(settings, shape) / DISK, f"{of}, and exported"
     return PhaseTime(phase="save", seconds=seconds, of=of, times=times)
+
+
+def _host_steps(settings: Settings, shape: ModelShape) -> PhaseTime:
+    """Steps of an optimizer in host memory; its ranks share the numbers out, and each goes through its own."""
+    models = 1 + settings.algorithm.needs_critic
+    numbers = models * num_parameters(shape) * settings.megatron.offload_fraction / settings.cluster.actor_gpus
+    seconds = numbers * (ADAM_LINK_BYTES / HOST_LINK + ADAM_COPIED_BYTES / HOST_COPY)
+    steps = settings.run.num_steps_per_rollout
+    of = f"{steps} step{'s' if steps > 1 else ''} of {numbers:,.0f} numbers in each rank's host memory"
+    return PhaseTime(phase="optimizer on the host", seconds=steps * seconds, of=of, times=settings.num_rollout)
 
 
 def _hand_over(settings: Settings, device: Device, trainer: TrainerMemory) -> PhaseTime:
@@ -200,7 +215,8 @@ def _training(settings: Settings, shape: ModelShape, device: Device, sizes: Size
 def run_seconds(settings: Settings, times: Sequence[PhaseTime]) -> float:
     """Seconds of the whole run; with --async-buffer-size a rollout is generated while others are trained on."""
     seconds = {one.phase: one.times * one.seconds for one in times}
-    together = min(seconds.get("generate", 0.0), seconds.get("log-probs", 0.0) + seconds.get("train", 0.0))
+    training = sum(seconds.get(phase, 0.0) for phase in ("log-probs", "train", "optimizer on the host"))
+    together = min(seconds.get("generate", 0.0), training)
     return sum(seconds.values()) - (0 if settings.rollout.selection.async_buffer_size is None else together)
 
 
