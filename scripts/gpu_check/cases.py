@@ -218,7 +218,10 @@ def _furthest(step: Mapping[str, float], wanted: Mapping[str, float]) -> float:
 
 
 def offload_cases(machine: Machine) -> Cases:
-    """Sleep frees the device's memory, and wake brings every tensor back as it was."""
+    """Sleep frees the device's memory, and wake brings every tensor back as it was.
+
+    An optimizer in host memory takes the steps that one on the GPU takes.
+    """
 
     def compute() -> Verdict:
         shape = (
@@ -231,7 +234,18 @@ def offload_cases(machine: Machine) -> Cases:
         good = freed >= FREED_PART and found["equal"] and found["left"] < found["half"] < found["held"]
         return f"{freed:.0%} freed, {equal}", f"{FREED_PART:.0%}, bit-equal", good
 
+    def host_optimizer() -> Verdict:
+        """Three steps of both give the same losses and gradient norms in bf16: torch's Adam on a CPU and on a GPU."""
+        if machine.device == "cpu":
+            raise NotRunError("needs a GPU")
+        own = {"bf16": True, "use_distributed_optimizer": True}
+        offloaded = own | {"megatron_args": {"optimizer_cpu_offload": True}}
+        here, there = (_train(machine, "local, bf16", "qwen3", 1, given, {}) for given in (offloaded, own))
+        found = max(_furthest(step, other) for step, other in zip(here.steps, there.steps, strict=True))
+        return f"{found:.1e}", f"{BF16_SUM_BOUND:.0e}", found <= BF16_SUM_BOUND
+
     yield "sleep and wake", compute
+    yield "optimizer on the host = on the GPU", host_optimizer
 
 
 def push_cases(machine: Machine) -> Cases:
