@@ -60,7 +60,11 @@ def dashboard(work: Path) -> Iterator[str]:
     log = work / "cluster.txt"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, log.open("wb") as out:
         process = subprocess.Popen(
-            [RAY, *words, "--temp-dir", directory], stdout=out, stderr=out, start_new_session=True
+            [RAY, *words, "--temp-dir", directory],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env=os.environ | {"RAY_raylet_start_wait_time_s": "120"},  # 30 are few for a dashboard
         )
         try:
             wait_for(lambda: b"Ray runtime started" in log.read_bytes(), "Ray", process=process, log=log)
