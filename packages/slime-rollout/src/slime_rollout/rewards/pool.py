@@ -43,7 +43,7 @@ _CACHED = 100_000  # scores
 _KEEPER = "import sys; from slime_rollout.rewards.pool import keep; keep(*sys.argv[1:])"
 _FORK = multiprocessing.get_context("fork")
 _LENGTH, _JOB = struct.Struct("!i"), struct.Struct("!Q")  # a `Connection` puts the length of a message before it
-_RECEIVING: set[asyncio.Task[None]] = set()  # an event loop refers to its tasks weakly alone
+_RECEIVING: set[asyncio.Task[None]] = set()  # an event loop keeps only weak references to its tasks
 _PR_SET_PDEATHSIG = 1
 _ERROR_CHARACTERS = 300
 
