@@ -3,8 +3,9 @@
 Whole runs of `slime-launch train` with the quick start's model and parts: 16 prompts of four samples a step, whose
 lengths are drawn log-normally (half have less than 20 tokens, one in thirty the most, 128), without a reference model.
 Both halves then take about as long. The engine computes on one core with one thread, and the trainer on another, so
-that neither takes time from the other. One run is in step, the other generates up to two rollouts ahead; both generate
-samples of the same lengths in the same order, and train on all of them: rewards do not depend on the texts.
+that neither takes time from the other. One run is in step, the other generates up to two rollouts ahead. Both train on
+samples of the same lengths, and on all of them, as rewards do not depend on the texts; the latter takes groups as they
+are finished, short ones first, so its later steps have 3% more tokens.
 
 `generate alone` and `train alone` are the phases of the run in step, where one waits while the other works. `sync` and
 `async` are what a step takes from one record to the next, on average after the first two. `async / longer` is the
