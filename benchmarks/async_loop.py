@@ -1,7 +1,7 @@
 """Wall time of a step where generation and training overlap, against that of the longer of the two alone.
 
 Whole runs of `slime-launch train` with the quick start's model and parts: 16 prompts of four samples a step, whose
-lengths are drawn log-normally (half have less than 20 tokens, one in thirty the most, 128), without a reference model.
+lengths are drawn log-normally (half have less than 20 tokens, one in thirty the most, 128), and a reference model.
 Both halves then take about as long. The engine computes on one core with one thread, and the trainer on another, so
 that neither takes time from the other. One run is in step, the other generates up to two rollouts ahead. Both train on
 samples of the same lengths, and on all of them, as rewards do not depend on the texts; the latter takes groups as they
@@ -30,7 +30,6 @@ SEED, PROMPTS, GROUP, LONGEST, SKIPPED = 1, 16, 4, 128, 2
 LIMIT_SECONDS = 900.0
 FUNCTIONS = ROOT / "benchmarks" / "_long_tailed.py"
 OF_QUICK_START = ("--colocate", "--no-offload-train", "--no-offload-rollout", "--save", "--save-interval")
-REFERENCE = ("--ref-load", "--use-kl-loss", "--kl-loss-coef", "--kl-loss-type")
 EVALUATION = ("--eval-prompt-data", "--eval-interval", "--eval-temperature")
 
 
@@ -64,7 +63,7 @@ def run(
     """A run to its end: the rows of its rollouts in metrics.jsonl."""
     out.mkdir(parents=True)
     flags = train_flags(places, engine_python=ENGINE_PYTHON, seed=SEED, steps=steps)
-    for name in (*OF_QUICK_START, *REFERENCE, *EVALUATION):
+    for name in (*OF_QUICK_START, *EVALUATION):
         del flags[name]
     samples = str(PROMPTS * GROUP)
     words = ["--output-dir", str(out / "run"), "--skip-eval-before-train", "--rollout-batch-size", str(PROMPTS)]
