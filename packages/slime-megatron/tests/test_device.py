@@ -35,17 +35,22 @@ torch.cuda.set_rng_state(saved); assert torch.equal(torch.cuda.get_rng_state(), 
     assert result.returncode == 0, result.stderr
 
 
-def test_memory_that_was_freed_is_reused():
+def test_memory_that_was_freed_is_kept():
     result = run("""
-import resource, torch
+import ctypes, torch
 from slime_megatron.device import select_device
-select_device(1)
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+class Figures(ctypes.Structure):  # glibc's struct mallinfo2
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Figures
+def kept():  # bytes that were freed and are still the process's own
     torch.ones(64 << 20, dtype=torch.uint8)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-first, _, third = faults(), faults(), faults()  # the second may need some bytes more, to start at an aligned address
-assert first > 10_000 and third < 100, (first, third)
+    return mallinfo().fordblks
+before = kept()
+select_device(1)
+after = kept()
+assert before < 16 << 20 and after >= 64 << 20, (before, after)
 """)
     assert result.returncode == 0, result.stderr
 
