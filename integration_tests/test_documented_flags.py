@@ -22,7 +22,7 @@ from slime_rollout import cli as rollout
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for pattern in ("*.md", "docs/*.md", "examples/*/*.md", "packages/*/README.md", "packages/*/docs/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*/*.md", "packages/*/README.md", "packages/*/docs/*.md")
     for path in sorted(ROOT.glob(pattern))
 }
 OTHERS = {
@@ -50,7 +50,7 @@ TRAIN = {spec.name for group in train_groups() for spec in group.flags}
 PLAN = {spec.name for spec in flag_specs(PlanConfig)}
 KNOWN = TRAIN.union(PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
-FLAGS_PAGE = "docs/flags.md"
+FLAGS_PAGE = "docs/reference/flags.md"
 """Generated; it also has the flags of other launchers."""
 
 
@@ -64,7 +64,7 @@ def test_flags_are_those_of_a_command(page: str) -> None:
 
 
 def test_every_flag_of_the_page_of_algorithms_is_one_of_ours() -> None:
-    named = _flags(PAGES["docs/algorithms.md"])
+    named = _flags(PAGES["docs/reference/algorithms.md"])
     assert len(named) > 40
     assert named <= TRAIN
 

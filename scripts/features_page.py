@@ -1,4 +1,4 @@
-"""Writes docs/features.md: every two features of a run together, as the checks before a run answer it.
+"""Writes docs/reference/features.md: every two features of a run together, as the checks before a run answer it.
 
 python scripts/features_page.py            writes the page
 python scripts/features_page.py --check    says whether it is up to date, and exits with 1 if not
@@ -34,7 +34,7 @@ from slime_megatron import core_check
 from slime_rollout.engine import server
 from slime_rollout.engine.python import importable_in
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "features.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "features.md"
 MODEL = dict(PUBLISHED["qwen3-30B-A3B"].config) | {"num_hidden_layers": 8, "num_experts": 8}
 BASE = (
     "--hf-checkpoint hf --load dist --save save --rollout-batch-size 16 --actor-num-gpus-per-node 8 --sequence-parallel"
@@ -254,7 +254,7 @@ def main(argv: list[str]) -> int:
     if argv == ["--check"]:
         if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
             return 0
-        print("docs/features.md is not up to date; run: python scripts/features_page.py", file=sys.stderr)
+        print("docs/reference/features.md is not up to date; run: python scripts/features_page.py", file=sys.stderr)
         return 1
     PAGE.write_text(page(), encoding="utf-8")
     return 0

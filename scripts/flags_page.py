@@ -1,4 +1,4 @@
-"""Writes docs/flags.md from the flag tables: ours by group, and what becomes of those of other launchers.
+"""Writes docs/reference/flags.md from the flag tables: ours by group, and what becomes of those of other launchers.
 
 python scripts/flags_page.py            writes the page
 python scripts/flags_page.py --check    says whether it is up to date, and exits with 1 if not
@@ -14,7 +14,7 @@ from slime_launch.answers import OTHERS, UPSTREAM, Answer, foreign_answer, table
 from slime_launch.flags import train_groups
 from slime_launch.parser import help_line
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "flags.md"
 HEAD = """\
 # Flags
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     if argv == ["--check"]:
         if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
             return 0
-        print("docs/flags.md is not up to date; run: python scripts/flags_page.py", file=sys.stderr)
+        print("docs/reference/flags.md is not up to date; run: python scripts/flags_page.py", file=sys.stderr)
         return 1
     PAGE.write_text(page(), encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the table of metrics. A test compares the two, and the table with what runs write.
+"""Writes docs/reference/metrics.md from the table of metrics. A test compares the two, and the table with what runs write.
 
 python scripts/metrics_page.py          writes the page
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime_launch.metric_names import SECTIONS, absent, table
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 HEAD = """\
 # Metrics
 

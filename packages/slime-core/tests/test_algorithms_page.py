@@ -12,7 +12,7 @@ from slime_core.config import ESTIMATORS, KL_LOSS_TYPES, MIS_LEVELS, MIS_MODES, 
 from slime_core.flags import flag_specs
 from slime_core.types import Sample
 
-PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "algorithms.md"
 # Flags of other packages that the page names; a test of the whole command line looks for them there.
 ELSEWHERE = {
     "--opd-teacher-load",

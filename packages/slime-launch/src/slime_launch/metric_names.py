@@ -1,6 +1,6 @@
 """Every metric that a run writes: what it is, when it is there, and what upstream slime calls it.
 
-The table is ``metric_names.toml``; `docs/metrics.md` is written from it.
+The table is ``metric_names.toml``; `docs/reference/metrics.md` is written from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The model families, by Hugging Face ``model_type``. One file for each lineage; a new family is a file and a row here.
 
-``docs/new-family.md`` of slime's repository shows how a family is added.
+``docs/how-to/new-family.md`` of slime's repository shows how a family is added.
 """
 
 from __future__ import annotations
