@@ -73,7 +73,7 @@ def published_like(path: str, words: Sequence[str] = ()) -> str:
     for name, entry in PUBLISHED.items():
         if f" {' '.join(entry.shape.to_megatron_flags())} " in typed:
             return name
-    if "quickstart" in path:
+    if "quickstart" in path or "smollm2" in path.lower():
         return "smollm2-135M"
     names = {word.lower(): name for name, entry in PUBLISHED.items() for word in (name, *entry.models.split(", "))}
     found = [word for word in names if word in path.lower()]

@@ -173,7 +173,7 @@ def test_the_hooks_on_the_pages_pass_the_command_on_theirs(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (command,) = (block for block in blocks(TEXTS["docs/hooks.md"], "bash") if "check-hooks" in block)
-    assert main(shlex.split(command.replace("\\\n", " "))[1:]) == 0
+    assert main(shlex.split(command.replace("\\\n", " "), comments=True)[1:]) == 0
     generate, reward = capsys.readouterr().out.splitlines()
     assert generate.startswith("ok ") and "4 samples became 4 with 8 requests" in generate
     assert reward.startswith("ok ")
