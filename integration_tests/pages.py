@@ -110,7 +110,7 @@ def pages() -> dict[str, str]:
 
 def blocks(page: str, text: str) -> list[Block]:
     """The blocks of a page, fenced and indented, in order."""
-    lines, found, at = text.splitlines(), list[Block](), 0
+    lines, found, at, last = text.splitlines(), list[Block](), 0, 0
     in_list = False
     while at < len(lines):
         line, before = lines[at], lines[at - 1].strip() if at else ""
@@ -133,7 +133,6 @@ def blocks(page: str, text: str) -> list[Block]:
             while at < len(lines) and (lines[at].startswith("    ") or not lines[at].strip()):
                 at += 1
             found.append(Block(page, begin + 1, "indented", before, "\n".join(lines[begin:at])))
-            last = at
             continue
         elif line.strip():
             in_list = bool(re.match(r" *(?:[-*+]|\d+[.)]) ", line)) or (in_list and line.startswith("  "))
@@ -147,7 +146,7 @@ def kind_problems(page: str, text: str) -> Iterator[str]:
         if block.language == "bash":
             if len(block.kinds) != 1:
                 said = " and ".join(block.kinds) or "nothing"
-                yield f"{block.where}: says {said} of what happens with it; see integration_tests/pages.py for the kinds"
+                yield f"{block.where}: says {said} of what happens with it; integration_tests/pages.py has the kinds"
         elif block.commands:
             yield f"{block.where}: a command in a block that is not ```bash: {block.commands[0]}"
         elif block.language in ("sh", "shell", "console", "zsh"):
