@@ -236,19 +236,19 @@ class PageRun:
         return sum(self.seconds.values())
 
 
-def run_page(page: str, tree: Path, *, activate: bool = True, text: str | None = None) -> PageRun:
+def run_page(page: str, tree: Path, *, activate: bool = True, slack: float = 1.0) -> PageRun:
     """Run the run blocks of a page in one bash, from the root of a tree.
 
     Args:
         page: The page's path from the root.
         tree: A copy of the repository, in which everything is done.
         activate: Whether ``.venv`` is activated first.
-        text: The page's text, if it is not the tree's.
+        slack: Factor on the page's limits.
 
     Raises:
         PageError: The first thing that went wrong, with the block and what it printed.
     """
-    text = (tree / page).read_text(encoding="utf-8") if text is None else text
+    text = (tree / page).read_text(encoding="utf-8")
     chosen = [block for block in blocks(page, text) if block.kinds == ["run"]]
     run = PageRun(page)
     with tempfile.TemporaryDirectory(prefix="slime-page-") as directory:
@@ -266,7 +266,7 @@ def run_page(page: str, tree: Path, *, activate: bool = True, text: str | None =
         )
         try:
             for number, block in enumerate(chosen):
-                _follow(process, work, number, block, run)
+                _follow(process, work, number, block, run, block.seconds * slack)
             process.wait(60)
         finally:
             left = _end_all(process, mark)
@@ -285,21 +285,23 @@ def _script(work: Path, chosen: Sequence[Block], *, activate: bool) -> Path:
     for number, block in enumerate(chosen):
         (work / f"{number}.sh").write_text(block.text + "\n", encoding="utf-8")
         at = f"{work}/{number}"
-        lines += [f"exec >{at}.out 2>&1", f"touch {at}.begun", f"source {at}.sh", f"touch {at}.done"]
+        lines += [f"exec >{at}.out 2>&1", f"source {at}.sh", f"touch {at}.done"]
     path = work / "page.sh"
     path.write_text("\n".join([*lines, "exec >/dev/null 2>&1"]) + "\n")
     return path
 
 
-def _follow(process: subprocess.Popen[bytes], work: Path, number: int, block: Block, run: PageRun) -> None:
+def _follow(
+    process: subprocess.Popen[bytes], work: Path, number: int, block: Block, run: PageRun, limit: float
+) -> None:
     """Wait until a block is done; raises `PageError` if it fails, is late, or prints something else."""
     done, out, begun = work / f"{number}.done", work / f"{number}.out", time.monotonic()
     while not done.exists():
         code = process.poll()
         if code is not None and not done.exists():
             raise PageError(f"{block.where}: exit code {code} of\n{block.text}\nwhich printed\n{_tail(out)}")
-        if time.monotonic() - begun > block.seconds:
-            raise PageError(f"{block.where}: not done after {block.seconds:g} s:\n{block.text}\nprinted\n{_tail(out)}")
+        if time.monotonic() - begun > limit:
+            raise PageError(f"{block.where}: not done after {limit:g} s:\n{block.text}\nprinted\n{_tail(out)}")
         time.sleep(0.05)
     run.seconds[block.line] = time.monotonic() - begun
     run.output[block.line] = out.read_text(encoding="utf-8", errors="replace")
