@@ -70,9 +70,3 @@ def test_colocation_and_flags_of_megatron_and_sglang() -> None:
         "context-length": "8192",
         "log-level": "INFO",
     }
-
-
-def test_the_launchers_page_shows_a_command_that_works() -> None:
-    page = (ROOT / "packages" / "slime-launch" / "README.md").read_text(encoding="utf-8")
-    command = page.split("slime-launch train \\\n", 1)[1].split("\n\n", 1)[0].replace("\\\n", " ")
-    check_settings(parse_train(command.split()))
