@@ -72,3 +72,25 @@ sync_engine() {
     echo "environment .venv-engine: SGLang"
     install_packages .venv-engine slime-core "slime-rollout[sglang]"
 }
+
+# The same for NVIDIA GPUs: SGLang with all that its wheel asks for, CUDA and its own torch; --no-config leaves our CPU
+# list of its needs out.
+sync_cuda_engine() {
+    echo "environment .venv-engine: SGLang for CUDA"
+    [ -x "$ROOT/.venv-engine/bin/python" ] || uv venv --quiet --no-project "$ROOT/.venv-engine" || return
+    (cd "$ROOT" && env --unset=UV_CONSTRAINT uv pip install --quiet --no-config --no-sources \
+        --python .venv-engine/bin/python \
+        --editable packages/slime-core --editable packages/slime-rollout "sglang==$(pinned sglang)")
+}
+
+# Transformer Engine for the trainer, in the range that Megatron-core 0.16.1 names. Its part for torch is compiled here.
+sync_transformer_engine() {
+    echo "environment .venv: Transformer Engine, compiled for this torch"
+    (cd "$ROOT" && uv pip install --quiet --python .venv/bin/python setuptools wheel ninja pybind11 &&
+        uv pip install --quiet --python .venv/bin/python --no-build-isolation "transformer-engine[core_cu13,pytorch]>=2.9,<2.12")
+}
+
+# The version of a package that uv.lock names.
+pinned() {
+    sed -n "s/^$1==\([^ ;]*\).*/\1/p" "$TOOLS/pins.txt"
+}

@@ -23,7 +23,7 @@ OK, NOTE, MISSING = "ok", "note", "missing"
 LITTLE_DISK = 20 * 2**30
 SECONDS = 60.0
 SGLANG_VERSION = "from importlib.metadata import version; print(version('sglang'))"
-TORCH_CUDA = "import torch; print(torch.version.cuda or '')"
+TORCH_CUDA = "import torch; print(torch.version.cuda or torch.version.hip or '')"
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ def check_sglang(given: str | None) -> Iterator[Finding]:
 
 
 def check_device(device: str) -> Iterator[Finding]:
-    """CUDA, or what its absence means."""
+    """GPUs, or what their absence means."""
     if device == "cpu":
         yield Finding(NOTE, "no CUDA: trainers and engines are CPU processes, for small models")
         return
     cuda = _output(sys.executable, TORCH_CUDA)
     if cuda:
-        yield Finding(OK, f"CUDA GPUs, and a torch for CUDA {cuda}")
+        yield Finding(OK, f"GPUs, and a torch for CUDA or ROCm {cuda}")
     else:
-        yield Finding(MISSING, "there are CUDA GPUs, but this torch is built without CUDA; install one that is")
+        yield Finding(MISSING, "there are GPUs, but this torch is built without CUDA; install one that is")
 
 
 def check_space(directory: Path, shared: Path) -> Iterator[Finding]:

@@ -7,8 +7,15 @@ import time
 import pytest
 
 from slime_core.errors import ConfigError
+from slime_rollout.engine import sglang_flags
 from slime_rollout.engine.python import find_python, importable_in
-from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, check_sglang_args, installed_flags
+from slime_rollout.engine.sglang_flags import (
+    CONTROLLED,
+    SglangFlag,
+    check_sglang_args,
+    engine_device,
+    installed_flags,
+)
 
 FLAGS = {
     flag.name: flag
@@ -212,3 +219,20 @@ def test_without_a_name_the_first_that_has_sglang(monkeypatch, tmp_path):
         found = {str(python) for python in has}
         monkeypatch.setenv("PYTHONPATH", str(number))  # what was found is kept by it
         assert find_python(None) == str(expected)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "torch", "device"),
+    [
+        ((), "2.13.0+cu130", "cpu"),
+        (("nvidia0", "nvidiactl"), "2.13.0+cu130", "cuda"),
+        (("nvidiactl",), "2.13.0+cu130", "cpu"),
+        (("kfd",), "2.13.0+rocm7.0", "cuda"),
+        (("kfd",), "2.13.0+cpu", "cpu"),
+    ],
+)
+def test_the_device_that_engines_use(nodes, torch, device, tmp_path, monkeypatch):
+    for node in nodes:
+        (tmp_path / node).touch()
+    monkeypatch.setattr(sglang_flags, "version", lambda name: torch)
+    assert engine_device(tmp_path) == device

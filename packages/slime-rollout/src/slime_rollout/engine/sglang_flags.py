@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -124,9 +125,15 @@ _REPORTS: dict[Path, _Report] = {}
 """What this process has read, for where the cache's file cannot be written. By that file."""
 
 
-def engine_device() -> str:
-    """``"cuda"`` if the NVIDIA driver shows a GPU to this machine, else ``"cpu"``. Needs no torch."""
-    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+def engine_device(devices: Path = Path("/dev")) -> str:
+    """``"cuda"`` if a driver shows a GPU to this machine that the installed torch is for, else ``"cpu"``.
+
+    AMD's driver also shows graphics that are part of a CPU, so there only a torch for ROCm says that GPUs are meant. (Not
+    run on ROCm, where torch calls them ``cuda``, too.) Torch is not imported.
+    """
+    if any(devices.glob("nvidia[0-9]*")):
+        return "cuda"
+    return "cuda" if (devices / "kfd").exists() and "rocm" in version("torch") else "cpu"
 
 
 def import_environment(device: str | None = None) -> dict[str, str]:
