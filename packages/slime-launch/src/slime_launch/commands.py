@@ -35,6 +35,8 @@ COMMANDS = {
     "plan": Command("slime_launch.plan.command:plan", "say what such a command would do and need; starts nothing"),
     "submit": Command("slime_launch.submit:submit", "print the command that runs it on a Ray cluster as a job"),
     "sft": Command("slime_launch.train:sft", "train on conversations: train --loss-type sft_loss"),
+    "recipes": Command("slime_launch.new_task:recipes", "list the recipes: name, what each runs on, title"),
+    "new": Command("slime_launch.new_task:new", "copy a recipe into a new folder to change, and say what to do next"),
     "eval": Command("slime_launch.train:evaluate", "only score held-out sets: train --num-rollout 0"),
 }
 

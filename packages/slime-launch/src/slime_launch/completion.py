@@ -17,7 +17,13 @@ usage: slime-launch completion bash|zsh
     eval "$(slime-launch completion bash)"      in ~/.bashrc
     eval "$(slime-launch completion zsh)"       in ~/.zshrc, after compinit"""
 SHELLS = ("bash", "zsh")
-OTHERS = {"migrate": ["--toml"], "doctor": ["--sglang-python"], "completion": list(SHELLS)}
+OTHERS = {
+    "migrate": ["--toml"],
+    "doctor": ["--sglang-python"],
+    "completion": list(SHELLS),
+    "recipes": ["--help"],
+    "new": ["--from"],
+}
 """Words of the commands that have not the flags of ``train``."""
 
 

@@ -20,6 +20,10 @@ class PreflightError(ConfigError):
     """Something that the run needs is missing, malformed or taken; found before anything is started."""
 
 
+class RecipeError(ConfigError):
+    """There is no such recipe, or it cannot be read or copied."""
+
+
 class Problems:
     """Runs checks one after the other, and reports what all of them found, each message once.
 
