@@ -21,8 +21,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / "examples" / name
         (folder / "data").mkdir(parents=True)
         (folder / "README.md").write_text(
-            f"# {title}\n\n`examples/{name}/run.toml`, runs/{name}/save, not examples/{name}-er; [start](../../start.md), "
-            "[none](../none.md#a), [rows](data/rows.jsonl)\n"
+            f"# {title}\n\n`examples/{name}/run.toml`, runs/{name}/save, not examples/{name}-er; "
+            "[start](../../start.md), [none](../none.md#a), [rows](data/rows.jsonl)\n"
         )
         (folder / "run.toml").write_text(
             f'custom_rm_path = "examples/{name}/reward.py:score"\nprompt-data = "examples/{name}/data/rows.jsonl"\n'

@@ -1,4 +1,4 @@
-"""``slime-launch recipes`` and ``slime-launch new``: the recipes that come with this package, and a copy of one to change.
+"""``slime-launch recipes`` and ``slime-launch new``: the recipes that come with the package, and a copy to change.
 
 They are the folders of the repository's `examples/` that have a README.md and a run.toml. Here they are seen through
 the link `recipes`, which a wheel has as a folder.
@@ -34,7 +34,7 @@ Flags = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeFolder:
     """A folder with a README.md and a run.toml."""
 
     folder: Path
@@ -96,14 +96,14 @@ def new(argv: list[str]) -> int:
     return 0
 
 
-def find_recipes() -> dict[str, Recipe]:
+def find_recipes() -> dict[str, RecipeFolder]:
     """Every recipe by its name.
 
     Raises:
         RecipeError: There are none, as in an installation from a part of the repository.
     """
     found = {
-        path.parent.name: Recipe(path.parent)
+        path.parent.name: RecipeFolder(path.parent)
         for path in sorted(RECIPES.glob(f"*/{RUN}"))
         if (path.parent / README).is_file()
     }
@@ -112,7 +112,7 @@ def find_recipes() -> dict[str, Recipe]:
     return found
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> RecipeFolder:
     """The recipe of a name. Raises RecipeError if there is none."""
     found = find_recipes()
     if name not in found:
@@ -122,7 +122,7 @@ def find_recipe(name: str) -> Recipe:
     return found[name]
 
 
-def copy_recipe(recipe: Recipe, target: Path) -> list[Path]:
+def copy_recipe(recipe: RecipeFolder, target: Path) -> list[Path]:
     """Write a recipe's files to ``target``, with its paths in place of the recipe's; returns what was written.
 
     Raises:
@@ -204,7 +204,7 @@ def gpus(flags: Flags) -> str:
     return f"{total} GPU{'s' if total > 1 else ''}"
 
 
-def _renamed(content: bytes, recipe: Recipe, target: Path) -> bytes:
+def _renamed(content: bytes, recipe: RecipeFolder, target: Path) -> bytes:
     """A file's content with the copy's paths; what is not text stays as it is."""
     try:
         text = content.decode("utf-8")
