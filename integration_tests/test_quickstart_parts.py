@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from quickstart_parts import (
     train_flags,
 )
 
+from slime_launch.cli import main as slime_launch
 from slime_launch.flags import parse_train
 from slime_rollout.eval_sets import read_eval_sets
 
@@ -145,5 +147,16 @@ def test_result_and_summary_tell_the_reports_figures() -> None:
     assert "28.1% before, 75.8% after 40 steps in 6.8 min" in text
     assert "generate 4.5 s, train 4.2 s, send weights 0.8 s, in all 9.5 s" in text
     assert "tensorboard --logdir /repo/outputs\n" in text
-    assert "what was run     run/command.sh\n" in text and "source .venv/bin/activate" in text
-    assert text.endswith("quickstart --steps 80")
+    assert "what was run     run/command.sh\nlonger           quickstart --steps 80\n" in text
+
+
+def test_the_summary_ends_with_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = make_result(REPORT, hf_dir=Path("/repo/hf"), minutes=6.789)
+    lines = summary_lines(result, REPORT, next_command="quickstart --steps 80", command="run/command.sh")
+    page = re.search(r"\((docs/\S+)\)", lines[-4])
+    assert page and (Path(__file__).resolve().parents[1] / page[1]).is_file()
+    assert lines[-3] == "    source .venv/bin/activate"
+    monkeypatch.chdir(tmp_path)
+    new, train = (line.split() for line in lines[-2:])
+    assert slime_launch(new[1:]) == 0
+    assert train[:3] == ["slime-launch", "train", "--config"] and Path(train[3]).is_file()

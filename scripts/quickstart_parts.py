@@ -270,9 +270,12 @@ def summary_lines(
         f"Hugging Face     {result['hf_dir']}",
         "",
         "what was run     " + command,
-        "go on            source .venv/bin/activate, and slime-launch train --help",
-        "your own reward  add --custom-rm-path FILE.py:FUNCTION --save NEW --output-dir NEW to a copy of that command",
         f"longer           {next_command}",
+        "",
+        "next: a reward of your own, in ten minutes (docs/tutorials/own-reward.md)",
+        "    source .venv/bin/activate",
+        "    slime-launch new mine",
+        "    slime-launch train --config mine/laptop.toml",
     ]
     return lines
 

@@ -231,9 +231,9 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
 
 
 def shows_examples(parts: Parts, rollout_id: int) -> bool:
-    """Whether samples of a rollout are shown: of the first and the last, where no held-out prompts are answered."""
+    """Whether samples of a rollout are shown: of the first, and of the last where no held-out prompts are answered."""
     answers = parts.settings.generates and parts.settings.rollout.evaluation.has_eval_sets
-    return not answers and rollout_id in (0, parts.settings.num_rollout - 1)
+    return rollout_id == 0 or (not answers and rollout_id == parts.settings.num_rollout - 1)
 
 
 def save_if_due(parts: Parts) -> None:

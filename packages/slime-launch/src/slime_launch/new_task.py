@@ -210,8 +210,8 @@ def _renamed(content: bytes, recipe: RecipeFolder, target: Path) -> bytes:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         return content
-    for old, new_path in ((f"examples/{recipe.name}", str(target)), (f"runs/{recipe.name}", f"runs/{target.name}")):
-        text = re.sub(rf"(?<![\w-]){re.escape(old)}(?![\w-])", lambda _, path=new_path: path, text)
+    for old, path in ((f"examples/{recipe.name}", str(target)), (f"runs/{recipe.name}", f"runs/{target.name}")):
+        text = re.sub(rf"(?<![\w-]){re.escape(old)}(?![\w-])", path, text)
     return re.sub(r"\]\((\.\./[^)#]+)", lambda link: _relinked(link, recipe.folder, target), text).encode()
 
 
