@@ -1,8 +1,8 @@
 """SGLang, its router and Megatron-core are as their wheels are: no file is changed, missing or added.
 
 Three things are compared: each file with its line in the installed RECORD, the directory's files with those lines, and
-all lines with a digest on `docs/explanation/no-patches.md`, which was taken from the wheels themselves. So a file that was
-edited, one that was put beside them, and a wheel or RECORD that is not the published one are all found.
+all lines with a digest on `docs/explanation/no-patches.md`, which was taken from the wheels themselves. So a file that
+was edited, one that was put beside them, and a wheel or RECORD that is not the published one are all found.
 
 Not counted: bytecode (`__pycache__`), and what an installer writes outside the package's own directory (the scripts in
 `bin`, `dist-info`). Megatron-core's helper in C++ is in its wheel, compiled, and is compared like the rest.
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
 from launching import engine_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,9 +138,11 @@ def _named_in_memory(tree: ast.Module) -> set[str]:
         if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name)
     ]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    for call in calls:
-        if call.func.id in ("setattr", "delattr") and isinstance(call.args[0], ast.Name):  # type: ignore[attr-defined]
-            given.append((call.args[0].id, ast.unparse(call.args[1])))
+    given += [
+        (call.args[0].id, ast.unparse(call.args[1]))
+        for call in calls
+        if call.func.id in ("setattr", "delattr") and isinstance(call.args[0], ast.Name)
+    ]
     return {f"{names[owner]}.{name}" for owner, name in given if owner in names}
 
 

@@ -27,7 +27,9 @@ THEIRS = """\
 `slime-launch migrate SCRIPT` reads a command with these and writes ours. Flags of upstream slime that are not here and
 not refused are the same. Those with no effect are accepted.
 """
-TITLES = {"trl": "TRL and Transformers", "verl": "verl"}
+PASSED_ON = {"--moe-aux-loss-coeff", "--optimizer-cpu-offload", "--sglang-mem-fraction-static"}
+"""Flags of Megatron and SGLang that the tables name; our own groups have them only where they are typed."""
+TITLES = {"openrlhf": "OpenRLHF, by its names since 0.10", "trl": "TRL and Transformers", "verl": "verl"}
 
 
 def page() -> str:
@@ -43,10 +45,10 @@ def page() -> str:
     names = sorted({f"--{name}" for section in UPSTREAM for name in table()[section]} - known)
     parts.append(f"### Upstream slime\n\n{_table(('flag', 'here'), _answers(names, known))}")
     for section in OTHERS:
-        dashes = "--" if section == "trl" else ""
+        dashes = "" if section == "verl" else "--"
         rows = []
         for name in table()[section]:
-            answer = foreign_answer(name, known)
+            answer = foreign_answer(f"{dashes}{name}", known | PASSED_ON)
             rows.append((f"`{dashes}{name}`", _said(answer) if answer is not None else ""))
         parts.append(f"### {TITLES[section]}\n\n{_table(('flag', 'here'), rows)}")
     return "\n".join(parts)
@@ -63,7 +65,9 @@ def _answers(names: Iterable[str], known: set[str]) -> Iterator[tuple[str, str]]
 
 def _said(answer: Answer) -> str:
     if answer.to:
-        return f"`{answer.to}{' ' + answer.value if answer.value else ''}`"
+        second = f", `{answer.second}`" if answer.second else ""
+        others = "".join(f"; with `{flag}` {f'`{to}`' if to else 'nothing'}" for flag, to in answer.beside.items())
+        return f"`{answer.to}{' ' + answer.value if answer.value else ''}`{second}{others}"
     return f"{answer.outcome.value}: {answer.why}"
 
 

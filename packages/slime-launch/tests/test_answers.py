@@ -31,17 +31,27 @@ def test_no_row_stands_in_two_sections_of_upstreams():
     assert sum(map(len, sections)) == len(set.union(*sections))
 
 
-@pytest.mark.parametrize("section", ["no-effect", "renamed", "not-built", "trl", "verl"])
+@pytest.mark.parametrize("section", ["no-effect", "renamed", "not-built", "openrlhf", "trl", "verl"])
 def test_no_row_is_about_a_flag_that_the_parser_knows(section):
     assert [name for name in table()[section] if f"--{name}" in KNOWN] == []
 
 
-@pytest.mark.parametrize("section", ["trl", "verl"])
+@pytest.mark.parametrize("section", ["openrlhf", "trl", "verl"])
 def test_others_lead_to_flags_that_there_are_or_are_upstreams(section):
     for name, row in table()[section].items():
         to = row if isinstance(row, str) else row.get("to", "")
         assert not to or to in KNOWN or to in UPSTREAM or to.startswith("--sglang-"), name
-        assert foreign_answer(name, KNOWN) is not None
+        assert foreign_answer(f"--{name}" if section == "openrlhf" else name, KNOWN) is not None
+
+
+def test_openrlhfs_earlier_names_and_defaults_are_of_rows_that_there_are():
+    rows = table()["openrlhf"]
+    assert set(table()["openrlhf-before"].values()) <= rows.keys()
+    assert table()["openrlhf-defaults"].keys() <= rows.keys()
+    flags = {flag for row in rows.values() if isinstance(row, dict) for flag in [row.get("second")] if flag}
+    flags |= {to for row in rows.values() if isinstance(row, dict) for to in row.get("beside", {}).values() if to}
+    assert flags <= KNOWN.keys()
+    assert foreign_answer("--init_kl_coef", KNOWN) == foreign_answer("--algo.kl.init_coef", KNOWN)
 
 
 def test_what_an_answer_advises_is_built():

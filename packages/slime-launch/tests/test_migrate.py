@@ -141,6 +141,64 @@ def test_trls_flags_become_ours():
     assert any("missing" in line for line in done.open)
 
 
+OPENRLHF = {
+    "now": """python3 -m openrlhf.cli.train_ppo_ray --actor.num_gpus_per_node 8 --vllm.num_engines 4
+        --vllm.tensor_parallel_size 2 --train.colocate_all --algo.kl.use_loss --algo.kl.init_coef 1e-3
+        --algo.advantage.estimator group_norm --actor.eps_clip_low_high 0.2 0.27 --actor.model_name_or_path m
+        --train.batch_size 128 --rollout.batch_size 64 --train.num_episodes 2 --actor.adam.lr 5e-7 --eval.steps -1
+        --data.input_key q --ds.zero_stage 3 --train.max_epochs 1 --logger.wandb.key planted0secret1""",
+    "before": """python3 -m openrlhf.cli.train_ppo_ray --actor_num_gpus_per_node 8 --vllm_num_engines 4
+        --vllm_tensor_parallel_size 2 --colocate_all_models --use_kl_loss --init_kl_coef 1e-3
+        --advantage_estimator group_norm --eps_clip_low_high 0.2 0.27 --pretrain m --train_batch_size 128
+        --rollout_batch_size 64 --num_episodes 2 --actor_learning_rate 5e-7 --eval_steps -1 --input_key q
+        --zero_stage 3 --max_epochs 1 --use_wandb planted0secret1""",
+}
+
+
+@pytest.mark.parametrize("names", OPENRLHF)
+def test_openrlhfs_flags_become_ours_by_their_names_of_now_and_before(names):
+    done = migrated(read_command(OPENRLHF[names].replace("\n", " "), None))
+    assert done.words == [
+        "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "2", "--colocate", "--use-kl-loss",
+        "--kl-loss-coef", "1e-3", "--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.27",
+        "--hf-checkpoint", "m", "--global-batch-size", "128", "--rollout-batch-size", "64", "--num-epoch", "2",
+        "--lr", "5e-7", "--input-key", "q", "--use-wandb", "--adam-beta1", "0.9", "--adam-beta2", "0.95",
+        "--weight-decay", "0.0", "--calculate-per-token-loss", "--lr-decay-style", "cosine",
+        "--lr-warmup-fraction", "0.03",
+    ]  # fmt: skip
+    assert done.runs
+    assert "planted0secret1" not in str(done)
+
+
+def test_openrlhfs_engines_beside_the_trainer_a_penalty_in_the_reward_and_ppo():
+    words = ["--vllm.num_engines", "4", "--vllm.tensor_parallel_size", "2", "--reward.remote_url", "f.py"]
+    words += ["--train.max_epochs", "2", "--actor.policy_loss_type", "gspo", "--actor.loss_agg_mode"]
+    done = migrated(TrainCommand("openrlhf.cli.train_ppo_ray", [*words, "seq-mean-token-mean"], []))
+    assert done.words[:4] == ["--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "2"]
+    assert "--colocate" not in done.words and "--calculate-per-token-loss" not in done.words
+    for given in (["--kl-coef", "0.01"], ["--advantage-estimator", "ppo", "--normalize-advantages"]):
+        place = done.words.index(given[0])
+        assert done.words[place : place + len(given)] == given
+    found = outcomes(done)
+    assert found["--reward.remote_url"] is Outcome.NOT_BUILT and not done.runs
+    assert found["--train.max_epochs"] is found["--actor.policy_loss_type"] is Outcome.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("text", "loss"),
+    [
+        ("trl sft --model m", "sft_loss"),
+        ("trl dpo --model m", "dpo_loss"),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer optim.lr=1e-5", "sft_loss"),
+        ("deepspeed --module openrlhf.cli.train_dpo --model.beta 0.1", "dpo_loss"),
+        ("deepspeed --module openrlhf.cli.train_rm --adam.lr 1e-5", "rm_loss"),
+    ],
+)
+def test_training_on_a_data_set_gets_its_loss(text, loss):
+    done = migrated(read_command(text, None))
+    assert done.words[-2:] == ["--loss-type", loss] and "--colocate" not in done.words
+
+
 WANDB = ["--use-wandb", "--wandb-project", "p", "--wandb-group", "e", "--max-checkpoints-kept", "3"]
 
 

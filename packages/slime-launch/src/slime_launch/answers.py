@@ -1,4 +1,4 @@
-"""What becomes of a flag of another launcher: upstream slime's, TRL's, verl's. The table is ``answers.toml``.
+"""What becomes of a flag of another launcher: upstream slime's, TRL's, verl's, OpenRLHF's. All are in ``answers.toml``.
 
 A flag that our parser knows is the same, so a row of the table stops counting when its flag is built.
 """
@@ -37,8 +37,11 @@ class Answer:
         value: Our value in place of a switch.
         values: Our values in place of theirs; ``true`` and ``false`` give our switch or leave it out, and of several
             values one that is ``true`` gives it.
-        times: What the value is multiplied by: ``engines``, ``samples`` of a prompt, or nothing.
+        times: What the value is multiplied by: ``engines``, ``samples`` of a prompt, ``gpus`` of an engine, or nothing.
         before: A word in front of the value.
+        second: Our flag for the second of two values.
+        off: The value that turns it off, as ours is without the flag.
+        beside: Our flag in place of ``to``, or an empty text for none, by another flag of ours that the command has.
         with_flag: Our flag without which it has no effect (``with`` in the table).
     """
 
@@ -51,12 +54,15 @@ class Answer:
     values: Mapping[str, str] = field(default_factory=dict)
     times: str = ""
     before: str = ""
+    second: str = ""
+    off: str = ""
+    beside: Mapping[str, str] = field(default_factory=dict)
     with_flag: str = ""
 
 
 SAME = Answer(outcome=Outcome.SAME)
 UPSTREAM = {"no-effect": Outcome.NO_EFFECT, "renamed": Outcome.RENAMED, "not-built": Outcome.NOT_BUILT}
-OTHERS = ("trl", "verl")
+OTHERS = ("openrlhf", "trl", "verl")
 
 
 @functools.cache
@@ -78,17 +84,33 @@ def upstream_answer(name: str, known: Collection[str]) -> Answer | None:
 
 
 def foreign_answer(name: str, known: Collection[str]) -> Answer | None:
-    """What becomes of a flag of TRL or Transformers, or of a setting of verl, such as ``data.train_files``."""
+    """What becomes of a flag of OpenRLHF, TRL or Transformers, or a setting of verl such as ``data.train_files``."""
     for section in OTHERS:
-        row = table()[section].get(name.removeprefix("--").replace("_", "-") if section == "trl" else name.lstrip("+"))
+        row = table()[section].get(_key(name, section))
         if row is None:
             continue
-        answer = _answer(Outcome.NO_EFFECT if isinstance(row, dict) and "to" not in row else Outcome.RENAMED, row)
+        answer = _answer(_outcome(row), row)
         if answer.to and answer.to not in known:
             upstream = upstream_answer(answer.to, known)
             return upstream or Answer(outcome=Outcome.NOT_BUILT, why=f"{answer.to} is not built")
         return answer
     return None
+
+
+def _key(name: str, section: str) -> str:
+    """A flag's name in a section of the table."""
+    if section == "verl":
+        return name.lstrip("+")
+    plain = name.removeprefix("--")
+    if section == "trl":
+        return plain.replace("_", "-")
+    return str(table()["openrlhf-before"].get(plain, plain)) if name.startswith("--") else ""
+
+
+def _outcome(row: Any) -> Outcome:
+    if isinstance(row, str) or "to" in row:
+        return Outcome.RENAMED
+    return Outcome.NOT_BUILT if "advice" in row else Outcome.NO_EFFECT
 
 
 def flag_line(name: str, known: Collection[str]) -> str | None:
@@ -106,7 +128,7 @@ def flag_line(name: str, known: Collection[str]) -> str | None:
 def _answer(outcome: Outcome, row: Any) -> Answer:
     if isinstance(row, str):
         row = {"to" if outcome is Outcome.RENAMED else "why": row}
-    names = {"with": "with_flag"}
+    names = {"with": "with_flag", "advice": "why"}
     values: dict[str, Any] = {names.get(key, key.replace("-", "_")): value for key, value in row.items()}
     if "only" in values:
         values["only"] = tuple(values["only"])

@@ -1,4 +1,4 @@
-"""``slime-launch migrate``: a command of upstream slime, TRL or verl as one of ours, flag by flag."""
+"""``slime-launch migrate``: a command of upstream slime, TRL, verl or OpenRLHF as one of ours, flag by flag."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime_launch.flags import PREFIX, command
 from slime_launch.parser import parse, suggestions
 from slime_launch.redact import HIDDEN, is_secret
 from slime_launch.shell_words import TrainCommand, read_command, unresolved
-from slime_launch.translate import Became, Context, Item, become, context, items
+from slime_launch.translate import Became, Context, Item, become, context, items, ours_of
 from slime_megatron.arguments import has_no_effect, reason
 from slime_megatron.megatron_words import answer, field_words
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
@@ -26,6 +26,10 @@ from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.sglang_flags import CONTROLLED
 
 STOPS = (Outcome.NOT_BUILT, Outcome.REFUSED, Outcome.UNKNOWN)
+WANDB_KEYS = ("--logger.wandb.key", "--use_wandb")
+"""OpenRLHF's flags that take W&B's key, and switch it on."""
+LOSSES = (("sft", "sft_loss"), ("dpo", "dpo_loss"), ("reward", "rm_loss"), ("_rm", "rm_loss"))
+"""Parts of another launcher's program by which it trains on a data set, and our loss for it."""
 ASYNC = ("train_async.py", "slime-launch train-async")
 
 
@@ -102,7 +106,7 @@ def migrated(theirs: TrainCommand) -> Migrated:
     made = {word for became in found for word in became.words}
     found = [_without_what_it_needs(became, made, known) for became in found]
     words = [word for became in found for word in became.words]
-    words += _defaults(entry, words)
+    words += _defaults(entry, words, around)
     problems = [f"{name} is assigned in no file that could be read; its flags are left out" for name in theirs.unset]
     problems += [f"{name} is known only where the script runs; put its value" for name in unresolved(words)]
     try:
@@ -116,6 +120,8 @@ def _of(item: Item, around: Context) -> Became:
     """What became of one flag, with SGLang's and unknown ones."""
     if own := _set_by_slime(item.name):
         return Became(item, Outcome.NO_EFFECT, (), own)
+    if item.name in WANDB_KEYS and item.values:
+        return Became(Item(item.name, (HIDDEN,)), Outcome.RENAMED, ("--use-wandb",), "set WANDB_API_KEY where it runs")
     if is_secret(item.name):
         note = "left out: set WANDB_API_KEY where it runs" if item.name == "--wandb-key" else "left out: a secret"
         return Became(Item(item.name, (HIDDEN,)), Outcome.RENAMED, (), note)
@@ -154,13 +160,26 @@ def _set_by_slime(name: str) -> str | None:
     return None
 
 
-def _defaults(entry: str, words: Sequence[str]) -> list[str]:
-    """Values that upstream takes where a command gives none, and ours does not."""
-    if entry not in ("train.py", "train_async.py"):
-        placed = "--rollout-num-gpus" in words or "--colocate" in words
-        return [] if placed or entry.startswith("slime-launch") or not entry else ["--colocate"]
-    missing = {f"--{name}": value for name, value in table()["defaults"].items() if f"--{name}" not in words}
-    return [word for pair in missing.items() for word in pair]
+def _defaults(entry: str, words: Sequence[str], around: Context) -> list[str]:
+    """Values that another launcher takes where a command gives none, and ours does not."""
+    if entry in ("train.py", "train_async.py"):
+        missing = {f"--{name}": value for name, value in table()["defaults"].items() if f"--{name}" not in words}
+        return [word for pair in missing.items() for word in pair]
+    if not entry or entry.startswith("slime-launch"):
+        return []
+    loss = next((loss for part, loss in LOSSES if part in entry), None)
+    if loss is not None:
+        return ["--loss-type", loss]
+    placed = "--rollout-num-gpus" in words or "--colocate" in words
+    added = _openrlhfs_defaults(around) if entry.startswith("openrlhf") else []
+    return [*added, *([] if placed else ["--colocate"])]
+
+
+def _openrlhfs_defaults(around: Context) -> list[str]:
+    missing = [Item(f"--{name}", tuple(value.split())) for name, value in table()["openrlhf-defaults"].items()]
+    found = [become(item, around) for item in missing]
+    found = [one for one in found if not around.ours.intersection({one.words[0], ours_of(one.item.name, around.known)})]
+    return [word for became in found for word in became.words]
 
 
 def report(done: Migrated) -> list[str]:

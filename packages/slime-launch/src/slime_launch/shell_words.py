@@ -16,7 +16,10 @@ from typing import NamedTuple
 from slime_core.errors import ConfigError
 
 ENTRIES = ("train.py", "train_async.py", "slime-launch")
-MODULES = ("verl.trainer.main_ppo", "trl", "verl.trainer.fsdp_sft_trainer")
+MODULES = (
+    *("verl.trainer.main_ppo", "verl.trainer.fsdp_sft_trainer", "trl"),
+    *(f"openrlhf.cli.train_{kind}" for kind in ("ppo_ray", "sft", "dpo", "rm")),
+)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-=])([^}]*))?\}|([A-Za-z_]\w*))")
 SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")

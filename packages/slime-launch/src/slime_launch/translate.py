@@ -81,35 +81,43 @@ class Context:
 
     Attributes:
         known: The flags that our parser knows, by name.
-        numbers: ``engines`` and ``samples`` of a prompt, which some values are multiplied by.
+        numbers: ``engines``, ``samples`` of a prompt and ``gpus`` of an engine, which some values are multiplied by.
         given: The flags of the command.
+        ours: Our names of them, as far as there are any.
         hf_checkpoint: The model of the command, if it names one.
-        foreign: Whether flags of TRL and verl are taken, too.
+        foreign: Whether flags of OpenRLHF, TRL and verl are taken, too.
     """
 
     known: Mapping[str, FlagSpec]
     numbers: Mapping[str, int]
     given: frozenset[str]
+    ours: frozenset[str]
     hf_checkpoint: str | None
     foreign: bool
 
 
 def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bool) -> Context:
     """The context of a command's flags."""
-    last = {_ours(item.name, known): item.values[0] for item in given if item.values}
+    last = {ours_of(item.name, known): item.values[0] for item in given if item.values}
 
     def number(name: str, default: int) -> int:
         text = last.get(name, "")
         return int(text) if text.isdecimal() and int(text) else default
 
     train = number("--actor-num-nodes", 1) * number("--actor-num-gpus-per-node", 1)
-    engines = number("--rollout-num-gpus", train) // number("--rollout-num-gpus-per-engine", 1)
-    numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1)}
-    return Context(known, numbers, frozenset(item.name for item in given), last.get("--hf-checkpoint"), foreign)
+    gpus = number("--rollout-num-gpus-per-engine", 1)
+    engines = number("--rollout-num-gpus", train) // gpus
+    numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1), "gpus": gpus}
+    names = frozenset(item.name for item in given)
+    ours = frozenset(ours_of(name, known) for name in names)
+    return Context(known, numbers, names, ours, last.get("--hf-checkpoint"), foreign)
 
 
-def _ours(name: str, known: Mapping[str, FlagSpec]) -> str:
-    answer = None if name in known else foreign_answer(name, known)
+def ours_of(name: str, known: Mapping[str, FlagSpec]) -> str:
+    """Our name of a flag; the name itself if there is none."""
+    if name in known or (dashed := name.replace("_", "-")) in known:
+        return name if name in known else dashed
+    answer = foreign_answer(name, known)
     return answer.to if answer is not None and answer.to else name
 
 
@@ -159,7 +167,8 @@ def become(item: Item, around: Context) -> Became:
     answer = upstream_answer(item.name, known)
     if answer is None and around.foreign:
         dashed = item.name.replace("_", "-")
-        if item.name.startswith("--") and dashed in known:
+        is_other = item.name.removeprefix("--") in table()["openrlhf-before"]
+        if item.name.startswith("--") and dashed in known and not is_other:
             return Became(item, Outcome.SAME, (dashed, *item.values))
         answer = foreign_answer(item.name, known)
     if answer is None:
@@ -182,30 +191,37 @@ def _not_without_effect(item: Item, answer: Answer, around: Context) -> str | No
 
 
 def _renamed(item: Item, answer: Answer, around: Context) -> Became:
-    values = list(item.values)
+    values, to = list(item.values), answer.to
+    for flag in around.ours.intersection(answer.beside):
+        if not (to := answer.beside[flag]):
+            return Became(item, Outcome.NO_EFFECT, (), answer.why)
+    if answer.off and values == [answer.off]:
+        return Became(item, Outcome.NO_EFFECT, (), f"off unless {to} is given")
     if answer.value:
-        return Became(item, Outcome.RENAMED, (answer.to, answer.value))
-    is_switch = around.known[answer.to].is_switch
+        return Became(item, Outcome.RENAMED, (to, answer.value))
+    is_switch = around.known[to].is_switch
     if answer.values and values:
         given = [part for value in values for part in _listed(value)] if is_switch else values[:1]
         if unknown := [value for value in given if value not in answer.values]:
             allowed = answer.values if is_switch else dict.fromkeys(answer.values.values())
-            has = f"{'allowed:' if is_switch else f'{answer.to} has'} {', '.join(allowed)}"
+            has = f"{'allowed:' if is_switch else f'{to} has'} {', '.join(allowed)}"
             return Became(item, Outcome.REFUSED, (), f"{item.name} {unknown[0]} is not built; {has}")
         ours = [answer.values[value] for value in given]
-        values[0] = "true" if is_switch and "true" in ours else ours[0]
+        values[:1] = ["true"] if is_switch and "true" in ours else ours[0].split()
     if is_switch:
         if values and values[0].lower() == "false":
-            return Became(item, Outcome.NO_EFFECT, (), f"off unless {answer.to} is given")
-        return Became(item, Outcome.RENAMED, (answer.to,))
+            return Became(item, Outcome.NO_EFFECT, (), f"off unless {to} is given")
+        return Became(item, Outcome.RENAMED, (to,))
     if answer.times and values:
         if not values[0].isdecimal():
             return Became(item, Outcome.REFUSED, (), f"{item.name} {values[0]} must be a whole number")
         values[0] = str(int(values[0]) * around.numbers[answer.times])
+    if answer.second and len(values) == 2:
+        return Became(item, Outcome.RENAMED, (to, values[0], answer.second, values[1]))
     values = [part for value in values for part in _listed(value)]
     if answer.before:
         values = [part for value in values for part in (answer.before, value)]
-    return Became(item, Outcome.RENAMED, (answer.to, *values))
+    return Became(item, Outcome.RENAMED, (to, *values))
 
 
 def _listed(value: str) -> list[str]:
