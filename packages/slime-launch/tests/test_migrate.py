@@ -124,7 +124,8 @@ def test_verls_settings_become_flags():
     assert done.words == [
         "--advantage-estimator", "grpo", "--prompt-data", "/d/train.parquet", "--rollout-batch-size", "256",
         "--global-batch-size", "320", "--n-samples-per-prompt", "5", "--hf-checkpoint", "/m", "--use-kl-loss",
-        "--eval-prompt-data", "eval", "/d/a.parquet", "--num-rollout", "100", "--colocate",
+        "--eval-prompt-data", "eval", "/d/a.parquet", "--num-rollout", "100", "--calculate-per-token-loss",
+        "--colocate",
     ]  # fmt: skip
     refused = [became.note for became in done.flags if became.outcome is Outcome.REFUSED]
     assert len(refused) == 1
@@ -135,10 +136,35 @@ def test_trls_flags_become_ours():
     words = ["--model_name_or_path", "/m", "--learning_rate", "1e-6", "--num_generations", "8", "--bf16", "--use_vllm"]
     done = migrated(read_command(f"trl grpo {' '.join(words)}", None))
     assert done.words == [
-        "--hf-checkpoint", "/m", "--lr", "1e-6", "--n-samples-per-prompt", "8", "--bf16", "--colocate",
+        "--hf-checkpoint", "/m", "--lr", "1e-6", "--n-samples-per-prompt", "8", "--bf16", "--calculate-per-token-loss",
+        "--lr-decay-style", "linear", "--rollout-max-response-len", "512", "--rollout-shuffle", "--weight-decay", "0.0",
+        "--colocate",
     ]  # fmt: skip
     assert done.runs
     assert any("missing" in line for line in done.open)
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        (["--loss_type", "grpo"], []),
+        (["--loss_type", "dapo"], ["--calculate-per-token-loss"]),
+        (["--beta", "0.04"], ["--use-kl-loss", "--kl-loss-coef", "0.04"]),
+        (["--beta", "0"], []),
+        (["--scale_rewards", "none"], ["--disable-grpo-std-normalization"]),
+        (["--scale_rewards", "group"], []),
+        (["--vllm_gpu_memory_utilization", "0.4"], ["--sglang-mem-fraction-static", "0.4"]),
+    ],
+)
+def test_what_trls_flags_mean(words, becomes):
+    done = migrated(TrainCommand("trl grpo", words, []))
+    assert list(done.flags[0].words) == becomes and done.runs
+    assert done.words.count("--calculate-per-token-loss") == (words != ["--loss_type", "grpo"])
+
+
+def test_a_loss_of_trls_that_is_not_built():
+    done = migrated(TrainCommand("trl grpo", ["--loss_type", "sapo"], []))
+    assert done.flags[0].note.startswith("--loss_type sapo is not built; allowed: dapo, bnpo, grpo")
 
 
 OPENRLHF = {
@@ -227,7 +253,7 @@ def test_tracking_and_kept_checkpoints_of_others(entry, words):
     done = migrated(TrainCommand(entry, words, []))
     assert done.runs
     wanted = [word for word in WANDB if entry != "trl" or word not in ("--wandb-project", "p")]
-    assert [word for word in done.words if word != "--colocate"] == wanted
+    assert done.words[: len(wanted)] == wanted
 
 
 def test_what_is_for_wandb_alone_is_left_out_where_it_is_not_used():

@@ -41,6 +41,7 @@ class Answer:
         before: A word in front of the value.
         second: Our flag for the second of two values.
         off: The value that turns it off, as ours is without the flag.
+        also: A switch of ours that it needs.
         beside: Our flag in place of ``to``, or an empty text for none, by another flag of ours that the command has.
         with_flag: Our flag without which it has no effect (``with`` in the table).
     """
@@ -56,12 +57,15 @@ class Answer:
     before: str = ""
     second: str = ""
     off: str = ""
+    also: str = ""
     beside: Mapping[str, str] = field(default_factory=dict)
     with_flag: str = ""
 
 
 SAME = Answer(outcome=Outcome.SAME)
 UPSTREAM = {"no-effect": Outcome.NO_EFFECT, "renamed": Outcome.RENAMED, "not-built": Outcome.NOT_BUILT}
+THEIR_OWN = ("loss_type",)
+"""TRL's names that are ours, too, with a dash and another meaning."""
 OTHERS = ("openrlhf", "trl", "verl")
 
 
@@ -85,15 +89,23 @@ def upstream_answer(name: str, known: Collection[str]) -> Answer | None:
 
 def foreign_answer(name: str, known: Collection[str]) -> Answer | None:
     """What becomes of a flag of OpenRLHF, TRL or Transformers, or a setting of verl such as ``data.train_files``."""
+    answer = _foreign(name)
+    if answer is not None and answer.to and answer.to not in known:
+        return upstream_answer(answer.to, known) or Answer(outcome=Outcome.NOT_BUILT, why=f"{answer.to} is not built")
+    return answer
+
+
+def named_here(name: str) -> str:
+    """Our name of another launcher's flag, or that of the SGLang or Megatron flag it is; empty if there is none."""
+    answer = _foreign(name)
+    return "" if answer is None else answer.to
+
+
+def _foreign(name: str) -> Answer | None:
     for section in OTHERS:
         row = table()[section].get(_key(name, section))
-        if row is None:
-            continue
-        answer = _answer(_outcome(row), row)
-        if answer.to and answer.to not in known:
-            upstream = upstream_answer(answer.to, known)
-            return upstream or Answer(outcome=Outcome.NOT_BUILT, why=f"{answer.to} is not built")
-        return answer
+        if row is not None:
+            return _answer(_outcome(row), row)
     return None
 
 
@@ -103,7 +115,7 @@ def _key(name: str, section: str) -> str:
         return name.lstrip("+")
     plain = name.removeprefix("--")
     if section == "trl":
-        return plain.replace("_", "-")
+        return plain if plain in THEIR_OWN else plain.replace("_", "-")
     return str(table()["openrlhf-before"].get(plain, plain)) if name.startswith("--") else ""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_core.flags import FlagSpec
-from slime_launch.answers import Outcome, foreign_answer, table
+from slime_launch.answers import OTHERS, Outcome, foreign_answer, named_here, table
 from slime_launch.errors import FlagError
 from slime_launch.flags import PREFIX, command
 from slime_launch.parser import parse, suggestions
@@ -96,6 +96,7 @@ def migrated(theirs: TrainCommand) -> Migrated:
     entry, argv = theirs.entry, theirs.words
     given = items(argv)
     typed = [item.name for item in given if item.name.startswith("--") and _set_by_slime(item.name) is None]
+    typed += [named_here(item.name) for item in given]
     try:
         groups, parser = command(typed)
     except ConfigError:  # no SGLang here
@@ -171,15 +172,17 @@ def _defaults(entry: str, words: Sequence[str], around: Context) -> list[str]:
     if loss is not None:
         return ["--loss-type", loss]
     placed = "--rollout-num-gpus" in words or "--colocate" in words
-    added = _openrlhfs_defaults(around) if entry.startswith("openrlhf") else []
-    return [*added, *([] if placed else ["--colocate"])]
+    launcher = next((name for name in OTHERS if entry.startswith(name)), "trl")  # grpo.py is TRL's
+    return [*_their_defaults(launcher, around), *([] if placed else ["--colocate"])]
 
 
-def _openrlhfs_defaults(around: Context) -> list[str]:
-    missing = [Item(f"--{name}", tuple(value.split())) for name, value in table()["openrlhf-defaults"].items()]
-    found = [become(item, around) for item in missing]
-    found = [one for one in found if not around.ours.intersection({one.words[0], ours_of(one.item.name, around.known)})]
-    return [word for became in found for word in became.words]
+def _their_defaults(launcher: str, around: Context) -> list[str]:
+    dashes = "" if launcher == "verl" else "--"
+    values = table()[f"{launcher}-defaults"].items()
+    missing = [Item(f"{dashes}{name}", tuple(value.split())) for name, value in values]
+    found = [become(item, around) for item in missing if ours_of(item.name, around.known) not in around.ours]
+    # A coefficient may have gone to another flag than its row names.
+    return [word for became in found if not around.ours.intersection(became.words[:1]) for word in became.words]
 
 
 def report(done: Migrated) -> list[str]:

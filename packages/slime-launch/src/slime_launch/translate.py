@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_core.flags import FlagSpec
-from slime_launch.answers import SAME, Answer, Outcome, foreign_answer, table, upstream_answer
+from slime_launch.answers import SAME, THEIR_OWN, Answer, Outcome, foreign_answer, table, upstream_answer
 from slime_rollout.config import BUILT_IN_ROLLOUTS
 
 SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
@@ -115,7 +115,8 @@ def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bo
 
 def ours_of(name: str, known: Mapping[str, FlagSpec]) -> str:
     """Our name of a flag; the name itself if there is none."""
-    if name in known or (dashed := name.replace("_", "-")) in known:
+    dashed = name.replace("_", "-")
+    if name in known or (dashed in known and name.removeprefix("--") not in THEIR_OWN):
         return name if name in known else dashed
     answer = foreign_answer(name, known)
     return answer.to if answer is not None and answer.to else name
@@ -167,7 +168,7 @@ def become(item: Item, around: Context) -> Became:
     answer = upstream_answer(item.name, known)
     if answer is None and around.foreign:
         dashed = item.name.replace("_", "-")
-        is_other = item.name.removeprefix("--") in table()["openrlhf-before"]
+        is_other = item.name.removeprefix("--") in (*THEIR_OWN, *table()["openrlhf-before"])
         if item.name.startswith("--") and dashed in known and not is_other:
             return Became(item, Outcome.SAME, (dashed, *item.values))
         answer = foreign_answer(item.name, known)
@@ -195,7 +196,7 @@ def _renamed(item: Item, answer: Answer, around: Context) -> Became:
     for flag in around.ours.intersection(answer.beside):
         if not (to := answer.beside[flag]):
             return Became(item, Outcome.NO_EFFECT, (), answer.why)
-    if answer.off and values == [answer.off]:
+    if answer.off and values and _number(values[0]) == _number(answer.off):
         return Became(item, Outcome.NO_EFFECT, (), f"off unless {to} is given")
     if answer.value:
         return Became(item, Outcome.RENAMED, (to, answer.value))
@@ -221,7 +222,14 @@ def _renamed(item: Item, answer: Answer, around: Context) -> Became:
     values = [part for value in values for part in _listed(value)]
     if answer.before:
         values = [part for value in values for part in (answer.before, value)]
-    return Became(item, Outcome.RENAMED, (to, *values))
+    return Became(item, Outcome.RENAMED, (*([answer.also] if answer.also else []), to, *values))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _listed(value: str) -> list[str]:
