@@ -1,26 +1,11 @@
-"""A model that calls a calculator: the generate function, the tool and the reward.
-
-    slime-launch train … --custom-generate-function-path examples/tool-calculator/calculator.py \
-        --custom-rm-path examples/tool-calculator/calculator.py
-
-The model writes ``<call>12 * 34</call>``, is shown ``<result>408</result>``, and goes on, until it has written
-``Answer: 408`` or --max-turns is reached. Only what it wrote itself is trained on.
-"""
+"""A calculator: exact arithmetic on what a model wrote, without running it."""
 
 from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
-
-from slime_rollout import Trajectory
-
-CALL = re.compile(r"<call>(.*?)</call>", re.DOTALL)
-ANSWER = re.compile(r"Answer:\s*(-?[\d,]+(?:\.\d+)?(?:/\d+)?)")
-CALLED = 0.1  # for a call that gave a result before a wrong answer, so that there is something to learn from at first
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -31,27 +16,6 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Mod: operator.mod,
 }
 _LONGEST, _LARGEST = 200, 10**30  # characters of an expression; any number in it
-
-
-async def custom_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """Turns of the model, with the calculator's results between them."""
-    trajectory = Trajectory.start(sample)
-    while not trajectory.done:
-        call = CALL.search(await trajectory.generate(stop=["</call>"]))
-        if call is None:
-            break
-        result = calculate(call[1])
-        sample.metadata["results"] = sample.metadata.get("results", 0) + (not result.startswith("error"))
-        trajectory.observe(f"<result>{result}</result>")
-    return sample
-
-
-def custom_rm(args: Any, sample: Any) -> float:
-    """1 for the right answer; a little for a call that gave a result."""
-    answers = ANSWER.findall(sample.response)
-    if answers and _number(answers[-1]) == _number(sample.label):
-        return 1.0
-    return CALLED if sample.metadata.get("results") else 0.0
 
 
 def calculate(expression: str) -> str:
@@ -78,10 +42,3 @@ def _value(node: ast.expr) -> Fraction:
     if max(abs(result.numerator), result.denominator) > _LARGEST:
         raise ValueError("the numbers are too large")
     return result
-
-
-def _number(text: str) -> Fraction | None:
-    try:
-        return Fraction(text.replace(",", ""))
-    except (ValueError, ZeroDivisionError):
-        return None

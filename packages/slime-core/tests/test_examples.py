@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-PLAIN = Path(__file__).parents[3] / "examples" / "plain_grpo.py"
+PLAIN = Path(__file__).parents[3] / "examples" / "losses-elsewhere" / "plain_grpo.py"
 
 
 @pytest.mark.skipif(not PLAIN.exists(), reason="the examples belong to the repository, not to the package")
@@ -22,7 +22,7 @@ def test_the_plain_loop_learns(capsys):
     assert rewards[-1] > 0.95
 
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "trl_style_grpo.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "losses-elsewhere" / "trl_style_grpo.py"
 
 pytestmark = pytest.mark.skipif(
     not EXAMPLE.exists(), reason="the examples belong to the repository, not to the package"

@@ -20,7 +20,7 @@ from slime_rollout.weights import TensorWeightChannel
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
-CALCULATOR = Path(__file__).parents[3] / "examples" / "tool-calculator"
+RETOOL = Path(__file__).parents[3] / "examples" / "retool"
 ROWS = [{"prompt": f"12 + 30 = 42, {10 + number} + 9 =", "label": str(19 + number)} for number in range(12)]
 
 
@@ -236,10 +236,10 @@ def test_log_probs_of_three_turns_are_the_models(manager, network, tmp_path):
     assert worst < 1e-4
 
 
-@pytest.mark.skipif(not CALCULATOR.exists(), reason="the examples belong to the repository")
-def test_the_calculator_example_runs(manager):
-    own = {"prompt_data": str(CALCULATOR / "prompts.jsonl"), "apply_chat_template": True, "rm_type": None}
-    own |= dict.fromkeys(("custom_generate_function_path", "custom_rm_path"), str(CALCULATOR / "calculator.py"))
+@pytest.mark.skipif(not RETOOL.exists(), reason="the examples belong to the repository")
+def test_the_tool_example_runs(manager):
+    own = {"prompt_data": str(RETOOL / "prompts.jsonl"), "apply_chat_template": True, "rm_type": None}
+    own |= dict.fromkeys(("custom_generate_function_path", "custom_rm_path"), str(RETOOL / "retool.py"))
     samples = manager(**own, rollout_batch_size=2).generate(0).samples
     assert [len(sample.rollout_log_probs) for sample in samples] == [sample.response_length for sample in samples]
     assert {sample.metadata["turns"] for sample in samples} == {1}  # a random model calls nothing
