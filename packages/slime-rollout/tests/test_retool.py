@@ -1,8 +1,8 @@
 import importlib.util
 import json
 import shlex
-import time
 import sys
+import time
 from pathlib import Path
 
 import pytest
