@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from slime_convert.quantize import Fp8Format
 from slime_core.errors import ConfigError, SlimeError
+from slime_launch import derived
 from slime_launch import flags as launch_flags
-from slime_launch.derived import precision_notes
+from slime_launch.derived import SLOW_BF16, computes_bfloat16, precision_notes
 from slime_launch.flags import parse_train, read_train
 from slime_launch.plan.engines import engine_weights
 from slime_launch.preflight import preflight
@@ -63,7 +64,20 @@ def test_precision_follows_the_machine_unless_it_is_given(small, to_words):
     settings = parse_train(to_words(small))
     assert (settings.megatron.bf16, settings.megatron.use_distributed_optimizer) == (False, False)
     assert precision_notes(settings) == ["computes in fp32, the default without CUDA; --bf16 changes that"]
-    assert precision_notes(parse_train([*to_words(small), "--bf16"])) == []
+
+
+@pytest.mark.parametrize(("able", "notes"), [(True, []), (False, [SLOW_BF16])])
+def test_bf16_that_the_processor_does_not_compute_is_said(small, to_words, monkeypatch, able, notes):
+    monkeypatch.setattr(derived, "computes_bfloat16", lambda: able)
+    assert precision_notes(parse_train([*to_words(small), "--bf16"])) == notes
+
+
+def test_what_a_processor_computes_is_read_from_the_kernel(tmp_path):
+    file = tmp_path / "cpuinfo"
+    assert computes_bfloat16(file)  # not known
+    for flags, able in (("fpu avx2", False), ("fpu avx512_bf16 avx2", True), ("amx_bf16", True)):
+        file.write_text(f"processor\t: 0\nmodel name\t: some flags\nflags\t\t: {flags}\n")
+        assert computes_bfloat16(file) == able
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from slime_core.config import PAIR_LOSSES
 from slime_core.errors import DataError
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
+from slime_rollout.engine.sglang_flags import engine_device
+
+SLOW_BF16 = "leave out --bf16: this processor has no instructions for it (AVX512_BF16, AMX); fp32 is many times faster"
 
 
 def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
@@ -62,9 +66,20 @@ def _rollouts_of_epochs(values: Mapping[str, Any]) -> int | None:
 
 
 def precision_notes(settings: Settings) -> list[str]:
-    """What the run computes in, where the command does not say it."""
+    """What the run computes in, where the command does not say it; or that what it says is slow on this machine."""
     if settings.origins.keys() & {"bf16", "fp32"}:
-        return []
+        slow = settings.megatron.bf16 and engine_device() == "cpu" and not computes_bfloat16()
+        return [SLOW_BF16] if slow else []
     if settings.megatron.bf16:
         return ["computes in bfloat16, the default on CUDA; --fp32 changes that"]
     return ["computes in fp32, the default without CUDA; --bf16 changes that"]
+
+
+def computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's processor has instructions for bfloat16; true where that cannot be read."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    named = [line.partition(":")[2].split() for line in text.splitlines() if line.startswith(("flags", "Features"))]
+    return not named or bool({"avx512_bf16", "amx_bf16", "bf16"}.intersection(*named[:1]))
