@@ -129,6 +129,8 @@ def test_the_launcher_knows_every_flag(places: Places) -> None:
     assert (held_out.name, held_out.path) == (EVAL_NAME, str(places.held_out_data))
     assert settings.rollout.selection.rollout_batch_size * settings.rollout.selection.n_samples_per_prompt == 128
     assert settings.algorithm.use_kl_loss and settings.algorithm.kl_loss_coef == 0.001
+    without = train_flags(places, engine_python=Path(sys.executable), seed=9, steps=3, bf16=False)
+    assert flags.keys() - without.keys() == {"--bf16"} and not without.keys() - flags.keys()
 
 
 def test_result_and_summary_tell_the_reports_figures() -> None:

@@ -131,8 +131,11 @@ def write_data(places: Places, seed: int) -> None:
 
 def train(places: Places, *, seed: int, steps: int, extra: Sequence[str]) -> None:
     """Stage 4: `slime-launch train`. Adds its wall time to `minutes.json`."""
+    from slime_launch.derived import computes_bfloat16
+
     say("4/5 training")
-    flags = replace_flags(train_flags(places, engine_python=ENGINE_PYTHON, seed=seed, steps=steps), extra)
+    usual = train_flags(places, engine_python=ENGINE_PYTHON, seed=seed, steps=steps, bf16=computes_bfloat16())
+    flags = replace_flags(usual, extra)
     flags = {name: [value.removeprefix(f"{ROOT}/") for value in values] for name, values in flags.items()}
     script = command_script(flags, model_args=MODEL_ARGS, launcher=Path(".venv/bin/slime-launch"), root=ROOT)
     stamp = Stamp(places.run / "trained.json", {"command": script})

@@ -111,7 +111,9 @@ def jsonl(problems: Sequence[Problem]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def train_flags(places: Places, *, engine_python: Path, seed: int, steps: int) -> dict[str, list[str]]:
+def train_flags(
+    places: Places, *, engine_python: Path, seed: int, steps: int, bf16: bool = True
+) -> dict[str, list[str]]:
     """The flags of `slime-launch train`, by name.
 
     Args:
@@ -119,6 +121,7 @@ def train_flags(places: Places, *, engine_python: Path, seed: int, steps: int) -
         engine_python: Interpreter that has SGLang.
         seed: The run's seed.
         steps: Rollouts, each of which is one optimizer step.
+        bf16: Whether the processor computes bfloat16; else the run is in fp32, its default.
     """
     flags: dict[str, Any] = {
         # where the model, the data and the results are
@@ -161,7 +164,7 @@ def train_flags(places: Places, *, engine_python: Path, seed: int, steps: int) -
         "--lr-decay-iters": 30,
         "--min-lr": 5e-6,
         "--clip-grad": 1.0,
-        "--bf16": None,
+        **({"--bf16": None} if bf16 else {}),
         "--seed": seed,
         # the held-out problems, answered greedily
         "--eval-prompt-data": (EVAL_NAME, places.held_out_data),
