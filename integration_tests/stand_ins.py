@@ -7,6 +7,7 @@ few words only: prompts are shorter than real ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import struct
@@ -51,7 +52,7 @@ STORED_IN_FP8 = ("DeepSeek-V3", "DeepSeek-R1", "Kimi-K2")
 """Models that their makers publish in FP8 alone; a directory of theirs with bf16 in its name is not."""
 
 _TALK = [{"role": "user", "content": "what is 6 times 7 ?"}, {"role": "assistant", "content": "42"}]
-_WORDS = "what is 6 times 7 ? 42 user assistant system tool".split()
+_WORDS = ("what", "is", "6", "times", "7", "?", "42", "user", "assistant", "system", "tool")
 _TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {% generation %}{{ message.content }}{% endgeneration %} "
     "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
@@ -136,15 +137,15 @@ def _inside(work: Path, words: Sequence[str]) -> list[str]:
 
 def _write_stand_ins(settings: Settings, words: Sequence[str]) -> list[str]:
     """Write what is missing of the files that a command reads; returns what cannot have a stand-in."""
-    problems = [_write_model(settings.rollout.data.hf_checkpoint, words)]
-    megatron = settings.megatron
-    for path in (megatron.load, megatron.ref_load, megatron.critic_load, megatron.opd_teacher_load):
-        if path is not None and path not in (settings.rollout.data.hf_checkpoint, megatron.save):
-            problems.append(_write_checkpoint(path, words))
-    configs = [settings.rollout]
+    megatron, model = settings.megatron, settings.rollout.data.hf_checkpoint
+    paths = {megatron.load, megatron.ref_load, megatron.critic_load, megatron.opd_teacher_load}
+    problems = [_write_model(model, words)]
+    problems += [_write_checkpoint(path, words) for path in paths - {None, model, megatron.save} if path is not None]
+    data = settings.rollout.data
+    files = [(path, data) for path in data.prompt_paths]
     with contextlib.suppress(SlimeError):  # the plan says what is wrong with them
-        configs += [held_out.config for held_out in read_eval_sets(settings.rollout)]
-    problems += [_write_rows(path, settings.rows, one.data) for one in configs for path in one.data.prompt_paths]
+        files += [(held_out.path, held_out.config.data) for held_out in read_eval_sets(settings.rollout)]
+    problems += [_write_rows(path, settings.rows, fields) for path, fields in files]
     return [problem for problem in problems if problem is not None]
 
 
@@ -167,10 +168,10 @@ def model_config(path: str, words: Sequence[str] = ()) -> dict[str, Any] | None:
         wanted = re.sub(r"[-_](torch[-_]dist|hf|bf16|fp8|int4)\b", "", part.lower())
         if wanted in names:
             return dict(names[wanted].config)
-    flags = dict(zip(words, words[1:], strict=False))
+    flags = dict(itertools.pairwise(words))
     for entry in PUBLISHED.values():
         given = entry.shape.to_megatron_flags()
-        mine = dict(zip(given, given[1:], strict=False))
+        mine = dict(itertools.pairwise(given))
         if "--num-layers" in flags and all(
             flags.get(flag) == mine.get(flag) for flag in ("--num-layers", "--hidden-size", "--vocab-size")
         ):

@@ -19,7 +19,7 @@ def test_a_command_is_planned_with_the_real_shape(tmp_path: Path) -> None:
     assert planned.problems == []
     assert planned.plan is not None and planned.plan.model is not None
     assert planned.plan.model["parameters"] == 4_022_468_096
-    assert planned.plan.checkpoints == {"policy": "Qwen/Qwen3-4B"}
+    assert planned.plan.checkpoints["policy"].endswith("Qwen/Qwen3-4B")
     assert planned.plan.rows == {"data/train.jsonl": 1024, "data/held.parquet": 1024}
 
 
@@ -32,7 +32,7 @@ def test_a_command_is_planned_with_the_real_shape(tmp_path: Path) -> None:
         ("--hf-checkpoint models/Unknown-9B", "models/Unknown-9B names no model"),
         ("--config examples/nothing.toml", "examples/nothing.toml does not exist"),
         ("--custom-rm-path examples/nothing.py", "examples/nothing.py"),
-        ("--actor-num-gpus-per-node 2 --max-tokens-per-gpu 400000", "80 GiB"),
+        ("--actor-num-gpus-per-node 2 --max-tokens-per-gpu 400000", "a trainer rank takes"),
     ],
 )
 def test_a_mistake_is_a_problem(words: str, problem: str, tmp_path: Path) -> None:
@@ -78,4 +78,4 @@ def test_a_cluster_command_with_absolute_paths_and_another_device(tmp_path: Path
     assert planned.plan is not None
     assert (planned.plan.device.name, planned.plan.gpus_per_node) == ("h200", 4)
     assert planned.plan.checkpoints["policy"].endswith("/shared/Qwen3-4B_torch_dist/release")
-    assert any("nodes" in line for line in planned.problems)  # two nodes of four are too few
+    assert planned.problems == []
