@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launching import engine_python
 
 from slime_convert.published import PUBLISHED
 from slime_convert.shape import ModelShape
@@ -32,7 +33,7 @@ from slime_rollout.config import DataConfig
 from slime_rollout.eval_sets import read_eval_sets
 
 ROOT = Path(__file__).resolve().parents[1]
-GIVEN = ("benchmarks", "docs", "examples", "integration_tests", "packages", "scripts", ".venv-engine")
+GIVEN = ("benchmarks", "docs", "examples", "integration_tests", "packages", "scripts")
 """What of the repository a command may name; everything else that it reads has a stand-in."""
 COMMANDS: dict[str, list[str]] = {
     "train": [],
@@ -44,6 +45,8 @@ COMMANDS: dict[str, list[str]] = {
 }
 """The commands of ``slime-launch`` that take training flags, and the flags that each begins with."""
 ROWS = 1024
+ROWS_OF = {"aime": 30, "gsm8k/test": 1319}
+"""Rows of held-out sets whose size a plan's times depend on, by a part of the path."""
 QUICK_START = {"outputs/quickstart/model": "SmolLM2-135M-Instruct"}
 SAME_SHAPE = {"Kimi-K2-Instruct-0905": "kimi-k2"}
 """Models that :data:`PUBLISHED` does not name, by name, with the entry whose shape they have."""
@@ -86,7 +89,7 @@ def plan_words(words: Sequence[str], work: Path, *, device: str = "h100", gpus_p
     with _clone(work):
         try:
             flags = [*COMMANDS[command], *flags, *(["--num-rollout", "0"] if command == "eval" else [])]
-            flags = _inside(work, with_config(flags).words)
+            flags = _with_engine_python(_inside(work, with_config(flags).words))
             settings, known = read_train(flags, on_gpu=device != "cpu", elsewhere=True)
         except SlimeError as error:
             return Planned(None, str(error).splitlines())
@@ -133,6 +136,17 @@ def _inside(work: Path, words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         found.append(f"{name}={moved(value)}" if equals and name.startswith("--") else moved(word))
     return found
+
+
+def _with_engine_python(words: Sequence[str]) -> list[str]:
+    """The same words with the SGLang of the tests: its flags are read once for all plans."""
+    if not Path(engine_python()).is_file():
+        return list(words)
+    others = [word for word in words if not word.startswith("--sglang-python=")]
+    while "--sglang-python" in others:
+        place = others.index("--sglang-python")
+        del others[place : place + 2]
+    return [*others, "--sglang-python", engine_python()]
 
 
 def _write_stand_ins(settings: Settings, words: Sequence[str]) -> list[str]:
@@ -251,11 +265,12 @@ def _write_rows(path: str, rows: str | None, data: DataConfig) -> str | None:
         prompt = _TALK[:1] if data.apply_chat_template else _TALK[0]["content"]
         row |= {data.input_key or "prompt": prompt, data.label_key or "label": "42"}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    count = next((size for part, size in ROWS_OF.items() if part in path), ROWS)
     if path.endswith(".parquet"):
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * ROWS), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * count), path)
     else:
-        Path(path).write_text((json.dumps(row) + "\n") * ROWS)
+        Path(path).write_text((json.dumps(row) + "\n") * count)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -179,6 +180,7 @@ def _stored_weights(path: str, shape: ModelShape, width: int) -> int:
     return stored_bytes(Path(path)) if as_it_is else num_parameters(shape) * width
 
 
+@functools.cache
 def num_parameters(shape: ModelShape) -> int:
     """Numbers in all weights of the model, without padding of the vocabulary."""
     weight_map = WeightMap(shape, shape.vocab_size)
