@@ -94,3 +94,14 @@ sync_transformer_engine() {
 pinned() {
     sed -n "s/^$1==\([^ ;]*\).*/\1/p" "$TOOLS/pins.txt"
 }
+
+# What builds the pages of the site: it reads the sources and imports none of them.
+sync_docs() {
+    local environment="$ROOT/.venv-docs" wanted="$ROOT/scripts/requirements-docs.txt"
+    cmp -s "$wanted" "$environment/installed.txt" && return
+    echo "environment .venv-docs: Sphinx"
+    use_pins || return
+    uv venv --quiet --clear "$environment" || return
+    uv pip install --quiet --python "$environment/bin/python" --requirement "$wanted" || return
+    cp "$wanted" "$environment/installed.txt"
+}

@@ -1,0 +1,116 @@
+"""The site: every Markdown page of the repository, and the Python API, read from the sources without importing them.
+
+`scripts/docs` builds it. Pages are plain Markdown, so that a code host shows the same.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PUBLIC = {
+    "core": "errors files balance config flags flops hooks interfaces memory metrics micro_batches rewards schedule step_plan "
+    "user_functions types.* ops.*",
+    "convert": "errors check compare convert families families.config families.family families.layouts formats "
+    "formats.hf gguf inspection lora mapping progress published quantize quantize.convert shape shape.flags stored_form",
+    "rollout": "errors config data data.dataset data.files data.rows data.source data.stream data.offline data.chat "
+    "data.chat_mask data.ledger data_service engine engine.addresses engine.config engine.external engine.fleet "
+    "engine.server engine.start eval_sets filters generate.* generation_service hooks.* rewards.* rollout store "
+    "weights weights.channel weights.buckets weights.disk",
+    "megatron": "errors arguments checkpoint config device losses lora memory operations start worker",
+    "launch": "config config_file doctor errors flags loop manifest metric_names migrate parser plan plan.build "
+    "plan.estimate plan.memory plan.text report resolved run tracking validate",
+}
+"""Modules of each package that have a page, below the package's name; `ops.*` is `ops` and all modules in it."""
+
+
+def modules(package: str, names: str) -> set[Path]:
+    """The files of a package's modules that have a page, its `__init__.py` among them."""
+    source = ROOT / "packages" / f"slime-{package}" / "src" / f"slime_{package}"
+    found = {source / "__init__.py"}
+    for name in names.split():
+        place = source / name.removesuffix(".*").replace(".", "/")
+        files = [place.with_suffix(".py"), place / "__init__.py"]
+        if name.endswith(".*"):
+            files += place.glob("*.py")
+        there = {file for file in files if file.is_file()}
+        if not there:
+            raise ValueError(f"docs/conf.py: slime_{package} has no module {name}")
+        found |= there | {folder / "__init__.py" for folder in place.parents if folder.is_relative_to(source)}
+    return found
+
+
+def private() -> list[str]:
+    """The files of all other modules."""
+    public = {file for package, names in PUBLIC.items() for file in modules(package, names)}
+    return [str(file) for file in sorted(ROOT.glob("packages/*/src/**/*.py")) if file not in public]
+
+
+project = "slime"
+author = "the slime authors"
+root_doc = "docs/index"
+include_patterns = [
+    "README.md",
+    "docs/**.md",
+    "docs/reference/python/**.rst",
+    "examples/*/README.md",
+    "packages/*/README.md",
+    "packages/*/docs/*.md",
+]
+extensions = ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"]
+suppress_warnings = [
+    "toc.empty_glob",  # docs/index.md names the order of pages, a few of which may not be there
+    "autoapi.python_import_resolution",  # names of modules that have no page
+]
+
+html_theme = "furo"
+html_title = "slime"
+html_copy_source = False
+html_show_sphinx = False
+
+myst_heading_anchors = 4
+
+# The Python API: written to docs/reference/python while the site is built, and removed at the end.
+autoapi_dirs = [str(ROOT / "packages" / f"slime-{package}" / "src") for package in PUBLIC]
+autoapi_ignore = private()
+autoapi_root = "docs/reference/python"
+autoapi_add_toctree_entry = False
+autoapi_keep_files = False
+autoapi_member_order = "bysource"
+autoapi_options = ["members", "show-inheritance", "show-module-summary"]
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+
+def literal(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Docstrings are plain text with code in backticks: make reStructuredText of it.
+
+    Code gets double backticks, apart from roles; what stands outside of code loses the meaning that
+    reStructuredText would see in its asterisks, bars and underscores.
+    """
+    text = "\n".join(lines)
+    parts = re.split(r"(:[a-z:]+:`[^`]*`|``.+?``|`[^`\n]+`)", text, flags=re.DOTALL)
+    for at, part in enumerate(parts):
+        if at % 2 == 0:
+            parts[at] = re.sub(r"(?<!\\)(\*|\||(?<=\w)_(?!\w))", r"\\\1", part)
+        elif part.startswith("`") and not part.startswith("``"):
+            parts[at] = f"`{part}`"
+    lines[:] = "".join(parts).split("\n")
+
+
+def front_page(app: Sphinx, error: Exception | None) -> None:
+    """The page that leads to docs/index.html, at the top of the site."""
+    if error is None:
+        target = f"{root_doc}.html"
+        html = f'<!doctype html><title>slime</title><meta http-equiv="refresh" content="0; url={target}">'
+        (app.outdir / "index.html").write_text(f'{html}<a href="{target}">slime</a>\n', encoding="utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect them."""
+    app.connect("autodoc-process-docstring", literal, priority=100)  # before napoleon
+    app.connect("build-finished", front_page)
