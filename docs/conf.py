@@ -13,10 +13,11 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[1]
 
 PUBLIC = {
-    "core": "errors files balance config flags flops hooks interfaces memory metrics micro_batches rewards schedule step_plan "
-    "user_functions types.* ops.*",
+    "core": "errors files balance config flags flops hooks interfaces memory metrics micro_batches rewards schedule "
+    "step_plan user_functions types.* ops.*",
     "convert": "errors check compare convert families families.config families.family families.layouts formats "
-    "formats.hf gguf inspection lora mapping progress published quantize quantize.convert shape shape.flags stored_form",
+    "formats.hf gguf inspection lora mapping progress published quantize quantize.convert shape shape.flags "
+    "stored_form",
     "rollout": "errors config data data.dataset data.files data.rows data.source data.stream data.offline data.chat "
     "data.chat_mask data.ledger data_service engine engine.addresses engine.config engine.external engine.fleet "
     "engine.server engine.start eval_sets filters generate.* generation_service hooks.* rewards.* rollout store "

@@ -27,13 +27,15 @@ function or class of your own that a flag names by its path: `pkg.mod.fn`, `pkg.
 found, and its arguments are checked, before a run starts.
 
 `args` has every flag by its name, such as `args.max_turns`, and cannot be changed. Parameters of your own come from
-`--custom-config-path FILE` (YAML or JSON): `max_calls: 3` there is `args.max_calls`. Functions are plain unless it says
-`async` here; where both are possible, it says so. Functions under "After generation", dynamic filters and data sources may
-take `--hook-timeout` seconds a call. A hook that raises ends the run with its name, but for rewards, which
-[count as failed](../../packages/slime-rollout/docs/rewards.md#a-function-of-your-own).
+`--custom-config-path FILE` (YAML or JSON): `max_calls: 3` there is `args.max_calls`.
 
-[`slime-rollout check-hooks --run`](../../packages/slime-rollout/docs/hooks.md) calls those of the first three parts as a
-rollout would, before an engine that says what you give it.
+Generate functions are `async`. Reward functions, sample hooks and functions for whole rollouts may be `async` or plain;
+all others are plain. Data sources, sample hooks, dynamic filters and the functions under "After generation" may take
+`--hook-timeout` seconds a call. A hook that raises ends the run with its name; only a reward that fails
+[counts as 0](../../packages/slime-rollout/docs/rewards.md#a-function-of-your-own).
+
+[`slime-rollout check-hooks --run`](../../packages/slime-rollout/docs/hooks.md) calls those of the first three parts as
+a rollout would, with a stand-in for the engine whose replies you give.
 """
 NEXT = """\
 ## Next

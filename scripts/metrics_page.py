@@ -1,4 +1,5 @@
-"""Writes docs/reference/metrics.md from the table of metrics. A test compares the two, and the table with what runs write.
+"""Writes docs/reference/metrics.md from the table of metrics. A test compares the two,
+and the table with what runs write.
 
 python scripts/metrics_page.py          writes the page
 """

@@ -1,4 +1,6 @@
-"""What docs/reference/features.md says was run: every accepted pair of features of a train step takes one, with a tiny model."""
+"""What docs/reference/features.md says was run: every accepted pair of features of a train step
+takes one, with a tiny model.
+"""
 
 import importlib.util
 import json
