@@ -42,7 +42,7 @@ class Run:
 
 
 def measure(script: str, *words: str | Path, log: Path) -> Run:
-    """Run a file beside this one, which hands its work to :func:`serve`, in a process of its own.
+    """Run a file next to this one, which hands its work to :func:`serve`, in a process of its own.
 
     The peak is the kernel's; its two parts are seen from outside, every 20 ms.
 

@@ -1,4 +1,4 @@
-"""A generate function whose turn has a length that is drawn log-normally, and rewards, from a sample's index alone."""
+"""A generate function whose responses have log-normal lengths, and rewards, from a sample's index alone."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The quick start's engine, alone on the machine: 16 prompts of 8 samples, six tok
 by the clock, undisturbed (`rollout`). Then py-spy looks 100 times a second at the scheduler's Python stack over further
 ones, and each look is counted under the innermost frame of it that belongs to a part; shares of the looks times
 `rollout` are the seconds of a part. `waits` is where the scheduler waits for requests, thus for the other processes:
-the HTTP server, the router and our client, whose CPU seconds stand beside it.
+the HTTP server, the router and our client, whose CPU seconds stand with it.
 
 - linear layers: all matrix products but the output layer's
 - attention: with writing to the cache

@@ -29,7 +29,7 @@ HELP_GOAL, PLAN_GOAL, TOKEN_GOAL, SHARE_GOAL = 0.3, 3.0, 20.0, 3.0
 START_LIMIT_SECONDS = 300.0
 LAUNCHER = BIN / "slime-launch"
 WORK = ("generate", "reward", "ref_log_probs", "log_probs", "forward_backward", "optimizer", "update_weights")
-"""Phases of a step that are no overhead: the halves' own times, and what the loop waits for weights."""
+"""Phases of a step that are not overhead: the halves' own times, and what the loop waits for weights."""
 CHECKS, PLACED, UP, SENT, TOKEN = "checks", "Ray", "router and trainers, after the engine", "weights", "first token"
 IMPORTED, LOADED, SERVES = "engine's imports", "engine's weights", "engine's cache and server"
 PHASES = (CHECKS, PLACED, IMPORTED, LOADED, SERVES, UP, SENT, TOKEN)

@@ -63,7 +63,7 @@ def measure(out: Path, script: str, sides: Sequence[str], vocab: int, kind: int 
 
     Args:
         out: Directory to make, for settings, results and the log.
-        script: Name of the file beside this one that runs the sides.
+        script: Name of the file next to this one that runs the sides.
         sides: What to run, in this order in each round.
         vocab: Vocabulary ids.
         kind: Hidden size, or type of the logits.

@@ -91,9 +91,10 @@ def literal(app: Sphinx, what: str, name: str, obj: object, options: object, lin
     """Docstrings are plain text with code in backticks: make reStructuredText of it.
 
     Code gets double backticks, apart from roles; what stands outside of code loses the meaning that
-    reStructuredText would see in its asterisks, bars and underscores.
+    reStructuredText would see in its asterisks, bars and underscores. A block that is indented for itself is literal.
     """
-    text = "\n".join(lines)
+    text = re.sub(r"^Args, besides (.+):$", r"Arguments are \1, and these.\n\nArgs:", "\n".join(lines), flags=re.M)
+    text = re.sub(r"(?<=\n)((?![- \n]|\d+\.|\.\.).*\n)\n(?=    (?!-))", r"\1\n::\n\n", f"\n{text}").removeprefix("\n")
     parts = re.split(r"(:[a-z:]+:`[^`]*`|``.+?``|`[^`\n]+`)", text, flags=re.DOTALL)
     for at, part in enumerate(parts):
         if at % 2 == 0:

@@ -1,4 +1,4 @@
-"""A generate function of the user's in the whole loop."""
+"""A user-defined generate function in the whole loop."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ ROLLOUTS, BESIDE_ROLLOUTS = 12, 30
 LEFT_OUT = {"--custom-rm-path": 1, "--use-kl-loss": 0, "--kl-loss-coef": 1}
 
 
-# Generation beside the trainer; held-out prompts have a reward of their own.
+# Generation during training; held-out prompts have a reward of their own.
 BESIDE = ["--async-buffer-size", "2", "--max-weight-staleness", "2", "--eval-interval", "10", "--eval-config"]
 EVERY = pytest.mark.parametrize("beside", [False, True], ids=["in step", "beside"])
 
 
 def held_out(assets: Assets, work: Path) -> list[str]:
-    """Flags of a run that evaluates, and generates beside the trainer."""
+    """Flags of a run that evaluates, and generates during training."""
     reward = f"{Path(__file__).with_name('reward.py')}:every_eighth_token"
     one = {"path": f"{assets.prompts}@[0:16]", "custom_rm_path": reward}
     (work / "eval.yaml").write_text(yaml.safe_dump({"eval": {"datasets": {"held": one}}}))

@@ -26,6 +26,6 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(
     assert not joined.left, joined.left
     assert joined.nodes_live
     assert joined.answer == "answer: 42"
-    # torch's is there amid an update of the weights alone
+    # torch's is there during an update of the weights alone
     assert {"sglang"} <= {name.partition("_")[0] for name in joined.memory} <= {"torch", "sglang"}
     assert not joined.memory_left

@@ -40,7 +40,7 @@ def test_nothing_is_left(case: str, qwen3: Assets, tmp_path: Path, request: pyte
     print(f"{case}: {ended.processes} processes, exit code {ended.code}, {len(ended.left)} left; shared {ended.memory}")
     assert not ended.left, ended.left
     assert ended.code in codes, ended.text[-4000:]
-    # torch's is there amid an update of the weights alone
+    # torch's is there during an update of the weights alone
     assert {"sglang"} <= {name.partition("_")[0] for name in ended.memory} <= {"torch", "sglang"}
     assert not ended.memory_left
     assert ended.bystander_lives

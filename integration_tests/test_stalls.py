@@ -1,7 +1,7 @@
 """Whatever stops, at the start, while samples are generated or while the trainers work: no run waits without an end.
 
 Each case strikes a real run once, and says by `fired` that it has. The run then heals (0), or ends (1, 2) and says what
-was stopped, or who waited for what. Of the twelve kinds in three phases a dash is what a phase has not got:
+was stopped, or who waited for what. Of the twelve kinds in three phases a dash is what a phase does not have:
 
     kind                    starting  generating  training
     a trainer rank          1         0 [1]       0
@@ -134,7 +134,7 @@ VICTIMS = {
     "tool": None,
     "judge": None,
 }
-"""What is stopped → a word in its command line; tool and judge are no processes of the run."""
+"""What is stopped → a word in its command line; tool and judge are not processes of the run."""
 STOPPED = {
     "starting": ("rank", "rollout worker", "scheduler", "router", "raylet", "gcs"),
     "generating": ("rank", "rollout worker", "scheduler", "router", "tool", "judge", "data worker", "raylet", "gcs"),

@@ -2,7 +2,7 @@
 
 uv writes into a lock file where each package was found. Here every package has the same placeholder for that and no
 list of files, so the file says versions alone. uv reads such a file: `uv export --frozen` makes the constraints of it
-that the environments are built with, and `uv lock` keeps its versions. What is found beside the index
+that the environments are built with, and `uv lock` keeps its versions. What is found apart from the index
 (`--find-links`, such as a CPU build of torch) takes no part: its versions are of one machine.
 """
 
@@ -30,7 +30,7 @@ def without_hosts(lock: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Resolve in a copy of the workspace's settings, and write the result beside them; returns uv's exit code.
+    """Resolve in a copy of the workspace's settings, and write the result next to them; returns uv's exit code.
 
     Args:
         argv: Options for `uv lock`, such as `--upgrade`.

@@ -1,4 +1,4 @@
-"""Prints what pip was told about packages and certificates as shell `export` lines for uv, which reads none of it.
+"""Prints what pip was told about packages and certificates as shell `export` lines for uv, which does not read it.
 
 pip's settings come from its files and from PIP_* variables alike; a variable that uv has been given already wins.
 """

@@ -163,7 +163,7 @@ def check_repository(root: Path, package: Package, *, dry_run: bool) -> None:
     """The tree is clean and the tag new. A dry run only notes what is not so.
 
     Raises:
-        ReleaseError: It is not so, and this is no dry run.
+        ReleaseError: It is not so, and this is not a dry run.
     """
     problems = []
     if changes := run(["git", "status", "--porcelain"], cwd=root).splitlines():

@@ -254,7 +254,7 @@ def parse(argv: Sequence[str]) -> tuple[list[Env], list[str], float]:
 
 
 def run_all(envs: Sequence[Env], pytest_args: Sequence[str], factor: float, processes: Processes) -> list[Result]:
-    """Run them in two lanes: those that start servers, which wait a good part of their time, beside the others."""
+    """Run them in two lanes: those that start servers, which wait a good part of their time, and the others."""
 
     def one(env: Env) -> Result:
         recreate = stale(env)

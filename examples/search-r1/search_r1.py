@@ -44,7 +44,7 @@ async def custom_generate(args: Any, sample: Any, sampling_params: dict[str, Any
             break
         sample.metadata["queries"].append(query[1].strip())
         trajectory.observe(f"\n\n<information>{await search(query[1].strip())}</information>\n\n")
-    answers = ANSWER.findall(said)  # what documents say between these tags is no answer
+    answers = ANSWER.findall(said)  # what documents say between these tags is not an answer
     sample.metadata["answer"] = answers[-1].strip() if answers else None
     return sample
 

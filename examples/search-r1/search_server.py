@@ -73,7 +73,7 @@ def read_corpus(path: Path) -> list[Document]:
     """Read a corpus.
 
     Raises:
-        ValueError: It cannot be read, is empty, or a line is no document; in one line.
+        ValueError: It cannot be read, is empty, or a line is not a document; in one line.
     """
     documents = []
     try:

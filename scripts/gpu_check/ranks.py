@@ -67,7 +67,7 @@ def facts(meeting: Rendezvous) -> dict[str, Any]:
 
 
 def _replaceable() -> dict[str, Any]:
-    """The functions that the stand-ins for CPUs replace, and all others beside them."""
+    """The functions that the stand-ins for CPUs replace, and all others."""
     import torch
 
     owners = {"cuda": torch.cuda, "random": torch.cuda.random, "torch": torch, "distributed": torch.distributed}
@@ -189,8 +189,8 @@ def offload(
     """Bytes that the trainer holds, of them those left asleep and in between; whether all tensors came back.
 
     Goes through every state of `slime_core.memory.MemoryState`, pushes where weights alone are there, and trains before
-    and after. On a GPU bytes are those of all of torch's tensors; a process on a CPU is large beside a tiny model, so
-    there they are those of the trainer's own.
+    and after. On a GPU bytes are those of all of torch's tensors; a process on a CPU is large compared with a tiny model,
+    so there they are those of the trainer's own.
     """
     import torch
 

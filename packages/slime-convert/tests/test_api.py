@@ -82,7 +82,7 @@ class TestNames:
         assert run(code) == ["True"]
 
     def test_the_type_checker_is_told_the_same(self):
-        """The imports for it, beside the table of modules that the interpreter goes by."""
+        """The imports for it, next to the table of modules that the interpreter goes by."""
         source = inspect.getsource(slime_convert)
         told = source.partition("if TYPE_CHECKING:\n")[2]
         space = {}

@@ -169,7 +169,7 @@ class TestMemoryOfAFewBytes:
                 archive.writestr("archive/data.pkl", pickled)
                 archive.writestr("archive/version", "3\n")
         commands = readers(td, one_origin, tmp_path / "out")
-        if place == "common.pt":  # one without arguments is no damage
+        if place == "common.pt":  # one without arguments is not damaged
             self.assert_cheap(capsys, commands[:1], code=0)
         else:
             self.assert_cheap(capsys, [commands[0], commands[-1]])
@@ -300,7 +300,7 @@ class TestLiesAboutTensors:
 
     @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e5m2fnuz])
     def test_another_type_of_the_same_size(self, td, one_origin, tmp_path, told, dtype):
-        """Only the file itself tells then; ``inspect`` reads none of it."""
+        """Only the file itself tells then; ``inspect`` reads nothing of it."""
         self.change(td, lambda record, _: setattr(record.properties, "dtype", dtype))
         for words in readers(td, one_origin, tmp_path / "out")[2:]:
             told(*words)
@@ -403,7 +403,7 @@ class TestHubCache:
         torch_dist_to_hf(tmp_path / "td", tmp_path / "back", snapshot)
         assert verify(one_origin, tmp_path / "td").equal
         assert_same_weights(tmp_path / "back", one_origin)
-        # And what comes of it is no links.
+        # And the result has no links.
         assert not [path for path in (tmp_path / "back").iterdir() if path.is_symlink()]
         assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (one_origin / "tokenizer.json").read_bytes()
 

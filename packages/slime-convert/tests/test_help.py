@@ -286,7 +286,7 @@ class TestLog:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A copy of the package and nothing beside it, as a wheel installs it."""
+    """A copy of the package and nothing next to it, as a wheel installs it."""
     root = tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, root / "slime_convert", ignore=shutil.ignore_patterns("__pycache__"))
     return root

@@ -24,7 +24,7 @@ def test_a_hugging_face_directory(origin):
     count = sum(stored.values())
     told = contents.to_json()
     assert (told["format"], told["parameters"], told["iteration"]) == ("hf", count, None)
-    # Routers keep a bias in fp32 beside the weights.
+    # Routers keep a bias in fp32 next to the weights.
     assert {"bfloat16"} <= told["dtypes"].keys() <= {"bfloat16", "float32"}
     assert sum(part["elements"] for part in told["dtypes"].values()) == count
     assert sum(part["tensors"] for part in told["dtypes"].values()) == len(contents.tensors)

@@ -135,7 +135,7 @@ def test_an_embedding_that_is_the_output_layer_too(made, tmp_path):
 
 
 def test_an_embedding_that_was_changed_before_the_training(one_origin, tmp_path):
-    """PEFT saves it beside the factors, and loads it again."""
+    """PEFT saves it next to the factors, and loads it again."""
     adapter = make_adapter(one_origin, tmp_path / "adapter", target_modules=["embed_tokens"])
     path = adapter / "adapter_model.safetensors"
     stored = load_file(path)
@@ -196,7 +196,7 @@ def test_files_beside_the_weights(one_origin, tmp_path):
 
 
 def test_on_the_way_to_megatron(one_origin, tmp_path, capsys):
-    """The same as two steps; and without ``--adapter`` it is said that one beside the model was left out."""
+    """The same as two steps; and without ``--adapter`` it is said that one next to the model was left out."""
     adapter = make_adapter(one_origin, tmp_path / "adapter")
     merge_lora(one_origin, adapter, tmp_path / "merged")
     hf_to_torch_dist(tmp_path / "merged", tmp_path / "two steps")

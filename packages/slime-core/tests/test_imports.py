@@ -32,7 +32,7 @@ def test_only_the_operations_import_torch():
 
 
 def test_nothing_but_torch_and_numpy_is_imported():
-    """What torch itself imports, which depends on what is installed, is no concern of ours."""
+    """What torch itself imports, which depends on what is installed, does not matter here."""
     torch = "import torch, torch.distributed, torch.utils.checkpoint"
     ours = modules_after(f"{torch}; import {', '.join(MODULES)}") - modules_after(torch)
     assert {name.partition(".")[0] for name in ours} - set(sys.stdlib_module_names) <= {"slime_core", "torch", "numpy"}

@@ -427,7 +427,7 @@ def test_a_virtual_pipeline_gets_multiples():
 
 
 def test_ranks_are_balanced_by_the_cost_asked_for():
-    """By tokens the long response needs three of the others beside it; by a quadratic cost none but the least."""
+    """By tokens the long response needs three of the others with it; by a quadratic cost none but the least."""
     lengths = [60, 20, 20, 20, 20, 20, 20, 20]
     for limits in ({"mbs": 4}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1000}):
         shards = shards_of(make_batch([8], lengths), dp=2, cost=lambda tokens: tokens**2, **limits)

@@ -1,7 +1,7 @@
 """No flag is without effect: each, given, changes a command line, a request, a number, a tensor or a plan.
 
 A flag that no row of :data:`HOW` names is given alone, with another value than its default, and what is made of the
-settings must differ. A row says what has to be given beside it, and its value. What only a run shows, such as a time
+settings must differ. A row says what has to be given with it, and its value. What only a run shows, such as a time
 limit, has a row in ``data/flag_effects.toml`` with the test that shows it.
 """
 
@@ -56,7 +56,7 @@ WANDB = "--use-wandb --wandb-mode offline"
 MIS, TIS, DPO = "--use-mis", "--use-tis", "--loss-type dpo_loss"
 DISK, DELTA = "--update-weight-transport disk", "--update-weight-transport disk --update-weight-disk-dir d"
 DECAYING, FULL = "--lr-decay-style linear --lr-decay-iters 8 --lr 1e-4", "--recompute-granularity full"
-# What is given beside a flag, if anything, and its value.
+# What is given with a flag, if anything, and its value.
 HOW = {
     "--num-epoch": ("", "20"),
     "--n-samples-per-prompt": ("", "6"),

@@ -586,7 +586,7 @@ def test_a_version_is_the_same_weights_on_engines_that_were_replaced(
 
 
 def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, tmp_path, monkeypatch):
-    """Such as a rollout function of one's own gives back; the run's own generation holds the bound by itself."""
+    """Such as a rollout function of your own gives back; the run's own generation holds the bound by itself."""
     del flags["--colocate"]
     flags |= {"--rollout-num-gpus": "1", "--async-buffer-size": "2", "--max-weight-staleness": "1"}
     sample = Rollout.sample

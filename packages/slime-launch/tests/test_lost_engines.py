@@ -166,7 +166,7 @@ def test_engines_that_were_replaced_amid_a_rollout_get_the_current_weights(itera
 
 
 def test_engines_get_the_weights_before_the_trainers_are_busy_again_if_a_rollout_is_never_waited_for(monkeypatch):
-    """An engine comes up amid each push and each save; nobody may train or save while it is without weights."""
+    """An engine comes up during each push and each save; nobody may train or save while it is without weights."""
     every = types.SimpleNamespace(selection=types.SimpleNamespace(update_weights_interval=1))
     settings = types.SimpleNamespace(generates=True, trains=True, num_rollout=3, rollout=every)
     run = dataclasses.replace(parts("a", iteration=0, version=0), settings=settings)

@@ -138,7 +138,7 @@ def test_the_cache_takes_what_weights_leave_of_the_fraction():
 
 
 def test_host_memory_of_frozen_and_sleeping_models_is_compared_where_it_is_known():
-    """A reference beside the policy, and what ranks that sleep give back: weights, master weights and two moments."""
+    """A reference and the policy, and what ranks that sleep give back: weights, master weights and two moments."""
     case = {"model": "llama3-8B", "device": "h100", "gpus": 8, "tokens": 1024, "colocate": True}
     case |= {"flags": {"tensor_model_parallel_size": 8, "sequence_parallel": True}}
     settings = settings_of(case)

@@ -237,7 +237,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(flags, to_words, tmp_pa
 
 
 def test_what_may_fill_a_disk_later_is_noted(flags, to_words, tmp_path, monkeypatch):
-    """Rollouts are as long as they may be, so that they are no reason to refuse a run."""
+    """Rollouts are as long as they may be, so that a run is not refused for them."""
     model = Path(flags["--hf-checkpoint"])
     (model / "model.safetensors").write_bytes(bytes(4000))
     flags |= {"--save": str(tmp_path / "save"), "--dump-details": str(tmp_path / "out"), "--num-rollout": "10"}

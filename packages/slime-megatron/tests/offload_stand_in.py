@@ -1,4 +1,4 @@
-"""A stand-in for host memory beside a GPU, where there is none; imported in trainer ranks alone.
+"""A stand-in for host memory of a GPU, where there is none; imported in trainer ranks alone.
 
 Every tensor counts as one of the GPU's, but what Megatron-core's optimizer copies to the CPU: that is `Host`. An
 operation on tensors of both, other than a copy, is an error, as on a GPU. Core's optimizer is the real one.

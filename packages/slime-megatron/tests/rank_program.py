@@ -112,7 +112,7 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer):
         return {name: next(getattr(one, name) for one in configs if hasattr(one, name)) for name in names}
 
     def core_dataclasses(self):
-        """The default of every field of core's configs, "?" where it is no plain value."""
+        """The default of every field of core's configs, "?" where it is not a plain value."""
         import dataclasses
 
         from megatron.core.distributed import DistributedDataParallelConfig

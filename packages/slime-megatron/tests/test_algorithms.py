@@ -1,7 +1,7 @@
 """Every algorithm in the trainer equals slime-core's functions over whole responses, on transformers' log-probs.
 
 slime-core's tests compare those functions with the papers. Here the trainer packs trained tokens only, splits steps
-into micro-batches and ranks, and computes log-probs and advantages in passes of its own: none of it may show.
+into micro-batches and ranks, and computes log-probs and advantages in passes of its own: nothing of that may show.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""``--optimizer-cpu-offload``: Megatron-core's own optimizer beside a stand-in for host memory. Not run on CUDA."""
+"""``--optimizer-cpu-offload``: Megatron-core's own optimizer with a stand-in for host memory. Not run on CUDA."""
 
 import dataclasses
 

@@ -34,7 +34,7 @@ ELSEWHERE = {
     *("--context-length", "--enable-deterministic-inference", "--model-path", "--port"),
     *("--from", "--listen", "--to"),
 }
-THEIRS = {"CustomRewardModel"}  # of the user's
+THEIRS = {"CustomRewardModel"}  # user-defined
 
 every_page = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 

@@ -78,7 +78,7 @@ def test_all_of_a_patience_must_be_at_its_end(clock):
         settle(tolerance, FAILED)
     settle(tolerance, 1.0)
     clock[0] += 90.0
-    settle(tolerance, *[FAILED] * 8)  # time, calls and samples begin anew
+    settle(tolerance, *[FAILED] * 8)  # time, calls and samples begin again
     clock[0] += 60.0
     settle(tolerance, FAILED)
     with pytest.raises(RewardError, match="own has failed 3 times in a row, for 1 min; at last"):

@@ -63,7 +63,7 @@ def test_the_rewards(load):
         ("Answer: 5\nAnswer: 1234.0", {}, 1.0),
         ("Answer: 5", {"results": 1}, 0.1),
         ("Answer: 1/0", {}, 0.0),
-        ("<result>1234</result> 1234", {}, 0.0),  # what the model wrote itself is no result
+        ("<result>1234</result> 1234", {}, 0.0),  # what the model wrote itself is not a result
     ):
         sample = Sample(index=0, group_index=0, prompt="p", label="1234", response=response, metadata=metadata)
         assert reward(None, sample) == expected

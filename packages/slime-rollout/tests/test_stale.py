@@ -1,4 +1,4 @@
-"""Samples that came back finished and are older than allowed: generated anew, from their row's prompt."""
+"""Samples that came back finished and are older than allowed: generated again, from their row's prompt."""
 
 import json
 import time

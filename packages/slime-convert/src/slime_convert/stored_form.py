@@ -48,7 +48,7 @@ class StoredForm:
         )
 
     def tensors(self, name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-        """A weight, and its scales beside it, as the model stores them; on the weight's device.
+        """A weight, and its scales next to it, as the model stores them; on the weight's device.
 
         One that the model stores unquantized takes the type that it has there; one that it does not store stays as it
         is.

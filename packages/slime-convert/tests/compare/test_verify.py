@@ -284,7 +284,7 @@ def test_another_padding_does_not_count(one_origin, td, tmp_path):
 
 
 def test_a_trainers_iteration_is_equal(one_origin, td, tmp_path):
-    """Layers apart, gate and up apart, more padding, and optimizer state, which is no part of the comparison."""
+    """Layers apart, gate and up apart, more padding, and optimizer state, which is not compared."""
     checkpoint = TorchDistWeights(td / "release")
     state = {"optimizer.state.exp_avg.embedding.word_embeddings.weight": torch.ones(7, 4)}
     for name in WeightMap(ModelShape.from_hf_config(one_origin)).megatron_names():

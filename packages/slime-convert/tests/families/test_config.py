@@ -238,7 +238,7 @@ ROUTED = {
     "routed_scaling_factor": 2.5,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-# The classes of transformers, and what their configs need beside the sizes that all have.
+# The classes of transformers, and what their configs need besides the sizes that all have.
 FAMILIES = {
     LlamaConfig: {},
     MistralConfig: {},

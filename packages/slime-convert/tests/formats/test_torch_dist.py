@@ -371,7 +371,7 @@ def test_any_blocks_that_cover_a_weight_make_it_up(tmp_path_factory, rows, colum
 
 
 def test_metadata_with_a_trainers_plans_is_read(written, weights):
-    """megatron-core stores every rank's save plan beside the metadata."""
+    """megatron-core stores every rank's save plan next to the metadata."""
     with_metadata(written, lambda metadata: setattr(metadata, "all_local_plans", [dcp.SavePlan([])]))
     assert torch.equal(load(written, NORM.format(2)), weights[NORM.format(2)])
 

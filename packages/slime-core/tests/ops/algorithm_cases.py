@@ -369,7 +369,7 @@ def context_differences(rank):
 
 
 def geometric(*, pg_loss, train_log_probs, rollout_log_probs, loss_masks, response_lengths, **_):
-    """Weights for a function of the user's: each response's mean ratio, and nothing of responses of two tokens."""
+    """Weights for a user-defined function: each response's mean ratio, and nothing of responses of two tokens."""
     assert [len(mask) for mask in loss_masks] == response_lengths
     means = [
         ((train - rollout) * mask).sum() / mask.sum().clamp(min=1)

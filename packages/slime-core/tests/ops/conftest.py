@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))  # for the helper modules beside the tests
+sys.path.insert(0, str(FOLDER))  # for the helper modules next to the tests
 SECONDS = 90
 
 
@@ -20,7 +20,7 @@ class TwoRanks:
         self.processes, self.pipes = [], []
 
     def __call__(self, module, name, *arguments):
-        """What the function of that name, in the module (a file beside this one), returns of ``(rank, *arguments)``."""
+        """What the function of that name, in the module (a file of this folder), returns of ``(rank, *arguments)``."""
         if not self.processes:
             self.start()
         job = pickle.dumps((str(FOLDER / module), name, arguments))

@@ -399,7 +399,7 @@ def nothing(**_):
 
 
 def own_factors(path, name):
-    """The factors of a function of the user's for responses of 2 and 3 tokens, of which the fourth is masked."""
+    """The factors of a user-defined function for responses of 2 and 3 tokens, of which the fourth is masked."""
     path.write_text(OWN)
     train, rollout = torch.tensor([-1.0, -2.0, -0.5, math.nan, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -1.0, -1.5])
     weights = torch.tensor([0.25, 0.25, 0.25, 0.0, 0.25])

@@ -219,7 +219,7 @@ class Call(Generic[Result]):
         return lost
 
     def _raise_cause(self, lost: LostContactError) -> NoReturn:
-        """A worker lost another: raise what befell that one, which may take a moment to be known."""
+        """A worker lost another: raise what happened to that one, which may take a moment to be known."""
         import ray
 
         deadline = time.monotonic() + CAUSE_SECONDS

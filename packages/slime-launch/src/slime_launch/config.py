@@ -90,7 +90,7 @@ class ClusterConfig(Config):
         return dict(json.loads(self.train_env_vars or "{}"))
 
     def contradictions(self) -> Iterator[str]:
-        """Environment variables that are no JSON object of texts; memory that is kept and given back."""
+        """Environment variables that are not a JSON object of texts; memory that is kept and given back."""
         for half in ("train", "rollout"):
             given = self.offload or getattr(self, f"offload_{half}")
             if given and getattr(self, f"no_offload_{half}"):

@@ -90,7 +90,7 @@ class TrainerLostError(RunError):
 
 
 class LostContactError(TrainerLostError):
-    """A trainer rank waited in vain for another one, which is a consequence of what befell that."""
+    """A trainer rank waited in vain for another one, which is a consequence of what happened to that."""
 
 
 class RestartsExhaustedError(RunError):

@@ -1,6 +1,6 @@
 """The loop: get a batch, train, send the weights, again. It reads from :func:`run_loop` down.
 
-It is the same for every kind of run. What a run has not got is left out where it would be used: engines that take
+It is the same for every kind of run. What a run does not have is left out where it would be used: engines that take
 weights in one on a data set or on recorded rollouts, trainers in one that only generates.
 """
 
@@ -58,7 +58,7 @@ class Parts:
 def run_loop(parts: Parts) -> None:
     """Go from the run's current iteration to ``--num-rollout``; with 0 of them, only evaluate.
 
-    ``--async-buffer-size`` changes none of these moves, but what the rollout worker does beside them: it generates the
+    ``--async-buffer-size`` changes none of these moves, but what the rollout worker does meanwhile: it generates the
     next rollouts while the trainers train and save, and during evaluations, so that :func:`next_batch` may only have to
     fetch one. Requests in flight stay while weights are sent, and go on with the new ones; so tokens may be up to
     ``--max-weight-staleness`` versions old.

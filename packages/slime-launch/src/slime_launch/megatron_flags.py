@@ -1,4 +1,4 @@
-"""Megatron's arguments that are no flags of slime's: parsed, answered or refused. Read only when one was typed."""
+"""Megatron's arguments that are not flags of slime's: parsed, answered or refused. Read only when one was typed."""
 
 from __future__ import annotations
 

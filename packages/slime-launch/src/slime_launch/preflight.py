@@ -161,7 +161,7 @@ def count_rollouts(settings: Settings) -> Settings:
     """``--num-epoch`` as a number of rollouts: so many times all rows, divided by the rows of a rollout.
 
     Rows that will turn out to be too long or bad are counted, so that every part of the run knows its length before
-    anything is tokenized. ``--num-rollout`` beside it counts alone.
+    anything is tokenized. ``--num-rollout`` with it counts alone.
 
     Raises:
         ConfigError: The rows are streamed, or there are too few for one rollout.
@@ -234,7 +234,7 @@ def check_recorded(settings: Settings, manifest: Manifest | None) -> None:
     A loss on preference pairs needs pairs in it.
 
     Raises:
-        PreflightError: It is not, or there is a group that is no pair.
+        PreflightError: It is not, or there is a group that is not a pair.
         DataError: It cannot be read.
     """
     first = 0 if manifest is None else manifest.iteration

@@ -80,7 +80,7 @@ class RolloutWorker:
     def start(
         cls, place: Placement, spec: SourceSpec, *, room: EngineRoom | None, log_dir: Path, watch: Watch
     ) -> RolloutWorker:
-        """Start the actor, not the engines yet: those will be in ``room``, or beside the actor."""
+        """Start the actor, not the engines yet: those will be in ``room``, or next to the actor."""
         import ray
 
         log_path = log_dir / "rollout.log"

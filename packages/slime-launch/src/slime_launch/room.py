@@ -79,7 +79,7 @@ def _written(settings: Settings, parameters: float) -> Iterator[Written]:
     megatron, run = settings.megatron, settings.run
     if megatron.save is not None:
         each: float = (2 if megatron.bf16 else 4) + (0 if megatron.no_save_optim else 12 if megatron.bf16 else 8)
-        each *= 1 + (settings.algorithm.needs_critic and megatron.critic_save is None)  # beside the actor's
+        each *= 1 + (settings.algorithm.needs_critic and megatron.critic_save is None)  # next to the actor's
         save, kept, saves = Path(megatron.save), run.max_checkpoints_kept, _saves(settings)
         there = len([*save.glob("iter_*")])
         count = 1 if kept is None else max(1, min(saves, kept + 1) - there)

@@ -263,7 +263,7 @@ def _check_engine_gpus(settings: Settings) -> None:
 
 
 def _check_spare_gpus(settings: Settings, most: int) -> None:
-    """Engines can be added: to others that are alike, and beside the trainers."""
+    """Engines can be added: to others that are alike, and next to the trainers."""
     cluster, engine, given = settings.cluster, settings.engine, f"--rollout-max-num-gpus {most}"
     if not engine.use_fault_tolerance:
         raise ConfigError(f"{given} needs --use-fault-tolerance, which starts engines during a run; add it")

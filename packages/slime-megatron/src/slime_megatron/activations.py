@@ -101,7 +101,7 @@ class Layer:
         attention = hidden * (1 + shape.post_self_attn_layernorm) + _attention(shape, fused) / tensor
         # Of a gated activation: both halves and their product; without a fused kernel also the steps in between.
         gated = 3 if fused else 5
-        if config.lora is not None:  # what adapters give is held beside the layers' own outputs, as measured
+        if config.lora is not None:  # what adapters give is held next to the layers' own outputs, as measured
             attention += hidden + (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.kv_channels / tensor
         if not shape.has_layer("experts", layer):
             mlp = hidden * (2 + shape.post_mlp_layernorm) + gated * shape.ffn_hidden_size / tensor

@@ -1,4 +1,4 @@
-"""Megatron-core's arguments that are no flags here: which may be given by name, and what becomes of them. No torch.
+"""Megatron-core's arguments that are not flags here: which may be given by name, and what becomes of them. No torch.
 
 A name is a field of one of core's configs. Each is in one class: forwarded to core; of the model's shape, with which it
 is compared; without effect, because the result is the same; a flag of slime's own; or refused, because slime sets it or

@@ -38,7 +38,7 @@ class MegatronConfig(Config):
 
     Attributes:
         megatron_args: Megatron's other arguments, by the names of their fields in its configs; only those that were
-            given. They are checked, and merged, when a worker starts. They are no flags.
+            given. They are checked, and merged, when a worker starts. They are not flags.
 
     Raises:
         ConfigError: A value, or a combination of values, cannot work; the message says which and what to do.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from slime_core.errors import ConfigError
 
 UNKNOWN: Any = object()
-"""A default that is no plain value, such as a function."""
+"""A default that is not a plain value, such as a function."""
 
 # Where two configs have a field, the later one's type and default count.
 _CONFIGS = {
@@ -34,7 +34,7 @@ class CoreField(NamedTuple):
     """A field of one or several of core's configs.
 
     Attributes:
-        hint: Its type; what is no number, text or list is a ``TypeVar`` of the type's name.
+        hint: Its type; what is not a number, text or list is a ``TypeVar`` of the type's name.
         default: Its default, or :data:`UNKNOWN`.
         words: How Megatron's command line spells it where the field says so.
         help: The first sentence of its description.

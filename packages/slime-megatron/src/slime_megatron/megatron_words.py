@@ -1,4 +1,4 @@
-"""The words of Megatron's command line that are no flags of slime's, and what each does here. No torch here.
+"""The words of Megatron's command line that are not flags of slime's, and what each does here. No torch here.
 
 Most name a field of one of core's configs, under the spelling of Megatron's own command line, and are read from the
 installed core; :mod:`slime_megatron.arguments` says what becomes of the field. The others are answered by tables.
@@ -57,7 +57,7 @@ _METRICS = "metrics.jsonl and TensorBoard have slime's metrics"
 _NEW = "--load gives weights alone; a run goes on from --save"
 _OTHER_MODELS = "only decoders are trained"
 _MACHINERY = "slime has no such machinery"
-# Words that are no field, * for any end, and that change nothing.
+# Words that are not a field, * for any end, and that change nothing.
 _NO_EFFECT = {
     "seq-length encoder-seq-length decoder-seq-length": "rows are packed, and as long as their samples",
     "no-position-embedding": "positions are rotary",
@@ -87,7 +87,7 @@ _NO_EFFECT = {
     "use-tensorboard logging-level": _METRICS,
     "disable-msc": "no object storage is used",
 }
-# Words that are no field, and that cannot be given: what to use, or why.
+# Words that are not a field, and that cannot be given: what to use, or why.
 _REFUSED = {
     "train-iters train-samples exit-interval exit-duration-in-mins": "give --num-rollout",
     "data-path train-data-path data-args-path per-split-* mock-data split": "give --prompt-data",
@@ -267,13 +267,13 @@ def _parsed(hint: Any) -> tuple[type, str | None, tuple[str, ...] | None]:
             item = typing.get_args(kind)[0]
             return item if isinstance(item, type) else str, "+", None
     scalars = [kind for kind in kinds if kind in (int, float, str)]
-    # A list beside a number comes later in the annotation.
+    # Of a list or a number, the list comes later in the annotation.
     several = [kind for kind in kinds if typing.get_origin(kind) is list]
     return (scalars[0] if scalars else str), "+" if several else None, None
 
 
 def _fitting(word: Word, value: Any) -> Any:
-    """The values of a word as its field has them: one alone is no list where it need not be."""
+    """The values of a word as its field has them: one alone is not a list where it need not be."""
     kinds = _kinds(core_fields()[word.field].hint)
     if not isinstance(value, tuple) or any(typing.get_origin(kind) is tuple for kind in kinds):
         return value

@@ -19,7 +19,7 @@ class RoleMemory:
 
     Gradients are fp32. Adam keeps two fp32 numbers for each that trains, and with bf16 the fp32 weight; the distributed
     optimizer shares them out over the ranks that hold the same weights. ``host`` is what ``--optimizer-cpu-offload``
-    has in host memory beside a GPU: the same of what it offloads, and its gradient.
+    has in host memory, where there is a GPU: the same of what it offloads, and its gradient.
     """
 
     weights: int

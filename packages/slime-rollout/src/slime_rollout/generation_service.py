@@ -339,7 +339,7 @@ class GenerationService:
         return self._manager
 
     def _receivers(self, engine_urls: Sequence[str]) -> tuple[str, ...]:
-        """What applies deltas beside each engine."""
+        """What applies deltas next to each engine."""
         from slime_rollout.weights import receivers_beside
 
         if self._receiver is not None:

@@ -18,7 +18,7 @@ class RolloutStore:
     """A directory with a file per rollout, ``rollout_0000012.npz``; see :mod:`slime_core.types.arrays`.
 
     A rollout is written before it is trained on, so that a run that is killed trains on the same samples when it
-    continues. Beside each lies what the data source continues from, ``source_0000012.json``, if it was given. One
+    continues. Next to each lies what the data source continues from, ``source_0000012.json``, if it was given. One
     process writes at a time.
     """
 

@@ -2,7 +2,7 @@
 
 The tokenizers are built as the families' published formats are: special tokens and turn order.
 
-The templates' text is ours. What each family does that makes it hard is noted beside it.
+The templates' text is ours. What each family does that makes it hard is noted next to it.
 """
 
 import bz2
@@ -68,7 +68,7 @@ QWEN3 = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
 
-# Contents are trimmed, a first token opens the text, tool answers are JSON, content beside a tool call is dropped.
+# Contents are trimmed, a first token opens the text, tool answers are JSON, content of a tool call is dropped.
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set rest = messages[1:] %}
 {%- else %}{% set system = '' %}{% set rest = messages %}{% endif %}
@@ -199,7 +199,7 @@ def chat_tokenizers():
 
 @pytest.fixture(scope="session")
 def build_tokenizer():
-    """Builds a ChatML tokenizer with a template of one's own."""
+    """Builds a ChatML tokenizer with a template of your own."""
     return lambda template: build(template, None, "<|im_end|>", ["<|im_start|>"], [])
 
 

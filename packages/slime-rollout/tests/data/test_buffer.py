@@ -180,7 +180,7 @@ def test_stopping_anywhere_and_continuing_equals_never_stopping(size, samples, k
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Random use of a buffered source, with saving and restoring at any time, beside a model of a few lists.
+    """Random use of a buffered source, with saving and restoring at any time, compared with a model of a few lists.
 
     The model holds, in order, what waits to be handed out and what is out, every sample as a dictionary, and how each
     of the others ended.

@@ -179,7 +179,7 @@ def test_the_template_gets_its_arguments(chat_tokenizers):
 
 
 def test_what_a_token_would_only_happen_to_repeat_is_written(build_tokenizer):
-    """Where no special token ends a turn, the model's last token is no reason to leave one out."""
+    """Where no special token ends a turn, the model's last token does not mean that one is left out."""
     tokenizer = build_tokenizer("{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}assistant:")
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     turns = ChatTurns(tokenizer, HookArgs({}))

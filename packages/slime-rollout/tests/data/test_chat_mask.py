@@ -191,7 +191,7 @@ def test_calls_have_the_form_that_the_template_expects(build_tokenizer, family, 
 
 
 def test_calls_that_are_none_are_the_templates_to_refuse(build_tokenizer):
-    """Messages that a function of one's own makes were not checked by a reader of files."""
+    """Messages that a function of your own makes were not checked by a reader of files."""
     encoder = PromptEncoder(build_tokenizer(template_of(FORMS["glm"])), apply_chat_template=True)
     for calls in ("weather", ["weather"], [{"function": "weather"}], [{"function": {}}], {"function": {}}):
         with pytest.raises(DataError, match="the chat template refuses the messages"):

@@ -50,7 +50,7 @@ def test_named_fields(write_rows):
 
 
 def test_tasks_by_number_and_labels_that_a_function_reads(write_rows):
-    """A whole number is a prompt as text; an object is no label, and left out of the label it is in the metadata."""
+    """A whole number is a prompt as text; an object is not a label, and left out of the label it is in the metadata."""
     path = write_rows([{"index": 7, "reward_model": {"ground_truth": "2"}}])
     (row,) = read_prompts(path, input_key="index")
     assert (row.prompt, row.label, row.metadata) == ("7", None, {"reward_model": {"ground_truth": "2"}})
@@ -197,7 +197,7 @@ def test_something_like_a_slice_is_told_how_slices_are_written(write_rows):
 
 
 def test_a_slice_keeps_no_other_rows_in_memory(tmp_path):
-    """64 MB of rows behind, before or beside the slice."""
+    """64 MB of rows behind, before or next to the slice."""
     path = tmp_path / "p.jsonl"
     path.write_bytes((b'{"prompt": "' + b"x" * 9980 + b'"}\n') * 6400)
     for text, count in (("[0:5]", 5), ("[6390:]", 10), ("[6000:6003]", 3)):

@@ -1,4 +1,4 @@
-"""Data sources and buffer filters of the user's that hang or return nonsense, in whole rollouts."""
+"""User-defined data sources and buffer filters that hang or return nonsense, in whole rollouts."""
 
 import time
 
@@ -20,7 +20,7 @@ SOURCES = {
 
 @pytest.fixture
 def own(manager, tmp_path):
-    """A manager with a data source of the user's."""
+    """A manager with a user-defined data source."""
 
     def build(source, **changes):
         (tmp_path / "own.py").write_text(HEAD + source)

@@ -408,7 +408,7 @@ def test_an_engine_that_hangs_amid_an_update_holds_nobody_up(fleet, hangs):
 
 
 def test_engines_that_hang_amid_the_same_update_are_replaced_together(fleet, monkeypatch):
-    """One after the other, each would cost a whole time limit, and an update that is sent anew."""
+    """One after the other, each would cost a whole time limit, and an update that is sent again."""
     version, since, urls, failed = next(VERSIONS), fleet.now(), [fleet.url(0), fleet.url(1)], []
     for number in (0, 1):
         fleet.behave(number, health="good", hangs="update")

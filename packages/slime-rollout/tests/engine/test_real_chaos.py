@@ -1,4 +1,4 @@
-"""Everything fails at once: three real SGLang servers, the real router and a reward service, amid a rollout.
+"""Everything fails at once: three real SGLang servers, the real router and a reward service, during a rollout.
 
 Of two engines one is killed and one stopped, chosen by what they are doing, and the third has to finish what all three
 had begun. Each fault is seen to have happened, in `/proc` and in the events, and each bad answer is counted.

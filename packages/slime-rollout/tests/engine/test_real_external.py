@@ -1,4 +1,4 @@
-"""The fleet's servers as engines that others run: used, given weights, and left as they were."""
+"""The fleet's servers as engines that are external: used, given weights, and left as they were."""
 
 import concurrent.futures
 

@@ -147,7 +147,7 @@ def test_what_is_in_flight_goes_on_with_the_new_weights(fleet, channel, trainer)
     spans = [(span["version"], span["start"], span["end"]) for span in reply["meta_info"]["weight_versions"]]
     changed = spans[0][2]
     assert spans == [("7", 0, changed), ("8", changed, new_tokens)]
-    # The cache is computed anew: tokens after the change see the old ones through the new weights.
+    # The cache is computed again: tokens after the change see the old ones through the new weights.
     difference = [(expected_log_probs(model, prompt, reply) - log_probs(reply)).abs() for model in (old, trainer)]
     assert difference[0][:changed].max() < SAME and difference[1][changed:].max() < SAME
     assert difference[1][:changed].max() > DIFFERENT and difference[0][changed:].max() > DIFFERENT

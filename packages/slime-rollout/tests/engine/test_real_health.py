@@ -1,4 +1,4 @@
-"""Fault tolerance on real SGLang servers behind the real router: all engines fail at once amid a rollout."""
+"""Fault tolerance on real SGLang servers behind the real router: all engines fail at once during a rollout."""
 
 import asyncio
 import concurrent.futures

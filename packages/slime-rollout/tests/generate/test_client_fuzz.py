@@ -277,7 +277,7 @@ def wire_replies(draw):
 
 @contextlib.contextmanager
 def fuzzed_client():
-    """A client in an event loop beside a server that sends what it is given, once for each request, and closes."""
+    """A client in an event loop next to a server that sends what it is given, once for each request, and closes."""
     with asyncio.Runner() as runner:
         given_reply = b""
 

@@ -61,7 +61,7 @@ class Conversion:
     def changed_input(self) -> str | None:
         """The first input file that has another size or time than when this was made; only of those that matter."""
         now = _stats(self.inputs)
-        # A training run may write its logs beside them. The third number also tells of a new link or owner.
+        # A training run may write its logs next to them. The third number also tells of a new link or owner.
         before = ((name, found) for name, found in self.stats.items() if name.endswith(_READ))
         return next((name for name, found in before if [*found[:2]] != [*now.get(name, ())[:2]]), None)
 

@@ -60,7 +60,7 @@ def log_probs_and_entropy(
         vocab_size: Ids from here on are padding and take no part. ``None`` means no padding.
         with_entropy: Compute entropies too.
         chunk_size: Rows per chunk; ``None`` chooses by device.
-        overwrite_logits: In the backward pass, write the gradient over the logits instead of beside them, which
+        overwrite_logits: In the backward pass, write the gradient over the logits instead of next to them, which
             halves the peak. They must be the result of an operation that does not need them, such as a matrix product,
             and nobody may look at them afterwards; autograd refuses another backward pass through them.
 

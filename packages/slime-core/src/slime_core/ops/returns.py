@@ -42,8 +42,8 @@ def token_rewards(
     """``−kl_coef · KL_t`` at every trained token, plus the response's reward at the last one.
 
     The modified reward of Ziegler et al. 2019, R = r − β log(π/ρ), token by token as in Ouyang et al. 2022. The last
-    trained token is the last with mask 1: what an environment appended behind it was no action, and earns nothing. A
-    response without a trained token has zeros only.
+    trained token is the last with mask 1: what an environment appended behind it was not an action, and earns nothing.
+    A response without a trained token has zeros only.
 
     Args:
         rewards_N: One reward per response [N].

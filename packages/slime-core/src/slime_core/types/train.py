@@ -199,7 +199,7 @@ class SleepReport:
 
     Attributes:
         device: Of its weights, gradients and optimizer state that are still on the device.
-        waiting: Of those that wait elsewhere: in host memory beside a GPU, in a file on a CPU.
+        waiting: Of those that wait elsewhere: in host memory, where there is a GPU, in a file on a CPU.
         resident: Of the whole process: memory of the GPU that torch has allocated, or on a CPU all but mapped files.
     """
 

@@ -1,7 +1,7 @@
 """How long the phases of a rollout take, roughly: operations and bytes against what a device can do.
 
 Every response is taken to be as long as it may be, so these are upper bounds of the work; how much of a device's peak
-is reached is a guess. On a CPU with other work beside it everything takes longer.
+is reached is a guess. On a CPU that has other work everything takes longer.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class TrainerMemory:
         critic: Everything of the critic between steps; where it takes turns with the actor, what it takes more.
         frozen: Reference and teacher, where they share the memory: on a CPU.
         activations: Of the micro-batch; ``logits`` those of the output layer.
-        host: Bytes of host memory beside a GPU that frozen models take, and what of the optimizer is there.
+        host: Bytes of host memory of a GPU that frozen models take, and what of the optimizer is there.
         phase: What it does then: train, or where nothing is trained evaluate, or send weights.
     """
 

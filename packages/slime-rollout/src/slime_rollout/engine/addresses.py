@@ -44,7 +44,7 @@ def get_model_url(args: Any, name: str | None = None, endpoint: str = "/generate
 
 
 def auth_headers(args: Any) -> dict[str, str]:
-    """Headers that requests to a run's router must have, for those that go past slime's own functions.
+    """Headers that requests to a run's router must have, for those that do not use slime's functions.
 
     ``args.sglang_api_key`` is the key alone, as clients of OpenAI's API take it; ``None`` if there is none.
     """

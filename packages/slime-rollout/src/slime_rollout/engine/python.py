@@ -16,7 +16,7 @@ from slime_core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ENGINE_ENVIRONMENT = ".venv-engine"
-"""The virtual environment of the engines, beside the launcher's, as the quick start makes it."""
+"""The virtual environment of the engines, next to the launcher's, as the quick start makes it."""
 _LOOK_SECONDS = 60.0
 _SHOWN_CHARACTERS = 500
 

@@ -67,7 +67,7 @@ def hook_args_of(config: RolloutConfig, flags: Mapping[str, Any] | None = None) 
     ``flags`` are all flags of a run; by default those of ``config``.
 
     Raises:
-        ConfigError: The file cannot be read, is no mapping from names, or has the name of a flag.
+        ConfigError: The file cannot be read, is not a mapping from names, or has the name of a flag.
     """
     values = HookArgs.from_configs(config) if flags is None else HookArgs(flags)
     path, flag = config.hooks.custom_config_path, "--custom-config-path"

@@ -5,7 +5,7 @@ This file stands in for modules that SGLang imports unconditionally but, on a CP
 - triton: SGLang defines kernels with ``@triton.jit`` everywhere; none is launched on a CPU. The package has 1 GB and is
   slow to import.
 - sgl_kernel: compiled kernels, published for CUDA and for CPUs with AMX only. The torch-native code paths don't use it.
-- torchvision: the published build is for CUDA. Beside a CPU build of torch its import fails, because two operators have
+- torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators have
   no schema; declaring the schemas is enough.
 
 ``plugin`` registers ``sampling``, ``attention`` and ``prefill`` through SGLang's own plugin mechanism, which finds it
