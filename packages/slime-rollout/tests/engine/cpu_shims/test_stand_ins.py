@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from slime_rollout.engine.sglang_flags import CPU_SHIMS
 
 CODE = """
@@ -45,9 +47,9 @@ print("good", *sys.argv[1:])
 """
 
 
-def run(*paths):
+def run(*paths, code=CODE):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    result = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -59,3 +61,21 @@ def test_what_sglang_imports_is_there():
 def test_the_interpreters_own_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('own')\n")
     assert run(CPU_SHIMS, tmp_path) == "own\ngood\n"
+
+
+@pytest.mark.parametrize("library", [None, "broken", "fits"])
+def test_torchvision_has_its_operators_once(library, tmp_path):
+    """Its library may be missing, may be of another build of torch, or fits and registers them."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("import torch\nassert torch.ops.torchvision.nms\n")
+    if library:
+        (tmp_path / "torchvision" / "_C.so").write_text("not a library")
+    loads = """
+def load_library(path):
+    assert path.endswith("torchvision/_C.so")
+    for name in ("nms", "qnms"):
+        torch.library.define("torchvision::" + name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+torch.ops.load_library = load_library
+"""
+    code = f"import torch\n{loads if library == 'fits' else ''}\nimport torchvision\nprint('good')"
+    assert run(CPU_SHIMS, tmp_path, code=code) == "good\n"

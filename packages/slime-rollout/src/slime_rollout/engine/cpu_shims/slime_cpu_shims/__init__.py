@@ -6,16 +6,19 @@ This file stands in for modules that SGLang imports unconditionally but, on a CP
   slow to import.
 - sgl_kernel: compiled kernels, published for CUDA and for CPUs with AMX only. The torch-native code paths don't use it.
 - torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators have
-  no schema; declaring the schemas is enough.
+  no schema; declaring the schemas is enough. A torchvision that fits its torch has them itself, and declaring them twice
+  would end the process.
 
 ``plugin`` registers ``sampling``, ``attention`` and ``prefill`` through SGLang's own plugin mechanism, which finds it
 by the entry point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
+from pathlib import Path
 
 _TRITON_VERSION = "3.0.0"
 
@@ -102,8 +105,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _declare_torchvision_operators():
+    """Importing torchvision looks for its operators. A build for CUDA has none where this torch is built without."""
     import torch
 
+    found = importlib.machinery.PathFinder.find_spec("torchvision")
+    for library in Path(found.origin).parent.glob("_C*.so") if found and found.origin else ():
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(str(library))
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
