@@ -134,7 +134,10 @@ def train(places: Places, *, seed: int, steps: int, extra: Sequence[str]) -> Non
     from slime_launch.derived import computes_bfloat16
 
     say("4/5 training")
-    usual = train_flags(places, engine_python=ENGINE_PYTHON, seed=seed, steps=steps, bf16=computes_bfloat16())
+    bf16 = computes_bfloat16()
+    if not bf16:
+        say("    in fp32: this machine's cores have no instructions for bf16")
+    usual = train_flags(places, engine_python=ENGINE_PYTHON, seed=seed, steps=steps, bf16=bf16)
     flags = replace_flags(usual, extra)
     flags = {name: [value.removeprefix(f"{ROOT}/") for value in values] for name, values in flags.items()}
     script = command_script(flags, model_args=MODEL_ARGS, launcher=Path(".venv/bin/slime-launch"), root=ROOT)
