@@ -29,10 +29,7 @@ from test_generated_damage import write_adapter
 from tiny_models import add_prediction_module, assert_same_weights, change_config, make_model, tree, weights_of
 
 README = readme_matrix.README
-PAGE = next(
-    (root / "docs/how-to/new-family.md" for root in README.parents if (root / "docs/how-to/new-family.md").is_file()),
-    None,
-)
+PAGE = next((path for root in README.parents if (path := root / "docs/how-to/new-family.md").is_file()), None)
 QUANTIZABLE = [name for name in FAMILIES if readme_matrix.is_quantizable(name)]
 PACKAGE = Path(slime_convert.__file__).parent
 
