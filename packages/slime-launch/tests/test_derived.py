@@ -99,6 +99,21 @@ def test_the_optimizer_is_either_split_or_whole(small, to_words):
         parse_train([*to_words(small), "--use-distributed-optimizer", "--no-use-distributed-optimizer"])
 
 
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [
+        ({"--num-rollout": "0"}, 1),
+        ({"--num-rollout": "0", "--rollout-num-gpus-per-engine": "2"}, 2),
+        ({"--num-rollout": "0", "--rollout-num-gpus": "3"}, 3),
+        ({"--num-rollout": "2"}, None),
+        ({"--num-rollout": "0", "--rollout-external-engine-addrs": "h:1"}, None),
+    ],
+)
+def test_an_evaluation_alone_has_one_engine(small, to_words, given, gpus):
+    flags = {name: value for name, value in small.items() if name not in ("--rollout-num-gpus", "--colocate")}
+    assert parse_train(to_words(flags | given)).cluster.rollout_num_gpus == gpus
+
+
 def test_two_precisions_contradict_each_other(small, to_words):
     with pytest.raises(ConfigError, match="--bf16 and --fp32 are two precisions"):
         parse_train([*to_words(small), "--bf16", "--fp32"])

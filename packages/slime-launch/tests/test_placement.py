@@ -63,6 +63,11 @@ def test_every_bundle_is_used_and_none_is_missing(actor, rollout, colocate):
     assert bool(set(layout.trainer) & set(layout.rollout)) == colocate
 
 
+def test_a_command_with_neither_half_has_a_layout_for_its_plan():
+    layout = plan_layout(ClusterConfig(), cuda=False, trains=False)
+    assert (layout.trainer, layout.rollout, len(layout.bundles)) == ((), (), 1)
+
+
 def test_shortage_names_every_figure():
     layout = plan_layout(ClusterConfig(rollout_num_gpus=3), cuda=True)
     text = shortage(layout, {"GPU": 1.0, "CPU": 9.0}, {"GPU": 2.0, "CPU": 16.0})

@@ -64,7 +64,7 @@ def plan_layout(cluster: ClusterConfig, *, cuda: bool, trains: bool = True) -> L
     first = 0 if cluster.colocate else len(trainer)
     rollout = tuple(range(first, first + cluster.rollout_gpus))
     bundle = {"GPU": 1.0, "CPU": 1.0} if cuda else {"CPU": 1.0}
-    count = max(*trainer, *rollout, 0) + 1
+    count = max((*trainer, *rollout, 0)) + 1
     return Layout(bundles=tuple(dict(bundle) for _ in range(count)), trainer=trainer, rollout=rollout, cuda=cuda)
 
 
