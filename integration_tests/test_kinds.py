@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 from statistics import mean
@@ -14,6 +13,7 @@ from kinds import conversation, data_command, make_chat_model, pair, write_rows
 from launching import LAUNCHER, Assets, rows, run, train_command
 
 from slime_core.types import RolloutColumns
+from slime_launch.config_file import with_config
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sft"
 TRAINED, HELD_OUT = range(48), range(50, 60)
@@ -62,14 +62,11 @@ def test_conversations_are_learned(chat: Assets, tmp_path: Path) -> None:
 
 
 def recipe(**changes: str) -> list[str]:
-    """The flags of upstream's recipe as examples/sft/README.md has it, without the model's shape, some replaced."""
-    page = (EXAMPLE / "README.md").read_text()
-    words = shlex.split(page.split("slime-launch train ", 1)[1].split("```", 1)[0].replace("\\\n", " "))[1:]
-    flags = [word for word in words if word.startswith("--")]
-    assert len(flags) == len(set(flags)) and set(changes) <= set(flags)
-    for flag, value in changes.items():
-        words[words.index(flag) + 1] = value
-    return words
+    """The flags of examples/sft/run.toml, some replaced."""
+    words = with_config(["--config", str(EXAMPLE / "run.toml")]).from_file
+    flags = dict(word.partition("=")[::2] for word in words)
+    assert set(changes) <= set(flags)
+    return [f"{flag}={value}" if value else flag for flag, value in (flags | changes).items()]
 
 
 @pytest.mark.timeout(300)
@@ -80,10 +77,10 @@ def test_the_recipe_of_the_example_scaled_down(chat: Assets, tmp_path: Path) -> 
         "--hf-checkpoint": str(chat.hf), "--load": str(chat.torch_dist), "--save": str(tmp_path / "save"),
         "--prompt-data": str(EXAMPLE / "conversations.jsonl"), "--num-epoch": str(epochs),
         "--rollout-batch-size": "8", "--global-batch-size": "8", "--max-tokens-per-gpu": "256",
-        "--lr": "4e-3", "--min-lr": "4e-4", "--actor-num-gpus-per-node": "1",
+        "--lr": "4e-3", "--min-lr": "4e-4", "--actor-num-gpus-per-node": "1", "--input-key": "messages",
+        "--rollout-max-context-len": str(limit), "--output-dir": str(tmp_path / "out"),
     })  # fmt: skip
-    more = ["--rollout-max-context-len", str(limit), "--output-dir", str(tmp_path / "out")]
-    run([str(LAUNCHER), "train", *words, *more], tmp_path / "train.txt")
+    run([str(LAUNCHER), "train", *words], tmp_path / "train.txt")
     batches, steps = plain(tmp_path, "rollout"), plain(tmp_path, "train")
     assert len(steps) == len(batches) == epochs * 24 / 8
     cut = [batch["rollout/truncated_ratio"] for batch in batches]

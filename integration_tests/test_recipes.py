@@ -80,6 +80,8 @@ def test_a_recipe_fills_the_machines_that_it_names(name: str, planned: dict[str,
     assert plan is not None
     first_line = (EXAMPLES / name / "run.toml").read_text(encoding="utf-8").splitlines()[0]
     assert machines(first_line) == filled(plan)
+    readme = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    assert {machines(found[0]) for found in MACHINES.finditer(readme)} <= {filled(plan)}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -103,7 +105,16 @@ def test_the_page_of_a_recipe_has_its_command(name: str) -> None:
 # A tiny model of the recipe's family takes a step with the recipe's own flags: parallel sizes are cut to two, and what
 # names files, engines and sizes of rollouts is replaced. Rollouts are recorded ones: SGLang's CPU build cannot generate
 # with all of these families.
-LARGE = ("deepseek-r1", "delta-sync", "glm4-9b", "glm4.5-355b", "kimi-k2", "low-precision", "moonlight", "qwen3-30b-a3b")
+LARGE = (
+    "deepseek-r1",
+    "delta-sync",
+    "glm4-9b",
+    "glm4.5-355b",
+    "kimi-k2",
+    "low-precision",
+    "moonlight",
+    "qwen3-30b-a3b",
+)
 REPLACED = (
     *("hf-checkpoint", "load", "save", "save-interval", "output-dir", "prompt-data", "eval-prompt-data"),
     *("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus", "rollout-num-gpus-per-engine"),
