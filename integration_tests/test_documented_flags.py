@@ -45,8 +45,10 @@ TRAIN = {spec.name for group in train_groups() for spec in group.flags}
 PLAN = {spec.name for spec in flag_specs(PlanConfig)}
 KNOWN = TRAIN.union(PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
-THEIRS = {f"--{name.replace('_', '-')}" for rows in table().values() for name in rows}
-"""Flags of other launchers, which pages about coming from there show."""
+THEIRS = {
+    f"--{part.replace('_', '-')}" for rows in table().values() for name in rows for part in (name, name.split(".")[0])
+}
+"""Flags of other launchers, and what stands before a dot in them: pages about coming from there show them."""
 FLAGS_PAGE = "docs/reference/flags.md"
 """Generated; it also has the flags of other launchers."""
 
