@@ -106,14 +106,8 @@ def test_the_page_of_a_recipe_has_its_command(name: str) -> None:
 # names files, engines and sizes of rollouts is replaced. Rollouts are recorded ones: SGLang's CPU build cannot generate
 # with all of these families.
 LARGE = (
-    "deepseek-r1",
-    "delta-sync",
-    "glm4-9b",
-    "glm4.5-355b",
-    "kimi-k2",
-    "low-precision",
-    "moonlight",
-    "qwen3-30b-a3b",
+    *("deepseek-r1", "delta-sync", "glm4-9b", "glm4.5-355b"),
+    *("kimi-k2", "low-precision", "moonlight", "qwen3-30b-a3b"),
 )
 REPLACED = (
     *("hf-checkpoint", "load", "save", "save-interval", "output-dir", "prompt-data", "eval-prompt-data"),
@@ -121,7 +115,7 @@ REPLACED = (
     *("num-rollout", "rollout-batch-size", "n-samples-per-prompt", "global-batch-size", "max-tokens-per-gpu"),
     *("over-sampling-batch-size", "decoder-last-pipeline-num-layers", "rollout-max-response-len"),
 )
-"""Flags with other values, or none; besides those of SGLang, of evaluation and of weight updates, which need engines."""
+"""Flags with other values, or none; besides those of engines: SGLang's, of evaluation and of weight updates."""
 PARALLEL = tuple(f"{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context", "expert-model"))
 OF_ENGINES = ("sglang-", "eval-", "n-samples-per-eval", "update-weight-", "rollout-stop-token-ids")
 

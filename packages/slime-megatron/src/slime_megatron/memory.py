@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_convert.mapping import WeightMap
@@ -110,15 +111,16 @@ def _numbers(
 ) -> Iterator[tuple[int, bool, int]]:
     """Of each weight of a stage: the numbers that a rank holds, whether they train, and the ranks that hold them."""
     tensor = config.tensor_model_parallel_size
-    weight_map = WeightMap(shape, shape.padded_vocab_size(tensor))
+    weight_map = _weight_map(shape, shape.padded_vocab_size(tensor))
+    tied = not (shape.untie_embeddings_and_output_weights or value_head)
+    stages = _stages(shape, config, tied=tied)
     dense_copies = world_size // (tensor * config.pipeline_model_parallel_size)
     expert_ranks = config.expert_tensor_size * config.expert_model_parallel_size
     expert_copies = world_size // (expert_ranks * config.pipeline_model_parallel_size)
     lora = config.lora
     adapted = set(lora.weights(shape)) if lora is not None else set()
-    tied = not (shape.untie_embeddings_and_output_weights or value_head)
     for name in weight_map.megatron_names():
-        if stage not in _stages(name, shape, config, tied=tied) or (value_head and name == "output_layer.weight"):
+        if stage not in stages(name) or (value_head and name == "output_layer.weight"):
             continue
         lengths, is_expert = weight_map.megatron_shape(name), ".local_experts." in name
         split = config.expert_tensor_size if is_expert else tensor
@@ -135,12 +137,22 @@ def _numbers(
         yield shape.hidden_size, True, dense_copies
 
 
-def _stages(name: str, shape: ModelShape, config: MegatronConfig, *, tied: bool) -> set[int]:
-    """The pipeline stages that hold a weight; ``tied``: the output layer's is the embedding's."""
-    last = config.pipeline_model_parallel_size - 1
-    words = name.split(".")
-    if words[:2] == ["decoder", "layers"]:
-        return {layer_stages(config, shape.num_layers)[int(words[2])]}
-    if words[0] == "embedding":
-        return {0, last} if tied or shape.mtp_num_layers else {0}
-    return {last}
+@functools.lru_cache(maxsize=2)
+def _weight_map(shape: ModelShape, padded_vocab_size: int) -> WeightMap:
+    """Of hundreds of experts it takes a second, and each stage asks."""
+    return WeightMap(shape, padded_vocab_size)
+
+
+def _stages(shape: ModelShape, config: MegatronConfig, *, tied: bool) -> Callable[[str], set[int]]:
+    """From a weight to the pipeline stages that hold it; ``tied``: the output layer's is the embedding's."""
+    layers, last = layer_stages(config, shape.num_layers), config.pipeline_model_parallel_size - 1
+
+    def of(name: str) -> set[int]:
+        words = name.split(".")
+        if words[:2] == ["decoder", "layers"]:
+            return {layers[int(words[2])]}
+        if words[0] == "embedding":
+            return {0, last} if tied or shape.mtp_num_layers else {0}
+        return {last}
+
+    return of
