@@ -22,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = pages()
 OTHERS = {
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
-    | {"--enable-memory-saver", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics"}
+    | {"--enable-memory-saver", "--host", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics", "--tp"}
     | {"--sglang-speculative-" + name for name in ("algorithm", "eagle-topk", "num-draft-tokens", "num-steps")},
     "Megatron": {f"--{name.replace('_', '-')}" for name in core_fields()},
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
-    "scripts": {"--device", "--dry-run", "--full", "--quick", "--steps"},
+    "scripts": {"--device", "--dry-run", "--full", "--list", "--quick", "--save-baseline", "--steps"},
     "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--node-ip-address", "--python"}
     | {"--ray-address"},
     "Slurm": {"--gpus-per-node", "--nodes"},
