@@ -118,6 +118,29 @@ def test_tidy_finds(text: str, finding: str) -> None:
     assert found.startswith(finding)
 
 
+@pytest.mark.parametrize(
+    ("path", "text", "number"),
+    [
+        ("a.md", "One.\n\nGenerated an" + "ew, from the start.\n", 3),
+        ("a.md", "A file beside\nthe other one.\n", 1),
+        ("a.py", '"""What is no' + ' number."""\n', 1),
+        ("a.py", 'def f():\n    """Text.\n\n    More, beside' + ' the text.\n    """\n', 4),
+        ("a.py", "x = 1\n# It was made an" + "ew.\n", 2),
+        ("a.py", "x = [\n    1,  # beside\n    # the other\n]\n", 2),
+    ],
+)
+def test_tidy_finds_odd_wordings(path: str, text: str, number: int) -> None:
+    (found,) = tidy.find(path, text)
+    assert found.startswith(f"{path}:{number}: ") and "; write: " in found
+
+
+def test_tidy_reads_no_code_for_wordings() -> None:
+    word = "an" + "ew"
+    assert list(tidy.find("a.md", f"```text\n{word}\n```\n\nThe name `{word}`.\n")) == []
+    assert list(tidy.find("a.py", f'{word} = f(\n    "{word}",\n)\n"""Its name is ``{word}``."""\n')) == []
+    assert list(tidy.find("a.sh", f"# {word}\n")) == []
+
+
 def test_tidy_leaves_alone() -> None:
     text = "def f():\n" + "    x = 1\n" * 79 + "url = 'https://example.com/work/item'\npath = 'outputs/work/a'\n"
     assert list(tidy.find("a.py", text)) == []

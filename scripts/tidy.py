@@ -1,14 +1,19 @@
 """House rules that no other tool checks: sizes, one meaning per name, nothing of one machine or one package index.
 
+Docs, docstrings and comments are read for the wordings of `words.toml`, too.
+
 Run by `scripts/test lint` and by pre-commit; prints one line per finding and exits with 1 if there is any.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +27,13 @@ FORBIDDEN = {
     "a mark of a merge conflict": re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)"),
     "a path of one machine": re.compile(r"(?<![\w.~}/-])/(?:work|opt|root|home/\w+|Users/\w+)/\w"),
 }
+
+WORDINGS = {
+    # A space may be the end of a line, and the next one may begin with the mark of a comment.
+    re.compile(row["pattern"].replace(" ", r"\s+(?:#\s+)?"), re.IGNORECASE): row["instead"]
+    for row in tomllib.loads((ROOT / "scripts" / "words.toml").read_text(encoding="utf-8"))["wording"]
+}
+CODE = re.compile(r"^(?P<fence>```|~~~).*?^(?P=fence)|``[^`]+``|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 LOCKED_HOST = re.compile(r'\bregistry = "(?!https://index\.invalid/)[^"]*|^(?:sdist|wheels) = |\burl = "[^"]*')
 
@@ -41,6 +53,7 @@ def find(path: str, text: str) -> Iterator[str]:
         for what, pattern in forbidden.items():
             if match := pattern.search(line):
                 yield f"{path}:{number}: {what}: {match.group()}"
+    yield from odd_wordings(path, text)
     if not path.endswith(".py"):
         return
     if len(lines) > MAX_FILE_LINES:
@@ -50,6 +63,39 @@ def find(path: str, text: str) -> Iterator[str]:
             length = node.end_lineno - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 yield f"{path}:{node.lineno}: {node.name} has {length} lines; {MAX_FUNCTION_LINES} is the far end"
+
+
+def odd_wordings(path: str, text: str) -> Iterator[str]:
+    """Wordings of `words.toml` in a page, or in a module's docstrings and comments; code in backticks does not count.
+
+    Args:
+        path: Name to report; only Markdown and Python are read.
+        text: The file's content.
+    """
+    if not path.endswith((".md", ".py")):
+        return
+    prose = CODE.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), text if path.endswith(".md") else _comments(text))
+    for pattern, instead in WORDINGS.items():
+        for match in pattern.finditer(prose):
+            number = prose.count("\n", 0, match.start()) + 1
+            yield f"{path}:{number}: {' '.join(match[0].split())}; write: {instead}"
+
+
+def _comments(text: str) -> str:
+    """A module with its docstrings and comments at their places, and spaces for all else."""
+    lines = text.splitlines(keepends=True)
+    kept = [re.sub(r"[^\n]", " ", line) for line in lines]
+    before = tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_docstring = token.type == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if is_docstring or token.type == tokenize.COMMENT:
+            (first, start), (last, end) = token.start, token.end
+            for number in range(first - 1, last):
+                left, right = start if number == first - 1 else 0, end if number == last - 1 else len(lines[number])
+                kept[number] = kept[number][:left] + lines[number][left:right] + kept[number][right:]
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    return "".join(kept)
 
 
 def doubled_names(sources: Mapping[str, str]) -> Iterator[str]:

@@ -189,8 +189,8 @@ def offload(
     """Bytes that the trainer holds, of them those left asleep and in between; whether all tensors came back.
 
     Goes through every state of `slime_core.memory.MemoryState`, pushes where weights alone are there, and trains before
-    and after. On a GPU bytes are those of all of torch's tensors; a process on a CPU is large compared with a tiny model,
-    so there they are those of the trainer's own.
+    and after. On a GPU bytes are those of all of torch's tensors; a process on a CPU is larger than a tiny model by
+    far, so there they are those of the trainer's own.
     """
     import torch
 

@@ -293,7 +293,7 @@ def test_a_position_belongs_to_its_file_order_and_settings(stream, jsonl):
 
 
 class StreamMachine(RuleBasedStateMachine):
-    """Random use of a buffered source of a stream, compared with the never stopped one that its fresh groups come from."""
+    """Random use of a buffered source of a stream, compared with the one that its fresh groups come from."""
 
     make: classmethod
 
