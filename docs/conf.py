@@ -8,7 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docutils.nodes import Element, TextElement
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,13 +99,26 @@ def literal(app: Sphinx, what: str, name: str, obj: object, options: object, lin
     """
     text = re.sub(r"^Args, besides (.+):$", r"Arguments are \1, and these.\n\nArgs:", "\n".join(lines), flags=re.M)
     text = re.sub(r"(?<=\n)((?![- \n]|\d+\.|\.\.).*\n)\n(?=    (?!-))", r"\1\n::\n\n", f"\n{text}").removeprefix("\n")
-    parts = re.split(r"(:[a-z:]+:`[^`]*`|``.+?``|`[^`\n]+`)", text, flags=re.DOTALL)
+    parts = re.split(r"(:[a-z:]+:`[^`]*`|``.+?``|`[^`\n]+`|\*\*[^*`]+\*\*)", text, flags=re.DOTALL)
     for at, part in enumerate(parts):
         if at % 2 == 0:
             parts[at] = re.sub(r"(?<!\\)(\*|\||(?<=\w)_(?!\w))", r"\\\1", part)
         elif part.startswith("`") and not part.startswith("``"):
             parts[at] = f"`{part}`"
     lines[:] = "".join(parts).split("\n")
+
+
+def exported(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> Element | None:
+    """The link of a name that a package gives under its own, such as `slime_core.ops.tis_weights`."""
+    package, _, name = node.get("reftarget", "").rpartition(".")
+    if node.get("refdomain") != "py" or not package:
+        return None
+    objects = env.domains.python_domain.objects
+    found = [full for full in objects if full.startswith(f"{package}.") and full.endswith(f".{name}")]
+    if len(found) != 1:
+        return None
+    entry = objects[found[0]]
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, text, found[0])
 
 
 def front_page(app: Sphinx, error: Exception | None) -> None:
@@ -115,4 +132,5 @@ def front_page(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Connect them."""
     app.connect("autodoc-process-docstring", literal, priority=100)  # before napoleon
+    app.connect("missing-reference", exported)
     app.connect("build-finished", front_page)

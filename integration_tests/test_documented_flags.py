@@ -1,4 +1,4 @@
-"""No page names a flag that no command has, or a place that is not there. Commands are checked by `test_pages.py`."""
+"""No page names a flag that no command has. (`scripts/docs` checks links, `test_pages.py` commands.)"""
 
 from __future__ import annotations
 
@@ -78,15 +78,3 @@ def test_every_flag_of_the_page_of_algorithms_is_one_of_ours() -> None:
     named = _flags(PAGES["docs/reference/algorithms.md"])
     assert len(named) > 40
     assert named <= TRAIN
-
-
-@every_page
-def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
-        if re.match("https?://", target):
-            continue
-        path, _, place = target.partition("#")
-        to = (ROOT / page).parent / path if path else ROOT / page
-        assert to.is_file(), target
-        headings = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8").lower(), re.MULTILINE)
-        assert not place or place in {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in headings}, target
