@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -67,15 +68,13 @@ include_patterns = [
     "packages/*/docs/*.md",
 ]
 extensions = ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"]
-suppress_warnings = [
-    "toc.empty_glob",  # docs/index.md names the order of pages, a few of which may not be there
-    "autoapi.python_import_resolution",  # names of modules that have no page
-]
+suppress_warnings = ["autoapi.python_import_resolution"]  # names of modules that have no page
 
 html_theme = "furo"
 html_title = "slime"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 
 myst_heading_anchors = 4
 
@@ -131,6 +130,9 @@ def front_page(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect them."""
+    # docs/index.md has pages in an order and then all others of a folder (`*`), of which there may be none.
+    toctrees = logging.getLogger("sphinx.sphinx.directives.other")
+    toctrees.addFilter(lambda record: "didn't match any documents" not in record.msg)
     app.connect("autodoc-process-docstring", literal, priority=100)  # before napoleon
     app.connect("missing-reference", exported)
     app.connect("build-finished", front_page)

@@ -61,13 +61,14 @@ class Row:
 
     def text(self, meaning: str) -> str:
         """Its section of the page; ``meaning`` is the flag's line of help."""
+        page = Path(self.more.partition("#")[0])
         forms = [f"`{'async ' * (self.kind == 'async')}{form}`" for form in (self.takes, *self.also)]
         items = {
             "Made with" if self.kind == "class" else "Arguments": " or ".join(forms),
             "Called": self.called,
             "Returns": self.returns,
             "Without it": self.without,
-            "More": f"[{Path(self.more.partition('#')[0]).name}]({self.more})",
+            "More": f"[{page.name if page.suffix == '.py' else page.stem.capitalize()}]({self.more})",
         }
         lines = [_filled(f"- **{name}**: {said}", "  ") for name, said in items.items()]
         return "\n".join([f"### `{flag_name(self.field)}`\n", f"{meaning[0].upper()}{meaning[1:]}.\n", *lines, ""])
