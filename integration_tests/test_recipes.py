@@ -5,9 +5,11 @@ The files that it names have stand-ins (see stand_ins.py): the models' sizes are
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +61,25 @@ def shown(readme: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Planned]:
-    """The plan of each recipe."""
-    return {
-        name: plan_words(
-            ["slime-launch", "train", "--config", f"examples/{name}/run.toml"], tmp_path_factory.mktemp("plan")
-        )
-        for name in RECIPES
-    }
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Planned]:
+    """From a recipe to its plan, which is made once."""
+
+    @functools.cache
+    def of(name: str) -> Planned:
+        words = ["slime-launch", "train", "--config", f"examples/{name}/run.toml"]
+        return plan_words(words, tmp_path_factory.mktemp("plan"))
+
+    return of
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_passes_its_plan(name: str, planned: dict[str, Planned]) -> None:
-    assert planned[name].problems == []
+def test_a_recipe_passes_its_plan(name: str, planned: Callable[[str], Planned]) -> None:
+    assert planned(name).problems == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fills_the_machines_that_it_names(name: str, planned: dict[str, Planned]) -> None:
-    plan = planned[name].plan
+def test_a_recipe_fills_the_machines_that_it_names(name: str, planned: Callable[[str], Planned]) -> None:
+    plan = planned(name).plan
     assert plan is not None
     first_line = (EXAMPLES / name / "run.toml").read_text(encoding="utf-8").splitlines()[0]
     assert machines(first_line) == filled(plan)
@@ -85,8 +88,8 @@ def test_a_recipe_fills_the_machines_that_it_names(name: str, planned: dict[str,
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_page_of_a_recipe_has_the_figures_of_its_plan(name: str, planned: dict[str, Planned]) -> None:
-    plan = planned[name].plan
+def test_the_page_of_a_recipe_has_the_figures_of_its_plan(name: str, planned: Callable[[str], Planned]) -> None:
+    plan = planned(name).plan
     assert plan is not None
     readme = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
     lines = {" ".join(line.split()) for line in plan_text(plan).splitlines()}
