@@ -2,7 +2,7 @@
 
 Three things are compared: each file with its line in the installed RECORD, the directory's files with those lines, and
 all lines with a digest on `docs/explanation/no-patches.md`, which was taken from the wheels themselves. So a file that
-was edited, one that was put beside them, and a wheel or RECORD that is not the published one are all found.
+was edited, one that was added, and a wheel or RECORD that is not the published one are all found.
 
 Not counted: bytecode (`__pycache__`), and what an installer writes outside the package's own directory (the scripts in
 `bin`, `dist-info`). Megatron-core's helper in C++ is in its wheel, compiled, and is compared like the rest.

@@ -42,7 +42,7 @@ async def custom_generate(args: Any, sample: Any, sampling_params: dict[str, Any
 
 
 async def use(tool: str, request: str) -> str:
-    """A tool's result. The calculator answers at once; Python runs beside the event loop, which all samples share."""
+    """A tool's result. The calculator answers at once; Python runs outside the event loop, which all samples share."""
     if tool == "calculator":
         return calculate(request)
     async with AT_ONCE:

@@ -51,7 +51,7 @@ def run_python(code: str, *, seconds: float = SECONDS) -> str:
     """What the code prints, and the error that ended it; shortened, for the model to read.
 
     Raises:
-        OSError: This is no machine on which the code can be shut in.
+        OSError: The code cannot be shut in on this machine.
     """
     if platform.machine() != "x86_64" or sys.platform != "linux":
         raise OSError(f"the sandbox knows Linux on x86-64 only, and this is {sys.platform} on {platform.machine()}")

@@ -128,8 +128,8 @@ _REPORTS: dict[Path, _Report] = {}
 def engine_device(devices: Path = Path("/dev")) -> str:
     """``"cuda"`` if a driver shows a GPU to this machine that the installed torch is for, else ``"cpu"``.
 
-    AMD's driver also shows graphics that are part of a CPU, so there only a torch for ROCm says that GPUs are meant. (Not
-    run on ROCm, where torch calls them ``cuda``, too.) Torch is not imported.
+    AMD's driver also shows graphics that are part of a CPU, so there only a torch for ROCm says that GPUs are meant.
+    (Not run on ROCm, where torch calls them ``cuda``, too.) Torch is not imported.
     """
     if any(devices.glob("nvidia[0-9]*")):
         return "cuda"
