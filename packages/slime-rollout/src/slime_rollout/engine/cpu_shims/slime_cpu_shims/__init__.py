@@ -6,8 +6,8 @@ This file stands in for modules that SGLang imports unconditionally but, on a CP
   slow to import.
 - sgl_kernel: compiled kernels, published for CUDA and for CPUs with AMX only. The torch-native code paths don't use it.
 - torchvision: the published build is for CUDA. With a CPU build of torch its import fails, because two operators have
-  no schema; declaring the schemas is enough. A torchvision that fits its torch has them itself; declaring them twice ends the
-  process.
+  no schema; declaring the schemas is enough. A torchvision that fits its torch has them
+  itself; declaring them twice ends the process.
 
 ``plugin`` registers ``sampling``, ``attention`` and ``prefill`` through SGLang's own plugin mechanism, which finds it
 by the entry point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
