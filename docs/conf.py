@@ -20,16 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
     "core": "errors files balance config flags flops hooks interfaces memory metrics micro_batches rewards schedule "
     "step_plan user_functions types.* ops.*",
-    "convert": "errors check compare convert families families.config families.family families.layouts formats "
-    "formats.hf gguf inspection lora mapping progress published quantize quantize.convert shape shape.flags "
-    "stored_form",
-    "rollout": "errors config data data.dataset data.files data.rows data.source data.stream data.offline data.chat "
-    "data.chat_mask data.ledger data_service engine engine.addresses engine.config engine.external engine.fleet "
-    "engine.server engine.start eval_sets filters generate.* generation_service hooks.* rewards.* rollout store "
-    "weights weights.channel weights.buckets weights.disk",
+    "convert": "errors check compare convert families families.family families.layouts formats formats.hf gguf "
+    "inspection lora mapping progress published quantize quantize.convert shape",
+    "rollout": "errors config data data.dataset data.offline data.source data_service engine engine.addresses "
+    "engine.config eval_sets filters generate generate.context generate.custom generate.trajectory "
+    "generation_service hooks.* rewards rewards.custom rewards.rules rewards.scorers rollout store weights",
     "megatron": "errors arguments checkpoint config device losses lora memory operations start worker",
-    "launch": "config config_file doctor errors flags loop manifest metric_names migrate parser plan plan.build "
-    "plan.estimate plan.memory plan.text report resolved run tracking validate",
+    "launch": "config config_file errors flags loop manifest metric_names migrate plan plan.build report run tracking "
+    "validate",
 }
 """Modules of each package that have a page, below the package's name; `ops.*` is `ops` and all modules in it."""
 
@@ -68,7 +66,10 @@ include_patterns = [
     "packages/*/docs/*.md",
 ]
 extensions = ["myst_parser", "sphinx.ext.napoleon", "autoapi.extension"]
-suppress_warnings = ["autoapi.python_import_resolution"]  # names of modules that have no page
+suppress_warnings = [
+    "autoapi.python_import_resolution",  # names of modules that have no page
+    "ref.python",  # `Raises` names an error without its module, and two packages may have one of that name
+]
 
 html_theme = "furo"
 html_title = "slime"
@@ -110,7 +111,7 @@ def literal(app: Sphinx, what: str, name: str, obj: object, options: object, lin
 def exported(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: TextElement) -> Element | None:
     """The link of a name that a package gives under its own, such as `slime_core.ops.tis_weights`."""
     package, _, name = node.get("reftarget", "").rpartition(".")
-    if node.get("refdomain") != "py" or not package:
+    if node.get("refdomain") != "py" or package.partition(".")[0] not in {f"slime_{name}" for name in PUBLIC}:
         return None
     objects = env.domains.python_domain.objects
     found = [full for full in objects if full.startswith(f"{package}.") and full.endswith(f".{name}")]
