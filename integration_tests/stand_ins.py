@@ -140,7 +140,8 @@ def _inside(work: Path, words: Sequence[str]) -> list[str]:
 
 def _with_engine_python(words: Sequence[str]) -> list[str]:
     """The same words with the SGLang of the tests: its flags are read once for all plans."""
-    if not Path(engine_python()).is_file():
+    external = any(word.startswith("--rollout-external-") for word in words)  # which have an SGLang of their own
+    if external or not Path(engine_python()).is_file():
         return list(words)
     others = [word for word in words if not word.startswith("--sglang-python=")]
     while "--sglang-python" in others:

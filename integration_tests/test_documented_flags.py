@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launching import engine_python
 from pages import blocks, pages
 
 from slime_convert.cli import build_parser as convert_parser
@@ -17,10 +18,15 @@ from slime_launch.flags import train_groups
 from slime_launch.plan.command import PlanConfig
 from slime_megatron.core_fields import core_fields
 from slime_rollout import cli as rollout
+from slime_rollout.engine.router_flags import router_specs
+from slime_rollout.engine.sglang_flags import installed_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = pages()
 OTHERS = {
+    "SGLang, behind our prefix": {f"--sglang-{name}" for name in installed_flags(engine_python())}
+    | {"--sglang-config"},
+    "sglang-router": {"--router-policy", *(spec.name for spec in router_specs().values())},
     "SGLang": {"--context-length", "--enable-deterministic-inference", "--model-path", "--port"}
     | {"--enable-memory-saver", "--host", "--nnodes", "--sglang-api-key", "--sglang-enable-metrics", "--tp"}
     | {"--sglang-speculative-" + name for name in ("algorithm", "eagle-topk", "num-draft-tokens", "num-steps")},
@@ -28,8 +34,9 @@ OTHERS = {
     "slime-launch": {"--help", "--help-megatron", "--help-router", "--help-sglang", "--toml"},
     "scripts": {"--device", "--dry-run", "--full", "--list", "--quick", "--save-baseline", "--steps"},
     "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--node-ip-address", "--python"}
-    | {"--ray-address"},
-    "Slurm": {"--gpus-per-node", "--nodes"},
+    | {"--find-links", "--ray-address"},
+    "Slurm": {"--exclusive", "--gpus-per-node", "--nodes", "--time"},
+    "Docker, SkyPilot": {"--build-arg", "--env", "--gpus", "--ipc", "--secret", "--shm-size"},
 }
 
 
@@ -70,7 +77,7 @@ def _without_others_commands(page: str) -> str:
 
 @every_page
 def test_flags_are_those_of_a_command(page: str) -> None:
-    known = KNOWN | THEIRS if page.startswith("docs/migrating/") else KNOWN
+    known = KNOWN | THEIRS if "slime-launch migrate" in PAGES[page] else KNOWN
     assert page == FLAGS_PAGE or sorted(_flags(_without_others_commands(page)) - known) == []
 
 
