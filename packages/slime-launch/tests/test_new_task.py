@@ -54,6 +54,7 @@ def test_recipes_are_listed_with_where_they_run(made: Path, capsys: pytest.Captu
     ("flags", "words"),
     [
         ({}, "1 GPU"),
+        ({"colocate": True}, "1 GPU, colocated"),
         ({"actor-num-gpus-per-node": 8, "colocate": True}, "8 GPUs, colocated"),
         ({"actor-num-gpus-per-node": 4, "colocate": True, "rollout-num-gpus": 8}, "8 GPUs, colocated"),
         ({"actor-num-nodes": 2, "actor-num-gpus-per-node": 8, "rollout-num-gpus": 16}, "32 GPUs"),

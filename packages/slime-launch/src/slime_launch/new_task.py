@@ -197,11 +197,10 @@ def run_flags(path: Path) -> Flags:
 def gpus(flags: Flags) -> str:
     """How many GPUs a run file asks for, such as `16 GPUs` or `8 GPUs, colocated`."""
     trainers = flags.get("actor-num-nodes", 1) * flags.get("actor-num-gpus-per-node", 1)
-    if flags.get("colocate", False):
-        return f"{max(trainers, flags.get('rollout-num-gpus', 0))} GPUs, colocated"
     engines = 0 if flags.get("loss-type") in WITHOUT_ENGINES else flags.get("rollout-num-gpus", 0)
-    total = trainers + engines
-    return f"{total} GPU{'s' if total > 1 else ''}"
+    is_shared = flags.get("colocate", False)
+    total = max(trainers, engines) if is_shared else trainers + engines
+    return f"{total} GPU{'s' if total > 1 else ''}{', colocated' if is_shared else ''}"
 
 
 def _renamed(content: bytes, recipe: RecipeFolder, target: Path) -> bytes:
