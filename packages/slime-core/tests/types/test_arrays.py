@@ -61,8 +61,8 @@ def path(tmp_path_factory):
 
 
 def written(path, batch):
-    batch.columns().write(path)
-    return RolloutColumns.read(path).batch()
+    batch.columns().write(str(path))
+    return RolloutColumns.read(str(path)).batch()
 
 
 # repr, unlike ==, takes NaN for NaN and tells 0.0 from -0.0 and True from 1.

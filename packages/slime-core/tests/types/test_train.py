@@ -18,7 +18,7 @@ STEPS = [TrainStep(micro_batches=[[0, 2], [1]], global_trajectories=3, global_to
 def test_a_shard_on_disk(tmp_path):
     shard = TrainShard.of(rollout_id=3, temperature=0.7, samples=SAMPLES, steps=STEPS)
     shard.write(tmp_path / "shard.npz")
-    read = TrainShard.read(tmp_path / "shard.npz")
+    read = TrainShard.read(str(tmp_path / "shard.npz"))
     assert (read.rollout_id, read.temperature, read.steps) == (3, 0.7, STEPS)
     for one, other in zip(read.samples, SAMPLES, strict=True):
         assert (one.index, one.reward, one.teacher_log_probs) == (other.index, other.reward, None)

@@ -146,7 +146,7 @@ def ragged(columns: Columns, name: str) -> Ragged:
     return column
 
 
-def write_npz(path: Path, head: dict[str, Any], columns: Columns) -> None:
+def write_npz(path: str | Path, head: dict[str, Any], columns: Columns) -> None:
     """Write columns, whose names hold no dot, to a file, which appears whole or not at all. Its directory must exist.
 
     Raises:
@@ -161,11 +161,11 @@ def write_npz(path: Path, head: dict[str, Any], columns: Columns) -> None:
             members[name] = column
     if objects := [name for name, values in members.items() if values.dtype.hasobject]:
         raise DataError(f"the columns {objects} hold Python objects; give arrays of numbers or bytes")
-    with whole_file(path) as partial, partial.open("wb") as file:
+    with whole_file(Path(path)) as partial, partial.open("wb") as file:
         np.savez(file, **members)  # type: ignore[arg-type]
 
 
-def read_npz(path: Path, what: str) -> tuple[dict[str, Any], Columns]:
+def read_npz(path: str | Path, what: str) -> tuple[dict[str, Any], Columns]:
     """The reverse of :func:`write_npz`. ``what`` is the file's name in errors, such as ``rollout 3``.
 
     Raises:
@@ -173,7 +173,7 @@ def read_npz(path: Path, what: str) -> tuple[dict[str, Any], Columns]:
         DamagedError: It was cut off or altered, or is something else.
     """
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as members:
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as members:
             head = json.loads(_text(members["head"]))
             version = head.pop("format_version")
             if version != FORMAT_VERSION:

@@ -89,12 +89,12 @@ class RolloutColumns:
         fields = {name: getattr(self, name) for name in _HEAD if name != "group_sizes"}
         return RolloutBatch(groups=[[next(samples) for _ in range(size)] for size in self.group_sizes], **fields)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Write an ``.npz`` file, which appears whole or not at all. Its directory must exist."""
         write_npz(path, {name: getattr(self, name) for name in _HEAD}, self.samples)
 
     @classmethod
-    def read(cls, path: Path) -> RolloutColumns:
+    def read(cls, path: str | Path) -> RolloutColumns:
         """The reverse of :meth:`write`. Executes nothing, whatever the file is.
 
         Raises:

@@ -126,7 +126,7 @@ class TrainShard:
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | Path) -> None:
         """Write an ``.npz`` file (:mod:`slime_core.types.arrays`), whole or not at all. Its directory must exist."""
         head = {
             "rollout_id": self.rollout_id,
@@ -136,7 +136,7 @@ class TrainShard:
         write_npz(path, head, self.columns)
 
     @classmethod
-    def read(cls, path: Path) -> TrainShard:
+    def read(cls, path: str | Path) -> TrainShard:
         """The reverse of :meth:`write`. Executes nothing, whatever the file is.
 
         Raises:
