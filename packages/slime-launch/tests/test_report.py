@@ -113,6 +113,17 @@ def test_answers_before_and_after_are_shown(tmp_path):
     ]  # fmt: skip
 
 
+def test_an_evaluation_alone_is_shown_once(tmp_path):
+    answer = {"prompt": "1 + 1 =", "response": "2", "reward": 1}
+    row = {"kind": "eval", "step": 0, "rollout_id": 0, "eval/sums": 0.25, "samples": [answer]}
+    report = make_report([row], output_dir=tmp_path, checkpoint=None, minutes=0.0)
+    assert (report.eval_before, report.eval_after, report.samples_after) == ({"sums": 0.25}, {"sums": 0.25}, [])
+    lines = report_lines(report)
+    at = lines.index("mean reward on sums: 0.250")
+    assert lines[at + 1 : at + 3] == ["held-out prompts", "  1 + 1 = → 2 (reward 1)"]
+    assert not any("training" in line for line in lines)
+
+
 def test_without_held_out_prompts_samples_of_rollouts_are_shown_and_kept_whole(tmp_path):
     first, last = ({"prompt": "q " * 300, "response": word * 300, "reward": None} for word in ("a b ", "c d "))
     rollouts = [row for row in ROWS if row["kind"] == "rollout"]

@@ -7,7 +7,7 @@ from slime_core.errors import DataError
 from slime_core.types import RolloutBatch, Sample
 from slime_launch.errors import RunError
 from slime_launch.flags import parse_train
-from slime_launch.shards import Recipe, check_scored, check_versions, prepare_rollout, split_rollout
+from slime_launch.shards import Recipe, check_scored, check_versions, examples, prepare_rollout, split_rollout
 
 SHAPE = ModelShape(
     family="qwen3", num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
@@ -203,3 +203,11 @@ def test_three_samples_are_for_people_to_read(batch, flags, to_words):
         shown.append(prepare_rollout(batch, recipe, state_dict=dict, put=lambda shard: shard).examples)
     assert shown[0] == [{"prompt": f"question {index}", "response": "long " * 100, "reward": 0} for index in (0, 2, 4)]
     assert [example["reward"] for example in shown[1]] == [None] * 3
+
+
+def test_examples_of_conversations_show_the_question():
+    question, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+    prompts = ([question], [question, answer], [question, answer, question, answer], "2 + 2?", [answer])
+    samples = [Sample(index=at, group_index=at, prompt=prompt, tokens=[1]) for at, prompt in enumerate(prompts)]
+    shown = [examples(samples[at : at + 1])[0]["prompt"] for at in range(len(samples))]
+    assert shown == ["2 + 2?"] * 4 + ["4"]

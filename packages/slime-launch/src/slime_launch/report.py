@@ -103,7 +103,7 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
         eval_after=_scores(evals[-1]) if evals else {},
         evals=[(row["rollout_id"], _scores(row)) for row in evals],
         samples_before=first.get("samples", []),
-        samples_after=last.get("samples", []) if answered or len(rollouts) > 1 else [],
+        samples_after=last.get("samples", []) if last is not first else [],
         samples_of="held-out prompts" if answered else "rollouts",
         rewards=rewards,
         losses=losses,
@@ -141,9 +141,11 @@ def report_lines(report: Report) -> list[str]:
     measure = "loss" if report.loss_curve is not None else "mean reward"
     for name, after in report.eval_after.items():
         before = report.eval_before.get(name)
-        change = f"{before:.3f} → {after:.3f}" if before is not None else f"{after:.3f}"
+        change = f"{before:.3f} → {after:.3f}" if before is not None and report.rollouts else f"{after:.3f}"
         lines.append(f"{measure} on {name}: {change}")
-    titles = {"held-out prompts": ("before training", "after training")}.get(report.samples_of, FIRST_AND_LAST)
+    titles = FIRST_AND_LAST
+    if report.samples_of == "held-out prompts":
+        titles = ("before training", "after training") if report.rollouts else ("held-out prompts",) * 2
     for title, samples in zip(titles, (report.samples_before, report.samples_after), strict=True):
         lines += [title, *(f"  {example_line(example)}" for example in samples)] if samples else []
     if report.unscored:

@@ -16,7 +16,7 @@ from slime_core.errors import DataError
 from slime_core.metrics import pass_rates
 from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
-from slime_core.types import RolloutBatch, RolloutColumns, Sample, TrainShard
+from slime_core.types import Message, RolloutBatch, RolloutColumns, Sample, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
@@ -181,12 +181,18 @@ def examples(samples: Sequence[Sample], *, scored: bool = True) -> list[Example]
             first.setdefault(sample.group_index, sample)
     return [
         {
-            "prompt": one.prompt if isinstance(one.prompt, str) else str((one.prompt or [{}])[-1].get("content", "")),
+            "prompt": one.prompt if isinstance(one.prompt, str) else _asked(one.prompt or []),
             "response": one.response,
             "reward": one.reward if scored else None,
         }
         for one in first.values()
     ]
+
+
+def _asked(messages: Sequence[Message]) -> str:
+    """What the last message says that is not the answer: a conversation to train on ends with that."""
+    asked = [message for message in messages if message.get("role") != "assistant"] or messages
+    return str(asked[-1].get("content", "")) if asked else ""
 
 
 def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[TrainShard], Any]) -> ReadyRollout:
