@@ -35,8 +35,8 @@ OTHERS = {
     "scripts": {"--device", "--dry-run", "--full", "--list", "--quick", "--save-baseline", "--steps"},
     "TensorBoard, uv, Ray": {"--address", "--generate", "--head", "--logdir", "--node-ip-address", "--python"}
     | {"--find-links", "--ray-address"},
-    "Slurm": {"--exclusive", "--gpus-per-node", "--nodes", "--time"},
-    "Docker, SkyPilot": {"--build-arg", "--env", "--gpus", "--ipc", "--secret", "--shm-size"},
+    "Slurm": {"--exclusive", "--gpus-per-node", "--ip-address", "--nodes", "--time"},
+    "Docker, SkyPilot": {"--build-arg", "--env", "--gpus", "--ipc", "--rm", "--secret", "--shm-size"},
 }
 
 

@@ -188,9 +188,8 @@ def without_checkpoints(settings: Settings) -> Settings:
     if settings.trains and not settings.only_evaluates:
         return settings
     run, megatron = settings.run, settings.megatron
-    return dataclasses.replace(
-        settings, run=dataclasses.replace(run, save_hf=None), megatron=dataclasses.replace(megatron, save=None)
-    )
+    without = dataclasses.replace(megatron, save=None, save_interval=None)
+    return dataclasses.replace(settings, run=dataclasses.replace(run, save_hf=None), megatron=without)
 
 
 def with_output(checked: Checked, output_dir: str | Path) -> Checked:
