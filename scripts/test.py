@@ -53,13 +53,13 @@ class Env:
 
 
 ENVS = (
-    Env("lint", 10),
-    Env("core", 12),
-    Env("convert", 15),
-    Env("megatron", 20),
-    Env("rollout", 30, engine=True, servers=True),
-    Env("launch", 20, engine=True),
-    Env("integration", 40, engine=True, servers=True),
+    Env("lint", 20),
+    Env("core", 20),
+    Env("convert", 30),
+    Env("megatron", 45),
+    Env("rollout", 45, engine=True, servers=True),
+    Env("launch", 40, engine=True),
+    Env("integration", 75, engine=True, servers=True),
 )
 
 
