@@ -275,7 +275,7 @@ def summary_lines(
         "what was run     " + command,
         f"longer           {next_command}",
         "",
-        "next: a reward of your own, in ten minutes (docs/tutorials/own-reward.md)",
+        "next: a reward of your own (docs/tutorials/own-reward.md)",
         "    source .venv/bin/activate",
         "    slime-launch new mine",
         "    slime-launch train --config mine/laptop.toml",
