@@ -94,7 +94,7 @@ def test_a_search_that_finds_nothing_or_nobody(example, monkeypatch):
 
 def test_the_command_that_looks_at_it(example, capsys, monkeypatch):
     page = (DIRECTORY / "README.md").read_text(encoding="utf-8")
-    command = page.partition("slime-rollout check")[2].partition("\nkill")[0].replace("\\\n", " ")
+    command = page.partition("slime-rollout check")[2].partition("\n```")[0].replace("\\\n", " ")
     monkeypatch.chdir(DIRECTORY.parents[1])
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(shlex.split("check" + command)) == 0
