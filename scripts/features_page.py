@@ -1,7 +1,6 @@
 """Writes docs/reference/features.md: every two features of a run together, as the checks before a run answer it.
 
-python scripts/features_page.py            writes the page
-python scripts/features_page.py --check    says whether it is up to date, and exits with 1 if not
+python scripts/features_page.py    writes the page
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import functools
 import itertools
 import json
 import os
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -249,16 +247,5 @@ def page() -> str:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Write the page, or compare it."""
-    if argv == ["--check"]:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-            return 0
-        print("docs/reference/features.md is not up to date; run: python scripts/features_page.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,12 +1,10 @@
 """Writes docs/reference/flags.md from the flag tables: ours by group, and what becomes of those of other launchers.
 
-python scripts/flags_page.py            writes the page
-python scripts/flags_page.py --check    says whether it is up to date, and exits with 1 if not
+python scripts/flags_page.py    writes the page
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -77,16 +75,5 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str]) -> int:
-    """Write the page, or compare it."""
-    if argv == ["--check"]:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-            return 0
-        print("docs/reference/flags.md is not up to date; run: python scripts/flags_page.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PAGE.write_text(page(), encoding="utf-8")

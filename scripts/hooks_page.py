@@ -1,12 +1,10 @@
 """Writes docs/reference/hooks.md from scripts/hooks.toml and the flag tables: every function or class of a user's.
 
-python scripts/hooks_page.py            writes the page
-python scripts/hooks_page.py --check    says whether it is up to date, and exits with 1 if not
+python scripts/hooks_page.py    writes the page
 """
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import tomllib
 from dataclasses import dataclass
@@ -100,16 +98,5 @@ def page() -> str:
     return "\n".join([*parts, NEXT])
 
 
-def main(argv: list[str]) -> int:
-    """Write the page, or compare it."""
-    if argv == ["--check"]:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-            return 0
-        print("docs/reference/hooks.md is not up to date; run: python scripts/hooks_page.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Writes docs/reference/metrics.md from the table of metrics. A test compares the two,
 and the table with what runs write.
 
-python scripts/metrics_page.py          writes the page
+python scripts/metrics_page.py    writes the page
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ def test_evaluation_alone_needs_neither_prompts_nor_a_checkpoint(flags, to_words
     assert describe(layout, external=True).startswith("placement: 2 for generation (GPUs); no trainers")
     assert "nothing is trained, and no checkpoint is written" in notices(found.settings)
     assert checked(kept | {"--load": flags["--load"]}, to_words).settings.trains
+    assert checked(kept | {"--save-interval": "20"}, to_words).settings.megatron.save_interval is None
 
 
 def test_rollouts_alone_take_the_engines_place_of_a_colocated_run(flags, to_words, tmp_path):
