@@ -53,6 +53,12 @@ def test_sglang_flags_reach_the_engine_under_their_own_names(flags, to_words):
     assert dict(settings.engine.sglang_args) == {"mem-fraction-static": "0.8", "sleep-on-idle": True}
 
 
+def test_code_that_comes_with_a_model_is_trusted_by_one_flag(flags, to_words):
+    settings = parse_train([*to_words(flags), "--trust-remote-code"])
+    assert settings.rollout.data.trust_remote_code
+    assert dict(settings.engine.sglang_args) == {"trust-remote-code": True}
+
+
 def test_an_sglang_flag_with_several_values(flags, to_words):
     settings = parse_train([*to_words(flags), "--sglang-cuda-graph-bs", "1", "2", "--sglang-cuda-graph-bs", "4"])
     assert dict(settings.engine.sglang_args) == {"cuda-graph-bs": ("1", "2", "4")}

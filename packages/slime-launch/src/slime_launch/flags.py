@@ -135,6 +135,8 @@ def _configs(given: Mapping[str, Any], groups: Sequence[FlagGroup], as_given: Ma
         values = {dest: value for dest, value in given.items() if dest in dests}
         if config is EngineConfig:
             args = {sglang[dest]: value for dest, value in given.items() if dest in sglang}
+            if given.get("trust_remote_code"):
+                args.setdefault("trust-remote-code", True)
             values["sglang_args"] = args | dict(as_given)
             values["router_args"] = {router[dest]: value for dest, value in given.items() if dest in router}
         if config is MegatronConfig:

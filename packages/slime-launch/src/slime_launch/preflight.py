@@ -38,7 +38,7 @@ from slime_rollout.engine.sglang_flags import missing_sglang
 from slime_rollout.engine.topology_plan import EnginePlan, Topology, check_runs_here, plan_engines, topology_of
 from slime_rollout.hooks import check_hooks, hook_args_of
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,9 @@ class DataConfig(Config):
         help="Hugging Face directory: the model that engines start with, FP8 or INT4 too, its config and tokenizer",
         metavar="DIR",
     )
+    trust_remote_code: bool = flag(
+        False, help="run the Python code that --hf-checkpoint comes with: of its tokenizer, and of its model in engines"
+    )
     prompt_data: tuple[str, ...] | str = flag(
         (),
         help="prompts: JSON Lines (also .gz, .bz2, .xz, .zst), Parquet, directories that `datasets` saved; several are "

@@ -62,7 +62,7 @@ class DataService:
 
         config = self._spec.rollout
         self._progress = Progress(note="reading the data")
-        tokenizer = load_tokenizer(config.data.hf_checkpoint)
+        tokenizer = load_tokenizer(config.data.hf_checkpoint, trust_remote_code=config.data.trust_remote_code)
         parts = [self._load(path, config, tokenizer) for path in config.data.prompt_paths]
         dataset: Dataset[Any] = Dataset.join(parts, config.data.prompt_data_weights)
         self._rows, notices = len(dataset), [*dataset.notices]

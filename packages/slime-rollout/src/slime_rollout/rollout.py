@@ -47,7 +47,7 @@ class RolloutData:
         Raises `ConfigError` if the tokenizer or the data source cannot be used, and `DataError` if a prompt file is
         invalid.
         """
-        tokenizer = load_tokenizer(config.data.hf_checkpoint)
+        tokenizer = load_tokenizer(config.data.hf_checkpoint, trust_remote_code=config.data.trust_remote_code)
         source = load_source(config, PromptEncoder.of(config, tokenizer), hook_args or hook_args_of(config))
         return cls(source, [HeldOutPrompts.load(held_out, tokenizer) for held_out in read_eval_sets(config)], tokenizer)
 

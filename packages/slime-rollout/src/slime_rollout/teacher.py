@@ -164,7 +164,7 @@ def make_teacher(config: RolloutConfig) -> TeacherLogProbs | None:
 def _check_vocabulary(url: str, name: str, config: RolloutConfig) -> TeacherVocabulary:
     """Ask about tokens of the whole vocabulary, and compare their texts with those of the student's tokenizer."""
     checkpoint = config.data.hf_checkpoint
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.data.trust_remote_code)
     known, added = sorted(set(tokenizer.get_vocab().values())), sorted(getattr(tokenizer, "added_tokens_decoder", {}))
     tokens = sorted({*known[:: max(1, len(known) // _COMPARED)], *added[:_ADDED]})
     vocabulary, texts = _ask(url, tokens, _largest_tokens(known[-1], checkpoint), config.rewards.teacher_timeout)

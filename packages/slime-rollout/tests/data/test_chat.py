@@ -1,5 +1,7 @@
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from slime_core.errors import ConfigError, DataError
 from slime_core.hooks import HookArgs
 from slime_rollout.data import PromptEncoder, load_tokenizer
-from slime_rollout.data.chat import ChatTurns, as_messages
+from slime_rollout.data.chat import ChatTurns, as_messages, text_tokens
 
 
 @pytest.fixture
@@ -107,12 +109,60 @@ def test_a_torchvision_that_cannot_be_imported_does_not_matter(engine_python, to
 
 
 def test_a_transformers_that_lacks_something_is_not_blamed_on_the_model(tokenizer_dir, monkeypatch):
-    def missing(path):
+    def missing(path, **how):
         raise ImportError("no protobuf")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", missing)
     with pytest.raises(ConfigError, match=r"transformers in .* is incomplete: no protobuf"):
         load_tokenizer(tokenizer_dir)
+
+
+OWN_TOKENIZER = '''
+from transformers import PreTrainedTokenizer
+
+
+class Letters(PreTrainedTokenizer):
+    """A token for each letter of `tiktoken.model`."""
+
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, **kwargs):
+        self.letters = open(vocab_file, encoding="utf-8").read()
+        super().__init__(**kwargs)
+
+    vocab_size = property(lambda self: len(self.letters))
+
+    def get_vocab(self):
+        return {letter: token for token, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+'''
+
+
+def test_a_tokenizer_that_is_code_runs_only_if_it_is_trusted(tmp_path, monkeypatch):
+    """As those of Kimi and Moonlight are published: Python beside `tiktoken.model`."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (model / "tiktoken.model").write_text("abc ")
+    (model / "tokenization_own.py").write_text(OWN_TOKENIZER)
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Letters", None]}, "tokenizer_class": "Letters"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is Python code of its own; read it, and give --trust-remote-code"):
+        load_tokenizer(str(model))
+    assert text_tokens(load_tokenizer(str(model), trust_remote_code=True), "cab a") == [2, 0, 1, 3, 0]
 
 
 ASKED = [{"role": "user", "content": "How warm?"}]

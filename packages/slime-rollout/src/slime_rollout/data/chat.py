@@ -28,25 +28,49 @@ Rendering = Callable[[list[Message]], str]
 """A template. Raises DataError where it refuses the messages."""
 
 
-def load_tokenizer(hf_checkpoint: str) -> Any:
-    """The tokenizer of a Hugging Face directory; a `ConfigError` if that has none that transformers can load."""
+def load_tokenizer(hf_checkpoint: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a Hugging Face directory.
+
+    Args:
+        hf_checkpoint: The directory.
+        trust_remote_code: Run the tokenizer's own code where it comes as Python (Kimi, Moonlight).
+
+    Raises:
+        ConfigError: There is none that transformers can load.
+    """
     if not Path(hf_checkpoint).is_dir():
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} is not a directory; give a model's, with tokenizer.json in it"
+        )
+    if not trust_remote_code and _is_code(Path(hf_checkpoint)):
+        raise ConfigError(
+            f"the tokenizer of --hf-checkpoint {hf_checkpoint} is Python code of its own; read it, and give "
+            "--trust-remote-code to run it, or put a tokenizer.json in its place"
         )
     _ignore_broken_torchvision()
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(hf_checkpoint)
+        return AutoTokenizer.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
     except ImportError as error:
-        raise ConfigError(f"transformers in {sys.executable} is incomplete: {error.__cause__ or error}") from error
+        raise ConfigError(
+            f"transformers in {sys.executable} is incomplete: {' '.join(str(error.__cause__ or error).split())}"
+        ) from error
     except Exception as error:  # whatever the many tokenizer classes raise for a broken file
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"--hf-checkpoint {hf_checkpoint} has no tokenizer that transformers can load ({reason}); "
             "give a directory with tokenizer.json"
         ) from error
+
+
+def _is_code(directory: Path) -> bool:
+    """Whether only the directory's own code can read its tokenizer; transformers would guess at one without it."""
+    try:
+        named = json.loads((directory / "tokenizer_config.json").read_bytes())["auto_map"]["AutoTokenizer"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return bool(named) and not (directory / "tokenizer.json").is_file()
 
 
 def _ignore_broken_torchvision() -> None:

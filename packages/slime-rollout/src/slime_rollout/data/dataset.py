@@ -175,7 +175,9 @@ def _encode(rows: list[RawRow]) -> list[Outcome]:
     global _encoder
     if _encoder is None:
         assert _config is not None
-        _encoder = RowEncoder(_config, PromptEncoder.of(_config, load_tokenizer(_config.data.hf_checkpoint)))
+        data = _config.data
+        tokenizer = load_tokenizer(data.hf_checkpoint, trust_remote_code=data.trust_remote_code)
+        _encoder = RowEncoder(_config, PromptEncoder.of(_config, tokenizer))
     return [_encoder.outcome(raw) for raw in rows]
 
 

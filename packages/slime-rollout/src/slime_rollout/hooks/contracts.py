@@ -91,7 +91,11 @@ class Trial:
         time_limit: float = TIME_LIMIT,
     ) -> Trial:
         """The trial of a configuration, with stand-ins for a missing tokenizer and missing prompts."""
-        tokenizer = load_tokenizer(config.data.hf_checkpoint) if has_model else make_tokenizer()
+        tokenizer = (
+            load_tokenizer(config.data.hf_checkpoint, trust_remote_code=config.data.trust_remote_code)
+            if has_model
+            else make_tokenizer()
+        )
         encoder = PromptEncoder.of(config, tokenizer)
         with tempfile.TemporaryDirectory(prefix="slime-hooks-") as directory:
             if has_prompts:
