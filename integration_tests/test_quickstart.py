@@ -28,7 +28,13 @@ def _trained(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(3 * CALL_SECONDS)
 def test_a_killed_quick_start_goes_on_and_a_finished_one_repeats_its_result(tmp_path: Path) -> None:
     output = tmp_path / "quick start"
-    command = [str(SCRIPT), "--seed", "4", "--steps", str(STEPS), "--output-dir", str(output)]
+    words = [str(SCRIPT), "--seed", "4", "--output-dir", str(output)]
+    made = run([*words, "--steps", "0"], tmp_path / "made.txt", seconds=CALL_SECONDS)
+    assert (
+        "nothing is trained" in made and (output / "model" / "hf").is_dir() and not (output / "seed-4" / "run").exists()
+    )
+
+    command = [*words, "--steps", str(STEPS)]
     command += ["--", "--save-interval", "1", "--eval-interval", str(STEPS)]
 
     with started(command, tmp_path / "killed.txt") as process:

@@ -1,9 +1,10 @@
 """Post-train SmolLM2-135M-Instruct with GRPO on two-digit sums, on this machine, with the real parts.
 
 Stages: environments, model, data, training, summary. A stage that is done is not done again; a run that was stopped
-goes on from its last checkpoint. Words after `--` are flags for `slime-launch train`.
+goes on from its last checkpoint. `--steps 0` ends before training: what all tutorials need is there then. Words after
+`--` are flags for `slime-launch train`.
 
-The last line is `result: {json}`.
+The last line of a run is `result: {json}`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quickstart_parts import (
+    NEXT,
     Places,
     command_script,
     jsonl,
@@ -65,15 +67,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="scripts/quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=1, help="of the problems, the samples and the run [1]")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps; more than before continues a run [30]")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="optimizer steps; more than before continues a run, 0 trains nothing [30]"
+    )
     parser.add_argument(
         "--output-dir", type=Path, default=ROOT / "outputs" / "quickstart", help="[outputs/quickstart]", metavar="DIR"
     )
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run with this seed; keep the model")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(words[:at])
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps} must be at least 1")
+    if args.steps < 0:
+        parser.error(f"--steps {args.steps} must be at least 0")
     args.output_dir = args.output_dir.resolve()
     return args, words[at + 1 :]
 
@@ -90,6 +94,9 @@ def inside(argv: Sequence[str]) -> int:
         places.run.mkdir(parents=True, exist_ok=True)
         get_model(places)
         write_data(places, args.seed)
+        if args.steps == 0:
+            say("\nnothing is trained with --steps 0\n\n" + "\n".join(NEXT))
+            return 0
         train(places, seed=args.seed, steps=args.steps, extra=extra)
         summarize(places, seed=args.seed)
     except (StageError, ValueError, OSError) as error:

@@ -16,6 +16,12 @@ WORKED_SUMS = ((12, 30), (45, 17), (21, 58))
 TRAIN_PROBLEMS = 2048
 HELD_OUT_PROBLEMS = 128
 EVAL_NAME = "heldout"
+NEXT = (
+    "next: a reward of your own (docs/tutorials/own-reward.md)",
+    "    source .venv/bin/activate",
+    "    slime-launch new mine",
+    "    slime-launch train --config mine/laptop.toml",
+)
 Problem = tuple[int, int]
 
 
@@ -275,10 +281,7 @@ def summary_lines(
         "what was run     " + command,
         f"longer           {next_command}",
         "",
-        "next: a reward of your own (docs/tutorials/own-reward.md)",
-        "    source .venv/bin/activate",
-        "    slime-launch new mine",
-        "    slime-launch train --config mine/laptop.toml",
+        *NEXT,
     ]
     return lines
 
