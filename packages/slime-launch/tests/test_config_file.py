@@ -1,15 +1,18 @@
 """The file of --config, where each value came from, and what is written down of it."""
 
 import json
+import platform
+import sys
 
 import pytest
+import torch
 
 from slime_core.errors import ConfigError
 from slime_launch.config_file import with_config
 from slime_launch.flags import parse_train
 from slime_launch.preflight import Checked
 from slime_launch.redact import HIDDEN, without_secrets
-from slime_launch.resolved import FILE_NAME, write_resolved
+from slime_launch.resolved import FILE_NAME, installed, write_resolved
 from slime_launch.resume import StartWeights
 
 
@@ -89,6 +92,13 @@ def test_what_is_written_has_values_origins_and_no_secrets(flags, to_words, tmp_
     assert rows["rm_url"]["value"] == f"http://{HIDDEN}@h:1/x"
     assert "abcdef-secret" not in text
     assert "hunter22" not in text
+    assert json.loads(text)["packages"] == installed(sys.executable)
+
+
+def test_versions_of_an_interpreter_that_is_here(tmp_path):
+    found = installed(sys.executable)
+    assert found["python"] == platform.python_version() and found["torch"] == torch.__version__
+    assert installed(str(tmp_path / "python")) is None and installed("/bin/false") is None
 
 
 def test_secrets_are_known_by_name_by_form_and_by_the_environment():

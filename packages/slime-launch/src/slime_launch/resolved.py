@@ -1,9 +1,11 @@
-"""``settings.json`` in ``--output-dir``: every setting of a run, where it came from, and the environment it ran in."""
+"""``settings.json`` in ``--output-dir``: every setting of a run, where it came from, and what it ran in."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,36 @@ from slime_launch.config import CONFIGS
 from slime_launch.preflight import Checked
 from slime_launch.redact import without_secrets
 from slime_launch.validate import global_batch_size
+from slime_rollout.engine.python import run_python
 
 FILE_NAME = "settings.json"
 ENVIRONMENT = ("SLIME_", "RAY_", "CUDA_", "NCCL_", "GLOO_", "SGLANG_", "HF_", "OMP_", "TORCH_", "PYTHONPATH", "WANDB_")
 """Beginnings of the variables that a run may depend on."""
+VERSIONS = (
+    "import json, platform; from importlib.metadata import distributions; "
+    "found = {one.name: one.version for one in distributions()}; "
+    "print(json.dumps({'python': platform.python_version(), **dict(sorted(found.items()))}))"
+)
+VERSIONS_SECONDS = 60.0
 
 
 def write_resolved(checked: Checked, directory: Path) -> None:
-    """Write the settings of a run; secrets are removed."""
-    text = json.dumps(resolved(checked, os.environ), indent=1, ensure_ascii=False)
+    """Write the settings of a run and the versions of all packages; secrets are removed."""
+    engine, found = checked.settings.engine, resolved(checked, os.environ)
+    found["packages"] = installed(sys.executable)
+    if checked.settings.generates and engine.python != sys.executable:
+        found["engine_packages"] = installed(engine.python)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
     write_whole(directory / FILE_NAME, text + "\n")
+
+
+def installed(python: str) -> dict[str, str] | None:
+    """The versions of an interpreter and of what is installed in it; ``None`` where it is not on this machine."""
+    try:
+        result = run_python(python, VERSIONS, None, VERSIONS_SECONDS)
+        return dict(json.loads(result.stdout.splitlines()[-1]))
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return None
 
 
 def resolved(checked: Checked, environment: Mapping[str, str]) -> dict[str, Any]:
