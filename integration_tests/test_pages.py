@@ -128,11 +128,13 @@ def test_an_own_reward_rises(tmp_path: Path) -> None:
     print(f"from the clone to an own reward that rises: {minutes:.1f} min")
     named = set(re.findall(r"[\w./-]+/report\.json", PAGES[OWN_REWARD]))
     [path] = [tree / name for name in named if (tree / name).is_file()]
-    rewards = json.loads(path.read_text())["rewards"]
+    report = json.loads(path.read_text())
+    rewards = report["rewards"]
     part = max(len(rewards) // 4, 1)
     first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
     print(f"mean reward of the first {part} of {len(rewards)} steps {first:.3f}, of the last {part} {last:.3f}")
-    assert last > first
+    print(f"held-out prompts: {report['eval_before']} before, {report['eval_after']} after")
+    assert last > first and report["eval_after"]["heldout"] > report["eval_before"]["heldout"]
     assert minutes < OWN_TASK_MINUTES * SLACK
 
 
