@@ -56,7 +56,7 @@ class Joined:
 def run_on_cluster(command: list[str], work: Path, *, kill: bool) -> Joined:
     """Run on a cluster of its own, to the end or until it has made a step and is killed."""
     log = work / "log.txt"
-    with _cluster(work / "cluster.txt") as cluster:
+    with ray_cluster(work / "cluster.txt") as cluster:
         nodes = {process.pid: process.name() for process in cluster.children() if process.name() in NODE}
         with started(command, log) as process:
             wait_for(trained(work, 1), "the first step", process=process, log=log)
@@ -85,15 +85,15 @@ def run_on_cluster(command: list[str], work: Path, *, kill: bool) -> Joined:
 
 
 @contextmanager
-def _cluster(log: Path) -> Iterator[psutil.Process]:
-    """A Ray cluster of one node with four CPUs; gives its topmost process."""
+def ray_cluster(log: Path, *, gpus: int = 0) -> Iterator[psutil.Process]:
+    """A Ray cluster of one node with four CPUs, and GPUs as far as Ray knows; gives its topmost process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, log.open("wb") as out:
         words = ["start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port)]
-        words += ["--num-cpus", "4", "--object-store-memory", str(128 * 2**20), "--temp-dir", directory]
+        words += ["--num-cpus", "4", "--num-gpus", str(gpus), "--object-store-memory", str(128 * 2**20), "--temp-dir", directory]
         words += ["--include-dashboard", "false", "--disable-usage-stats"]
         process = subprocess.Popen([RAY, *words], stdout=out, stderr=out, start_new_session=True)
         try:

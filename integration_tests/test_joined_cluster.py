@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster import run_on_cluster
+from cluster import ray_cluster, run_on_cluster
 from ended import FOREVER
 from launching import Assets, train_command
+
+from slime_core.errors import ConfigError
+from slime_launch.devices import find_device, run_device
+from slime_launch.flags import parse_train
 
 
 @pytest.mark.real
@@ -29,3 +33,15 @@ def test_a_run_joins_a_cluster_and_leaves_it_as_it_was(
     # torch's is there during an update of the weights alone
     assert {"sglang"} <= {name.partition("_")[0] for name in joined.memory} <= {"torch", "sglang"}
     assert not joined.memory_left
+
+
+@pytest.mark.real
+@pytest.mark.timeout(120)
+def test_a_command_on_a_head_without_a_gpu_is_for_the_clusters_gpus(qwen3: Assets, tmp_path: Path) -> None:
+    words = train_command(qwen3, tmp_path, rollouts=1, save=False)[2:]
+    assert run_device() == "cpu" and not parse_train(words).megatron.bf16
+    with ray_cluster(tmp_path / "cluster.txt", gpus=2):
+        settings = parse_train(words)
+        assert run_device() == "cuda" and settings.megatron.bf16 and settings.megatron.use_distributed_optimizer
+        with pytest.raises(ConfigError, match="are on other machines than this one; give --device NAME"):
+            find_device(None, None)

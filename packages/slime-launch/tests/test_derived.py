@@ -21,7 +21,7 @@ from slime_launch.validate import engine_dtype, global_batch_size
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    monkeypatch.setattr(launch_flags, "engine_device", lambda: "cuda")
+    monkeypatch.setattr(launch_flags, "run_device", lambda: "cuda")
 
 
 @pytest.fixture

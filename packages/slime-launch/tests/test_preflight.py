@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_used(checked, old, new, message):
 
 
 def test_halves_need_gpus(checked, monkeypatch):
-    monkeypatch.setattr("slime_rollout.engine.server.engine_device", lambda: "cpu")
+    monkeypatch.setattr("slime_launch.preflight.run_device", lambda: "cpu")
     halves = "[{num_gpus: 1, worker_type: prefill}, {num_gpus: 2, worker_type: decode}]"
     text = f"sglang: [{{name: actor, server_groups: {halves}}}]"
     with pytest.raises(ConfigError, match="the prefill engines of model actor need GPUs"):

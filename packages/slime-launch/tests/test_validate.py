@@ -259,13 +259,13 @@ def test_engines_of_a_quantized_model_need_a_gpu_and_weights_that_can_be_updated
     store(tmp_path, Fp8Format((128, 128)).to_config([]), **{name: torch.ones(8, 8).to(torch.float8_e4m3fn)})
     assert engine_dtype(settings(hf=tmp_path, fp32=None)) == "bfloat16"
     assert engine_dtype(settings(hf=tmp_path / "none", fp32=None)) == "float32"
-    monkeypatch.setattr(validate, "engine_device", lambda: "cuda")
+    monkeypatch.setattr(validate, "run_device", lambda: "cuda")
     check_quantized(settings(hf=tmp_path))
-    monkeypatch.setattr(validate, "engine_device", lambda: "cpu")
+    monkeypatch.setattr(validate, "run_device", lambda: "cpu")
     check_quantized(settings(hf=tmp_path), elsewhere=True)
     with pytest.raises(ConfigError, match=r"is quantized \(fp8.*\), .* on GPUs alone; .*slime-convert fp8-to-bf16"):
         check_quantized(settings(hf=tmp_path))
-    monkeypatch.setattr(validate, "engine_device", lambda: "cuda")
+    monkeypatch.setattr(validate, "run_device", lambda: "cuda")
     expert = "model.layers.0.mlp.experts.0.up_proj.weight_packed"
     store(tmp_path, Int4Format(32).to_config([]), **{expert: torch.ones(8, 4, dtype=torch.int32)})
     check_quantized(settings(hf=tmp_path))

@@ -10,7 +10,7 @@ from slime_core.config import PAIR_LOSSES
 from slime_core.errors import DataError
 from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
-from slime_rollout.engine.sglang_flags import engine_device
+from slime_launch.devices import run_device
 
 SLOW_BF16 = "leave out --bf16: this processor has no instructions for it (AVX512_BF16, AMX); fp32 is many times faster"
 
@@ -72,7 +72,7 @@ def _rollouts_of_epochs(values: Mapping[str, Any]) -> int | None:
 def precision_notes(settings: Settings) -> list[str]:
     """What the run computes in, where the command does not say it; or that what it says is slow on this machine."""
     if settings.origins.keys() & {"bf16", "fp32"}:
-        slow = settings.megatron.bf16 and engine_device() == "cpu" and not computes_bfloat16()
+        slow = settings.megatron.bf16 and run_device() == "cpu" and not computes_bfloat16()
         return [SLOW_BF16] if slow else []
     if settings.megatron.bf16:
         return ["computes in bfloat16, the default on CUDA; --fp32 changes that"]

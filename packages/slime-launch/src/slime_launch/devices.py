@@ -8,6 +8,7 @@ import os
 import subprocess
 
 from slime_core.errors import ConfigError
+from slime_launch.ray_runtime import cluster_has_gpus
 from slime_rollout.engine.sglang_flags import engine_device
 from slime_rollout.engine.transports import PCIE
 
@@ -76,6 +77,16 @@ DEVICES = {
 _CPU_OPERATIONS, _CPU_BANDWIDTH = 5e10, 1e10
 
 
+def run_device() -> str:
+    """``"cuda"`` or ``"cpu"``: what a run computes on that is started here.
+
+    That is what this machine has, or another node of the cluster that ``RAY_ADDRESS`` names: the head of a Kubernetes
+    cluster seldom has a GPU.
+    """
+    here, address = engine_device(), os.environ.get("RAY_ADDRESS")
+    return "cuda" if here == "cuda" or (address and cluster_has_gpus(address)) else "cpu"
+
+
 def find_device(name: str | None, memory_gib: float | None) -> Device:
     """The device of ``--device``, with the memory of ``--device-memory-gib``; by default what this machine has.
 
@@ -109,8 +120,10 @@ def _named(name: str) -> Device:
 
 
 def _here() -> Device:
-    if engine_device() == "cpu":
+    if run_device() == "cpu":
         return _cpu()
+    if engine_device() == "cpu":
+        raise ConfigError("the GPUs of the Ray cluster are on other machines than this one; give --device NAME")
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]  # not run on CUDA
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -17,6 +17,7 @@ from slime_core.flags import FlagSpec, collected_problems, flag_specs
 from slime_launch.config import CONFIGS, ClusterConfig, RunConfig, Settings, TrackingConfig, sglang_dest
 from slime_launch.config_file import with_config
 from slime_launch.derived import derived_values
+from slime_launch.devices import run_device
 from slime_launch.errors import FlagError, about_read
 from slime_launch.megatron_flags import answered, megatron_groups, megatron_help
 from slime_launch.parser import FlagGroup, build_parser, parse_all, without
@@ -30,7 +31,7 @@ from slime_rollout.engine.python import find_python, importable_in
 from slime_rollout.engine.router_flags import CONTROLLED as ROUTER_CONTROLLED
 from slime_rollout.engine.router_flags import PREFIX as ROUTER_PREFIX
 from slime_rollout.engine.router_flags import router_specs
-from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, engine_device, installed_flags
+from slime_rollout.engine.sglang_flags import CONTROLLED, SglangFlag, installed_flags
 
 PROG = "slime-launch train"
 DESCRIPTION = """\
@@ -113,7 +114,7 @@ def _read(argv: Sequence[str], *, on_gpu: bool | None, elsewhere: bool) -> tuple
         for spec in known.values()
         if spec.default is dataclasses.MISSING and spec.dest not in given
     }
-    given |= derived_values(given, on_gpu=engine_device() == "cuda" if on_gpu is None else on_gpu)
+    given |= derived_values(given, on_gpu=run_device() == "cuda" if on_gpu is None else on_gpu)
     with collected_problems() as contradictions:
         configs = _configs(given, groups, as_given)
     shape = {flag.dest: given[flag.dest] for flag in SHAPE_FLAGS if flag.dest in given}

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from slime_convert.shape import ModelShape
 from slime_launch.config import Settings
+from slime_launch.devices import run_device
 from slime_launch.parser import FlagGroup, without
 from slime_megatron.arguments import classes, reason
 from slime_megatron.core_check import argument_notices, check_megatron_args
 from slime_megatron.megatron_words import answer, field_words, other_words
-from slime_rollout.engine.sglang_flags import engine_device
 
 TITLE = "Megatron: its other arguments"
 NOTE = (
@@ -67,12 +67,12 @@ def answered(argv: Sequence[str], known: Collection[str]) -> Answered:
 
 def check_arguments(settings: Settings, shape: ModelShape) -> None:
     """Check the values of Megatron's arguments; raises `ConfigError`, a line for each problem."""
-    check_megatron_args(settings.megatron, shape, on_gpu=engine_device() == "cuda")
+    check_megatron_args(settings.megatron, shape, on_gpu=run_device() == "cuda")
 
 
 def argument_notes(settings: Settings, shape: ModelShape) -> list[str]:
     """Which of the arguments have no effect, in one line, if there are any."""
-    lines = argument_notices(settings.megatron, shape, on_gpu=engine_device() == "cuda")
+    lines = argument_notices(settings.megatron, shape, on_gpu=run_device() == "cuda")
     return [f"Megatron's arguments: {'; '.join(lines)}"] if lines else []
 
 

@@ -14,7 +14,7 @@ from slime_core.errors import ConfigError, DataError
 from slime_core.schedule import check_pairs
 from slime_core.types import RolloutColumns
 from slime_launch.config import Settings
-from slime_launch.devices import find_device
+from slime_launch.devices import find_device, run_device
 from slime_launch.errors import PreflightError, Problems
 from slime_launch.manifest import Manifest
 from slime_launch.megatron_flags import check_arguments
@@ -289,7 +289,11 @@ def check_engines(settings: Settings, *, elsewhere: bool = False) -> EnginePlan 
     plan = plan_engines(
         topology,
         engine,
-        EngineSpec(model_path=settings.rollout.data.hf_checkpoint, dtype=engine_dtype(settings)),
+        EngineSpec(
+            model_path=settings.rollout.data.hf_checkpoint,
+            dtype=engine_dtype(settings),
+            device=str(engine.sglang_args.get("device") or run_device()),
+        ),
         num_gpus=settings.cluster.rollout_gpus,
         is_installed=is_installed,
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +28,12 @@ MAX_TEMP_DIR = 40  # Ray makes Unix sockets below it, and their paths may have 1
 ESSENTIAL = ("gcs_server", "raylet")
 KNOCK_SECONDS = 10.0
 TEMP_PREFIX = "slime-ray-"
+COUNT_GPUS = (
+    "import logging, sys, ray; "
+    "ray.init(sys.argv[1], log_to_driver=False, logging_level=logging.ERROR, configure_logging=False); "
+    "print(ray.cluster_resources().get('GPU', 0))"
+)
+COUNT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,21 @@ def ray_runtime(cluster: ClusterConfig, *, address: str | None) -> Iterator[RayR
         stack.callback(ray.shutdown)
         processes = _own_processes() if address is None else {}
         yield RayRuntime(cuda=ray.cluster_resources().get("GPU", 0) > 0, processes=processes)
+
+
+@functools.cache
+def cluster_has_gpus(address: str) -> bool:
+    """Whether a node of the cluster at ``address`` has a GPU; false where it does not answer, which joining it says.
+
+    A process of its own asks: this one has not read yet what Ray should be started with.
+    """
+    command = [sys.executable, "-c", COUNT_GPUS, address]
+    try:
+        _knock(address)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=COUNT_SECONDS, check=True).stdout
+        return float(answer.split()[-1]) > 0
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return False
 
 
 def cluster_notices(address: str | None) -> list[str]:

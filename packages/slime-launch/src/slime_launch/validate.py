@@ -11,10 +11,10 @@ from slime_core.config import GROUP_RELATIVE
 from slime_core.errors import ConfigError
 from slime_core.schedule import check_batch_sizes
 from slime_launch.config import Settings
+from slime_launch.devices import run_device
 from slime_launch.errors import Problems
 from slime_launch.idle import idle_flags
 from slime_rollout.config import SFT_ROLLOUT
-from slime_rollout.engine.sglang_flags import engine_device
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -320,7 +320,7 @@ def check_quantized(settings: Settings, elsewhere: bool = False) -> None:
             f"--hf-checkpoint {directory} has {dense} in INT4, which SGLang can load once but not update; INT4 is for "
             f"routed experts alone; {way_out}, or in INT4 by slime-convert hf-to-int4 of a model with experts"
         )
-    if not elsewhere and not external and engine_device() == "cpu":
+    if not elsewhere and not external and run_device() == "cpu":
         raise ConfigError(
             f"--hf-checkpoint {directory} is quantized ({form.format}), and SGLang's engines run such models on GPUs "
             f"alone; {way_out}"
