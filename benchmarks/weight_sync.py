@@ -48,7 +48,7 @@ COPY_GOAL = 0.6
 class TensorByTensor(TensorWeightChannel):
     """As `TensorWeightChannel`, with a handle for every tensor of a bucket."""
 
-    def _send(self, bucket: NamedTensors) -> None:
+    def _send(self, bucket: NamedTensors) -> int:
         flat, metadata = self._copied(bucket)
         views = [
             (each.name, flat[each.start_idx : each.end_idx].view(each.dtype).view(each.shape)) for each in metadata
@@ -58,6 +58,7 @@ class TensorByTensor(TensorWeightChannel):
             ForkingPickler(stream, PICKLE_PROTOCOL).dump(views)
         payload = {"serialized_named_tensors": [base64.b64encode(stream.getvalue()).decode()], "flush_cache": False}
         self._on_all(lambda url: self._post(url, "/update_weights_from_tensor", payload))
+        return flat.nbytes
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:

@@ -130,6 +130,7 @@ class Channel:
 
     def send(self, bucket):
         self.names += [name for name, _ in bucket]
+        return len(bucket)
 
     def end(self):
         return dict.fromkeys(self.names, "checksum")
@@ -152,8 +153,8 @@ class Worker:
 
     def push(self, update, channel):
         channel.begin(update)
-        channel.send([("w", None)])
-        return SyncReport(version=update.version, tensors=len(channel.end()), bytes=0, seconds=0.0)
+        sent = channel.send([("w", None)])
+        return SyncReport(version=update.version, tensors=len(channel.end()), bytes=sent, seconds=0.0)
 
     def save(self, iteration):
         return str(iteration)

@@ -44,8 +44,10 @@ class Channel:
 
     def send(self, bucket):
         self.refuse("send")
-        self.events.append(("send", sum(tensor.nbytes for _, tensor in bucket)))
+        whole = sum(tensor.nbytes for _, tensor in bucket)
+        self.events.append(("send", whole))
         self.tensors.update({name: tensor.clone() for name, tensor in bucket})
+        return 2 * whole  # what a channel sends need not be what the tensors have
 
     def end(self):
         self.refuse("end")
@@ -227,7 +229,7 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer):
         class Waiting(Channel):
             def send(self, bucket):
                 seen.append(gathered.wait(20))
-                super().send(bucket)
+                return super().send(bucket)
 
         push_weights(Watched(), Waiting(), WeightUpdate(version=1), 1)
         return seen[0]

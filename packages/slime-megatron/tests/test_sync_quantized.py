@@ -55,7 +55,7 @@ def test_the_pushed_tensors_are_the_quantized_models(
     for key, value in expected.items():
         assert (sent[key].dtype, sent[key].shape) == (value.dtype, value.shape), key
         assert torch.equal(sent[key].view(torch.uint8), value.view(torch.uint8)), key
-    assert (report.tensors, report.bytes) == (len(expected), sum(value.nbytes for value in expected.values()))
+    assert (report.tensors, report.bytes) == (len(expected), 2 * sum(value.nbytes for value in expected.values()))
 
 
 def test_a_weight_that_cannot_be_scaled_leaves_no_rank_waiting(ranks, bfloat16_model, tiny_config, tmp_path):

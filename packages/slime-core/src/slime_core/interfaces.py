@@ -102,8 +102,8 @@ class WeightChannel(Protocol):
     def begin(self, update: WeightUpdate) -> None:
         """Open an update on every engine."""
 
-    def send(self, bucket: NamedTensors) -> None:
-        """Send some Hugging Face-named tensors."""
+    def send(self, bucket: NamedTensors) -> int:
+        """Send some Hugging Face-named tensors; returns the bytes that this took."""
 
     def end(self) -> dict[str, str]:
         """Close the update; return only when every engine has confirmed the version.

@@ -170,21 +170,20 @@ def push_weights(
 def _send(
     tensors: Iterator[NamedTensor], channel: WeightChannel, update: WeightUpdate, buffer_size: int
 ) -> tuple[int, int]:
-    """Send tensors bucket by bucket; while one is sent, the next is gathered. How many they were, and their bytes."""
+    """Send tensors bucket by bucket; while one is sent, the next is gathered. Their number, and the bytes sent."""
     count = total = 0
-    sending: Future[None] | None = None
+    sending: Future[int] | None = None
     # Which device is the current one is a setting of each thread.
     device = torch.cuda.current_device()
     with ThreadPoolExecutor(1, "send-weights", torch.cuda.set_device, (device,)) as sender:
         channel.begin(update)
         for bucket in _buckets(tensors, buffer_size):
             count += len(bucket)
-            total += sum(tensor.nbytes for _, tensor in bucket)
             if sending is not None:
-                sending.result()
+                total += sending.result()
             sending = sender.submit(channel.send, bucket)
         if sending is not None:
-            sending.result()
+            total += sending.result()
         channel.end()
     return count, total
 

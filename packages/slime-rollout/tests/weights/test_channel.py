@@ -80,7 +80,7 @@ def test_flags_choose_the_channel_which_survives_pickling(flags, kind):
 def test_an_update_asks_in_order(channel, engines):
     channel.begin(WeightUpdate(version=4))
     assert [engine.version for engine in engines] == ["incomplete"] * 2  # if this process is killed now
-    channel.send([("w", torch.ones(3))])
+    assert (channel.send([("w", torch.ones(3))]), channel.send([])) == (12, 0)
     assert channel.end() == {}
     for engine in engines:
         paths = engine.paths()

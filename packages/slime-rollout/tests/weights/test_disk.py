@@ -64,6 +64,11 @@ def test_the_checkpoint_that_the_run_began_with_is_kept_wherever_it_is(channel, 
     assert versions(tmp_path) == ["weight_v000007", "weight_v000009"]
 
 
+def test_whole_tensors_are_counted_as_they_are_written(channel, first):
+    channel.begin(WeightUpdate(version=1))
+    assert channel.send(list(first.items())) == sum(tensor.nbytes for tensor in first.values())
+
+
 def test_engines_pause_only_to_load(channel, engines, first):
     channel.begin(WeightUpdate(version=1))
     channel.send(list(first.items()))
@@ -110,6 +115,17 @@ def publish(tmp_path, hf_checkpoint, first, step):
         channel.send(list(step(first, version).items()))
         channel.end()
     return directory
+
+
+def test_what_is_sent_of_a_delta_is_its_size_alone(tmp_path, hf_checkpoint, first, step):
+    channel = DeltaWeightChannel((), directory=str(tmp_path / "deltas"), hf_checkpoint=str(hf_checkpoint))
+    changed = step(first, 1)
+    for version, weights in ((1, changed), (2, changed)):
+        channel.begin(WeightUpdate(version=version))
+        sent = sum(channel.send([item]) for item in weights.items())
+        channel.end()
+        assert sent == (tmp_path / "deltas" / f"weight_v{version:06d}" / "deltas.bin").stat().st_size
+    assert sent < sum(tensor.nbytes for tensor in changed.values()) / 2  # nothing had changed
 
 
 def test_deltas_of_an_older_format_are_refused_in_one_line_and_removed(publish, hf_checkpoint, first, step):

@@ -81,11 +81,12 @@ class TensorWeightChannel(EngineChannel):
         with contextlib.suppress(FileNotFoundError):
             (SHARED_MEMORY / name.decode().removeprefix("/")).unlink()
 
-    def _send(self, bucket: NamedTensors) -> None:
+    def _send(self, bucket: NamedTensors) -> int:
         whole = sum(tensor.nbytes for _, tensor in bucket)
         limit = whole if self._stays(bucket[0][1]) else max(PIECE_BYTES, *(tensor.nbytes for _, tensor in bucket))
         for piece in in_pieces(bucket, limit):
             self._load(*self._copied(piece, min(limit, whole)))
+        return whole
 
     def _load(self, flat: torch.Tensor, metadata: list[types.SimpleNamespace]) -> None:
         # A handle is one reference, which its reader releases: each rank of each engine needs its own.
@@ -235,7 +236,7 @@ class DistributedWeightChannel(EngineChannel):
         self._while_engines(invite, group.join, limit)
         group.timeout = datetime.timedelta(seconds=self.timeout)
 
-    def _send(self, bucket: NamedTensors) -> None:
+    def _send(self, bucket: NamedTensors) -> int:
         group = self._group
         if group is None:
             raise self._error("the group is gone; call begin(update) again")
@@ -254,6 +255,7 @@ class DistributedWeightChannel(EngineChannel):
             lambda: group.broadcast(flat),
             self.timeout,
         )
+        return flat.nbytes
 
     def _flat(self, ordered: NamedTensors, device: torch.device) -> torch.Tensor:
         total = sum(tensor.nbytes for _, tensor in ordered)

@@ -86,18 +86,19 @@ class EngineChannel(abc.ABC):
                 self._shapes = CheckpointReader(Path(self.hf_checkpoint))
             self._begin()
 
-    def send(self, bucket: NamedTensors) -> None:
+    def send(self, bucket: NamedTensors) -> int:
         """Send tensors on any device, by their Hugging Face names. They may be changed afterwards.
 
-        Raises `DataError` if a tensor has another shape than in ``hf_checkpoint``.
+        Returns the bytes that were sent or written: those of the tensors, or of what changed in them. Raises
+        `DataError` if a tensor has another shape than in ``hf_checkpoint``.
         """
         with self._giving_up_on_error():
             if self._shapes is not None:
                 self._shapes.check_shapes(bucket)
-            if bucket:
-                self._send(bucket)
+            sent = self._send(bucket) if bucket else 0
             if self._digests is not None:
                 self._digests.add(bucket)
+        return sent
 
     def end(self) -> dict[str, str]:
         """Close the update; return when every engine has confirmed the version and generates again.
@@ -127,7 +128,7 @@ class EngineChannel(abc.ABC):
         self._on_all(self._open_update)
 
     @abc.abstractmethod
-    def _send(self, bucket: NamedTensors) -> None: ...
+    def _send(self, bucket: NamedTensors) -> int: ...
 
     def _end(self) -> dict[str, str]:
         """Have all weights loaded, and generation paused; returns checksums as :meth:`end`."""

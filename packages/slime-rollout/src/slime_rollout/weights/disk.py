@@ -118,8 +118,9 @@ class DiskWeightChannel(_FileChannel):
         self._writer = CheckpointWriter(path, Path(self.hf_checkpoint), self._version)
         return self._writer
 
-    def _send(self, bucket: NamedTensors) -> None:
+    def _send(self, bucket: NamedTensors) -> int:
         self._writer.add(bucket)
+        return sum(tensor.nbytes for _, tensor in bucket)
 
     def _publish(self) -> tuple[dict[str, str], dict[str, str]]:
         path = self._writer.finish()
@@ -177,7 +178,7 @@ class DeltaWeightChannel(_FileChannel):
     def _model_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._last.values())
 
-    def _send(self, bucket: NamedTensors) -> None:
+    def _send(self, bucket: NamedTensors) -> int:
         check_new(bucket, self._writer.deltas)
         for name, tensor in bucket:
             new, last = tensor.detach().cpu(), self._last.get(name)
@@ -187,6 +188,7 @@ class DeltaWeightChannel(_FileChannel):
             else:
                 self._writer.add(name, last, new)
                 last.copy_(new)
+        return sum(self._writer.deltas[name].size for name, _ in bucket)
 
     def _publish(self) -> tuple[dict[str, str], dict[str, str]]:
         self._after = self._before | {name: delta.result for name, delta in self._writer.deltas.items()}
