@@ -137,6 +137,13 @@ def test_a_transport_that_does_not_reach_is_refused():
         check_transport(transports(EngineConfig(update_weight_transport="tensor"), apart))
     with pytest.raises(PlacementError, match=r"transport nccl needs CUDA; leave it out, or give tensor or gloo$"):
         check_transport(transports(EngineConfig(update_weight_transport="nccl"), Route(**ROUTE)))
+    deltas = {"update_weight_transport": "disk", "update_weight_mode": "delta", "update_weight_disk_dir": "d"}
+    local = EngineConfig(**deltas, update_weight_local_checkpoint_dir="l")
+    with pytest.raises(PlacementError, match=r"deltas within one machine, .* give --update-weight-receivers in place"):
+        check_transport(transports(local, apart))
+    assert check_transport(transports(local, Route(**ROUTE))).name == "disk"
+    elsewhere = EngineConfig(**deltas, update_weight_receivers=("node2:9000",))
+    assert check_transport(transports(elsewhere, apart)).name == "disk"
     line = in_words(transports(EngineConfig(), apart))
     assert line == (
         "gloo, about 1.1 s (tensor works within one machine, nccl needs CUDA, disk needs --update-weight-disk-dir)"

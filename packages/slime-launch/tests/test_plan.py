@@ -200,6 +200,18 @@ def test_a_cluster_that_is_not_there(words, capsys, flags, monkeypatch):
     assert "h100" in run(words(*more, "--gpus-per-node", "4", **changed), capsys)[1]
 
 
+def test_deltas_without_receivers_are_refused_where_engines_are_on_another_node(words, capsys, flags):
+    del flags["--colocate"]
+    deltas = "--update-weight-transport disk --update-weight-mode delta --update-weight-disk-dir published"
+    more = ["--device", "h100", *deltas.split(), "--rollout-num-gpus", "1"]
+    local = ["--update-weight-local-checkpoint-dir", "local"]
+    assert run(words(*more, *local, "--gpus-per-node", "2"), capsys)[0] == 0
+    code, _, err = run(words(*more, *local, "--gpus-per-node", "1"), capsys)
+    assert code == 2 and "give --update-weight-receivers in place of --update-weight-local-checkpoint-dir" in err
+    receivers = ["--update-weight-receivers", "node2:9000"]
+    assert run(words(*more, *receivers, "--gpus-per-node", "1"), capsys)[0] == 0
+
+
 def test_sglangs_flags_are_taken_as_given_where_there_is_no_sglang(words, capsys, flags, monkeypatch):
     del flags["--colocate"]
     monkeypatch.delenv("PYTHONPATH")

@@ -100,10 +100,11 @@ def check_transport(ways: list[Transport]) -> Transport:
     if chosen.problem is None:
         return chosen
     others = " or ".join(way.name for way in ways if way.problem is None)
-    far = ", and engines are on other nodes than the trainer's first rank" if chosen.name == "tensor" else ""
-    raise PlacementError(
-        f"--update-weight-transport {chosen.name} {chosen.problem}{far}; leave it out, or give {others}"
-    )
+    far = ", and engines are on other nodes than the trainer's first rank" if chosen.name in ("tensor", "disk") else ""
+    way_out = f"leave it out, or give {others}"
+    if chosen.name == "disk":
+        way_out = "give --update-weight-receivers in place of --update-weight-local-checkpoint-dir"
+    raise PlacementError(f"--update-weight-transport {chosen.name} {chosen.problem}{far}; {way_out}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

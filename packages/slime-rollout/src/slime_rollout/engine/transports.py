@@ -111,4 +111,6 @@ def _problem(name: str, config: WeightSyncConfig, route: Route) -> str | None:
             return "takes no GPU twice into one group, as --colocate has it"
         case "disk" if config.update_weight_disk_dir is None:
             return "needs --update-weight-disk-dir"
+        case "disk" if config.update_weight_local_checkpoint_dir is not None and not route.within_node:
+            return "applies deltas within one machine"  # what applies them listens there alone
     return None
