@@ -139,6 +139,7 @@ def test_help_groups_flags():
     ):
         assert flag in done.stdout
     assert "[prompts; required]" in done.stdout
+    assert "TensorBoard's files unless --disable-tensorboard is given" in done.stdout
 
 
 def test_help_imports_neither_torch_nor_ray():

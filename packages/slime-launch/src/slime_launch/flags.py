@@ -42,7 +42,10 @@ EPILOG = """\
 What it prints ends with the run's report. The same command continues a stopped run from its last checkpoint in --save.
 Exit codes: 0 done, 1 a part of the run failed, 2 the command cannot work, 3 the trainers were lost too often,
 130 Ctrl-C, 143 SIGTERM."""
-WANDB_NOTE = "metrics.jsonl and TensorBoard are always written. The key is neither stored nor tracked."
+WANDB_NOTE = (
+    "metrics.jsonl is always written, and TensorBoard's files unless --disable-tensorboard is given.\n"
+    "The key is neither stored nor tracked."
+)
 MEGATRON_NOTE = "Megatron's own names, where Megatron has the flag."
 SHAPE_NOTE = "Megatron's own names. What is not given is taken from --hf-checkpoint; what is given must agree with it."
 SGLANG_NOTE = (
