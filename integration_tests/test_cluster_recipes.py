@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -24,7 +25,8 @@ from slime_launch.plan.engines import engine_groups
 from slime_launch.plan.layout import check_nodes, place
 from slime_launch.validate import check_settings
 
-RECIPES = Path(__file__).parents[1] / "examples" / "cluster"
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "examples" / "cluster"
 SRUN = """#!/usr/bin/env bash
 # Runs a step on the node that it names: a network namespace.
 while [[ $1 == --* ]]; do
@@ -75,6 +77,22 @@ def test_the_job_of_kuberay_is_whole() -> None:
         pod = group["template"]["spec"]
         names = {volume["name"] for volume in pod["volumes"]}
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == names
+
+
+def in_bash(command: str, **variables: str) -> str:
+    """What a command prints that is given in the repository's root."""
+    words, environment = ["bash", "-euo", "pipefail", "-c", command], os.environ | variables
+    return subprocess.run(words, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_images_for_gpus_have_what_jobs_need_of_ray(tmp_path: Path) -> None:
+    wanted = f"ray[default]=={version('ray')}"
+    assert "sync_trainer && sync_ray_jobs &&" in (ROOT / "docker" / "Dockerfile").read_text()
+    (tmp_path / "pins.txt").write_text(f"py-spy==0.4.3\nray=={version('ray')} ; sys_platform == 'linux'\n")
+    uv = 'source scripts/environments.sh; TOOLS=$PINS; uv() { echo "$@"; }; sync_ray_jobs'
+    assert in_bash(uv, PINS=str(tmp_path)).endswith(f" --python .venv/bin/python {wanted}\n")
+    [given] = re.findall(r'"ray\[default\].*"$', (ROOT / "docker" / "Dockerfile.rocm").read_text(), re.MULTILINE)
+    assert in_bash(f"echo {given}") == f"{wanted}\n"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,12 @@ sync_cuda_engine() {
         --editable packages/slime-core --editable packages/slime-rollout "sglang==$(pinned sglang)")
 }
 
+# What a cluster that runs jobs needs of Ray besides: its dashboard and that one's servers. After sync_trainer.
+sync_ray_jobs() {
+    echo "environment .venv: what Ray's jobs need"
+    (cd "$ROOT" && uv pip install --quiet --python .venv/bin/python "ray[default]==$(pinned ray)")
+}
+
 # Transformer Engine for the trainer, in the range that Megatron-core 0.16.1 names. Its part for torch is compiled here.
 sync_transformer_engine() {
     echo "environment .venv: Transformer Engine, compiled for this torch"
