@@ -107,9 +107,10 @@ def test_the_optimizer_is_either_split_or_whole(small, to_words):
         ({"--num-rollout": "0", "--rollout-num-gpus": "3"}, 3),
         ({"--num-rollout": "2"}, None),
         ({"--num-rollout": "0", "--rollout-external-engine-addrs": "h:1"}, None),
+        ({"--debug-rollout-only": None}, 1),
     ],
 )
-def test_an_evaluation_alone_has_one_engine(small, to_words, given, gpus):
+def test_without_trainers_there_is_one_engine(small, to_words, given, gpus):
     flags = {name: value for name, value in small.items() if name not in ("--rollout-num-gpus", "--colocate")}
     assert parse_train(to_words(flags | given)).cluster.rollout_num_gpus == gpus
 

@@ -21,7 +21,7 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """The values of flags that are not among those ``given``, by name in Python.
 
     Epochs say the number of rollouts, a batch size alone that of steps per rollout, the length of the run how long a
-    learning rate decays, and ``--dump-details`` where rollouts and train data go. An evaluation alone has one engine.
+    learning rate decays, and ``--dump-details`` where rollouts and train data go. Without trainers there is one engine.
     On CUDA the trainer computes in bfloat16 with the distributed optimizer, which was not run there; else in fp32.
     """
     defaults = {spec.dest: spec.default for config in CONFIGS.values() for spec in flag_specs(config)}
@@ -46,7 +46,8 @@ def derived_values(given: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
             "save_debug_train_data": f"{directory}/train_data/{{rollout_id}}_{{rank}}.npz",
         }
         found |= {name: path for name, path in dumps.items() if name not in given}
-    if values["num_rollout"] == 0 and not given.keys() & _SAY_THE_ENGINES:
+    only_engines = values["num_rollout"] == 0 or values["debug_rollout_only"]
+    if only_engines and not given.keys() & _SAY_THE_ENGINES:
         found["rollout_num_gpus"] = values["rollout_num_gpus_per_engine"]
     if on_gpu:
         if "bf16" not in given and "fp32" not in given:
