@@ -65,7 +65,9 @@ def _said(answer: Answer) -> str:
     if answer.to:
         second = f", `{answer.second}`" if answer.second else ""
         others = "".join(f"; with `{flag}` {f'`{to}`' if to else 'nothing'}" for flag, to in answer.beside.items())
-        return f"`{answer.to}{' ' + answer.value if answer.value else ''}`{second}{others}"
+        others += "".join(f"; `{value}`: {advice}" for value, advice in answer.instead.items())
+        alone = f", with `{answer.when}` alone" if answer.when else ""
+        return f"`{answer.to}{' ' + answer.value if answer.value else ''}`{second}{alone}{others}"
     return f"{answer.outcome.value}: {answer.why}"
 
 

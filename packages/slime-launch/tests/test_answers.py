@@ -145,6 +145,14 @@ def test_paths_of_ours_that_upstreams_became():
 def test_a_setting_of_verls_is_answered(flags, to_words):
     with pytest.raises(FlagError, match="here it is --lr 1e-6"):
         parse_train(["actor_rollout_ref.actor.optim.lr=1e-6", *to_words(flags)])
+    with pytest.raises(FlagError, match="here it is --kl-coef 0"):
+        parse_train(["algorithm.use_kl_in_reward=True", *to_words(flags)])
+
+
+@pytest.mark.parametrize("section", ["openrlhf", "trl", "verl"])
+def test_rows_that_depend_on_others_name_rows(section):
+    rows = [row for row in table()[section].values() if isinstance(row, dict)]
+    assert {row[key] for row in rows for key in ("when", "unless") if key in row} <= table()[section].keys()
 
 
 def test_items():

@@ -132,6 +132,39 @@ def test_verls_settings_become_flags():
     assert refused[0].startswith("algorithm.adv_estimator remax is not built")
 
 
+KL = "algorithm.use_kl_in_reward"
+KL_COEF = "algorithm.kl_ctrl.kl_coef"
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        ([f"{KL}=True"], ["--kl-coef", "0.001"]),  # verl's default
+        ([f"{KL}=True", f"{KL_COEF}=0.02"], ["--kl-coef", "0.02"]),
+        ([f"++{KL_COEF}=0.02", f"+{KL}=true"], ["--kl-coef", "0.02"]),
+        ([f"{KL}=False", f"{KL_COEF}=0.02", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_penalty=abs"], []),
+        ([f"{KL_COEF}=0.02", "algorithm.kl_penalty=k2"], []),
+        ([f"{KL}=True", "algorithm.kl_ctrl.type=fixed"], ["--kl-coef", "0.001"]),
+        ([f"{KL}=True", "algorithm.kl_penalty=mse"], ["--kl-coef", "0.001", "--kl-loss-type", "k2"]),
+        (["actor_rollout_ref.actor.kl_loss_type=low_var_kl"], []),
+    ],
+)
+def test_verls_penalty_in_the_reward(words, becomes):
+    done = migrated(TrainCommand("verl.trainer.main_ppo", words, []))
+    assert [word for became in done.flags for word in became.words] == becomes and done.runs
+
+
+def test_verls_adaptive_penalty_and_several_epochs_are_refused():
+    words = [f"{KL}=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_penalty=full"]
+    words += ["actor_rollout_ref.actor.ppo_epochs=4", "critic.ppo_epochs=1"]
+    done = migrated(TrainCommand("verl.trainer.main_ppo", words, []))
+    kept, adaptive, full, epochs, once = done.flags
+    assert kept.words == ("--kl-coef", "0.001") and once.outcome is Outcome.NO_EFFECT
+    assert adaptive.outcome is Outcome.NOT_BUILT and adaptive.note.startswith("the coefficient of the divergence does")
+    assert full.note == "algorithm.kl_penalty full is not built; --kl-loss-type has low_var_kl, k1, k2"
+    assert "ppo_epochs 4 is not built; allowed: 1 (a rollout is trained on once, in --num-steps-per" in epochs.note
+
+
 def test_trls_flags_become_ours():
     words = ["--model_name_or_path", "/m", "--learning_rate", "1e-6", "--num_generations", "8", "--bf16", "--use_vllm"]
     done = migrated(read_command(f"trl grpo {' '.join(words)}", None))
@@ -154,6 +187,14 @@ def test_trls_flags_become_ours():
         (["--scale_rewards", "none"], ["--disable-grpo-std-normalization"]),
         (["--scale_rewards", "group"], []),
         (["--vllm_gpu_memory_utilization", "0.4"], ["--sglang-mem-fraction-static", "0.4"]),
+        (["--vllm_importance_sampling_correction"], ["--use-tis"]),
+        (["--vllm_importance_sampling_correction", "True"], ["--use-tis"]),
+        (["--vllm_importance_sampling_correction", "False"], []),
+        (["--no_vllm_importance_sampling_correction"], []),
+        (["--mask_truncated_completions", "False"], []),
+        (["--importance_sampling_level", "token"], []),
+        (["--importance_sampling_level", "sequence"], ["--advantage-estimator", "gspo"]),
+        (["--num_iterations", "1"], []),
     ],
 )
 def test_what_trls_flags_mean(words, becomes):
@@ -165,6 +206,30 @@ def test_what_trls_flags_mean(words, becomes):
 def test_a_loss_of_trls_that_is_not_built():
     done = migrated(TrainCommand("trl grpo", ["--loss_type", "sapo"], []))
     assert done.flags[0].note.startswith("--loss_type sapo is not built; allowed: dapo, bnpo, grpo")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--loss_type", "cispo"], "give --advantage-estimator cispo --calculate-per-token-loss --eps-clip 1 and"),
+        (["--loss_type", "dr_grpo"], "give --loss-divisor with the number of --rollout-max-response-len"),
+        (["--loss_type", "luspo"], "give --advantage-estimator gspo --loss-divisor 1"),
+        (["--mask_truncated_completions"], "give --rollout-sample-filter-path, a function that marks"),
+        (["--mask_truncated_completions", "true"], "give --rollout-sample-filter-path, a function that marks"),
+        (["--vllm_importance_sampling_mode", "sequence_mask"], "give --use-mis --mis-level sequence --mis-mode mask"),
+        (["--num_iterations", "2"], "--num_iterations 2 is not built; allowed: 1 (a rollout is trained on once"),
+    ],
+)
+def test_what_is_to_be_given_in_place_of_trls(words, advice):
+    done = migrated(TrainCommand("trl grpo", words, []))
+    assert done.flags[0].note.startswith(advice) and not done.flags[0].words and not done.runs
+
+
+def test_trls_correction_with_its_mode_and_bounds():
+    words = ["--vllm_importance_sampling_mode", "token_mask", "--vllm_importance_sampling_clip_max", "3.0"]
+    assert "--tis-mode" not in migrated(TrainCommand("trl grpo", words, [])).words
+    done = migrated(TrainCommand("trl grpo", [*words, "--vllm_importance_sampling_correction"], []))
+    assert done.words[:5] == ["--tis-mode", "icepop", "--tis-clip", "3.0", "--use-tis"]
 
 
 OPENRLHF = {
@@ -208,6 +273,20 @@ def test_openrlhfs_engines_beside_the_trainer_a_penalty_in_the_reward_and_ppo():
     found = outcomes(done)
     assert found["--reward.remote_url"] is Outcome.NOT_BUILT and not done.runs
     assert found["--train.max_epochs"] is found["--actor.policy_loss_type"] is Outcome.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        (["--train.async_enable", "--train.async_queue_size", "4"], ["--async-buffer-size", "4"]),
+        (["--async_queue_size", "4", "--async_train"], ["--async-buffer-size", "4"]),
+        (["--train.async_enable"], ["--async-buffer-size", "1"]),
+        (["--train.async_queue_size", "4"], []),
+    ],
+)
+def test_openrlhfs_queue_is_given_once(words, becomes):
+    done = migrated(TrainCommand("openrlhf.cli.train_ppo_ray", words, []))
+    assert [word for became in done.flags for word in became.words] == becomes and done.runs
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_what_megatron_does_not_spell_so_is_no_word():
         ("--make-vocab-size-divisible-by", ["16"], True, "padding rows"),
         ("--use-checkpoint-opt_param-scheduler", [], True, "the flags that it began with"),
         ("--tokenizer-model", ["x"], False, "give --hf-checkpoint"),
+        ("--mask-type", ["random"], False, "only decoders are trained"),
     ],
 )
 def test_words_that_are_no_field_are_answered(word, values, no_effect, reason):
@@ -107,6 +108,7 @@ def test_words_that_are_no_field_are_answered(word, values, no_effect, reason):
 def test_words_of_nobody_are_not_answered():
     assert answer("--moe-grouped-gem", []) is None
     assert answer("--my-own-flag", ["1"]) is None
+    assert answer("--mask_truncated_completions", []) is None  # TRL's
 
 
 def test_megatrons_own_command_line_is_read_where_it_is(tmp_path, monkeypatch):

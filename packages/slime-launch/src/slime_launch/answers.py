@@ -41,9 +41,12 @@ class Answer:
         before: A word in front of the value.
         second: Our flag for the second of two values.
         off: The value that turns it off, as ours is without the flag.
+        instead: What to give in place of values of theirs that ``values`` has not.
         also: A switch of ours that it needs.
         beside: Our flag in place of ``to``, or an empty text for none, by another flag of ours that the command has.
         with_flag: Our flag without which it has no effect (``with`` in the table).
+        when: The row of another setting of theirs without which it is not looked at.
+        unless: The row of one that says it better, where the command has it.
     """
 
     outcome: Outcome
@@ -57,9 +60,12 @@ class Answer:
     before: str = ""
     second: str = ""
     off: str = ""
+    instead: Mapping[str, str] = field(default_factory=dict)
     also: str = ""
     beside: Mapping[str, str] = field(default_factory=dict)
     with_flag: str = ""
+    when: str = ""
+    unless: str = ""
 
 
 SAME = Answer(outcome=Outcome.SAME)
@@ -99,6 +105,12 @@ def named_here(name: str) -> str:
     """Our name of another launcher's flag, or that of the SGLang or Megatron flag it is; empty if there is none."""
     answer = _foreign(name)
     return "" if answer is None else answer.to
+
+
+def row_of(name: str) -> str:
+    """The name that the table has for another launcher's flag; empty if it has none."""
+    keys = ((section, _key(name, section)) for section in OTHERS)
+    return next((key for section, key in keys if key in table()[section]), "")
 
 
 def _foreign(name: str) -> Answer | None:

@@ -59,7 +59,7 @@ def migrate(argv: list[str]) -> int:
     """``slime-launch migrate SCRIPT``: prints the table and the command.
 
     Returns:
-        0 if every flag has its like here or needs none; 1 if something is not built.
+        0 if every flag has its like here or needs none; 1 if one is not built, refused or unknown.
     """
     parser = argparse.ArgumentParser(prog="slime-launch migrate", description=__doc__, allow_abbrev=False)
     parser.add_argument("--toml", metavar="FILE", help="write the flags to this file, for --config, not as a command")
@@ -146,7 +146,7 @@ def _of(item: Item, around: Context) -> Became:
 def _without_what_it_needs(became: Became, made: set[str], known: Mapping[str, FlagSpec]) -> Became:
     """What became of a flag that has an effect beside another one of ours alone, which the command has not."""
     answer = None if became.item.name in known else foreign_answer(became.item.name, known)
-    if answer is None or not answer.with_flag or answer.with_flag in made:
+    if answer is None or not became.words or not answer.with_flag or answer.with_flag in made:
         return became
     return Became(
         became.item, Outcome.NO_EFFECT, (), f"it is {answer.to} beside {answer.with_flag}, which is not given"

@@ -196,7 +196,7 @@ def _unexpected(word: str, argv: Sequence[str], known: Collection[str]) -> str:
     """Message for a word that belongs to no flag; the flag before it is the likely cause."""
     setting, equals, value = word.partition("=")
     if equals and (answer := foreign_answer(setting, known)) is not None:
-        return f"unexpected {word!r}; {answer.why or f'here it is {answer.to} {value}'}"
+        return f"unexpected {word!r}; {answer.why or f'here it is {answer.to} {answer.value or value}'}"
     before = [other for other in argv[: list(argv).index(word)] if other.startswith("--")]
     if not before:
         return f"unexpected {word!r}; flags start with --"

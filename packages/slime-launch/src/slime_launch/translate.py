@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_core.flags import FlagSpec
-from slime_launch.answers import SAME, THEIR_OWN, Answer, Outcome, foreign_answer, table, upstream_answer
+from slime_launch.answers import SAME, THEIR_OWN, Answer, Outcome, foreign_answer, row_of, table, upstream_answer
 from slime_rollout.config import BUILT_IN_ROLLOUTS
 
 SETTING = re.compile(r"\+{0,2}[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
@@ -84,6 +84,7 @@ class Context:
         numbers: ``engines``, ``samples`` of a prompt and ``gpus`` of an engine, which some values are multiplied by.
         given: The flags of the command.
         ours: Our names of them, as far as there are any.
+        rows: Those of other launchers that are not false, as typed, by their names in the table.
         hf_checkpoint: The model of the command, if it names one.
         foreign: Whether flags of OpenRLHF, TRL and verl are taken, too.
     """
@@ -92,6 +93,7 @@ class Context:
     numbers: Mapping[str, int]
     given: frozenset[str]
     ours: frozenset[str]
+    rows: Mapping[str, str]
     hf_checkpoint: str | None
     foreign: bool
 
@@ -110,7 +112,8 @@ def context(given: Sequence[Item], known: Mapping[str, FlagSpec], *, foreign: bo
     numbers = {"engines": max(1, engines), "samples": number("--n-samples-per-prompt", 1), "gpus": gpus}
     names = frozenset(item.name for item in given)
     ours = frozenset(ours_of(name, known) for name in names)
-    return Context(known, numbers, names, ours, last.get("--hf-checkpoint"), foreign)
+    rows = {row_of(item.name): item.name for item in given if not (item.values and item.values[0].lower() == "false")}
+    return Context(known, numbers, names, ours, rows, last.get("--hf-checkpoint"), foreign)
 
 
 def ours_of(name: str, known: Mapping[str, FlagSpec]) -> str:
@@ -174,12 +177,25 @@ def become(item: Item, around: Context) -> Became:
         answer = foreign_answer(item.name, known)
     if answer is None:
         return Became(item, Outcome.UNKNOWN)
+    if (left_out := _left_out(item, answer, around)) is not None:
+        return Became(item, Outcome.NO_EFFECT, (), left_out)
     if answer.outcome is Outcome.NO_EFFECT:
         problem = _not_without_effect(item, answer, around)
         return Became(item, Outcome.REFUSED, (), problem) if problem else Became(item, answer.outcome, (), answer.why)
     if answer.outcome is Outcome.RENAMED:
         return _renamed(item, answer, around)
     return Became(item, answer.outcome, tuple(item.words) if answer is SAME else (), answer.why)
+
+
+def _left_out(item: Item, answer: Answer, around: Context) -> str | None:
+    """Why a flag with this value, beside these other ones, changes nothing; ``None`` if it does."""
+    if answer.off and item.values and _number(item.values[0]) == _number(answer.off):
+        return (answer.why or f"off unless {answer.to} is given") if answer.to else "so it is here"
+    if answer.unless and answer.unless in around.rows:
+        return f"{around.rows[answer.unless]} says it"
+    if answer.when and answer.when not in around.rows:
+        return f"not looked at without {answer.when}"
+    return None
 
 
 def _not_without_effect(item: Item, answer: Answer, around: Context) -> str | None:
@@ -196,14 +212,14 @@ def _renamed(item: Item, answer: Answer, around: Context) -> Became:
     for flag in around.ours.intersection(answer.beside):
         if not (to := answer.beside[flag]):
             return Became(item, Outcome.NO_EFFECT, (), answer.why)
-    if answer.off and values and _number(values[0]) == _number(answer.off):
-        return Became(item, Outcome.NO_EFFECT, (), f"off unless {to} is given")
     if answer.value:
         return Became(item, Outcome.RENAMED, (to, answer.value))
     is_switch = around.known[to].is_switch
     if answer.values and values:
         given = [part for value in values for part in _listed(value)] if is_switch else values[:1]
         if unknown := [value for value in given if value not in answer.values]:
+            if advice := answer.instead.get(unknown[0]):
+                return Became(item, Outcome.REFUSED, (), advice)
             allowed = answer.values if is_switch else dict.fromkeys(answer.values.values())
             has = f"{'allowed:' if is_switch else f'{to} has'} {', '.join(allowed)}"
             return Became(item, Outcome.REFUSED, (), f"{item.name} {unknown[0]} is not built; {has}")
@@ -229,7 +245,7 @@ def _number(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text
+        return text.lower()
 
 
 def _listed(value: str) -> list[str]:

@@ -124,8 +124,8 @@ _REFUSED = {
     "run-workload-* workload-* dump-param-* config-logger*": _MACHINERY,
     "sft sft-* perform-rl-step rl-* grpo-* langrl-*": "it is of Megatron's own post-training",
     "retro-* bert-* ict-* biencoder-* retriever-* indexer-* titles-* evidence-* block-data-*": _OTHER_MODELS,
-    "vision-* swin-* dino-* img-* num-classes num-channels patch-dim classes-* head-lr-mult mask-*": _OTHER_MODELS,
-    "hybrid-*": _OTHER_MODELS,
+    "vision-* swin-* dino-* img-* num-classes num-channels patch-dim classes-* head-lr-mult": _OTHER_MODELS,
+    "hybrid-* mask-factor mask-prob mask-type": _OTHER_MODELS,
     "inference-* moe-pad-experts-*": "engines generate, not Megatron",
 }
 _SPECS = ("slime_plugins.models.", "local")
