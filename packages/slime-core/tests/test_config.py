@@ -178,6 +178,25 @@ def test_settings_of_another_loss_are_refused(settings, said):
         AlgorithmConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "compares"),
+    [
+        ({}, True),
+        ({"advantage_estimator": "rloo", "use_kl_loss": True}, True),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "normalize_advantages": True}, True),
+        ({"advantage_estimator": "ppo"}, False),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, False),
+        ({"disable_rewards_normalization": True}, False),
+        ({"custom_advantage_function_path": "a.py:b"}, False),
+        ({"kl_coef": 0.1}, False),
+        ({"use_opd": True}, False),
+        ({"loss_type": "dpo_loss"}, False),
+    ],
+)
+def test_whether_equal_rewards_give_no_advantages(settings, compares):
+    assert AlgorithmConfig(**settings).compares_samples is compares
+
+
 def test_what_a_loss_needs():
     assert AlgorithmConfig(loss_type="dpo_loss").needs_reference
     assert not AlgorithmConfig(loss_type="dpo_loss", dpo_reference_free=True).needs_reference

@@ -594,3 +594,21 @@ def test_a_token_beyond_max_weight_staleness_ends_the_run(clock, flags, launch, 
     with pytest.raises(RunError, match="of rollout 2 has tokens of weight version 0 where all must be 1 to 2: "):
         launch(tmp_path / "run")
     assert "train 1" in clock.names and "train 2" not in clock.names
+
+
+@pytest.mark.parametrize(
+    ("more", "is_told"),
+    [
+        ({}, True),
+        ({"--advantage-estimator": "reinforce_plus_plus", "--normalize-advantages": None}, False),
+        ({"--custom-reward-post-process-path": "{hook}:rewards"}, False),
+    ],
+)
+def test_equal_rewards_are_told_where_samples_are_compared(flags, launch, tmp_path, monkeypatch, more, is_told):
+    (tmp_path / "hook.py").write_text("def rewards(args, samples):\n    return ([1.0] * len(samples),) * 2\n")
+    flags |= {name: value and value.format(hook=tmp_path / "hook.py") for name, value in more.items()}
+    sample, lines = Rollout.sample, []
+    monkeypatch.setattr(Rollout, "sample", lambda *given: dataclasses.replace(sample(*given), reward=1.0))
+    monkeypatch.setattr(RunConsole, "step", lambda self, line, cells: lines.append(line))
+    launch(tmp_path / "run", 1)
+    assert ["equal within every group" in line for line in lines] == [is_told]

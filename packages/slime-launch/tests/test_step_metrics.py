@@ -82,11 +82,11 @@ def test_an_evaluation_shows_a_sample():
 @pytest.mark.parametrize("words", ["step  4/40", "reward 0.500", "loss 0.5", "kl 0.25", "grad norm 2", "sync 0.5 s"])
 def test_the_line_of_a_step(words):
     row = rollout_row(BATCH, REPORT, SYNC, SECONDS)
-    assert words in step_line(BATCH, 40, row, train_rows(REPORT)[-1])
-    assert "(" not in step_line(BATCH, 40, row, train_rows(REPORT)[-1])
+    line = step_line(BATCH, 40, row, train_rows(REPORT)[-1], compares_samples=True)
+    assert words in line and "(" not in line
 
 
-def line_of(rewards, failures=()):
+def line_of(rewards, failures=(), *, compares_samples=True):
     samples = [
         Sample(index=i, group_index=0, prompt="p", tokens=[1, 2, 3], response_length=2, reward=reward)
         for i, reward in enumerate(rewards)
@@ -102,7 +102,8 @@ def line_of(rewards, failures=()):
         num_samples=len(samples),
         failures=reward_failures(columns),
     )
-    return step_line(batch, 9, rollout_row(batch, REPORT, SYNC, SECONDS), {"train/loss": -3.7e-9})
+    row = rollout_row(batch, REPORT, SYNC, SECONDS)
+    return step_line(batch, 9, row, {"train/loss": -3.7e-9}, compares_samples=compares_samples)
 
 
 def test_samples_that_could_not_be_scored_are_told():
@@ -112,6 +113,8 @@ def test_samples_that_could_not_be_scored_are_told():
 
 def test_rewards_that_teach_nothing_are_told():
     assert "reward 1.000  (equal within every group: no gradient)  loss 0  " in line_of([1.0, 1.0])
+    assert "reward 1.000  loss 0  " in line_of([1.0, 1.0], compares_samples=False)
+    assert "reward 1.000  loss 0  " in line_of([1.0], compares_samples=False)  # one sample of a prompt
 
 
 def test_the_table_has_what_the_rollout_has():

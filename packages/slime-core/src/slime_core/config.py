@@ -339,6 +339,13 @@ class AlgorithmConfig(OffPolicyConfig):
         return not self.on_data and not self.disable_compute_advantages_and_returns
 
     @property
+    def compares_samples(self) -> bool:
+        """Whether advantages are differences of rewards within a group alone, and so 0 where those are equal."""
+        own = self.custom_advantage_function_path is not None or self.disable_rewards_normalization
+        relative = self.advantage_estimator in GROUP_RELATIVE and not own
+        return self.uses_advantages and relative and not self.advantages_need_log_probs
+
+    @property
     def needs_reference(self) -> bool:
         """Whether log-probs under the reference model enter the loss or the advantages."""
         if self.loss_type == "dpo_loss":

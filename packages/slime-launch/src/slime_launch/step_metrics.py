@@ -106,8 +106,18 @@ def example_line(example: Example) -> str:
     return f"{prompt} → {response}{end}"
 
 
-def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], last_step: Mapping[str, float]) -> str:
-    """One line about one rollout: what it was worth, what it did to the weights, and where the time went."""
+def step_line(
+    batch: ReadyRollout,
+    num_rollout: int,
+    row: Mapping[str, float],
+    last_step: Mapping[str, float],
+    *,
+    compares_samples: bool,
+) -> str:
+    """One line about one rollout: what it was worth, what it did to the weights, and where the time went.
+
+    ``compares_samples`` is whether rewards that are equal within every group change no weight.
+    """
     words = [f"step {batch.rollout_id + 1:>{len(str(num_rollout))}}/{num_rollout}"]
     if "rollout/raw_reward" in row:
         words.append(f"reward {row['rollout/raw_reward']:.3f}")
@@ -115,7 +125,7 @@ def step_line(batch: ReadyRollout, num_rollout: int, row: Mapping[str, float], l
         often = Counter(reasons).most_common(1)[0][0]
         what = f"{len(reasons)} of {batch.num_samples} not scored"
         words.append(f"({what}: {textwrap.shorten(often, REASON_CHARACTERS)}; logs/rollout.log)")
-    elif row.get("rollout/zero_std/ratio") == 1:
+    elif compares_samples and row.get("rollout/zero_std/ratio") == 1:
         words.append("(equal within every group: no gradient)")
     shown = (("loss", "loss"), ("accuracy", "accuracy"), ("kl_loss", "kl"), ("grad_norm", "grad norm"))
     for name, title in shown:
