@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime_core.types import Drop, Keep
+from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.rewards.rules import find_rule
 
 
@@ -29,9 +30,10 @@ def keep_mixed(args: Any, group: Any) -> Keep | Drop:
     """Train only on groups with right and wrong answers.
 
     Penalties alone may make rewards differ, so it is not their spread that counts. A right answer scores 0 at least, a
-    wrong one -1 at most.
+    wrong one -1 at most. A sample that could not be scored has 0, too, and counts as wrong.
     """
-    right = sum(sample.scalar_reward(args.reward_key) >= 0 for sample in group)
+    scored = [sample for sample in group if REWARD_FAILURE not in sample.metadata]
+    right = sum(sample.scalar_reward(args.reward_key) >= 0 for sample in scored)
     if 0 < right < len(group):
         return Keep()
     return Drop("all_right" if right else "all_wrong")

@@ -50,6 +50,9 @@ def test_dapo_rewards_answers_and_length():
     assert dapo.keep_mixed(args, samples) == Keep()
     assert dapo.keep_mixed(args, samples[:2]) == Drop("all_right")  # though their rewards differ
     assert dapo.keep_mixed(args, samples[2:]) == Drop("all_wrong")
+    failed = sample_of(reward={"score": 0.0, "acc": 0.0}, metadata={"reward_failure": "no answer"})
+    assert dapo.keep_mixed(args, [failed, samples[2]]) == Drop("all_wrong")
+    assert dapo.keep_mixed(args, [failed, samples[0]]) == Keep()
 
 
 @pytest.mark.parametrize(
