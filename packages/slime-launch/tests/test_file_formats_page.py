@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,12 @@ import torch
 
 from slime_core.types import RolloutBatch, Sample, Status, TrainSample, TrainShard, TrainStep
 from slime_launch import overrides
+from slime_launch.flags import parse_train
 from slime_launch.manifest import Manifest, write_manifest
+from slime_launch.preflight import Checked
 from slime_launch.report import Report, make_report, write_report
+from slime_launch.resolved import FILE_NAME, write_resolved
+from slime_launch.resume import StartWeights
 from slime_launch.tracking import Tracker, read_rows
 from slime_megatron import debugging
 from slime_megatron.peft import write_adapter
@@ -80,6 +85,19 @@ def test_train_data(tmp_path):
     assert found["steps"][0].keys() <= set(re.findall(r"`(\w+)`", " ".join(map(" ".join, head))))
     text = PAGE.read_text(encoding="utf-8").partition("The trainer adds")[2].partition("\n\n")[0]
     assert re.findall(r"`(\w+)`", text) == list(debugging.COMPUTED)
+
+
+def test_settings(flags, to_words, tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    for own in (sys.executable, str(tmp_path / "python")):
+        checked = Checked(
+            settings=parse_train([*to_words(flags), "--sglang-python", own]), shape=None, manifest=None,
+            weights=StartWeights(load="l", ref_load="r"), overrides={}, topology=None, num_engines=1,
+        )  # fmt: skip
+        write_resolved(checked, tmp_path)
+        written = json.loads((tmp_path / FILE_NAME).read_text())
+        assert written.keys() == _keys("settings.json") - ({"engine_packages"} if own == sys.executable else set())
+    assert written["settings"]["lr"].keys() == {"value", "origin"}
 
 
 def test_what_a_run_reports(tmp_path):

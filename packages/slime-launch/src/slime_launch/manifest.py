@@ -35,7 +35,7 @@ class Manifest:
 
     Attributes:
         iteration: Rollouts trained on: the number of the checkpoint and of the next rollout.
-        weight_version: Number of the weights in the checkpoint: how often weights were updated.
+        weight_version: Number of the weights in the checkpoint: the rollouts trained on when they were sent.
         checkpoint: The checkpoint's directory below ``--save``; ``None`` before the first one.
         source_state: State of the data source after the last rollout trained on.
         flags: Every flag's value without secrets, to see that the same run is continued.
