@@ -1,7 +1,7 @@
 """Plans of commands that pages and recipes show, with stand-ins for the models, checkpoints and data that they name.
 
 A model's stand-in has the real config and no weights, so that the plan's sizes are the real ones. Its tokenizer knows a
-few words only: prompts are shorter than real ones.
+few words only: prompts are shorter than real ones. That of a name on the Hub is in a cache of the Hub.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from launching import engine_python
@@ -48,6 +49,8 @@ ROWS = 1024
 ROWS_OF = {"aime": 30, "gsm8k/test": 1319}
 """Rows of held-out sets whose size a plan's times depend on, by a part of the path."""
 QUICK_START = {"outputs/quickstart/model": "SmolLM2-135M-Instruct"}
+ON_THE_HUB = ("Qwen", "meta-llama", "zai-org")
+"""Owners of models on the Hub that commands name; what begins with another word is a directory."""
 SAME_SHAPE = {"Kimi-K2-Instruct-0905": "kimi-k2"}
 """Models that :data:`PUBLISHED` does not name, by name, with the entry whose shape they have."""
 FP8 = re.compile(r"fp8", re.IGNORECASE)
@@ -116,12 +119,13 @@ def _own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 @contextlib.contextmanager
 def _clone(work: Path) -> Iterator[None]:
-    """Within the block, the working directory has the repository's files, and room for stand-ins."""
+    """Within the block, the working directory has the repository's files, and room for stand-ins and a Hub's cache."""
     work.mkdir(parents=True, exist_ok=True)
     for name in GIVEN:
         if (ROOT / name).exists() and not (work / name).is_symlink():
             (work / name).symlink_to(ROOT / name)
-    with contextlib.chdir(work):
+    cache = {"HF_HUB_CACHE": str(work.absolute() / "hub"), "HF_HUB_OFFLINE": True}
+    with contextlib.chdir(work), mock.patch.multiple("huggingface_hub.constants", **cache):
         yield
 
 
@@ -201,9 +205,8 @@ def _write_model(path: str, words: Sequence[str]) -> str | None:
     config = model_config(path, words)
     if config is None:
         return f"{path} names no model that slime-convert list-models knows, so its stand-in has no shape"
-    shape, directory = ModelShape.from_hf_config(config), Path(path)
+    shape, directory, name = ModelShape.from_hf_config(config), _directory_of(path), Path(path).name
     directory.mkdir(parents=True, exist_ok=True)
-    name = directory.name
     quantized = FP8.search(name) or (name.startswith(STORED_IN_FP8) and "bf16" not in name.lower())
     if quantized:
         config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -215,6 +218,17 @@ def _write_model(path: str, words: Sequence[str]) -> str | None:
     (directory / "config.json").write_text(json.dumps(config))
     _write_tokenizer(directory)
     return None
+
+
+def _directory_of(model: str) -> Path:
+    """Where a model's stand-in is: the directory that is named, or a snapshot in the Hub's cache."""
+    owner, _, name = model.partition("/")
+    if owner not in ON_THE_HUB:
+        return Path(model)
+    cached = Path("hub", f"models--{owner}--{name}")
+    (cached / "refs").mkdir(parents=True, exist_ok=True)
+    (cached / "refs" / "main").write_text("stand-in")
+    return cached / "snapshots" / "stand-in"
 
 
 def _write_header(directory: Path, name: str, dtype: str, size: int) -> None:

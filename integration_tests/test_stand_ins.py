@@ -19,8 +19,14 @@ def test_a_command_is_planned_with_the_real_shape(tmp_path: Path) -> None:
     assert planned.problems == []
     assert planned.plan is not None and planned.plan.model is not None
     assert planned.plan.model["parameters"] == 4_022_468_096
-    assert planned.plan.checkpoints["policy"].endswith("Qwen/Qwen3-4B")
+    assert "models--Qwen--Qwen3-4B" in planned.plan.checkpoints["policy"] and not (tmp_path / "Qwen").exists()
     assert planned.plan.rows == {"data/train.jsonl": 1024, "data/held.parquet": 1024}
+
+
+def test_names_on_the_hub_of_two_models_are_found(tmp_path: Path) -> None:
+    planned = plan_words([*COMMAND.split(), "--hf-checkpoint", "Qwen/Qwen3-4B-FP8"], tmp_path)
+    assert planned.problems == []
+    assert planned.plan is not None and "models--Qwen--Qwen3-4B/" in planned.plan.checkpoints["policy"]
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,28 @@ import json
 import pytest
 from huggingface_hub import constants
 
-from slime_launch.errors import PreflightError
+from slime_launch.errors import PreflightError, Problems
 from slime_launch.flags import parse_train
 from slime_launch.names import local_model, with_paths
 from slime_rollout.engine.python import find_python
 
-NAME = "owner/tiny-model"
+NAME, OTHER = "owner/tiny-model", "owner/other-model"
 
 
 @pytest.fixture
-def snapshot(tmp_path, monkeypatch):
-    """A model in a cache of the Hub, on a machine without a network."""
+def cached(tmp_path, monkeypatch):
+    """Puts a model into a cache of the Hub, on a machine without a network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    model = tmp_path / "hub" / "models--owner--tiny-model"
+    return lambda name: put(tmp_path / "hub" / f"models--{name.replace('/', '--')}")
+
+
+@pytest.fixture
+def snapshot(cached):
+    return cached(NAME)
+
+
+def put(model):
     snapshot = model / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (model / "refs").mkdir()
@@ -31,11 +39,47 @@ def snapshot(tmp_path, monkeypatch):
     return snapshot
 
 
+def resolved(words, problem=""):
+    """The settings of a command with paths for names; what is wrong has a text in it, if one is given."""
+    found = Problems()
+    settings = with_paths(parse_train(words), found)
+    assert bool(found.lines) == bool(problem) and problem in "\n".join(found.lines)
+    return settings
+
+
 def test_a_model_in_the_cache_needs_no_network(snapshot, flags, to_words):
     assert local_model(NAME) == str(snapshot)
-    settings = with_paths(parse_train(to_words(flags | {"--hf-checkpoint": NAME, "--load": NAME})))
+    settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, "--load": NAME}))
     assert settings.rollout.data.hf_checkpoint == settings.megatron.load == str(snapshot)
     assert settings.engine.sglang_python == find_python(None)
+
+
+@pytest.mark.parametrize("flag", ["--load", "--ref-load", "--critic-load", "--opd-teacher-load"])
+def test_a_checkpoint_may_be_another_model_than_the_engines(snapshot, cached, flags, to_words, flag):
+    key, other = flag[2:].replace("-", "_"), cached(OTHER)
+    settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, flag: OTHER}))
+    assert settings.rollout.data.hf_checkpoint == str(snapshot)
+    assert getattr(settings.megatron, key) == str(other)
+    assert getattr(resolved(to_words(flags | {flag: OTHER})).megatron, key) == str(other)  # the engines' is a directory
+
+
+def test_what_is_missing_is_named_by_its_flag_and_the_others_are_found(snapshot, flags, to_words):
+    problem = f"--load {OTHER} is not a directory, is not complete in the Hub's cache"
+    settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, "--load": OTHER, "--ref-load": NAME}), problem)
+    assert settings.megatron.load == OTHER
+    assert settings.rollout.data.hf_checkpoint == settings.megatron.ref_load == str(snapshot)
+
+
+def test_what_the_run_will_write_is_no_name(snapshot, flags, to_words):
+    own = {"--load": "runs/a", "--save": "./runs/a", "--ref-load": NAME, "--critic-load": "runs/b"}
+    settings = resolved(to_words(flags | own | {"--critic-save": "runs/b"}))
+    assert (settings.megatron.load, settings.megatron.critic_load) == ("runs/a", "runs/b")
+    assert settings.megatron.ref_load == str(snapshot)
+
+
+def test_nothing_is_looked_up_for_trainers_that_are_not_started(snapshot, flags, to_words):
+    words = [*to_words({**flags, "--load": OTHER}), "--debug-rollout-only"]
+    assert resolved(words).megatron.load == OTHER
 
 
 def test_a_directory_is_itself(snapshot, tmp_path, monkeypatch):

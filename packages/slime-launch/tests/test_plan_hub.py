@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-NAME, COMMIT = "owner/tiny-model", "a" * 40
+NAME, OTHER, COMMIT = "owner/tiny-model", "owner/other-model", "a" * 40
 WEIGHTS = 123_456_789
 
 
@@ -65,10 +65,13 @@ def hub(workspace, tokenizer, tmp_path):
     server.server_close()
 
 
-def test_a_plan_downloads_no_weights(hub, flags, to_words, tmp_path):
+@pytest.mark.parametrize(
+    "given", [{"--load": NAME}, {"--load": OTHER}, {"--load": "/there/later", "--ref-load": OTHER}]
+)
+def test_a_plan_downloads_no_weights(hub, flags, to_words, tmp_path, given):
     address, asked = hub
     del flags["--colocate"]
-    flags |= {"--hf-checkpoint": NAME, "--load": NAME, "--rollout-num-gpus": "1"}
+    flags |= {"--hf-checkpoint": NAME, "--rollout-num-gpus": "1"} | given
     words = [sys.executable, "-m", "slime_launch.cli", "plan", "--device", "h100", "--json", *to_words(flags)]
     environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
@@ -78,7 +81,8 @@ def test_a_plan_downloads_no_weights(hub, flags, to_words, tmp_path):
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {*asked}
     assert not [name for name in asked if name.endswith(".safetensors")]
     assert plan["engines"][0]["weights"] == WEIGHTS
-    assert f"the weights of {NAME} are not downloaded yet" in plan["notices"]
+    absent = {NAME, *given.values()} & {NAME, OTHER}
+    assert {f"the weights of {name} are not downloaded yet" for name in absent} <= {*plan["notices"]}
     asked.clear()
     environment["HF_HUB_OFFLINE"] = "1"
     again = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)

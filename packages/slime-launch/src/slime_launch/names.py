@@ -10,7 +10,8 @@ from typing import Any
 
 from slime_core.flags import collected_problems
 from slime_launch.config import Settings
-from slime_launch.errors import PreflightError
+from slime_launch.errors import PreflightError, Problems
+from slime_megatron.config import flag_name
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -18,33 +19,53 @@ DESCRIPTION = ("*.json", "*.model", "*.txt", "*.jinja")
 FILES = (*DESCRIPTION, "*.safetensors")
 """What a run reads of a model."""
 INDEX = "model.safetensors.index.json"
+CHECKPOINTS = ("load", "ref_load", "critic_load", "opd_teacher_load")
+"""Flags of trainers that name a checkpoint, or a model."""
 
 
-def with_paths(settings: Settings, *, weights: bool = True) -> Settings:
+def with_paths(settings: Settings, problems: Problems, *, weights: bool = True) -> Settings:
     """The same settings with paths for names. A Hub's model is taken from the cache, or else downloaded.
 
-    Without ``weights`` what describes the model suffices.
-
-    Raises:
-        PreflightError: The model is not in the cache and cannot be downloaded.
+    Without ``weights`` what describes a model suffices. One that is not in the cache and cannot be downloaded is among
+    the ``problems``, and keeps its name.
     """
-    name = settings.rollout.data.hf_checkpoint
-    path = local_model(name, weights=weights)
+    named, paths = models(settings), dict[str, str]()
+    for key, name in named.items():
+        if name not in paths:
+            paths[name] = problems.attempt(local_model, name, flag_name(key), weights=weights) or name
     megatron, rollout, engine = settings.megatron, settings.rollout, settings.engine
     with collected_problems():  # what is wrong with the other values is reported by the preflight
-        if path != name:
-            same: dict[str, Any] = {key: path for key in ("load", "ref_load") if getattr(megatron, key) == name}
-            megatron = dataclasses.replace(megatron, **same)
-            rollout = dataclasses.replace(rollout, data=dataclasses.replace(rollout.data, hf_checkpoint=path))
+        if any(path != name for name, path in paths.items()):
+            data = dataclasses.replace(rollout.data, hf_checkpoint=paths[named.pop("hf_checkpoint")])
+            rollout = dataclasses.replace(rollout, data=data)
+            checkpoints: dict[str, Any] = {key: paths[name] for key, name in named.items()}
+            megatron = dataclasses.replace(megatron, **checkpoints)
         if settings.generates and engine.sglang_python is None and not engine.rollout_external_engine_addrs:
             engine = dataclasses.replace(engine, sglang_python=engine.python)
     return dataclasses.replace(settings, rollout=rollout, megatron=megatron, engine=engine)
 
 
-def local_model(name: str, *, weights: bool = True) -> str:
+def models(settings: Settings) -> dict[str, str]:
+    """What may be a model's name on the Hub, by its flag: what the run itself writes is none, though it comes later."""
+    megatron, found = settings.megatron, {"hf_checkpoint": settings.rollout.data.hf_checkpoint}
+    written = {Path(path).resolve() for path in (megatron.save, megatron.critic_save) if path is not None}
+    for key in CHECKPOINTS if settings.trains else ():
+        path = getattr(megatron, key)
+        if path is not None and Path(path).resolve() not in written:
+            found[key] = path
+    return found
+
+
+def absent_models(given: Settings, settings: Settings) -> dict[str, str]:
+    """The models that were ``given`` by name and whose weights are not downloaded: path in the ``settings`` → name."""
+    names, paths = models(given), models(settings)
+    return {path: names[key] for key, path in paths.items() if path != names[key] and not is_whole(Path(path))}
+
+
+def local_model(name: str, flag: str = "--hf-checkpoint", *, weights: bool = True) -> str:
     """A model's directory: ``name`` itself, unless it has the form ``owner/model`` and no such directory exists.
 
-    Without ``weights`` these are not downloaded.
+    Without ``weights`` these are not downloaded. Errors name the ``flag``.
 
     Raises:
         PreflightError: It is not in the Hub's cache and cannot be downloaded.
@@ -64,7 +85,7 @@ def local_model(name: str, *, weights: bool = True) -> str:
             if is_whole(Path(found)) or (not weights and _is_described(Path(found), downloaded=not only_cached)):
                 return found
     raise PreflightError(
-        f"--hf-checkpoint {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
+        f"{flag} {name} is not a directory, is not complete in the Hub's cache {constants.HF_HUB_CACHE}, "
         f"and cannot be downloaded ({reason}); give a directory, or run `hf download {name}` where there is a network"
     )
 

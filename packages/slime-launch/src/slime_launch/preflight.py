@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from slime_convert.shape import ModelShape
@@ -71,7 +71,7 @@ def preflight(settings: Settings, known: Sequence[str] = ()) -> Checked:
         ConvertError: The model's config cannot be used, or flags contradict it.
     """
     problems = Problems(known, settings.unread)
-    settings = problems.attempt(with_paths, settings) or settings
+    settings = with_paths(settings, problems)
     found = look(settings, problems)
     if not problems.lines and found.shape is not None and found.settings.trains:
         problems.attempt(check_roles_fit, found.settings, found.shape, found.overrides or {})
@@ -109,11 +109,11 @@ class Found:
     rows: dict[str, int] | None
 
 
-def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, absent: str | None = None) -> Found:
+def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, absent: Collection[str] = ()) -> Found:
     """Make all checks, and put what is wrong into ``problems``.
 
-    With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass. ``absent`` is
-    the directory of a Hub's model whose weights were not downloaded, for plans, too.
+    With ``elsewhere``, which is for plans, those are left out that another machine than this has to pass. ``absent``
+    are the directories of a Hub's models whose weights were not downloaded, for plans, too.
     """
     settings = without_checkpoints(problems.attempt(count_rollouts, settings) or settings)
     problems.attempt(check_settings, settings)
@@ -124,19 +124,19 @@ def look(settings: Settings, problems: Problems, *, elsewhere: bool = False, abs
             if args is not None:
                 problems.attempt(check_hooks, settings.rollout, args)
     directory = Path(settings.rollout.data.hf_checkpoint)
-    problems.attempt(check_hf_directory, directory, weights=absent is None)
+    problems.attempt(check_hf_directory, directory, weights=str(directory) not in absent)
     shape = problems.attempt(check_shape, settings) if (directory / "config.json").is_file() else None
     if shape is not None:
         problems.attempt(check_fits, settings.megatron, shape)
         problems.attempt(check_arguments, settings, shape)
-        if absent is None:
+        if str(directory) not in absent:
             problems.attempt(check_quantized, settings, elsewhere)
     overrides = problems.attempt(read_overrides, settings)
     run = problems.attempt(find_weights, settings, absent)
     for model in _models(settings, run):
         if shape is None:
             problems.attempt(find_checkpoint, model)
-        elif str(model) != absent:
+        elif str(model) not in absent:
             problems.attempt(check_checkpoint, model, shape)
     for flag, path in (("--save", settings.megatron.save), ("--output-dir", settings.run.output_dir or "outputs")):
         if path is not None and not elsewhere:
@@ -198,7 +198,7 @@ def with_output(checked: Checked, output_dir: str | Path) -> Checked:
     return dataclasses.replace(checked, settings=dataclasses.replace(checked.settings, run=run))
 
 
-def find_weights(settings: Settings, absent: str | None = None) -> tuple[Manifest | None, StartWeights | None]:
+def find_weights(settings: Settings, absent: Collection[str] = ()) -> tuple[Manifest | None, StartWeights | None]:
     """The run in ``--save``, if there is one, and the checkpoints that the command begins with, if it trains.
 
     Weights that are ``absent`` are not looked at.
@@ -209,17 +209,14 @@ def find_weights(settings: Settings, absent: str | None = None) -> tuple[Manifes
     """
     if not settings.trains:
         return None, None
-    manifest, megatron = find_run(settings), settings.megatron
-    if manifest is None and absent is not None and absent in (megatron.load, megatron.ref_load):
-        load = str(megatron.load or megatron.ref_load)
-        return None, StartWeights(load=load, ref_load=megatron.ref_load or load)
-    return manifest, start_weights(settings, manifest)
+    manifest = find_run(settings)
+    return manifest, start_weights(settings, manifest, absent)
 
 
 def _models(settings: Settings, run: tuple[Manifest | None, StartWeights | None] | None) -> list[str]:
     """The checkpoints whose weights the trainers will load, each once."""
     manifest, weights = run or (None, None)
-    found = [settings.megatron.critic_load, teacher_source(settings.megatron)]
+    found = [settings.megatron.critic_load, teacher_source(settings.megatron)] if settings.trains else []
     if weights is not None:
         continued = manifest.checkpoint if manifest is not None else None
         found.append(weights.load if continued is None else Path(str(settings.megatron.save)) / continued)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,8 +82,8 @@ class StartWeights:
         return dataclasses.replace(megatron, load=self.load, ref_load=self.ref_load)
 
 
-def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights:
-    """Find the weights that the run begins with, or began with if it is continued.
+def start_weights(settings: Settings, manifest: Manifest | None, absent: Collection[str] = ()) -> StartWeights:
+    """Find the weights that the run begins with, or began with if it is continued. ``absent`` ones are not looked at.
 
     Where ``--load`` holds no checkpoint, as ``--save``'s own directory at first, the run begins with ``--ref-load``.
 
@@ -109,11 +109,11 @@ def start_weights(settings: Settings, manifest: Manifest | None) -> StartWeights
     reference = megatron.ref_load or str(load)
     if megatron.ref_ckpt_step is not None:
         reference = str(iteration_directory(reference, megatron.ref_ckpt_step))
-    return StartWeights(load=_newest(str(load)), ref_load=_newest(reference))
+    return StartWeights(load=_newest(str(load), absent), ref_load=_newest(reference, absent))
 
 
-def _newest(path: str) -> str:
-    return str(find_checkpoint(path).directory.resolve())
+def _newest(path: str, absent: Collection[str]) -> str:
+    return path if path in absent else str(find_checkpoint(path).directory.resolve())
 
 
 def start_notes(settings: Settings, manifest: Manifest | None, weights: StartWeights | None) -> list[str]:

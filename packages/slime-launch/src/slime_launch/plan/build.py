@@ -13,7 +13,7 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.devices import Device
 from slime_launch.errors import Problems
-from slime_launch.names import is_whole, with_paths
+from slime_launch.names import absent_models, with_paths
 from slime_launch.placement import layout_notes, plan_layout
 from slime_launch.plan.cost import PhaseTime, Sizes, run_seconds
 from slime_launch.plan.engines import (
@@ -91,9 +91,8 @@ def make_plan(
         elsewhere: The plan is for another machine: directories are not written to, and SGLang need not be here.
     """
     given = settings
-    settings = problems.attempt(with_paths, settings, weights=False) or settings
-    model = settings.rollout.data.hf_checkpoint
-    absent = None if model == given.rollout.data.hf_checkpoint or is_whole(Path(model)) else model
+    settings = with_paths(settings, problems, weights=False)
+    absent = absent_models(given, settings)
     found = look(settings, problems, elsewhere=elsewhere, absent=absent)
     settings, prompt, row = found.settings, None, None
     if settings.rollout.data.prompt_paths and found.rows and Path(settings.rollout.data.hf_checkpoint).is_dir():
@@ -130,7 +129,7 @@ def make_plan(
         checkpoints=_checkpoints(settings, found),
         notices=[
             *(f"--{name.replace('_', '-')} is not known, and left out of this plan" for name in sorted(given.unread)),
-            *([] if absent is None else [f"the weights of {given.rollout.data.hf_checkpoint} are not downloaded yet"]),
+            *(f"the weights of {name} are not downloaded yet" for name in absent.values()),
             *notices(settings),
             *parts.notices,
             *((() if elsewhere else problems.attempt(room_notes, settings)) or ()),

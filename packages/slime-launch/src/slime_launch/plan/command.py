@@ -17,7 +17,7 @@ from slime_launch.config import Settings
 from slime_launch.devices import find_device
 from slime_launch.errors import Problems
 from slime_launch.flags import read_train
-from slime_launch.names import with_paths
+from slime_launch.names import absent_models, with_paths
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.redact import without_secrets
 
@@ -98,7 +98,8 @@ def _refused(own: Problems, words: list[str], *, as_json: bool) -> int:
     given = own.attempt(read_train, words, elsewhere=True)
     problems = Problems([*own.lines, *(given[1] if given else ())], given[0].unread if given else ())
     if given:
-        look(problems.attempt(with_paths, given[0], weights=False) or given[0], problems, elsewhere=True)
+        settings = with_paths(given[0], problems, weights=False)
+        look(settings, problems, elsewhere=True, absent=absent_models(given[0], settings))
     return _say(problems.lines, as_json=as_json)
 
 
