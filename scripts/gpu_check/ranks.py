@@ -113,9 +113,10 @@ class KeptWeights:
     def begin(self, update: WeightUpdate) -> None:
         """Nothing to prepare."""
 
-    def send(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def send(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> int:
         """Copy the tensors."""
         self.tensors.update({name: tensor.detach().float().cpu().numpy().copy() for name, tensor in bucket})
+        return sum(tensor.nbytes for _, tensor in bucket)
 
     def end(self) -> dict[str, str]:
         """There are no checksums."""
@@ -249,7 +250,7 @@ def push(meeting: Rendezvous, config: MegatronConfig, shape: ModelShape) -> dict
             self._process = context.Process(target=_read, args=(theirs,))
             self._process.start()
 
-        def send(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        def send(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> int:
             self.sent.update({name: digest(tensor) for name, tensor in bucket})
             flat, metadata = self._channel._copied(bucket)
             self.device = flat.device.type
@@ -257,6 +258,7 @@ def push(meeting: Rendezvous, config: MegatronConfig, shape: ModelShape) -> dict
             if not self._end.poll(CALL_SECONDS):
                 raise CheckError("the reading process did not answer")
             self.read.update(self._end.recv())
+            return flat.nbytes
 
         def close(self) -> None:
             self._end.close()
