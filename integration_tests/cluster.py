@@ -93,7 +93,8 @@ def ray_cluster(log: Path, *, gpus: int = 0) -> Iterator[psutil.Process]:
     address = f"127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory, log.open("wb") as out:
         words = ["start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--port", str(port)]
-        words += ["--num-cpus", "4", "--num-gpus", str(gpus), "--object-store-memory", str(128 * 2**20), "--temp-dir", directory]
+        words += ["--num-cpus", "4", "--num-gpus", str(gpus), "--temp-dir", directory]
+        words += ["--object-store-memory", str(128 * 2**20)]
         words += ["--include-dashboard", "false", "--disable-usage-stats"]
         process = subprocess.Popen([RAY, *words], stdout=out, stderr=out, start_new_session=True)
         try:

@@ -175,3 +175,15 @@ def test_short_commands(name, words, passed, monkeypatch):
     monkeypatch.setattr(train, "train", lambda argv: seen.append(argv) or 0)
     assert main([name, *words]) == 0
     assert seen == [passed]
+
+
+@pytest.mark.parametrize(
+    ("more", "compares"),
+    [
+        ({}, True),
+        ({"--advantage-estimator": "reinforce_plus_plus", "--normalize-advantages": None}, False),
+        ({"--custom-reward-post-process-path": "hook:rewards"}, False),
+    ],
+)
+def test_equal_rewards_teach_nothing_where_samples_are_compared(more, compares, flags, to_words):
+    assert parse_train(to_words(flags | more)).compares_samples is compares

@@ -64,10 +64,16 @@ def test_a_checkpoint_may_be_another_model_than_the_engines(snapshot, cached, fl
 
 
 def test_what_is_missing_is_named_by_its_flag_and_the_others_are_found(snapshot, flags, to_words):
-    problem = f"--load {OTHER} is not a directory, is not complete in the Hub's cache"
-    settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, "--load": OTHER, "--ref-load": NAME}), problem)
-    assert settings.megatron.load == OTHER
-    assert settings.rollout.data.hf_checkpoint == settings.megatron.ref_load == str(snapshot)
+    problem = f"--ref-load {OTHER} is not a directory, is not complete in the Hub's cache"
+    settings = resolved(to_words(flags | {"--hf-checkpoint": NAME, "--load": NAME, "--ref-load": OTHER}), problem)
+    assert settings.megatron.ref_load == OTHER
+    assert settings.rollout.data.hf_checkpoint == settings.megatron.load == str(snapshot)
+
+
+def test_a_load_that_is_not_there_yet_may_look_like_a_name(snapshot, flags, to_words):
+    """The run begins with --ref-load then, and says so."""
+    settings = resolved(to_words(flags | {"--load": OTHER, "--ref-load": NAME}))
+    assert (settings.megatron.load, settings.megatron.ref_load) == (OTHER, str(snapshot))
 
 
 def test_what_the_run_will_write_is_no_name(snapshot, flags, to_words):

@@ -345,6 +345,11 @@ class Settings:
         return not self.is_recorded and self.rows is None
 
     @property
+    def compares_samples(self) -> bool:
+        """Whether rewards that are equal within every group change no weight."""
+        return self.algorithm.compares_samples and self.rollout.hooks.custom_reward_post_process_path is None
+
+    @property
     def num_rollout(self) -> int:
         """Rounds of the whole run. `slime_launch.preflight` makes ``--num-epoch`` a number of them."""
         return self.run.num_rollout or 0

@@ -221,11 +221,15 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
     samples = batch.examples if shows_examples(parts, rollout_id) else []
-    own_rewards = parts.settings.rollout.hooks.custom_reward_post_process_path is not None
-    compares = parts.settings.algorithm.compares_samples and not own_rewards
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row, samples=samples)
     parts.console.step(
-        step_line(batch, parts.settings.num_rollout, row, steps[-1] if steps else {}, compares_samples=compares),
+        step_line(
+            batch,
+            parts.settings.num_rollout,
+            row,
+            steps[-1] if steps else {},
+            compares_samples=parts.settings.compares_samples,
+        ),
         step_cells(rollout_id + 1, parts.settings.num_rollout, parts.tracker.rows),
     )
     for line in example_lines(samples):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -27,11 +28,16 @@ def with_paths(settings: Settings, problems: Problems, *, weights: bool = True) 
     """The same settings with paths for names. A Hub's model is taken from the cache, or else downloaded.
 
     Without ``weights`` what describes a model suffices. One that is not in the cache and cannot be downloaded is among
-    the ``problems``, and keeps its name.
+    the ``problems``, and keeps its name. A ``--load`` that is not there yet keeps it, too, where ``--ref-load`` is
+    given, with which the run then begins.
     """
     named, paths = models(settings), dict[str, str]()
     for key, name in named.items():
-        if name not in paths:
+        if key == "load" and settings.megatron.ref_load not in (None, name):
+            with contextlib.suppress(PreflightError):
+                paths[name] = local_model(name, flag_name(key), weights=weights)
+            paths.setdefault(name, name)
+        elif name not in paths:
             paths[name] = problems.attempt(local_model, name, flag_name(key), weights=weights) or name
     megatron, rollout, engine = settings.megatron, settings.rollout, settings.engine
     with collected_problems():  # what is wrong with the other values is reported by the preflight

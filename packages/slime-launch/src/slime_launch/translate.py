@@ -188,7 +188,7 @@ def become(item: Item, around: Context) -> Became:
 
 
 def _left_out(item: Item, answer: Answer, around: Context) -> str | None:
-    """Why a flag with this value, beside these other ones, changes nothing; ``None`` if it does."""
+    """Why a flag with this value, next to these other ones, changes nothing; ``None`` if it does."""
     if answer.off and item.values and _number(item.values[0]) == _number(answer.off):
         return (answer.why or f"off unless {answer.to} is given") if answer.to else "so it is here"
     if answer.unless and answer.unless in around.rows:
