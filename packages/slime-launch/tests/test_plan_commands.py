@@ -164,9 +164,13 @@ THEIR_OWN = {
         "the trainer has no weights to start from",
     ),
     "scripts/run-glm4.7-30B-A3B.sh": ("8 trainer ranks are not a multiple of --expert-model-parallel-size 8 × ",),
-    "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": ("2 does not divide the model's num_layers 47",),
+    "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": (
+        "2 does not divide the model's num_layers 47",
+        "engines are on other nodes than the trainer's first rank; give --update-weight-receivers",
+    ),
 }
-"""Scripts that Megatron refuses, too: one lacks a backslash, and so most flags; layouts of the others do not fit."""
+"""Scripts that Megatron refuses, too: one lacks a backslash, and so most flags; layouts of the others do not fit, and
+one applies deltas on another node, which takes receivers here."""
 REFUSED_RUNS = {
     "examples/coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes.sh",
     "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh",
