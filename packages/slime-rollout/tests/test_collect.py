@@ -1,6 +1,7 @@
 """Dynamic sampling, over-sampling and partial rollouts: what is trained on, what goes back, what goes on."""
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -522,13 +523,15 @@ class TestContinuous:
         sums = write_rows([{"prompt": "1 + 0", "label": "1"}], "sums.jsonl")
         given_ = manager(async_buffer_size=2, eval_prompt_data=("sums", sums))
         given_.generate(0)
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as ended:
+            ended.callback(over.set)  # whatever fails: the pool waits for the evaluation
             report = pool.submit(given_.evaluate, 1)
             assert evaluates.wait(20)
             assert not scored(given_)
             begun.set()
             wait_for(lambda: len(scored(given_)) == 12)  # and a save may come meanwhile, too
-            assert indices(given_.generate(1)) == list(range(6, 12))
+            taken = set(indices(given_.generate(1)))  # of both rollouts ahead, whichever finished first
+            assert len(taken) == 6 and taken <= set(range(6, 18))
             assert not report.done()
             over.set()
             assert report.result(20).scores == {"sums": 1.0}
