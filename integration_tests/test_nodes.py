@@ -29,7 +29,8 @@ LONG = 40  # rollouts: Ray notices a lost node after seconds
 HEALING = ["--use-fault-tolerance", "--rollout-health-check-interval", "2", "--rollout-health-check-timeout", "5"]
 
 
-@pytest.mark.parametrize("gpus_per_engine", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full  # in every test run: two engines where a node is lost, and one that spans two with ranks on two
+@pytest.mark.parametrize("gpus_per_engine", [1, 2])
 def test_two_engines_or_one_that_spans_the_nodes(gpus_per_engine: int, qwen3: Assets, tmp_path: Path) -> None:
     sizes = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", str(gpus_per_engine)]
     command = train_command(qwen3, tmp_path, *sizes, rollouts=4, colocate=False)
@@ -92,6 +93,8 @@ def test_a_run_goes_on_without_a_node_and_uses_one_that_joins(end: str, qwen3: A
         with started(cluster.first.words(*command), log) as process:
             until = Watching(tmp_path, process, log)
             until.trained(1)
+            for machine in cluster.all:
+                assert not list(wider(machine))
             lost = cluster.all[1]
             lost.cut_off() if end == "is cut off" else lost.lose()
             until.happened("engine 1", "no_room")
