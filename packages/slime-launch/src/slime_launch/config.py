@@ -195,6 +195,13 @@ class RunConfig(Config):
         help="where logs, metrics and the report go; a new directory in outputs/ unless given",
         may_change=True,
     )
+    report_samples: int = flag(
+        8,
+        help="samples of each rollout whose text, log-probs and advantages are kept for `slime-launch report`, besides "
+        "one dropped group for each reason",
+        least=0,
+        may_change=True,
+    )
     load_debug_rollout_data: str | None = flag(
         None,
         metavar="TEMPLATE",

@@ -14,6 +14,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from slime_core.types import Span
+
 PLAIN_UPDATE_SECONDS = 20.0
 QUIET_SECONDS = 1.0
 TABLE_ROWS = 8
@@ -81,6 +83,7 @@ class RunConsole:
     """A run's output, to standard output unless a stream is given, and to a log file if one is.
 
     ``on_progress`` hears what is waited for, and how far that is; ``silent`` are servers that do not answer meanwhile.
+    ``spans`` are the waits that were of a phase of the loop.
     """
 
     def __init__(self, stream: TextIO | None = None, log_path: Path | None = None) -> None:
@@ -88,6 +91,7 @@ class RunConsole:
         self._log = log_path.open("a", encoding="utf-8") if log_path is not None else None
         self.on_progress: Callable[[str, Any], None] = lambda what, marker: None
         self.silent: tuple[str, ...] = ()
+        self.spans: list[Span] = []
         self._steps: deque[Cells] = deque(maxlen=TABLE_ROWS)
 
     def step(self, text: str, cells: Cells) -> None:
@@ -109,8 +113,11 @@ class RunConsole:
             self._log.flush()
 
     @contextlib.contextmanager
-    def wait(self, what: str, *, done: str | None = None) -> Iterator[Wait]:
-        """Show that something is going on until the block ends; if it took more than a second, end with ``done``."""
+    def wait(self, what: str, *, done: str | None = None, phase: str | None = None) -> Iterator[Wait]:
+        """Show that something is going on until the block ends; if it took more than a second, end with ``done``.
+
+        With ``phase`` it is one of the loop's, and becomes one of the ``spans``.
+        """
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
         notes = (TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
         with _LiveSteps(
@@ -129,6 +136,8 @@ class RunConsole:
             self.on_progress(what, None)
             yield wait
             self.on_progress(f"after: {what}", None)
+        if phase is not None:
+            self.spans.append(Span("loop", phase, time.time() - wait.seconds, wait.seconds))
         if done is not None and wait.seconds > QUIET_SECONDS:
             self.line(f"{done} ({wait.seconds:.1f} s)")
 

@@ -110,7 +110,7 @@ class Handover:
     @contextlib.contextmanager
     def _moving(self, what: str, phase: str, shown: Wait | None) -> Iterator[Callable[[], None]]:
         start = time.monotonic()
-        with self._console.wait(what) if shown is None else contextlib.nullcontext(shown) as wait:
+        with self._console.wait(what, phase="hand over") if shown is None else contextlib.nullcontext(shown) as wait:
 
             def poll() -> None:
                 self._rollout.progress()

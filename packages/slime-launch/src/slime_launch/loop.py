@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from slime_convert.shape import ModelShape
-from slime_core.types import SyncReport, TrainReport
+from slime_core.types import Span, SyncReport, TrainReport
 from slime_launch.calls import Call
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
@@ -91,6 +91,7 @@ def run_loop(parts: Parts) -> None:
         save_if_due(parts)
         evaluate_if_due(parts)
     commit_save(parts, wait=True)
+    record_spans(parts, max(parts.settings.num_rollout - 1, 0))
 
 
 def restore_data_position(parts: Parts) -> None:
@@ -106,7 +107,7 @@ def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     recipe = recipe_of(parts)
     if not parts.state.is_written_down(rollout_id):
         parts.memory.to_generate()
-    with parts.console.wait("generate" if parts.settings.generates else "read") as wait:
+    with parts.console.wait(what := "generate" if parts.settings.generates else "read", phase=what) as wait:
         if not parts.state.is_written_down(rollout_id):
             return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
         parts.console.line(f"rollout {rollout_id + 1} was generated before the restart; training on it as written down")
@@ -145,7 +146,7 @@ def train(parts: Parts, batch: ReadyRollout) -> TrainReport:
         batch.shards.clear()
         return TrainReport(rollout_id=batch.rollout_id, steps=[])
     parts.memory.to_train()
-    with parts.console.wait("train") as wait:
+    with parts.console.wait("train", phase="train") as wait:
         report = parts.trainers.train(batch.shards, on_poll=watch_trainers(parts, wait))
     batch.shards.clear()  # so that the object store has room for the next ones
     return report
@@ -170,7 +171,7 @@ def push_weights(parts: Parts, *, version: int) -> SyncReport:
     if not (parts.settings.generates and parts.settings.trains):
         return nothing_sent(version)
     parts.memory.to_send()
-    with parts.console.wait(f"send weights, version {version}") as wait:
+    with parts.console.wait(f"send weights, version {version}", phase="send") as wait:
         report = None
         while report is None:
             report = try_to_push(parts, parts.rollout.begin_update(), version, wait)
@@ -205,7 +206,7 @@ def catch_up(parts: Parts, wait: Wait | None = None) -> None:
     channel = parts.rollout.begin_update(only_behind=not are_newer)
     if channel.engine_urls:
         what = "send weights to engines that were replaced"
-        with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what) as shown:
+        with contextlib.nullcontext(wait) if wait is not None else parts.console.wait(what, phase="send") as shown:
             parts.memory.to_send(shown)
             if try_to_push(parts, channel, version, shown) is not None:
                 parts.state.weight_version = version
@@ -222,6 +223,7 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
     samples = batch.examples if shows_examples(parts, rollout_id) else []
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row, samples=samples)
+    record_spans(parts, rollout_id, [*batch.spans, *report.spans])
     parts.console.step(
         step_line(
             batch,
@@ -234,6 +236,13 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     )
     for line in example_lines(samples):
         parts.console.line(line)
+
+
+def record_spans(parts: Parts, rollout_id: int, others: Sequence[Span] = ()) -> None:
+    """Write down who did what when since the last time: the loop's own phases, and those of ``others``."""
+    spans, parts.console.spans = [*parts.console.spans, *others], []
+    if spans:
+        parts.tracker.log("timeline", step=rollout_id, rollout_id=rollout_id, metrics={}, spans=spans)
 
 
 def shows_examples(parts: Parts, rollout_id: int) -> bool:
@@ -258,7 +267,7 @@ def take_checkpoint(parts: Parts) -> None:
     parts.memory.to_train()
     iteration, in_background = parts.state.iteration, parts.settings.megatron.async_save
     done = f"{'copied' if in_background else 'saved'} checkpoint {iteration}"
-    with parts.console.wait(f"save checkpoint {iteration}", done=done) as wait:
+    with parts.console.wait(f"save checkpoint {iteration}", done=done, phase="save") as wait:
         checkpoint = parts.trainers.save(iteration, on_poll=watch_trainers(parts, wait))
         parts.state.saving(checkpoint, parts.rollout.state_dict())
 
@@ -267,7 +276,7 @@ def commit_save(parts: Parts, *, wait: bool = False) -> None:
     """Have the manifest name the checkpoint that --async-save has written meanwhile; with ``wait``, once it has."""
     if not parts.state.is_saving:
         return
-    with parts.console.wait("write the checkpoint") as shown:
+    with parts.console.wait("write the checkpoint", phase="save") as shown:
         is_written = parts.trainers.saved(wait=wait, on_poll=watch_trainers(parts, shown))
         if is_written:
             parts.state.commit()
@@ -278,7 +287,7 @@ def commit_save(parts: Parts, *, wait: bool = False) -> None:
 def export(parts: Parts) -> None:
     """Write the checkpoint that the manifest names as a Hugging Face model, with --save-hf; then drop the oldest."""
     if parts.settings.run.save_hf is not None:
-        with parts.console.wait("export the checkpoint", done="exported the checkpoint"):
+        with parts.console.wait("export the checkpoint", done="exported the checkpoint", phase="export"):
             parts.state.export()
     parts.state.drop_oldest()
 
@@ -287,7 +296,7 @@ def evaluate_if_due(parts: Parts) -> None:
     """Evaluate on the held-out sets, if that is due."""
     if not eval_due_at(parts, parts.state.iteration):
         return
-    with parts.console.wait("evaluate") as wait:
+    with parts.console.wait("evaluate", phase="evaluate") as wait:
         if parts.settings.generates:
             score_prompts(parts, wait)
         else:

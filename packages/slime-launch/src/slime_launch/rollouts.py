@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_core.errors import SlimeError
-from slime_core.types import EvalReport
+from slime_core.types import EvalReport, Span
 from slime_launch.calls import Call, Question, Watch, Worker, prepare
 from slime_launch.engine_nodes import EngineRoom, NodeLauncher
 from slime_launch.placement import KEEP_CHILDREN, Placement
@@ -42,8 +43,11 @@ class RolloutHost:
         """Get one batch (generate and score it), write it down, and split it."""
         import ray
 
+        began = time.time()
         batch = self._source.generate(rollout_id)
-        return prepare_rollout(batch, recipe, state_dict=self._source.state_dict, put=ray.put)
+        ready = prepare_rollout(batch, recipe, state_dict=self._source.state_dict, put=ray.put)
+        ready.spans.extend(spans_of(batch.seconds, began, time.time()))
+        return ready
 
     def read(self, rollout_id: int, recipe: Recipe) -> ReadyRollout:
         """Split a rollout that was written down before a restart, and continue the source after it."""
@@ -66,6 +70,13 @@ class RolloutHost:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the source."""
         return getattr(self._source, method)(*args, **kwargs)
+
+
+def spans_of(seconds: Mapping[str, float], began: float, ended: float) -> Iterator[Span]:
+    """A batch's phases, one after the other since ``began``, and what was left until ``ended``: it was split."""
+    for what, elapsed in {**seconds, "split": ended - began - sum(seconds.values())}.items():
+        yield Span("rollout", what, began, max(elapsed, 0.0))
+        began += elapsed
 
 
 class RolloutWorker:

@@ -16,10 +16,11 @@ from slime_core.errors import DataError
 from slime_core.metrics import pass_rates
 from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
-from slime_core.types import Message, RolloutBatch, RolloutColumns, Sample, TrainShard
+from slime_core.types import Message, RolloutBatch, RolloutColumns, Sample, Span, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
 from slime_launch.errors import RunError
+from slime_launch.shown import mark_shown, write_shown
 from slime_launch.validate import global_batch_size
 from slime_megatron.operations import flops_model
 from slime_rollout.errors import REWARD_FAILURE
@@ -60,6 +61,7 @@ class ReadyRollout:
         failures: Why samples could not be scored, a reason for each of them.
         examples: Its first samples, for people to read.
         shards: References to the shards in Ray's object store, by data-parallel rank.
+        spans: When it was generated, scored and split.
     """
 
     rollout_id: int
@@ -70,6 +72,7 @@ class ReadyRollout:
     failures: list[str]
     examples: list[Example]
     shards: list[Any]
+    spans: list[Span] = dataclasses.field(default_factory=list)
 
 
 def prepare_rollout(
@@ -105,6 +108,9 @@ def prepare_rollout(
         with said_of_files():
             path.parent.mkdir(parents=True, exist_ok=True)
             columns.write(path)
+    with said_of_files():
+        write_shown(batch, settings)
+    mark_shown(columns, settings)
     ready, shards = summary(columns, batch, recipe), split_rollout(columns, recipe)
     del columns  # there is one copy less when the object store takes its own
     return put_shards(ready, shards, put)
@@ -154,6 +160,7 @@ def read_rollout(
     assert recipe.store is not None
     columns = recipe.store.read(rollout_id)
     load_state_dict(recipe.store.read_source_state(rollout_id))
+    mark_shown(columns, recipe.settings)
     ready, shards = summary(columns, columns.batch(), recipe), split_rollout(columns, recipe)
     del columns
     return put_shards(ready, shards, put)

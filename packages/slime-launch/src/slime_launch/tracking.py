@@ -1,7 +1,8 @@
 """Metrics on disk: ``metrics.jsonl``, which is the truth, and TensorBoard's event files, which are made from it.
 
-Every row has ``kind`` (``train``: one optimizer step; ``rollout``; ``eval``), ``step`` (optimizer steps for ``train``,
-else rollouts), ``rollout_id``, ``time`` (seconds since 1970), and the metrics by name, such as ``train/loss``.
+Every row has ``kind`` (``train``: one optimizer step; ``rollout``; ``eval``; ``timeline``: who did what when),
+``step`` (optimizer steps for ``train``, else rollouts), ``rollout_id``, ``time`` (seconds since 1970), and the metrics
+by name, such as ``train/loss``.
 A run that is continued drops the rows after its checkpoint and writes new event files, so no curve folds back.
 """
 
@@ -22,6 +23,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from slime_core.files import write_whole
+from slime_core.types import Span
 
 if TYPE_CHECKING:
     from slime_launch.wandb_run import WandbRun
@@ -86,16 +88,21 @@ class Tracker:
         rollout_id: int,
         metrics: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]] = (),
+        spans: Sequence[Span] = (),
     ) -> None:
         """Write one row; it is on disk when this returns. What is not finite becomes ``null`` in the file.
 
         The ``rollout_id`` of kind ``eval`` is the number of rollouts trained on before it; ``samples`` are some answers
-        for people to read, whole.
+        for people to read, whole. The row has ``spans`` by who: what, when (seconds since 1970), for how many seconds.
         """
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row: Row = {"kind": kind, "step": step, "rollout_id": rollout_id, "time": time.time(), **values}
         if samples:
             row["samples"] = list(samples)
+        if spans:
+            row["spans"] = by_who = dict[str, list[Any]]()
+            for span in spans:
+                by_who.setdefault(span.who, []).append([span.what, round(span.start, 3), round(span.seconds, 3)])
         self.rows.append(row)
         self._file.write(_line(row))
         self._file.flush()
@@ -103,7 +110,7 @@ class Tracker:
         self._add_event(row)
         if self._events is not None:
             self._events.flush()
-        if self._wandb_run is not None:
+        if self._wandb_run is not None and values:
             self._wandb_run.log(row)
 
     def has_eval(self, iteration: int) -> bool:
@@ -122,7 +129,7 @@ class Tracker:
             self._events.close()
 
     def _add_event(self, row: Row) -> None:
-        if self._events is None:
+        if self._events is None or "spans" in row:
             return
         values = [
             Summary.Value(tag=name, simple_value=value)

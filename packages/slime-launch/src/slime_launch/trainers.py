@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from slime_megatron.config import MegatronConfig
 
 CLOSE_SECONDS = 5.0
+MOST_TIMELINES = 16
+"""Ranks whose timelines are written down; of more ranks, so many that are evenly spread."""
 
 
 class TrainerSpec(NamedTuple):
@@ -229,8 +231,9 @@ class TrainerGroup:
 
     def train(self, shards: list[Any], *, on_poll: Callable[[], None]) -> TrainReport:
         """Train on one rollout, given a reference to the shard of each data-parallel rank."""
-        report: TrainReport = self._rank_0("train", Shards([*shards]), on_poll=on_poll)
-        return report
+        reports: list[TrainReport] = self._all("train", Shards([*shards]), on_poll=on_poll)
+        shown = reports[:: -(-len(reports) // MOST_TIMELINES)]
+        return dataclasses.replace(reports[0], spans=[span for report in shown for span in report.spans])
 
     def evaluate(self, shards: list[Any], *, on_poll: Callable[[], None]) -> dict[str, float]:
         """The loss of one step's shards and its metrics, without training on them."""
@@ -303,5 +306,9 @@ class TrainerGroup:
 
     def _rank_0(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> Any:
         """Rank 0's result of a method that is called on all ranks."""
+        return self._all(verb, *args, on_poll=on_poll)[0]
+
+    def _all(self, verb: str, *args: Any, on_poll: Callable[[], None]) -> list[Any]:
+        """The results of all ranks, in order."""
         pending = {worker.start_call("call", verb, *args): worker for worker in self._workers}
-        return gather(pending, on_poll=on_poll)[0]
+        return gather(pending, on_poll=on_poll)

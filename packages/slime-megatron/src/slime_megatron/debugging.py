@@ -1,22 +1,27 @@
-"""What a rank writes for those who look for a defect: its profiler's traces, and the data that it trains on."""
+"""What a rank writes for people: its profiler's traces, the data that it trains on, and parts of that for a report."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gzip
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity
 
+from slime_core.files import whole_file
 from slime_core.types import TrainShard
 from slime_core.types.arrays import Columns, Ragged
+from slime_core.types.train import SHOWN
 from slime_megatron.config import MegatronConfig
-from slime_megatron.plan import StepPlan
+from slime_megatron.plan import PlannedBatch, StepPlan
 
 COMPUTED = {
     "advantages": "advantages_N",
@@ -57,6 +62,32 @@ def write_train_data(template: str, shard: TrainShard, plans: Sequence[StepPlan]
     path.parent.mkdir(parents=True, exist_ok=True)
     dataclasses.replace(shard, columns=shard.columns | _computed(shard, plans)).write(path)
     return path
+
+
+class ShownSamples:
+    """What the trainer has for the samples of a rollout that its report shows: per response token, on one rank."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[str, list[float]]] = {}
+
+    def see(self, planned: PlannedBatch, log_probs_N: torch.Tensor) -> None:
+        """A micro-batch is trained on, and has these log-probs (nats) before its step."""
+        if not any(sample.extras.get(SHOWN) for sample in planned.batch.samples):
+            return
+        columns = {"train_log_probs": log_probs_N.detach(), "advantages": planned.advantages_N}
+        for name, values_N in columns.items():
+            rows = [] if values_N is None else planned.batch.per_sample(values_N)
+            for sample, row in zip(planned.batch.samples, rows, strict=False):
+                if sample.extras.get(SHOWN):
+                    self._rows.setdefault(sample.index, {})[name] = [round(value, 4) for value in row.tolist()]
+
+    def write(self, directory: Path, rollout_id: int) -> None:
+        """Write ``rollout_0000012-rank_0.json.gz``, if this rank has some and no other has the same."""
+        copies = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank())
+        if self._rows and not any(copies):
+            directory.mkdir(parents=True, exist_ok=True)
+            with whole_file(directory / f"rollout_{rollout_id:07d}-rank_{dist.get_rank()}.json.gz") as partial:
+                partial.write_bytes(gzip.compress(json.dumps(self._rows).encode(), compresslevel=3))
 
 
 def _computed(shard: TrainShard, plans: Sequence[StepPlan]) -> Columns:

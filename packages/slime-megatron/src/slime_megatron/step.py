@@ -121,12 +121,14 @@ def forward_backward(
     head: Head | ValueReader,
     *,
     forward_only: bool = False,
+    see: Callable[[PlannedBatch, torch.Tensor], None] | None = None,
 ) -> dict[str, float]:
     """Fill the gradient buffers with the gradient of the step's loss over all ranks.
 
     The loss is a sum over tokens under weights whose denominators are the whole step's, so neither the division
     into micro-batches nor that into ranks changes it. Megatron divides by both numbers; the loss is multiplied by
     them to take that back. Returns the step's metrics, equal on all ranks. With ``forward_only`` the buffers stay.
+    ``see`` is given each micro-batch with its log-probs [N], on the last stage.
     """
     mis_sums = None
     if algorithm.uses_advantages and algorithm.needs_step_sums:
@@ -145,7 +147,10 @@ def forward_backward(
 
         def loss_of(hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, Statistics]:
             output_N, entropy_N = head(chunk, hidden_1TD, batch, with_entropy=algorithm.entropy_coef != 0)
-            return _loss(loss, next(planned), plan.step, algorithm, scale, entropy_N, mis_sums, output_N)
+            one = next(planned)
+            if see is not None:
+                see(one, output_N)
+            return _loss(loss, one, plan.step, algorithm, scale, entropy_N, mis_sums, output_N)
 
         return run(chunk, batch), loss_of
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slime_core.flops import FlopsModel
+from slime_core.types import Span
 from slime_megatron.device import Device
 from slime_megatron.packing import PackedBatch
 
@@ -38,14 +39,15 @@ A device's is that of the first name here that its own name contains.
 
 
 class PhaseTimer:
-    """Adds up wall time, computed tokens and operations by phase, on this rank.
+    """Adds up wall time, computed tokens and operations by phase, on this rank, and puts each phase into ``spans``.
 
     ``synchronize`` waits for the device's queued work; ``flops`` are the model's operations.
     """
 
-    def __init__(self, synchronize: Callable[[], None], flops: FlopsModel) -> None:
+    def __init__(self, synchronize: Callable[[], None], flops: FlopsModel, spans: list[Span]) -> None:
         self._synchronize = synchronize
         self._flops = flops
+        self._spans = spans
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.tokens: defaultdict[str, int] = defaultdict(int)
         self.operations: defaultdict[str, int] = defaultdict(int)
@@ -53,11 +55,13 @@ class PhaseTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block under ``name``."""
-        start = time.perf_counter()
+        began, start = time.time(), time.perf_counter()
         with torch.profiler.record_function(name):
             yield
             self._synchronize()
-        self.seconds[name] += time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        self.seconds[name] += elapsed
+        self._spans.append(Span(f"rank {dist.get_rank()}", name, began, elapsed))
 
     def count(self, name: str, packed: PackedBatch, *, logits: int, passes: int) -> None:
         """Count a micro-batch's tokens and operations under ``name``; it computes the logits of so many tokens.

@@ -21,12 +21,21 @@ from slime_core.errors import ConfigError
 from slime_core.interfaces import Role, WeightChannel
 from slime_core.memory import Held, MemoryState
 from slime_core.ops import AdvantageEstimator
-from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainSample, TrainShard, WeightUpdate
+from slime_core.types import (
+    Rendezvous,
+    SleepReport,
+    Span,
+    SyncReport,
+    TrainReport,
+    TrainSample,
+    TrainShard,
+    WeightUpdate,
+)
 from slime_megatron.checkpoint import checkpoint_root, find_checkpoint, reference_source, teacher_source
 from slime_megatron.checkpoint_writer import Background
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import argument_notices, check_arguments
-from slime_megatron.debugging import profiled, write_train_data
+from slime_megatron.debugging import ShownSamples, profiled, write_train_data
 from slime_megatron.device import Device
 from slime_megatron.fits import check_fits
 from slime_megatron.kernels import choose_kernels, found_kernels
@@ -84,6 +93,7 @@ class MegatronWorker:
     ) -> None:
         self.config = config
         self._output_dir = Path(output_dir)
+        self._spans: list[Span] = []
         self.algorithm = algorithm
         self.shape = shape
         self._device = device
@@ -227,18 +237,22 @@ class MegatronWorker:
         if self._critic is None or shard.rollout_id >= self.config.num_critic_only_steps:
             self._turn_of(self._actor)
             self._actor.begin_rollout()
+            shown = ShownSamples()
             for plan, metrics in zip(plans, steps, strict=True):
-                metrics |= self._optimize(self._actor, self._loss, plan, self._head(shard.temperature), timer)
+                metrics |= self._optimize(self._actor, self._loss, plan, self._head(shard.temperature), timer, shown)
+            shown.write(self._output_dir / "samples", shard.rollout_id)
         interval = self.config.ref_update_interval
         if interval and "reference" in self._actor.frozen and (shard.rollout_id + 1) % interval == 0:
             self._turn_of(self._actor)
             self._actor.update_frozen("reference")
+        spans, self._spans = self._spans, []
         return TrainReport(
             rollout_id=shard.rollout_id,
             steps=steps,
             seconds=dict(timer.seconds),
             tokens=dict(timer.tokens),
             performance=timer.performance(self._device, bf16=self.config.bf16),
+            spans=spans,
         )
 
     def forward(self, shard: TrainShard, role: Role = "actor") -> list[NDArray[np.float32]]:
@@ -290,7 +304,8 @@ class MegatronWorker:
         if self._actor.versions is not None:
             self._actor.versions.pushed(update.version)
         size = self.config.update_weight_buffer_size
-        return push_weights(self._export, channel, update, size, self._form, senders)
+        with self._timer().phase("send"):
+            return push_weights(self._export, channel, update, size, self._form, senders)
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.
@@ -299,9 +314,10 @@ class MegatronWorker:
         be written is raised by the next call. The actor's comes last: a run continues from its newest.
         """
         self._check_holds("save")
-        for model in self.trained:
-            self._turn_of(model)
-            directory = model.save(iteration, self._background)
+        with self._timer().phase("save"):
+            for model in self.trained:
+                self._turn_of(model)
+                directory = model.save(iteration, self._background)
         self.iteration = iteration
         return str(directory)
 
@@ -428,7 +444,7 @@ class MegatronWorker:
         return Head(vocab_size=self.shape.vocab_size, temperature=temperature)
 
     def _timer(self) -> PhaseTimer:
-        return PhaseTimer(self._device.synchronize, flops_model(self.shape))
+        return PhaseTimer(self._device.synchronize, flops_model(self.shape), self._spans)
 
     def _packed(
         self,
@@ -459,9 +475,16 @@ class MegatronWorker:
             return forward_values(model, partial(self._packed, batches, timer, phase, head, 1), batches, head)
 
     def _optimize(
-        self, role: TrainedModel, loss: Loss, plan: StepPlan, head: Head | ValueReader, timer: PhaseTimer
+        self,
+        role: TrainedModel,
+        loss: Loss,
+        plan: StepPlan,
+        head: Head | ValueReader,
+        timer: PhaseTimer,
+        shown: ShownSamples | None = None,
     ) -> dict[str, float]:
         """One optimizer step, and its metrics."""
+        see = None if shown is None or loss.value_head else shown.see
         prefix = "critic_" if role is self._critic else ""
         with role.undone_on_error():
             with timer.phase(f"{prefix}forward_backward"):
@@ -470,7 +493,7 @@ class MegatronWorker:
                 # Adapters cost little; the base's weights have no gradient.
                 passes = 3 if role.config.lora is None else 2
                 packed = partial(self._packed, batches, timer, f"{prefix}forward_backward", head, passes)
-                metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head)
+                metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head, see=see)
             with timer.phase(f"{prefix}optimizer"):
                 check_finite(metrics)
                 return metrics | role.step()

@@ -33,14 +33,15 @@ class Collected:
     """The groups that one rollout trains on, in the order of their numbers.
 
     ``counts`` says how many groups were dropped, by reason, given back, or generated again because they were too old;
-    ``seconds`` holds the wall time per phase. ``dropped`` holds the groups that a filter has dropped, if somebody wants
-    to see them.
+    ``seconds`` holds the wall time per phase. ``dropped`` holds the groups that a filter has dropped, if a hook wants
+    to see them, and ``examples`` the first of them for each reason.
     """
 
     groups: list[Group]
     counts: dict[str, float]
     seconds: dict[str, float]
     dropped: list[Group]
+    examples: dict[str, Group] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,6 +92,7 @@ class Collector:
         self._ready: list[_Work] = []
         self._unfinished: list[Group] = []
         self._dropped: list[Group] = []
+        self._examples: dict[str, Group] = {}
         self._error: BaseException | None = None
         self._started = 0
         self._counts: collections.Counter[str] = collections.Counter()
@@ -170,7 +172,8 @@ class Collector:
         self._source.ledger.settle(groups, Fate.TRAINED)
         forget_rows_prompts(groups)
         dropped, self._dropped = self._dropped, []
-        return Collected(groups, dict(counts), seconds, dropped)
+        examples, self._examples = self._examples, {}
+        return Collected(groups, dict(counts), seconds, dropped, examples)
 
     async def _give_back(self) -> int:
         """Stop what is in flight, and give it and what is left over back to the data source; returns how many groups.
@@ -312,6 +315,7 @@ class Collector:
         elif isinstance(verdict, Drop):
             self._counts[f"dynamic_filter/drop_{verdict.reason}"] += 1
             ledger.settle([work.handed_out], Fate.FILTERED)
+            self._examples.setdefault(verdict.reason, work.group)
             if self._config.hooks.rollout_all_samples_process_path is not None:
                 self._dropped.append(work.group)
             self._watch.forget(len(work.group))

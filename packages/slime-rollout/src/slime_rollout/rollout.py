@@ -175,6 +175,7 @@ class RolloutManager:
             groups=collected.groups,
             metrics=metrics,
             seconds=collected.seconds,
+            dropped=collected.examples,
         )
 
     def _draw(self, count: int) -> list[Group]:

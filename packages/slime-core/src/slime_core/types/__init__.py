@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slime_core.types.train import (
         Rendezvous,
         SleepReport,
+        Span,
         SyncReport,
         TrainReport,
         TrainSample,
@@ -31,6 +32,7 @@ __all__ = [
     "RolloutColumns",
     "Sample",
     "SleepReport",
+    "Span",
     "Status",
     "SyncReport",
     "TrainReport",

@@ -21,6 +21,7 @@ class RolloutBatch:
         weight_version: Version of the weights that it is to be trained from; ``None`` if unknown.
         metrics: Named numbers for tracking.
         seconds: Wall time per phase, such as ``generate`` and ``reward``.
+        dropped: A group that is not trained on for each reason to drop one, for people to look at; not written down.
     """
 
     rollout_id: int
@@ -28,6 +29,7 @@ class RolloutBatch:
     weight_version: int | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    dropped: dict[str, Group] = dataclasses.field(default_factory=dict)
 
     @property
     def samples(self) -> list[Sample]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -167,6 +167,26 @@ _ROWS: dict[str, DTypeLike] = {
 }
 
 
+SHOWN = "shown"
+"""The extra that is true of samples of which the run's report shows what was computed for them."""
+
+
+class Span(NamedTuple):
+    """A stretch of time in which somebody did something.
+
+    Attributes:
+        who: ``loop``, ``rollout`` or ``rank 0``.
+        what: The phase, such as ``generate`` or ``forward_backward``.
+        start: Seconds since 1970, by the clock of that machine.
+        seconds: How long it took.
+    """
+
+    who: str
+    what: str
+    start: float
+    seconds: float
+
+
 @dataclasses.dataclass(kw_only=True)
 class TrainReport:
     """What training on one rollout gave.
@@ -176,6 +196,7 @@ class TrainReport:
         seconds: Wall time per phase on this rank.
         tokens: Tokens computed per phase on this rank, without padding; a shared prompt counts once.
         performance: Tokens per second, operations per second and memory over all ranks, by metric name.
+        spans: When this rank did what since its last report.
     """
 
     rollout_id: int
@@ -183,6 +204,7 @@ class TrainReport:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     performance: dict[str, float] = dataclasses.field(default_factory=dict)
+    spans: list[Span] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,114 @@
+"""Samples that a run keeps for its report: the first of each rollout, and a dropped group for each reason.
+
+Each rollout has a file, ``samples/rollout_0000012.json.gz`` in the run's directory, and others of the trainer's ranks
+(:mod:`slime_megatron.debugging`) with what those computed for the samples in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_core.files import whole_file
+from slime_core.types import RolloutBatch, RolloutColumns, Sample
+from slime_core.types.train import SHOWN
+from slime_launch.config import Settings
+from slime_rollout.data.chat import load_tokenizer
+from slime_rollout.errors import REWARD_FAILURE
+
+SAMPLES_DIR = "samples"
+MOST_TOKENS = 2000
+"""Response tokens of a sample that are kept: half from its beginning, half from its end."""
+MOST_CHARACTERS = 8000
+"""Of a prompt, and of each text in the metadata."""
+_LONGEST_CHARACTER = 4  # bytes, and so tokens that may make it up
+
+
+def mark_shown(columns: RolloutColumns, settings: Settings) -> None:
+    """Tell the trainer's ranks which samples are shown, by an extra column."""
+    if settings.run.report_samples and settings.trains:
+        columns.samples[SHOWN] = np.arange(sum(columns.group_sizes)) < settings.run.report_samples
+
+
+def write_shown(batch: RolloutBatch, settings: Settings) -> None:
+    """Write the shown samples of a rollout into the run's directory; the file appears whole or not at all."""
+    count, directory = settings.run.report_samples, settings.run.output_dir
+    if not count or directory is None:
+        return
+    data = settings.rollout.data
+    tokenizer = _tokenizer(data.hf_checkpoint, data.trust_remote_code)
+    chosen: list[tuple[Sample, str | None]] = [(sample, None) for sample in batch.samples[:count]]
+    chosen += [(sample, reason) for reason, group in batch.dropped.items() for sample in group[:count]]
+    rows = [{"rollout": batch.rollout_id, "dropped": reason, **_row(one, tokenizer)} for one, reason in chosen]
+    path = Path(directory) / SAMPLES_DIR / f"rollout_{batch.rollout_id:07d}.json.gz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as partial:
+        partial.write_bytes(gzip.compress(json.dumps(rows).encode(), compresslevel=3))
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens is the first one's."""
+    texts, at = [], 0
+    while at < len(tokens):
+        for size in range(1, _LONGEST_CHARACTER + 1):
+            text = tokenizer.decode(tokens[at : at + size], skip_special_tokens=False)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                break
+        else:
+            size = 1  # no character at all
+        size = min(size, len(tokens) - at)
+        texts += [text] + [""] * (size - 1)
+        at += size
+    return texts
+
+
+def _row(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+    length = sample.response_length
+    half = MOST_TOKENS // 2
+    kept = list(range(length)) if length <= MOST_TOKENS else [*range(half), *range(length - half, length)]
+    tokens, reward = sample.response_tokens, sample.reward
+    metadata = dict(_short(sample.metadata))
+    return {
+        "index": sample.index,
+        "group": sample.group_index,
+        "trajectory": sample.trajectory,
+        "prompt": _cut(sample.prompt),
+        "label": sample.label,
+        "reward": None if isinstance(reward, dict) else reward,
+        "rewards": reward if isinstance(reward, dict) else None,
+        "status": sample.status.value,
+        "failure": sample.metadata.get(REWARD_FAILURE),
+        "length": length,
+        "cut": None if length <= MOST_TOKENS else {"at": half, "left_out": length - MOST_TOKENS},
+        "tokens": token_texts(tokenizer, [tokens[at] for at in kept]),
+        "mask": None if sample.trained_tokens == length else [sample.trained_mask[at] for at in kept],
+        "versions": [sample.weight_versions[at] for at in kept] if sample.weight_versions else None,
+        "log_probs": None
+        if sample.rollout_log_probs is None
+        else [round(sample.rollout_log_probs[at], 4) for at in kept],
+        "metadata": metadata,
+    }
+
+
+def _cut(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return prompt if len(prompt) <= MOST_CHARACTERS else f"{prompt[:MOST_CHARACTERS]} …"
+    return [message | {"content": _cut(message["content"])} if "content" in message else message for message in prompt]
+
+
+def _short(metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What can be read in a table; others are cut off."""
+    for name, value in metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        yield name, value if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
+
+
+@functools.cache
+def _tokenizer(hf_checkpoint: str, trust_remote_code: bool) -> Any:
+    return load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
