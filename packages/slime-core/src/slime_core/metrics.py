@@ -68,6 +68,7 @@ def eval_metrics(name: str, samples: Sequence[Sample], reward_key: str | None = 
     """The numbers of one held-out set.
 
     - ``eval/<name>``: the score, which is the mean reward; a trajectory that became several samples counts once.
+    - ``eval/<name>/stderr``: the score's standard error, from how prompts' mean rewards differ; of two prompts or more.
     - ``eval/<name>-pass@k`` for k = 1, 2, 4 … up to the samples of a prompt; see :func:`pass_rates`.
     - ``eval/<name>-truncated_ratio``: share of responses that met a limit of length.
     - ``eval/<name>/response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens.
@@ -77,6 +78,9 @@ def eval_metrics(name: str, samples: Sequence[Sample], reward_key: str | None = 
     rollout = rollout_metrics(samples, reward_key)
     tag = _PREFIX + name
     metrics = {tag: rollout["raw_reward"]} if "raw_reward" in rollout else {}
+    means = [_mean(group) for group in _rewards_by_group(samples, reward_key)]
+    if len(means) > 1:
+        metrics[f"{tag}/stderr"] = statistics.stdev(means) / math.sqrt(len(means))
     metrics |= {f"{tag}-{rate}": value for rate, value in pass_rates(samples, reward_key).items()}
     if rollout:
         metrics[f"{tag}-truncated_ratio"] = rollout["truncated_ratio"]

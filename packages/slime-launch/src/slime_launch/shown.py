@@ -45,7 +45,8 @@ def write_shown(batch: RolloutBatch, settings: Settings) -> None:
     tokenizer = _tokenizer(data.hf_checkpoint, data.trust_remote_code)
     chosen: list[tuple[Sample, str | None]] = [(sample, None) for sample in batch.samples[:count]]
     chosen += [(sample, reason) for reason, group in batch.dropped.items() for sample in group[:count]]
-    rows = [{"rollout": batch.rollout_id, "dropped": reason, **_row(one, tokenizer)} for one, reason in chosen]
+    head = {"rollout": batch.rollout_id, "weight_version": batch.weight_version}
+    rows = [{**head, "dropped": reason, **_row(one, tokenizer)} for one, reason in chosen]
     path = Path(directory) / SAMPLES_DIR / f"rollout_{batch.rollout_id:07d}.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:

@@ -1,0 +1,252 @@
+"""What a report's page shows of a run, from the files in its directory; nothing else has to be there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_core.metrics import eval_scores
+from slime_launch.errors import PreflightError
+from slime_launch.manifest import read_manifest
+from slime_launch.metric_names import entry_of, table
+from slime_launch.report.samples import read_kept
+from slime_launch.report.summary import REWARD
+from slime_launch.report.timeline import lanes_of, timeline
+from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
+from slime_launch.shown import SAMPLES_DIR
+from slime_launch.tracking import METRICS_FILE, Row, read_rows
+
+Data = dict[str, Any]
+MOST_POINTS = 2000
+"""Of a curve; of more rows, so many that are evenly spread."""
+STDERRS = 1.96  # of a 95 % interval
+QUIET_SECONDS = 600.0
+"""A run that is not finished is taken for stopped when it has written nothing for so long."""
+CHARTS = (
+    ("Reward", "rollout", ("rollout/raw_reward",), ""),
+    ("Held-out score", "eval", (), ""),
+    ("Loss", "train", ("train/loss",), ""),
+    ("KL", "train", ("train/kl_loss", "train/ppo_kl"), "nats"),
+    ("Entropy", "train", ("train/entropy_loss",), "nats"),
+    ("Gradient norm", "train", ("train/grad_norm",), ""),
+    ("Response length", "rollout", ("rollout/response_len/mean", "rollout/response_len/max"), "tokens"),
+    ("Drift of log-probs, engine and trainer", "train", ("train/train_rollout_logprob_abs_diff",), "nats"),
+    ("Throughput", "rollout", ("perf/tokens_per_second",), "tokens/s"),
+    ("Idle share of the trainers", "rollout", ("perf/wait_time_ratio",), ""),
+    ("Time of a step", "rollout", ("perf/step_time", "perf/rollout_time", "perf/train_time"), "s"),
+    ("Staleness", "rollout", ("rollout/staleness/mean", "rollout/staleness/max"), "versions"),
+    ("Groups with equal rewards", "rollout", ("rollout/zero_std/ratio",), ""),
+)
+"""What is shown first: title, kind of row, metrics, unit."""
+
+
+def report_data(directories: Sequence[Path], *, live: bool = False) -> Data:
+    """The data of a page about one run, or about several side by side.
+
+    Raises:
+        PreflightError: A directory holds no run.
+    """
+    names = _names(directories)
+    runs = [run_data(directory, name) for directory, name in zip(directories, names, strict=True)]
+    return {"made": time.time(), "live": live, "runs": runs}
+
+
+def run_data(directory: Path, name: str) -> Data:
+    """The data of one run."""
+    rows, found = read_rows(directory), _read_json(directory / SETTINGS_FILE)
+    if not rows and not found:
+        raise PreflightError(
+            f"{directory} holds neither {METRICS_FILE} nor {SETTINGS_FILE}; give the --output-dir of a run"
+        )
+    settings = {key: (value["value"], value["origin"]) for key, value in found.get("settings", {}).items()}
+    lanes = lanes_of(rows, directory / "logs")
+    times = [row["time"] for row in rows]
+    began = min([*times[:1], *(spans[0].start for spans in lanes.values())], default=0.0)
+    ended = max(times, default=began)
+    samples, total = read_kept(directory / SAMPLES_DIR, last=max((row["rollout_id"] for row in rows), default=-1))
+    curves = {kind: curve for kind in ("rollout", "train", "eval") if (curve := _curves(rows, kind))["x"]}
+    evals = list(_evals(rows))
+    return {
+        "name": name,
+        "directory": str(directory),
+        "state": _state(rows, settings, directory),
+        "command": _command(settings),
+        "began": began,
+        "ended": ended,
+        "headline": list(_headline(rows, settings, evals, ended - began)),
+        "curves": curves,
+        "titles": dict(_titles(curves)),
+        "charts": list(_charts(curves)),
+        "evals": evals,
+        "timeline": timeline(lanes, began),
+        "ledger": _ledger(directory, settings, rows),
+        "staleness": _staleness(samples),
+        "samples": samples,
+        "samples_total": total or len(samples),
+        "settings": [[key, _text(value), origin] for key, (value, origin) in settings.items()],
+        "events": list(_events(directory / "logs" / "engine_events.jsonl", began)),
+    }
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """The shortest end of each path that no other has."""
+    parts = [directory.resolve().parts for directory in directories]
+    for size in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-size:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{directory} ({number})" for number, directory in enumerate(directories, 1)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _state(rows: Sequence[Row], settings: dict[str, Any], directory: Path) -> str:
+    done = sum(row["kind"] == "rollout" for row in rows)
+    wanted, _ = settings.get("num_rollout", (None, None))
+    if wanted is not None and done >= wanted:
+        return "finished"
+    newest = max((path.stat().st_mtime for path in directory.glob("**/*.*l*g*") if path.is_file()), default=0.0)
+    return "running" if time.time() - newest < QUIET_SECONDS else "stopped"
+
+
+def _command(settings: dict[str, Any]) -> str:
+    """The flags that were given, as one command; those of a configuration file are among them."""
+    words = []
+    for key, (value, origin) in settings.items():
+        if origin not in ("command line", "config file") or value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words.append(shlex.join([f"--{key.replace('_', '-')}", *map(str, values)]))
+    return " \\\n  ".join(["slime-launch train", *words])
+
+
+def _headline(
+    rows: Sequence[Row], settings: dict[str, Any], evals: Sequence[Data], seconds: float
+) -> Iterator[tuple[str, str]]:
+    rollouts = [row for row in rows if row["kind"] == "rollout"]
+    wanted, _ = settings.get("num_rollout", (None, None))
+    yield "rollouts", f"{len(rollouts)} of {wanted}" if wanted is not None else str(len(rollouts))
+    if steps := sum(row["kind"] == "train" for row in rows):
+        yield "optimizer steps", str(steps)
+    yield "time", f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
+    rewards = [row[REWARD] for row in rollouts if row.get(REWARD) is not None]
+    if rewards:
+        part = max(len(rewards) // 10, 1)
+        yield "training reward", f"{sum(rewards[:part]) / part:.3f} → {sum(rewards[-part:]) / part:.3f}"
+    for name in dict.fromkeys(one["set"] for one in evals):
+        scores = [one["score"] for one in evals if one["set"] == name]
+        yield name, f"{scores[0]:.3f} → {scores[-1]:.3f}" if len(scores) > 1 else f"{scores[0]:.3f}"
+    if failed := sum(row.get("rollout/reward_failures", 0.0) for row in rollouts):
+        yield "samples that could not be scored", f"{failed:.0f}"
+
+
+def _curves(rows: Sequence[Row], kind: str) -> Data:
+    chosen = [row for row in rows if row["kind"] == kind]
+    stride = -(-len(chosen) // MOST_POINTS) or 1
+    chosen = chosen[::stride]
+    names = dict.fromkeys(name for row in chosen for name in row if "/" in name)
+    series = {name: [_short(row.get(name)) for row in chosen] for name in sorted(names)}
+    return {"x": [row["step"] for row in chosen], "series": series}
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: more is not seen."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _titles(curves: Data) -> Iterator[tuple[str, str]]:
+    known = {name: row["is"] for section in table().values() for name, row in section.items()}
+    for curve in curves.values():
+        for name in curve["series"]:
+            if (entry := entry_of(name)) is not None:
+                yield name, known[entry]
+
+
+def _charts(curves: Data) -> Iterator[Data]:
+    for title, kind, names, unit in CHARTS:
+        series = curves.get(kind, {"series": {}})["series"]
+        wanted = names if names else tuple(f"eval/{name}" for name in eval_scores(series))
+        if there := [name for name in wanted if name in series]:
+            yield {"title": title, "kind": kind, "names": there, "unit": unit}
+
+
+def _evals(rows: Sequence[Row]) -> Iterator[Data]:
+    """Each score with its 95 % interval, as far as its standard error is known."""
+    for row in rows:
+        if row["kind"] != "eval":
+            continue
+        scores = {name: value for name, value in eval_scores(row).items() if value is not None}
+        for name, score in scores.items():
+            half = STDERRS * row.get(f"eval/{name}/stderr", float("nan"))
+            start = f"eval/{name}"
+            others = {
+                key.removeprefix(start).lstrip("-/"): value for key, value in row.items() if key.startswith(start)
+            }
+            others.pop("", None)
+            known = half == half
+            yield {
+                "set": name,
+                "rollouts": row["rollout_id"],
+                "score": _short(score),
+                "low": _short(score - half) if known else None,
+                "high": _short(score + half) if known else None,
+                "metrics": {key: _short(value) for key, value in others.items() if isinstance(value, int | float)},
+            }
+
+
+def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> Data | None:
+    """Where every sample went, as the last checkpoint has it, and why groups were dropped."""
+    counts = None
+    save, _ = settings.get("save", (None, None))
+    for root in (Path(), *directory.resolve().parents) if save is not None else ():
+        manifest = read_manifest(root / save) if (root / save).is_dir() else None
+        if manifest is not None and manifest.source_state is not None:
+            counts = manifest.source_state.get("ledger")
+            break
+    dropped: Counter[str] = Counter()
+    start = "rollout/dynamic_filter/drop_"
+    for row in rows:
+        dropped.update({key.removeprefix(start): int(value) for key, value in row.items() if key.startswith(start)})
+    if counts is None:
+        return {"dropped": dropped} if dropped else None
+    ended = {name: int(counts.get(name, 0)) for name in ("generated", "trained", "filtered", "aborted")}
+    left = ended["generated"] - ended["trained"] - ended["filtered"] - ended["aborted"]
+    return {**ended, "waiting": left, "balances": not counts.get("faults"), "dropped": dropped}
+
+
+def _staleness(samples: Sequence[Data]) -> Data | None:
+    """Tokens of the kept samples by how many versions they are older than the weights that trained on them."""
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        if sample["versions"] and sample["weight_version"] is not None and sample["dropped"] is None:
+            counts.update(sample["weight_version"] - version for version in sample["versions"] if version >= 0)
+    return {"versions": sorted(counts), "tokens": [counts[age] for age in sorted(counts)]} if counts else None
+
+
+def _events(path: Path, began: float) -> Iterator[tuple[float, str, str]]:
+    """What happened to engines: seconds since the beginning, whom, what."""
+    if not path.exists():
+        return
+    from datetime import datetime
+
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            break
+        moment = datetime.fromisoformat(event["time"]).timestamp() - began
+        yield round(moment, 1), event["engine"], f"{event['event']} {event.get('detail', '')}".strip()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

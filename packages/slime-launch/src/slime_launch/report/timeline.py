@@ -1,0 +1,180 @@
+"""Who was busy when, from the spans in ``metrics.jsonl`` and the engines' logs; and what the other time went to."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slime_launch.tracking import Row
+
+LOOP, GENERATION = "loop", ("generate", "evaluate")
+MOST_ENGINES, MOST_SPANS = 16, 50_000
+MOST_LOG_BYTES = 64 * 2**20
+"""Of an engine's log, this much of its end is read."""
+_BATCH = re.compile(
+    rb"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] "
+    rb"(?:Prefill batch, #new-seq: (\d+)|Decode batch, #running-req: (\d+))",
+    re.MULTILINE,
+)
+_LONGEST_QUIET = 30.0  # seconds between two lines of an engine that is busy: it writes one for every 40 tokens
+_BUSY = "generate"
+
+
+class Interval(NamedTuple):
+    """What was done from ``start`` to ``end``, seconds since 1970, for a rollout."""
+
+    start: float
+    end: float
+    what: str
+    rollout_id: int
+
+
+Lanes = dict[str, list[Interval]]
+
+
+def lanes_of(rows: Sequence[Row], logs: Path) -> Lanes:
+    """The intervals of the loop, the rollout worker, the engines and the ranks, in order of time."""
+    lanes: defaultdict[str, list[Interval]] = defaultdict(list)
+    for row in rows:
+        for who, spans in row.get("spans", {}).items():
+            lanes[who] += [Interval(start, start + seconds, what, row["rollout_id"]) for what, start, seconds in spans]
+    windows = [one for one in lanes.get(LOOP, ()) if one.what in GENERATION]
+    for path in sorted(logs.glob("engine_*.log"), key=lambda path: (len(path.name), path.name))[:MOST_ENGINES]:
+        lanes[path.stem.replace("_", " ")] = list(_engine(path, windows))
+    order = sorted(lanes, key=lambda who: (_PLACES.get(who.split()[0], len(_PLACES)), len(who), who))
+    return {who: sorted(lanes[who]) for who in order if lanes[who]}
+
+
+_PLACES = {name: place for place, name in enumerate((LOOP, "rollout", "engine", "rank"))}
+
+
+def _engine(path: Path, windows: Sequence[Interval]) -> Iterator[Interval]:
+    """When an engine had requests, as far as the lines of its log tell, which have whole seconds.
+
+    It is busy from a line that has some until the next, or until the wait for the rollout ends; where lines are far
+    apart, for as long as they usually are.
+    """
+    times = [(moment, count) for moment, count in _lines(path) if count]
+    gaps = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(times) if later - sooner < _LONGEST_QUIET]
+    usual = max(gaps, default=1.0)
+    merged: list[list[float]] = []
+    for (moment, _), (following, _) in itertools.pairwise([*times, (float("inf"), 0)]):
+        end = moment + min(following - moment, max(usual, 1.0))
+        if merged and moment <= merged[-1][1]:
+            merged[-1][1] = end
+        else:
+            merged.append([moment, end])
+    for start, end in merged:
+        window = next((one for one in windows if one.start - 1 <= start <= one.end), None)
+        rollout_id = -1 if window is None else window.rollout_id
+        yield Interval(start, end if window is None else min(end, max(window.end, start)), _BUSY, rollout_id)
+
+
+def _lines(path: Path) -> Iterator[tuple[float, int]]:
+    """Seconds since 1970 of each batch, and its requests."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - MOST_LOG_BYTES, 0))
+        text = file.read()
+    parsed: dict[bytes, float] = {}
+    for stamp, prefilled, running in _BATCH.findall(text):
+        if stamp not in parsed:
+            parsed[stamp] = time.mktime(time.strptime(stamp.decode(), "%Y-%m-%d %H:%M:%S"))
+        yield parsed[stamp], int(prefilled or running)
+
+
+def lost_time(lanes: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
+    """What trainers and engines did not work for, by phase of the loop, the longest first: seconds and share of all.
+
+    Of several ranks or engines the mean.
+    """
+    phases = lanes.get(LOOP, ())
+    if not phases:
+        return []
+    began, ended = phases[0].start, max(one.end for one in phases)
+    found = []
+    for title, kind in (("trainers", "rank"), ("engines", "engine")):
+        members = [spans for who, spans in lanes.items() if who.split()[0] == kind]
+        sums: defaultdict[str, float] = defaultdict(float)
+        for spans in members:
+            busy = list(_union((one.start, one.end) for one in spans if one.what not in ("send", "save")))
+            free = list(_gaps(busy, began, ended))
+            left = sum(end - start for start, end in free)
+            for what in dict.fromkeys(one.what for one in phases):
+                seconds = _overlap(free, [(one.start, one.end) for one in phases if one.what == what])
+                sums[what] += seconds
+                left -= seconds
+            sums["between phases"] += left
+        found += [
+            {
+                "what": f"{title} wait: {what}",
+                "seconds": seconds / len(members),
+                "share": seconds / len(members) / (ended - began),
+            }
+            for what, seconds in sums.items()
+            if seconds > 0 and ended > began
+        ]
+    return sorted(found, key=lambda one: -one["seconds"])
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The same time in intervals that do not overlap, in order."""
+    current: tuple[float, float] | None = None
+    for start, end in sorted(intervals):
+        if current is not None and start <= current[1]:
+            current = (current[0], max(current[1], end))
+            continue
+        if current is not None:
+            yield current
+        current = (start, end)
+    if current is not None:
+        yield current
+
+
+def _gaps(busy: Iterable[tuple[float, float]], began: float, ended: float) -> Iterator[tuple[float, float]]:
+    """What is left between ``began`` and ``ended``."""
+    at = began
+    for start, end in busy:
+        if start > at:
+            yield at, min(start, ended)
+        at = max(at, end)
+        if at >= ended:
+            return
+    yield at, ended
+
+
+def _overlap(some: Sequence[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
+    """Seconds that are in both; ``some`` do not overlap each other."""
+    total, first = 0.0, 0
+    for start, end in _union(others):
+        while first < len(some) and some[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(some) and some[at][0] < end:
+            total += min(end, some[at][1]) - max(start, some[at][0])
+            at += 1
+    return total
+
+
+def timeline(lanes: Lanes, began: float) -> dict[str, Any]:
+    """As the page takes it; of a long run its end."""
+    whats = list(dict.fromkeys(one.what for spans in lanes.values() for one in spans))
+    place = {what: at for at, what in enumerate(whats)}
+    starts = sorted((one.start for spans in lanes.values() for one in spans), reverse=True)
+    since = starts[MOST_SPANS - 1] if len(starts) > MOST_SPANS else 0.0
+    rows = [
+        {
+            "who": who,
+            "spans": [
+                [round(one.start - began, 3), round(one.end - one.start, 3), place[one.what], one.rollout_id]
+                for one in spans
+                if one.start >= since
+            ],
+        }
+        for who, spans in lanes.items()
+    ]
+    return {"whats": whats, "lanes": rows, "lost": lost_time(lanes)}
