@@ -21,8 +21,9 @@ _BATCH = re.compile(
     rb"(?:Prefill batch, #new-seq: (\d+)|Decode batch, #running-req: (\d+))",
     re.MULTILINE,
 )
-_LONGEST_QUIET = 30.0  # seconds between two lines of an engine that is busy: it writes one for every 40 tokens
+_LONGEST_QUIET = 30.0  # seconds between lines of an engine that is busy: it writes one for every 40 tokens
 _BUSY = "generate"
+_MOSTLY = 0.95  # of the lines: an engine is asked for its health now and then
 
 
 class Interval(NamedTuple):
@@ -56,23 +57,25 @@ _PLACES = {name: place for place, name in enumerate((LOOP, "rollout", "engine", 
 def _engine(path: Path, windows: Sequence[Interval]) -> Iterator[Interval]:
     """When an engine had requests, as far as the lines of its log tell, which have whole seconds.
 
-    It is busy from a line that has some until the next, or until the wait for the rollout ends; where lines are far
-    apart, for as long as they usually are.
+    It is busy from a line that has some until the next; where lines are far apart, for as long as they usually are. If
+    none are written while the loop does not wait for a rollout, it is busy only while it does.
     """
-    times = [(moment, count) for moment, count in _lines(path) if count]
-    gaps = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(times) if later - sooner < _LONGEST_QUIET]
-    usual = max(gaps, default=1.0)
-    merged: list[list[float]] = []
-    for (moment, _), (following, _) in itertools.pairwise([*times, (float("inf"), 0)]):
-        end = moment + min(following - moment, max(usual, 1.0))
-        if merged and moment <= merged[-1][1]:
-            merged[-1][1] = end
-        else:
-            merged.append([moment, end])
-    for start, end in merged:
-        window = next((one for one in windows if one.start - 1 <= start <= one.end), None)
-        rollout_id = -1 if window is None else window.rollout_id
-        yield Interval(start, end if window is None else min(end, max(window.end, start)), _BUSY, rollout_id)
+    times = [moment for moment, requests in _lines(path) if requests]
+    gaps = [later - sooner for sooner, later in itertools.pairwise(times) if later - sooner < _LONGEST_QUIET]
+    usual = max([1.0, *gaps])
+    busy = [
+        (moment, moment + min(following - moment, usual))
+        for moment, following in itertools.pairwise([*times, float("inf")])
+    ]
+    inside = sum(any(one.start - 1 <= moment <= one.end for one in windows) for moment in times)
+    if inside < _MOSTLY * len(times):
+        for start, end in _union(busy):
+            yield Interval(start, end, _BUSY, -1)
+        return
+    for one in windows:
+        for start, end in _union((max(one.start, start), min(one.end, end)) for start, end in busy):
+            if start < end:
+                yield Interval(start, end, _BUSY, one.rollout_id)
 
 
 def _lines(path: Path) -> Iterator[tuple[float, int]]:
