@@ -176,6 +176,7 @@ def test_names_and_numbers():
     statuses = [Status.TRUNCATED, *[Status.COMPLETED] * 3]
     assert eval_metrics("aime", scored([1.0, 0.0, 0.5, 0.0], size=2, statuses=statuses)) == {
         "eval/aime": 0.375,
+        "eval/aime/stderr": 0.125,
         "eval/aime-pass@1": 0.25,
         "eval/aime-pass@2": 0.5,
         "eval/aime-truncated_ratio": 0.25,
@@ -184,6 +185,13 @@ def test_names_and_numbers():
         "eval/aime/response_len/max": 4.0,
         "eval/aime/response_len/min": 1.0,
     }
+
+
+def test_standard_error_is_that_of_prompts_not_of_samples():
+    alike = [1.0] * 4 + [0.0] * 4
+    assert eval_metrics("a", scored(alike, size=4))["eval/a/stderr"] == pytest.approx(0.5)
+    assert eval_metrics("a", scored(alike, size=1))["eval/a/stderr"] == pytest.approx(statistics.stdev(alike) / 8**0.5)
+    assert "eval/a/stderr" not in eval_metrics("a", scored([1.0, 0.0], size=2))
 
 
 def test_one_sample_a_prompt_gives_no_more_than_pass_at_1():

@@ -61,21 +61,16 @@ def _engine(path: Path, windows: Sequence[Interval]) -> Iterator[Interval]:
     none are written while the loop does not wait for a rollout, it is busy only while it does.
     """
     times = [moment for moment, requests in _lines(path) if requests]
-    gaps = [later - sooner for sooner, later in itertools.pairwise(times) if later - sooner < _LONGEST_QUIET]
-    usual = max([1.0, *gaps])
-    busy = [
-        (moment, moment + min(following - moment, usual))
-        for moment, following in itertools.pairwise([*times, float("inf")])
-    ]
-    inside = sum(any(one.start - 1 <= moment <= one.end for one in windows) for moment in times)
-    if inside < _MOSTLY * len(times):
+    bounds = [(one.start - 1, one.end, one.rollout_id) for one in windows]  # the log's seconds are whole
+    parts = [([moment for moment in times if start <= moment <= end], end, number) for start, end, number in bounds]
+    if sum(len(part) for part, *_ in parts) < _MOSTLY * len(times):
+        parts = [(times, float("inf"), -1)]
+    gaps = [later - sooner for part, *_ in parts for sooner, later in itertools.pairwise(part)]
+    usual = max([1.0, *(gap for gap in gaps if gap < _LONGEST_QUIET)])
+    for part, last, number in parts:
+        busy = ((at, min(following, at + usual, last)) for at, following in itertools.pairwise([*part, float("inf")]))
         for start, end in _union(busy):
-            yield Interval(start, end, _BUSY, -1)
-        return
-    for one in windows:
-        for start, end in _union((max(one.start, start), min(one.end, end)) for start, end in busy):
-            if start < end:
-                yield Interval(start, end, _BUSY, one.rollout_id)
+            yield Interval(start, end, _BUSY, number)
 
 
 def _lines(path: Path) -> Iterator[tuple[float, int]]:

@@ -1,0 +1,86 @@
+"""``slime-launch report``: a page about a run, or about several side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_core.files import write_whole
+from slime_core.flags import Config, flag, flag_specs
+from slime_launch.errors import FlagError
+from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.plan.command import split_words
+from slime_launch.report.collect import report_data
+from slime_launch.report.page import make_page
+from slime_launch.report.serve import make_server
+from slime_launch.report.trace import chrome_trace
+
+PAGE_FILE = "report.html"
+DESCRIPTION = """\
+usage: slime-launch report RUN [RUN ...] [flags]
+
+Write a page about a run, which needs no network: its curves, who was busy when, samples token by token, settings.
+RUN is the run's --output-dir. Several runs are shown side by side."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig(Config):
+    """The flags of a report."""
+
+    output: str | None = flag(
+        None, metavar="FILE", help=f"the page; {PAGE_FILE} in the first run's directory unless given"
+    )
+    trace: str | None = flag(
+        None, metavar="FILE", help="write the timeline as a Chrome trace too, which ui.perfetto.dev opens"
+    )
+    json: str | None = flag(None, metavar="FILE", help="write what the page shows as JSON too")
+    serve: bool = flag(False, help="show the page of a run that goes on at a port of 127.0.0.1, until Ctrl-C")
+    port: int = flag(0, help="port for --serve; 0 takes a free one", least=0, most=65535)
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write or serve the page; returns the exit code.
+
+    Raises:
+        FlagError: No run is given, or the port is taken.
+        PreflightError: A directory holds no run.
+    """
+    specs = flag_specs(ReportConfig)
+    groups = [FlagGroup("report", tuple(specs))]
+    parser = build_parser(groups, prog="slime-launch report", description=DESCRIPTION)
+    if "--help" in argv or "-h" in argv:
+        parser.print_help()
+        return 0
+    own, runs = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
+    config = ReportConfig(**parse(groups, parser, [*own, *(word for word in runs if word.startswith("-"))]))
+    directories = [Path(word) for word in runs]
+    if not directories:
+        raise FlagError("report needs a run's --output-dir, such as runs/first-run")
+    if config.serve:
+        return _serve(directories, config.port)
+    data = report_data(directories)
+    target = Path(config.output or directories[0] / PAGE_FILE)
+    write_whole(target, make_page(data))
+    print(f"open {target}")
+    if config.trace is not None:
+        write_whole(Path(config.trace), json.dumps(chrome_trace(data)))
+        print(f"timeline: {config.trace}, for https://ui.perfetto.dev")
+    if config.json is not None:
+        write_whole(Path(config.json), json.dumps(data))
+    return 0
+
+
+def _serve(directories: Sequence[Path], port: int) -> int:
+    try:
+        server = make_server(directories, port)
+    except OSError as error:
+        raise FlagError(f"--port {port} cannot be used ({error}); give another, or 0 for a free one") from None
+    print(f"open http://{server.server_address[0]}:{server.server_port}/ ; Ctrl-C ends it")
+    sys.stdout.flush()
+    with server, contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return 0

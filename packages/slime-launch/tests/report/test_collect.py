@@ -1,0 +1,116 @@
+import gzip
+import json
+import math
+
+import pytest
+
+from slime_launch.errors import PreflightError
+from slime_launch.report.collect import report_data
+from slime_launch.report.samples import MOST_BYTES, read_kept
+from slime_launch.shown import MOST_TOKENS
+from slime_launch.tracking import Tracker
+
+SETTINGS = {
+    "num_rollout": {"value": 2, "origin": "command line"},
+    "bf16": {"value": True, "origin": "config file"},
+    "eval_prompt_data": {"value": ["held", "a file.jsonl"], "origin": "command line"},
+    "lr": {"value": 1e-6, "origin": "default"},
+}
+
+
+def make_run(directory, *, rollouts=2):
+    directory.mkdir(parents=True)
+    (directory / "settings.json").write_text(json.dumps({"settings": SETTINGS}))
+    tracker = Tracker(directory, tensorboard=False)
+    tracker.log("eval", step=0, rollout_id=0, metrics={"eval/held": 0.25, "eval/held/stderr": 0.1})
+    for number in range(rollouts):
+        tracker.log("train", step=number, rollout_id=number, metrics={"train/loss": 0.5 / (number + 1)})
+        reward = {"rollout/raw_reward": 0.5 + number / 4, "rollout/dynamic_filter/drop_all_wrong": 3.0}
+        tracker.log("rollout", step=number, rollout_id=number, metrics=reward | {"perf/odd": math.nan})
+    tracker.log("eval", step=rollouts, rollout_id=rollouts, metrics={"eval/held": 0.75, "eval/held-pass@1": 0.7})
+    tracker.close()
+    return directory
+
+
+def keep(directory, rollout, samples, computed=None):
+    (directory / "samples").mkdir(exist_ok=True)
+    name = directory / "samples" / f"rollout_{rollout:07d}"
+    name.with_suffix(".json.gz").write_bytes(gzip.compress(json.dumps(samples).encode()))
+    if computed is not None:
+        other = name.with_name(f"{name.name}-rank_1.json.gz")
+        other.write_bytes(gzip.compress(json.dumps(computed).encode()))
+
+
+def sample(index, **fields):
+    fields = {"dropped": None, "cut": None, "versions": [1, 2], "weight_version": 2} | fields
+    return {"rollout": 0, "index": index} | fields
+
+
+def test_a_run_in_numbers(tmp_path):
+    [run] = report_data([make_run(tmp_path / "runs" / "first")])["runs"]
+    assert (run["name"], run["state"]) == ("first", "finished")
+    assert (
+        run["command"]
+        == "slime-launch train \\\n  --num-rollout 2 \\\n  --bf16 \\\n  --eval-prompt-data held 'a file.jsonl'"
+    )
+    assert ("rollouts", "2 of 2") in run["headline"] and ("held", "0.250 → 0.750") in run["headline"]
+    assert run["curves"]["rollout"]["series"]["rollout/raw_reward"] == [0.5, 0.75]
+    assert run["curves"]["rollout"]["series"]["perf/odd"] == [None, None]
+    assert run["titles"]["train/loss"].startswith("loss of the optimizer step")
+    assert [chart["title"] for chart in run["charts"]] == ["Reward", "Held-out score", "Loss"]
+    before, after = run["evals"]
+    assert (before["low"], before["high"]) == (pytest.approx(0.054), pytest.approx(0.446))
+    assert (after["low"], after["metrics"]) == (None, {"pass@1": 0.7})
+    assert run["ledger"] == {"dropped": {"all_wrong": 6}}
+    assert ["lr", "1e-06", "default"] in run["settings"]
+
+
+def test_a_run_that_began_has_no_rows_yet(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({"settings": SETTINGS}))
+    [run] = report_data([tmp_path])["runs"]
+    assert run["curves"] == {} and run["samples"] == [] and run["timeline"]["lanes"] == []
+    assert run["state"] == "stopped" or run["state"] == "running"
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(PreflightError, match=r"holds neither metrics.jsonl nor settings.json; give the --output-dir"):
+        report_data([tmp_path])
+
+
+def test_runs_side_by_side_have_names_of_their_own(tmp_path):
+    runs = [make_run(tmp_path / name / "run") for name in ("a", "b")]
+    assert [run["name"] for run in report_data(runs)["runs"]] == ["a/run", "b/run"]
+    assert [run["name"] for run in report_data([runs[0], runs[0]])["runs"]] == [f"{runs[0]} (1)", f"{runs[0]} (2)"]
+
+
+def test_samples_get_what_the_trainer_computed_and_staleness_is_counted(tmp_path):
+    directory = make_run(tmp_path / "run")
+    computed = {"0": {"train_log_probs": [-1.0, -2.0], "advantages": [0.5, 0.5]}, "7": {"advantages": [9.0]}}
+    keep(directory, 0, [sample(0), sample(7, dropped="all_wrong")], computed)
+    keep(directory, 9, [sample(99)])  # of what came after a checkpoint that the run went on from
+    [run] = report_data([directory])["runs"]
+    first, dropped = run["samples"]
+    assert (first["train_log_probs"], first["advantages"]) == ([-1.0, -2.0], [0.5, 0.5])
+    assert dropped["advantages"] is None
+    assert run["staleness"] == {"versions": [0, 1], "tokens": [1, 1]}
+
+
+def test_what_was_cut_out_of_a_response_is_cut_out_of_its_numbers(tmp_path):
+    values, half = list(range(MOST_TOKENS + 100)), MOST_TOKENS // 2
+    keep(tmp_path, 0, [sample(0, cut={"at": half, "left_out": 100})], {"0": {"advantages": values}})
+    [[found], total] = read_kept(tmp_path / "samples", last=0)
+    assert found["advantages"] == values[:half] + values[-half:] and total == 1
+
+
+def test_of_a_long_run_some_rollouts_are_read_and_torn_files_are_not(tmp_path):
+    noise = "".join(chr(33 + (number * 7919) % 90) for number in range(997)) * 40
+    for rollout in range(6):
+        keep(tmp_path, rollout, [sample(rollout, text=noise)])
+    size = MOST_BYTES // 2
+    for path in (tmp_path / "samples").iterdir():
+        with path.open("ab") as file:
+            file.truncate(max(size, path.stat().st_size))  # sparse; zeros after a gzip file are ignored
+    samples, total = read_kept(tmp_path / "samples", last=5)
+    assert [one["index"] for one in samples] == [0, 3] and total == 6
+    (tmp_path / "samples" / "rollout_0000003.json.gz").write_bytes(b"torn")
+    assert [one["index"] for one in read_kept(tmp_path / "samples", last=5)[0]][:1] == [0]
