@@ -72,6 +72,7 @@ class AloneAtWork:
             save_debug_train_data=None, num_critic_only_steps=0, ref_update_interval=None, bf16=True
         )
         self.algorithm, self._loss = algorithm, loss
+        self._output_dir, self._spans = Path(), []
         self._device = types.SimpleNamespace(is_cpu=False, torch_device=torch.device("cpu"))
         self._critic, self._actor = self._role(), self._role()
         self.trained = (self._actor, self._critic)
@@ -90,7 +91,7 @@ class AloneAtWork:
         return types.SimpleNamespace(wrapped=[], config=nothing, undone_on_error=contextlib.nullcontext, **own)
 
     def _timer(self):
-        return worker.PhaseTimer(lambda: None, types.SimpleNamespace(packed=lambda **counts: 10))
+        return worker.PhaseTimer(lambda: None, types.SimpleNamespace(packed=lambda **counts: 10), self._spans, "rank 0")
 
     def _planner(self, temperature, timer):
         packed = types.SimpleNamespace(targets_M=[1], computed_tokens=4, computed_pairs=8)
@@ -108,7 +109,7 @@ class AloneAtWork:
         return contextlib.nullcontext()
 
 
-def one_step(wrapped, plan, packed, loss, algorithm, head):
+def one_step(wrapped, plan, packed, loss, algorithm, head, see):
     """Two responses through a loss, and its statistics over the ranks."""
     list(packed(0))
     old, seen = torch.tensor([-1.0, -2.0, -1.0, -0.5]), torch.tensor([-1.5, -2.0, -0.9, -0.5])

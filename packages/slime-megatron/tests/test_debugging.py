@@ -7,6 +7,7 @@ import numpy as np
 
 from slime_core.config import AlgorithmConfig
 from slime_core.types import TrainShard
+from slime_core.types.train import SHOWN
 
 KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
 
@@ -53,3 +54,37 @@ def test_a_trace_of_chosen_rollouts_and_what_they_trained_on(
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.extras["advantages"], other.reward * other.loss_mask.astype(np.float32))
             np.testing.assert_allclose(one.extras["ref_log_probs"], expected, atol=1e-6)
+
+
+def test_what_a_report_shows_of_samples_and_of_time(
+    ranks, tiny_model, tiny_config, make_samples, make_shards, tmp_path
+):
+    """Log-probs before the step, by response token; once, by the last stage, though several ranks compute them."""
+    model = tiny_model("qwen3/4")
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "share_prompts": "off"}
+    ranks.start(4, tiny_config(load=model.checkpoint, **layout), model.shape, KL, output_dir=str(tmp_path))
+    shards = make_shards(make_samples(groups=2, masks=True), micro_batch_size=4)
+    samples = shards[0].samples
+    chosen = [sample.index for sample in samples[:3]]
+    shards[0].columns[SHOWN] = np.isin([sample.index for sample in samples], chosen)
+    vars(shards[0]).pop("samples")
+    expected = dict(zip([sample.index for sample in samples], ranks.first("forward", shards, "actor"), strict=True))
+    reports = ranks.call("train", shards)
+
+    [path] = (tmp_path / "samples").iterdir()
+    assert path.name == "rollout_0000000-rank_2.json.gz"
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    given = {sample.index: sample for sample in samples}
+    assert sorted(map(int, found)) == sorted(chosen)
+    for index, columns in found.items():
+        sample = given[int(index)]
+        np.testing.assert_allclose(columns["train_log_probs"], expected[int(index)], atol=1e-4)
+        np.testing.assert_allclose(columns["advantages"], sample.reward * sample.loss_mask, atol=1e-4)
+
+    for rank, report in enumerate(reports):
+        assert {span.who for span in report.spans} == {f"rank {rank}"}
+        spent = {span.what: span.seconds for span in report.spans}
+        assert {"ref_log_probs", "forward_backward", "optimizer"} <= spent.keys()
+        assert spent["optimizer"] == report.seconds["optimizer"]
+        starts = [span.start for span in report.spans]
+        assert starts == sorted(starts)

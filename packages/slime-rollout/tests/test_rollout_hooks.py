@@ -61,6 +61,7 @@ def test_dropped_groups_are_seen_and_the_ledger_balances(manager, hook):
     seen = given._hooks._all._function.__globals__["seen"]
     assert 0 not in kept and sorted(seen[:-1]) == sorted([0, *kept])
     assert seen[-1].startswith("say a number")
+    assert [[sample.group_index for sample in group] for group in batch.dropped.values()] == [[0] * 3]
     assert given.source.check_ledger() is None
 
 

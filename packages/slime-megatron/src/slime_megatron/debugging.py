@@ -83,8 +83,9 @@ class ShownSamples:
 
     def write(self, directory: Path, rollout_id: int) -> None:
         """Write ``rollout_0000012-rank_0.json.gz``, if this rank has some and no other has the same."""
-        copies = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank())
-        if self._rows and not any(copies):
+        if not self._rows:
+            return
+        if not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank()):
             directory.mkdir(parents=True, exist_ok=True)
             with whole_file(directory / f"rollout_{rollout_id:07d}-rank_{dist.get_rank()}.json.gz") as partial:
                 partial.write_bytes(gzip.compress(json.dumps(self._rows).encode(), compresslevel=3))

@@ -39,15 +39,15 @@ A device's is that of the first name here that its own name contains.
 
 
 class PhaseTimer:
-    """Adds up wall time, computed tokens and operations by phase, on this rank, and puts each phase into ``spans``.
+    """Adds up wall time, computed tokens and operations by phase, on this rank.
 
-    ``synchronize`` waits for the device's queued work; ``flops`` are the model's operations.
+    Each phase is put into ``spans``, as of ``who``. ``synchronize`` waits for the device's queued work; ``flops`` are the model's operations.
     """
 
-    def __init__(self, synchronize: Callable[[], None], flops: FlopsModel, spans: list[Span]) -> None:
+    def __init__(self, synchronize: Callable[[], None], flops: FlopsModel, spans: list[Span], who: str) -> None:
         self._synchronize = synchronize
         self._flops = flops
-        self._spans = spans
+        self._spans, self._who = spans, who
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.tokens: defaultdict[str, int] = defaultdict(int)
         self.operations: defaultdict[str, int] = defaultdict(int)
@@ -61,7 +61,7 @@ class PhaseTimer:
             self._synchronize()
         elapsed = time.perf_counter() - start
         self.seconds[name] += elapsed
-        self._spans.append(Span(f"rank {dist.get_rank()}", name, began, elapsed))
+        self._spans.append(Span(self._who, name, began, elapsed))
 
     def count(self, name: str, packed: PackedBatch, *, logits: int, passes: int) -> None:
         """Count a micro-batch's tokens and operations under ``name``; it computes the logits of so many tokens.

@@ -94,6 +94,7 @@ class MegatronWorker:
         self.config = config
         self._output_dir = Path(output_dir)
         self._spans: list[Span] = []
+        self._who = f"rank {rendezvous.rank}"
         self.algorithm = algorithm
         self.shape = shape
         self._device = device
@@ -444,7 +445,7 @@ class MegatronWorker:
         return Head(vocab_size=self.shape.vocab_size, temperature=temperature)
 
     def _timer(self) -> PhaseTimer:
-        return PhaseTimer(self._device.synchronize, flops_model(self.shape), self._spans)
+        return PhaseTimer(self._device.synchronize, flops_model(self.shape), self._spans, self._who)
 
     def _packed(
         self,
