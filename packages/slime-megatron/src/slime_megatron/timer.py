@@ -41,7 +41,8 @@ A device's is that of the first name here that its own name contains.
 class PhaseTimer:
     """Adds up wall time, computed tokens and operations by phase, on this rank.
 
-    Each phase is put into ``spans``, as of ``who``. ``synchronize`` waits for the device's queued work; ``flops`` are the model's operations.
+    Each phase is put into ``spans``, as of ``who``. ``synchronize`` waits for the device's queued work; ``flops`` are
+    the model's operations.
     """
 
     def __init__(self, synchronize: Callable[[], None], flops: FlopsModel, spans: list[Span], who: str) -> None:
