@@ -31,6 +31,7 @@ MOST_TOKENS = 2000
 MOST_CHARACTERS = 8000
 """Of a prompt, and of each text in the metadata."""
 _LONGEST_CHARACTER = 4  # bytes, and so tokens that may make it up
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def mark_shown(columns: RolloutColumns, settings: Settings) -> None:
@@ -60,17 +61,14 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """What each token adds to the text; a character of several tokens is the first one's. Numbers without tokenizer."""
     if tokenizer is None:
         return [f" {token}" for token in tokens]
-    texts, at = [], 0
-    while at < len(tokens):
-        for size in range(1, _LONGEST_CHARACTER + 1):
-            text = tokenizer.decode(tokens[at : at + size], skip_special_tokens=False)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                break
-        else:
-            size = 1  # no character at all
-        size = min(size, len(tokens) - at)
-        texts += [text] + [""] * (size - 1)
-        at += size
+    texts: list[str] = []
+    while (at := len(texts)) < len(tokens):
+        sizes = range(1, min(_LONGEST_CHARACTER, len(tokens) - at) + 1)
+        parts = [tokenizer.decode(tokens[at : at + size], skip_special_tokens=False) for size in sizes[:1]]
+        if _NO_CHARACTER in parts[0]:  # a part of a character, most likely
+            parts += [tokenizer.decode(tokens[at : at + size], skip_special_tokens=False) for size in sizes[1:]]
+        whole = next((number for number, part in enumerate(parts) if _NO_CHARACTER not in part), 0)
+        texts += [parts[whole]] + [""] * whole
     return texts
 
 
