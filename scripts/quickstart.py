@@ -182,6 +182,7 @@ def summarize(places: Places, *, seed: int) -> None:
         with waiting("torch_dist → Hugging Face", places.run / "torch-dist-to-hf.log") as log:
             call(words, log)
         stamp.set()
+    call([str(BIN / "slime-launch"), "report", str(places.output)], places.run / "report.log")
     minutes = json.loads((places.run / "minutes.json").read_text())
     result = make_result(report, hf_dir=places.trained_hf, minutes=minutes)
     if len(report["rewards"]) > 1:

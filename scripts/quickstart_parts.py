@@ -273,6 +273,7 @@ def summary_lines(
         f"{result['steps']} steps in {result['minutes']:.1f} min",
         f"a step: {timing}",
         "",
+        f"report           {report['run_dir']}/report.html, a page to look at: samples, curves, who was busy when",
         f"reward curve     {report['reward_curve']}",
         f"TensorBoard      tensorboard --logdir {_tensorboard_root(report)}",
         f"checkpoint       {result['checkpoint_dir']}",

@@ -158,6 +158,7 @@ def report_lines(report: Report) -> list[str]:
         lines += ["", "mean seconds per rollout"]
         lines += [f"  {title:<22} {report.seconds[key]:8.2f}" for key, title in _titles(report.seconds).items()]
     lines += ["", f"metrics, report.json  {report.run_dir}"]
+    lines.append(f"a page about the run  slime-launch report {report.run_dir}")
     for title, curve in (("reward", report.reward_curve), ("loss", report.loss_curve)):
         if curve is not None:
             lines.append(f"{title + ' curve':<21} {curve}")
