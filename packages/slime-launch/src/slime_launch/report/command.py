@@ -15,7 +15,7 @@ from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.plan.command import split_words
 from slime_launch.report.collect import report_data
-from slime_launch.report.page import make_page
+from slime_launch.report.page import page
 from slime_launch.report.serve import make_server
 from slime_launch.report.trace import chrome_trace
 
@@ -64,7 +64,7 @@ def report(argv: Sequence[str]) -> int:
         return _serve(directories, config.port)
     data = report_data(directories)
     target = Path(config.output or directories[0] / PAGE_FILE)
-    write_whole(target, make_page(data))
+    write_whole(target, page(data))
     print(f"open {target}")
     if config.trace is not None:
         write_whole(Path(config.trace), json.dumps(chrome_trace(data)))

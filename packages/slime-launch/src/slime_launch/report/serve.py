@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_launch.report.collect import report_data
-from slime_launch.report.page import make_page
+from slime_launch.report.page import page
 from slime_launch.tracking import METRICS_FILE
 
 ADDRESS = "127.0.0.1"
@@ -59,14 +59,14 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """
     live = LiveData(directories)
     live.body()  # an error comes before anybody asks
-    page = make_page(report_data(directories, live=True)).encode()
+    html = page(report_data(directories, live=True)).encode()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             if self.path == "/":
-                self._answer(page, "text/html; charset=utf-8")
+                self._answer(html, "text/html; charset=utf-8")
             elif self.path.partition("?")[0] == "/data.json":
                 body, tag = live.body()
                 if self.headers.get("If-None-Match") == tag:
