@@ -50,7 +50,8 @@ def write_shown(batch: RolloutBatch, settings: Settings) -> None:
     chosen: list[tuple[Sample, str | None]] = [(sample, None) for sample in batch.samples[:count]]
     chosen += [(sample, reason) for reason, group in batch.dropped.items() for sample in group[:count]]
     head = {"rollout": batch.rollout_id, "weight_version": batch.weight_version}
-    rows = [{**head, "dropped": reason, **_row(one, tokenizer)} for one, reason in chosen]
+    key = settings.rollout.rewards.reward_key
+    rows = [{**head, "dropped": reason, **_row(one, tokenizer, key)} for one, reason in chosen]
     path = Path(directory) / SAMPLES_DIR / f"rollout_{batch.rollout_id:07d}.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
@@ -72,7 +73,7 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     return texts
 
 
-def _row(sample: Sample, tokenizer: Any) -> dict[str, Any]:
+def _row(sample: Sample, tokenizer: Any, reward_key: str | None) -> dict[str, Any]:
     length = sample.response_length
     half = MOST_TOKENS // 2
     kept = list(range(length)) if length <= MOST_TOKENS else [*range(half), *range(length - half, length)]
@@ -84,7 +85,7 @@ def _row(sample: Sample, tokenizer: Any) -> dict[str, Any]:
         "trajectory": sample.trajectory,
         "prompt": _cut(sample.prompt),
         "label": sample.label,
-        "reward": None if isinstance(reward, dict) else reward,
+        "reward": None if reward is None else sample.scalar_reward(reward_key),
         "rewards": reward if isinstance(reward, dict) else None,
         "status": sample.status.value,
         "failure": sample.metadata.get(REWARD_FAILURE),

@@ -33,7 +33,7 @@ def test_lanes_are_in_order_of_who(tmp_path):
         {"kind": "train", "rollout_id": 0},
         row(1, rank_0=[("send", 1006, 1)], rollout=[("generate", 1000, 4)]),
     ]
-    lanes = lanes_of(rows, tmp_path / "logs")
+    lanes = lanes_of(rows, tmp_path / "logs", overlaps=False)
     assert list(lanes) == ["loop", "rollout", "engine 0", "rank 0", "rank 1"]
     assert lanes["rank 0"] == [Interval(1006, 1007, "send", 1), Interval(1008, 1009, "optimizer", 0)]
 
@@ -41,8 +41,9 @@ def test_lanes_are_in_order_of_who(tmp_path):
 def test_an_engine_is_busy_while_the_loop_waits_and_its_log_has_lines(tmp_path):
     loop = [("generate", 1000.5, 9.5), ("train", 1010, 10), ("generate", 1020.5, 9.5)]
     lines = [(1001, "Prefill", 8), (1004, "Decode", 8), (1007, "Decode", 2), (1021, "Prefill", 8), (1023, "Decode", 0)]
+    lines = [(980, "Prefill", 1), *lines]  # before anything is asked for
     engine_log(tmp_path / "logs", "engine_0", lines)
-    [first, second] = lanes_of([row(0, loop=loop)], tmp_path / "logs")["engine 0"]
+    [first, second] = lanes_of([row(0, loop=loop)], tmp_path / "logs", overlaps=False)["engine 0"]
     assert first == Interval(1001, 1010, "generate", 0)  # lines of one wait are 3 s apart at most
     assert second == Interval(1021, 1024, "generate", 0)
 
@@ -50,7 +51,8 @@ def test_an_engine_is_busy_while_the_loop_waits_and_its_log_has_lines(tmp_path):
 def test_an_engine_that_goes_on_while_the_trainer_trains_is_not_cut(tmp_path):
     lines = [(1000 + 2 * number, "Decode", 4) for number in range(15)]
     engine_log(tmp_path / "logs", "engine_0", lines)
-    lanes = lanes_of([row(0, loop=[("generate", 1000, 4), ("train", 1004, 20)])], tmp_path / "logs")
+    rows = [row(0, loop=[("generate", 1000, 4), ("train", 1004, 20)])]
+    lanes = lanes_of(rows, tmp_path / "logs", overlaps=True)
     assert lanes["engine 0"] == [Interval(1000, 1030, "generate", -1)]
 
 

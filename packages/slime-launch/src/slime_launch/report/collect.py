@@ -7,6 +7,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def report_data(directories: Sequence[Path], *, live: bool = False) -> Data:
     """
     names = _names(directories)
     runs = [run_data(directory, name) for directory, name in zip(directories, names, strict=True)]
-    return {"made": time.time(), "live": live, "runs": runs}
+    return {"slime": version("slime-launch"), "made": time.time(), "live": live, "runs": runs}
 
 
 def run_data(directory: Path, name: str) -> Data:
@@ -64,7 +65,8 @@ def run_data(directory: Path, name: str) -> Data:
             f"{directory} holds neither {METRICS_FILE} nor {SETTINGS_FILE}; give the --output-dir of a run"
         )
     settings = {key: (value["value"], value["origin"]) for key, value in found.get("settings", {}).items()}
-    lanes = lanes_of(rows, directory / "logs")
+    ahead, _ = settings.get("async_buffer_size", (None, None))
+    lanes = lanes_of(rows, directory / "logs", overlaps=ahead is not None)
     times = [row["time"] for row in rows]
     began = min([*times[:1], *(spans[0].start for spans in lanes.values())], default=0.0)
     ended = max(times, default=began)

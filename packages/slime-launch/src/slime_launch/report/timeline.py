@@ -23,7 +23,6 @@ _BATCH = re.compile(
 )
 _LONGEST_QUIET = 30.0  # seconds between lines of an engine that is busy: it writes one for every 40 tokens
 _BUSY = "generate"
-_MOSTLY = 0.95  # of the lines: an engine is asked for its health now and then
 
 
 class Interval(NamedTuple):
@@ -38,15 +37,18 @@ class Interval(NamedTuple):
 Lanes = dict[str, list[Interval]]
 
 
-def lanes_of(rows: Sequence[Row], logs: Path) -> Lanes:
-    """The intervals of the loop, the rollout worker, the engines and the ranks, in order of time."""
+def lanes_of(rows: Sequence[Row], logs: Path, *, overlaps: bool) -> Lanes:
+    """The intervals of the loop, the rollout worker, the engines and the ranks, in order of time.
+
+    ``overlaps`` is whether engines generate while the loop does something else.
+    """
     lanes: defaultdict[str, list[Interval]] = defaultdict(list)
     for row in rows:
         for who, spans in row.get("spans", {}).items():
             lanes[who] += [Interval(start, start + seconds, what, row["rollout_id"]) for what, start, seconds in spans]
     windows = [one for one in lanes.get(LOOP, ()) if one.what in GENERATION]
     for path in sorted(logs.glob("engine_*.log"), key=lambda path: (len(path.name), path.name))[:MOST_ENGINES]:
-        lanes[path.stem.replace("_", " ")] = list(_engine(path, windows))
+        lanes[path.stem.replace("_", " ")] = list(_engine(path, None if overlaps else windows))
     order = sorted(lanes, key=lambda who: (_PLACES.get(who.split()[0], len(_PLACES)), len(who), who))
     return {who: sorted(lanes[who]) for who in order if lanes[who]}
 
@@ -54,17 +56,17 @@ def lanes_of(rows: Sequence[Row], logs: Path) -> Lanes:
 _PLACES = {name: place for place, name in enumerate((LOOP, "rollout", "engine", "rank"))}
 
 
-def _engine(path: Path, windows: Sequence[Interval]) -> Iterator[Interval]:
+def _engine(path: Path, windows: Sequence[Interval] | None) -> Iterator[Interval]:
     """When an engine had requests, as far as the lines of its log tell, which have whole seconds.
 
-    It is busy from a line that has some until the next; where lines are far apart, for as long as they usually are. If
-    none are written while the loop does not wait for a rollout, it is busy only while it does.
+    It is busy from a line that has some until the next; where lines are far apart, for as long as they usually are.
+    With ``windows`` it is busy in these alone: what else is in its log, such as the first request of all, is left out.
     """
     times = [moment for moment, requests in _lines(path) if requests]
-    bounds = [(one.start - 1, one.end, one.rollout_id) for one in windows]  # the log's seconds are whole
-    parts = [([moment for moment in times if start <= moment <= end], end, number) for start, end, number in bounds]
-    if sum(len(part) for part, *_ in parts) < _MOSTLY * len(times):
-        parts = [(times, float("inf"), -1)]
+    parts = [(times, float("inf"), -1)]
+    if windows is not None:
+        bounds = [(one.start - 1, one.end, one.rollout_id) for one in windows]  # the log's seconds are whole
+        parts = [([moment for moment in times if start <= moment <= end], end, number) for start, end, number in bounds]
     gaps = [later - sooner for part, *_ in parts for sooner, later in itertools.pairwise(part)]
     usual = max([1.0, *(gap for gap in gaps if gap < _LONGEST_QUIET)])
     for part, last, number in parts:
