@@ -274,7 +274,9 @@ def clock(monkeypatch):
 def launch(clock, flags, to_words, monkeypatch):
     """The command, from its checks to its report, in a directory of its own; gives whether anything was started."""
     monkeypatch.setattr("slime_launch.preflight.importable_in", lambda python, module: True)
-    monkeypatch.setattr("slime_launch.report.save_curve", lambda values, path, *_, **__: path.write_text("a picture"))
+    monkeypatch.setattr(
+        "slime_launch.report.summary.save_curve", lambda values, path, *_, **__: path.write_text("a picture")
+    )
 
     def run(home: Path, rollouts: int = 4, *, driver: bool = False, **more: str) -> bool | int:
         home.mkdir(exist_ok=True)
