@@ -30,7 +30,7 @@ LICENCES = {"uPlot": "vendor/uplot/LICENSE", "Tabulator": "vendor/tabulator/LICE
 PER_TOKEN = ("tokens", "mask", "versions", "log_probs", "train_log_probs", "advantages")
 PACK = 100
 LEVEL = 6
-_SOURCE_MAP = re.compile(r"\n//# sourceMappingURL=\S+\s*$")
+_SOURCE_MAP = re.compile(r"\n(?://|/\*)# sourceMappingURL=.*\s*$")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -113,7 +113,7 @@ def policy(scripts: Sequence[str], styles: Sequence[str], *, live: bool) -> str:
 @cache
 def _asset(name: str) -> str:
     text = files("slime_launch.report").joinpath("assets", name).read_text(encoding="utf-8")
-    return _SOURCE_MAP.sub("\n", text) if name.endswith(".js") else text
+    return _SOURCE_MAP.sub("\n", text)
 
 
 def _hash(text: str) -> str:

@@ -94,9 +94,9 @@ Report.select = (choices, value, change, attributes = {}) => {
 /** The same, with a choice that stays where it is still offered. */
 Report.offer = (node, choices) => {
   const value = node.value;
-  const fresh = Report.select(choices, value, () => {});
-  node.replaceChildren(...fresh.childNodes);
-  node.value = fresh.value || node.options[0]?.value || "";
+  node.replaceChildren(...Report.select(choices, value, () => {}).childNodes);
+  node.value = value;
+  if (node.selectedIndex < 0) node.selectedIndex = 0;
 };
 
 Report.debounce = (call, milliseconds = 150) => {

@@ -4,8 +4,8 @@
 const { el, section, duration, percent, field } = Report;
 let parts = null, drawing = null, drawnOf = null;
 
-const legend = (whats) =>
-  whats.map((what, place) => {
+const legend = (kinds) =>
+  kinds.map((what, place) => {
     const mark = el("i", { class: what.startsWith("wait") ? "thin" : "" });
     mark.style.background = `var(${Report.workColour(what, place)})`;
     return el("span", {}, mark, what);
@@ -26,11 +26,11 @@ Report.bar = (share, colour = "--c0") => {
   return el("span", { class: "share", "aria-hidden": "true" }, bar);
 };
 
-const sums = ({ whats, lanes }) => {
+const sums = ({ kinds, lanes }) => {
   const end = lanes.reduce((most, lane) => lane.spans.reduce((last, span) => Math.max(last, span[0] + span[1]), most), 0);
-  const columns = [["lane", "text"], ...whats.map((what) => [what, "number"]), ["no entry", "number"]];
+  const columns = [["lane", "text"], ...kinds.map((what) => [what, "number"]), ["no entry", "number"]];
   const rows = lanes.map((lane) => {
-    const totals = new Array(whats.length).fill(0);
+    const totals = new Array(kinds.length).fill(0);
     for (const [, seconds, what] of lane.spans) totals[what] += seconds;
     const rest = Math.max(0, end - totals.reduce((sum, one) => sum + one, 0));
     const cell = (seconds) => (seconds ? el("span", { title: percent(seconds / end) }, duration(seconds), el("small", {}, ` ${percent(seconds / end)}`)) : "–");
@@ -67,10 +67,10 @@ Report.tabs.time = {
   render: (panel) => {
     if (!parts) build(panel);
     const run = Report.run();
-    const timeline = run.timeline ?? { whats: [], lanes: [] };
+    const timeline = run.timeline ?? { kinds: [], lanes: [] };
     parts.missing.hidden = timeline.lanes.length > 0;
     drawing.node.hidden = timeline.lanes.length === 0;
-    parts.legend.replaceChildren(...legend(timeline.whats));
+    parts.legend.replaceChildren(...legend(timeline.kinds));
     drawing.update(timeline, drawnOf === run.name);
     drawnOf = run.name;
     parts.lost.replaceChildren(lostTable(run.timeline?.lost));

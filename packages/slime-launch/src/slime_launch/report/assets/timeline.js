@@ -38,14 +38,14 @@ Report.timeline = (say) => {
   const canvas = el("canvas", { tabindex: "0", role: "img" });
   const node = el("div", { class: "timeline" }, canvas);
   const view = { from: 0, to: 1 };
-  let timeline = { whats: [], lanes: [] }, end = 1, at = null, asked = 0;
+  let timeline = { kinds: [], lanes: [] }, end = 1, at = null, asked = 0;
 
   const width = () => canvas.clientWidth - LABELS;
   const x = (time) => LABELS + ((time - view.from) / (view.to - view.from)) * width();
   const words = ({ lane, span }) => {
     const [start, seconds, what, rollout] = timeline.lanes[lane].spans[span];
     const of = rollout === null || rollout === undefined ? "" : `, rollout ${rollout}`;
-    return `${timeline.lanes[lane].who}: ${timeline.whats[what]}${of}, ${duration(seconds)}, from ${duration(start)} on`;
+    return `${timeline.lanes[lane].who}: ${timeline.kinds[what]}${of}, ${duration(seconds)}, from ${duration(start)} on`;
   };
 
   const drawLane = (pen, lane, place, colours) => {
@@ -59,7 +59,7 @@ Report.timeline = (say) => {
       last = right;
       lastWhat = what;
       pen.fillStyle = colours[what];
-      const wait = timeline.whats[what].startsWith("wait");
+      const wait = timeline.kinds[what].startsWith("wait");
       pen.fillRect(left, wait ? top + BAR / 2 - 2 : top, Math.max(0.7, right - left - (right - left > 4 ? 1 : 0)), wait ? 4 : BAR);
       if (right - left > 26 && !wait && rollout !== null && rollout !== undefined) {
         pen.fillStyle = colour("--on-bar");
@@ -92,7 +92,7 @@ Report.timeline = (say) => {
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     drawMarks(pen, height);
-    const colours = timeline.whats.map((what, place) => colour(Report.workColour(what, place)));
+    const colours = timeline.kinds.map((what, place) => colour(Report.workColour(what, place)));
     timeline.lanes.forEach((lane, place) => {
       if (at?.lane === place) {
         pen.fillStyle = colour("--raised");
@@ -191,7 +191,7 @@ Report.timeline = (say) => {
     },
     update: (fresh, same) => {
       const whole = !same || (view.from === 0 && view.to === end);
-      timeline = fresh ?? { whats: [], lanes: [] };
+      timeline = fresh ?? { kinds: [], lanes: [] };
       for (const lane of timeline.lanes) lane.spans.sort((a, b) => a[0] - b[0]);
       end = timeline.lanes.reduce((most, lane) => lane.spans.reduce((last, span) => Math.max(last, span[0] + span[1]), most), 1e-3);
       if (!same) at = null;
