@@ -32,6 +32,7 @@ LOG_LINES = 3
 """Lines of an engine's log that a point of its speed needs."""
 DECODE = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
 CALIBRATED_STEPS = 24
+MOST_BENT = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,20 +120,27 @@ def _lengths(runs: Sequence[_Run], notes: list[str]) -> Points:
         inner = [(max(1e-6, 1 - cut) if cut < 1 else 1e-6, most)] if least < most else []
         return ((0.0, max(1.0, least)), *inner, (1.0, max(1.0, most)))
     notes.append("lengths: between minimum, median, mean and maximum of each rollout they are a smooth guess")
-    low, high = 0.01, 100.0
+    if _mean(_bent(least, middle, most, top, MOST_BENT)) > mean:  # of so few samples the longest says little
+        top = 1.0
+    low, high = 1 / MOST_BENT, MOST_BENT
     for _ in range(60):
         bend = (low * high) ** 0.5
         points = _bent(least, middle, most, top, bend)
-        parts, tokens = zip(*points, strict=True)
-        low, high = (bend, high) if np.trapezoid(tokens, parts) > mean else (low, bend)
+        low, high = (bend, high) if _mean(points) > mean else (low, bend)
     return points
+
+
+def _mean(points: Points) -> float:
+    parts, tokens = zip(*points, strict=True)
+    return float(np.trapezoid(tokens, parts))
 
 
 def _bent(least: float, middle: float, most: float, top: float, bend: float) -> Points:
     """Lengths grow from the median to the longest as a power of the part."""
     parts = np.linspace(0.0, 1.0, 17)[1:]
     upper = [(0.5 + (top - 0.5) * part, middle + (most - middle) * part**bend) for part in parts.tolist()]
-    return ((0.0, max(1.0, least)), (0.5, max(1.0, middle)), *upper, (1.0, max(1.0, most)))
+    last = [] if top == 1 else [(1.0, most)]
+    return tuple((part, max(1.0, tokens)) for part, tokens in [(0.0, least), (0.5, middle), *upper, *last])
 
 
 def _dropped(runs: Sequence[_Run]) -> float:

@@ -16,6 +16,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -235,7 +236,7 @@ def _points(name: str, given: Any, above: float = -math.inf) -> Points:
         points = tuple((float(first), float(second)) for first, second in given)
         firsts = [first for first, _ in points]
         good = bool(points) and firsts[0] > above and all(math.isfinite(one) for pair in points for one in pair)
-        good = good and all(a < b for a, b in zip(firsts, firsts[1:], strict=False))
+        good = good and all(a < b for a, b in pairwise(firsts))
     except (TypeError, ValueError):
         good, points = False, ()
     if not good:
