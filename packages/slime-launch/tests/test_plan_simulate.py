@@ -119,7 +119,7 @@ def test_over_sampling_trains_on_the_first_and_partial_rollouts_keep_the_tokens_
     cut = of(profile, prompts=8, steps=40, engines=4, in_flight=16)
     partial = of(profile, prompts=8, steps=40, engines=4, in_flight=16, partial=True)
     assert plain.samples_per_second < partial.samples_per_second
-    assert cut.tokens_per_second < partial.tokens_per_second  # what was cut off is generated anew
+    assert cut.tokens_per_second < partial.tokens_per_second  # what was cut off is generated again
     assert partial.most_staleness > 0
 
 

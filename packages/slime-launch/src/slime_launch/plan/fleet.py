@@ -100,7 +100,7 @@ class Fleet:
             self._foresee(self._engines[number])
 
     def finish(self, limit: float) -> tuple[float, Response] | None:
-        """The next response that is finished, and when, if that is at ``limit`` or before; one that waits follows it."""
+        """The next response that is finished and when, if not after ``limit``; one that waits takes its place."""
         events, engines = self._events, self._engines
         if not self._paused_at < 0:  # in a pause
             return None

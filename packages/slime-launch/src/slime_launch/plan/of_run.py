@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from slime_launch.errors import ProfileError
-from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed
+from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed, mean_of
 from slime_launch.plan.simulate import Setup, setup_of, simulate, sleeps
 from slime_launch.tracking import METRICS_FILE, Row, read_rows
 
@@ -120,19 +120,14 @@ def _lengths(runs: Sequence[_Run], notes: list[str]) -> Points:
         inner = [(max(1e-6, 1 - cut) if cut < 1 else 1e-6, most)] if least < most else []
         return ((0.0, max(1.0, least)), *inner, (1.0, max(1.0, most)))
     notes.append("lengths: between minimum, median, mean and maximum of each rollout they are a smooth guess")
-    if _mean(_bent(least, middle, most, top, MOST_BENT)) > mean:  # of so few samples the longest says little
+    if mean_of(_bent(least, middle, most, top, MOST_BENT)) > mean:  # of so few samples the longest says little
         top = 1.0
     low, high = 1 / MOST_BENT, MOST_BENT
     for _ in range(60):
         bend = (low * high) ** 0.5
         points = _bent(least, middle, most, top, bend)
-        low, high = (bend, high) if _mean(points) > mean else (low, bend)
+        low, high = (bend, high) if mean_of(points) > mean else (low, bend)
     return points
-
-
-def _mean(points: Points) -> float:
-    parts, tokens = zip(*points, strict=True)
-    return float(np.trapezoid(tokens, parts))
 
 
 def _bent(least: float, middle: float, most: float, top: float, bend: float) -> Points:
@@ -197,10 +192,11 @@ def _of_logs(runs: Sequence[_Run]) -> Points:
                     if running and speed:
                         found.setdefault(running.bit_length(), []).append((running, speed))
     points: list[tuple[float, float]] = []
-    for _, lines in sorted(found.items()):
-        if len(lines) >= LOG_LINES:
-            running, speed = (float(np.quantile([one[k] for one in lines], part)) for k, part in ((0, 0.5), (1, 0.75)))
-            points.append((running, max([speed, *(before for _, before in points)])))
+    for _, pairs in sorted(found.items()):
+        if len(pairs) >= LOG_LINES:
+            middle = float(np.quantile([running for running, _ in pairs], 0.5))
+            upper = float(np.quantile([speed for _, speed in pairs], 0.75))  # a line after a wait is too slow
+            points.append((middle, max([upper, *(before for _, before in points)])))
     return tuple(points)
 
 

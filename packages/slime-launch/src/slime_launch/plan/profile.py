@@ -1,8 +1,8 @@
 """A run's speeds, as a small TOML file: what :mod:`slime_launch.plan.simulate` needs to know beyond a command's flags.
 
-    lengths = [[0.0, 12], [0.5, 800], [0.9, 3000], [1.0, 8192]]   # this part of all responses has at most so many tokens
+    lengths = [[0.0, 12], [0.5, 800], [0.9, 3000], [1.0, 8192]]   # part of all responses, their most tokens
     [engine]
-    decode = [[1, 60.0], [64, 2500.0]]                            # responses at a time, tokens per second of an engine
+    decode = [[1, 60.0], [64, 2500.0]]   # responses at a time, tokens per second of an engine
 
 Between two points everything is linear. An engine with fewer responses than the first point decodes each as fast as
 there; one with more than the last decodes no more in all. The trainer's seconds are those of the profiled number of
@@ -172,8 +172,12 @@ class Profile:
 
     def mean_length(self) -> float:
         """Mean tokens of a response."""
-        parts, tokens = zip(*self.lengths, strict=True)
-        return float(np.trapezoid(tokens, parts))
+        return mean_of(self.lengths)
+
+
+def mean_of(lengths: Points) -> float:
+    """Mean tokens of a response whose length is distributed so."""
+    return sum((to - part) * (few + many) / 2 for (part, few), (to, many) in pairwise(lengths))
 
 
 SECTIONS: dict[str, type[Any]] = {"engine": EngineSpeed, "trainer": TrainerSpeed, "loop": LoopSpeed}

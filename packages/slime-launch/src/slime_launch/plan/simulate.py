@@ -1,9 +1,9 @@
 """A run as a discrete-event simulation: when engines generate, trainers train, and who waits for whom.
 
-It has the rules of the run itself, each beside the code that has them: the loop (`slime_launch.loop`), which groups are
-in flight and which are trained on (`slime_rollout.collect`). Two processes of simpy take turns: the loop with its
-trainers, and the engines with what scores their responses. Engines look ahead to the next thing that somebody else
-does, so an event of simpy's is a finished group, not a response, and a run of 512 GPUs takes seconds.
+It has the rules of the run itself: those of the loop (`slime_launch.loop`), and which groups are in flight and which
+are trained on (`slime_rollout.collect`). Two processes of simpy take turns: the loop with its trainers, and the engines
+with what scores their responses. Engines look ahead to the next thing that somebody else does, so an event of simpy's
+is a finished group, not a response, and a run of 512 GPUs takes seconds.
 
 Not in it: that a group's lengths are alike, that a router prefers engines with a prompt in their cache, failures, and
 that engines which answer held-out prompts generate more slowly meanwhile.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import simpy
@@ -23,7 +23,8 @@ import simpy
 from slime_launch.plan.fleet import Fleet, Response, Scorers, lengths_of
 from slime_launch.plan.profile import Profile
 
-Group = list[Response]
+Group: TypeAlias = list[Response]
+Process: TypeAlias = Generator[simpy.Event, Any, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ def sleeps(flags: Mapping[str, Any], half: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulatedRun:
     """What a simulated run did.
 
     Rates and shares are of the time after the first quarter of its steps, when it has got going.
@@ -134,7 +135,7 @@ class Outcome:
         return 3600 * (len(self.ends) - first) / max(self.ends[-1] - begin, 1e-12)
 
 
-def simulate(profile: Profile, setup: Setup) -> Outcome:
+def simulate(profile: Profile, setup: Setup) -> SimulatedRun:
     """Simulate a run to its end."""
     return _Run(profile, setup).outcome()
 
@@ -292,7 +293,7 @@ class _Run:
         self._trained = self._training = 0.0
         self._stale_sum = self._stale_most = 0
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulatedRun:
         """Run it, and add it up."""
         self._env.process(self._engines())
         self._env.run(until=self._env.process(self._loop()))
@@ -302,7 +303,7 @@ class _Run:
         before = self._busy[first - 1] if first else (0.0, 0.0)
         trainers, engines = (now - then for now, then in zip(self._busy[-1], before, strict=True))
         samples = (setup.steps - first) * setup.prompts * setup.samples
-        return Outcome(
+        return SimulatedRun(
             ends=self._ends,
             samples_per_second=samples / seconds,
             tokens_per_second=sum(self._tokens[first:]) / seconds,
@@ -318,12 +319,12 @@ class _Run:
             again=self._groups.repeated / (setup.steps * setup.prompts * setup.samples),
         )
 
-    def _loop(self) -> Iterator[simpy.Event]:
+    def _loop(self) -> Process:
         """`slime_launch.loop.run_loop`."""
         env, loop, trainer, setup = self._env, self._profile.loop, self._profile.trainer, self._setup
         before = loop.prepare_seconds + ((loop.hand_over_seconds or 0.0) if setup.hands_over else 0.0)
         for number in range(setup.steps):
-            groups: list[Group] = yield self._groups.collect(number)  # type: ignore[assignment]
+            groups: list[Group] = yield self._groups.collect(number)
             tokens = self._count(groups, number)
             yield env.timeout(before)
             seconds = trainer.seconds(tokens, setup.actor_gpus, setup.optimizer_steps)
@@ -358,7 +359,7 @@ class _Run:
             self._groups.changed.succeed()
             self._groups.changed = None
 
-    def _engines(self) -> Iterator[simpy.Event]:
+    def _engines(self) -> Process:
         """Generate until a group is scored or somebody else does something, and hand groups over at their time."""
         env, groups, scored = self._env, self._groups, self._groups.scored
         while True:

@@ -25,7 +25,7 @@ PANELS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Simulated:
+class Comparison:
     """All ways, and the best one with its command.
 
     Attributes:
@@ -50,7 +50,7 @@ class Simulated:
         }
 
 
-def simulate_command(profile: Profile, settings: Settings, words: Sequence[str], *, gpus_per_node: int) -> Simulated:
+def simulate_command(profile: Profile, settings: Settings, words: Sequence[str], *, gpus_per_node: int) -> Comparison:
     """Simulate a command, whose words are those after ``slime-launch train``, and its other ways.
 
     Raises:
@@ -58,7 +58,7 @@ def simulate_command(profile: Profile, settings: Settings, words: Sequence[str],
     """
     ways = try_ways(profile, settings, gpus_per_node=gpus_per_node)
     best = best_of(ways)
-    return Simulated(
+    return Comparison(
         ways=ways,
         best=best,
         command=command_of(best, words, settings, gpus_per_node=gpus_per_node),
@@ -67,7 +67,7 @@ def simulate_command(profile: Profile, settings: Settings, words: Sequence[str],
     )
 
 
-def simulated_text(found: Simulated, picture: Path) -> str:
+def simulated_text(found: Comparison, picture: Path) -> str:
     """The table, and what to run."""
     own = next(way for way in found.ways if way.is_own)
     gain = found.best.outcome.samples_per_second / own.outcome.samples_per_second
@@ -114,7 +114,7 @@ def _cells(way: Way, best: Way) -> list[str]:
     ]
 
 
-def save_picture(found: Simulated, path: Path) -> None:
+def save_picture(found: Comparison, path: Path) -> None:
     """Throughput, idle shares and staleness over the GPUs that generate, a line for each ``--async-buffer-size``."""
     from matplotlib.figure import Figure
 
@@ -149,6 +149,6 @@ def save_picture(found: Simulated, path: Path) -> None:
 
 def _plain(way: Way) -> dict[str, Any]:
     values = dataclasses.asdict(way)
-    outcome = values.pop("outcome")
-    outcome["steps"] = len(outcome.pop("ends"))
-    return values | outcome | {"steps_per_hour": way.outcome.steps_per_hour}
+    figures: dict[str, Any] = values.pop("outcome")
+    steps = len(figures.pop("ends"))
+    return {**values, "steps": steps, "steps_per_hour": way.outcome.steps_per_hour, **figures}

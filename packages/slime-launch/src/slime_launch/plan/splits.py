@@ -11,7 +11,7 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.errors import ProfileError
 from slime_launch.plan.profile import Profile
-from slime_launch.plan.simulate import Outcome, Setup, setup_of, simulate
+from slime_launch.plan.simulate import Setup, SimulatedRun, setup_of, simulate
 from slime_launch.validate import global_batch_size
 
 BUFFERS = (None, 1, 2, 4)
@@ -44,7 +44,7 @@ class Way:
     shared: bool
     ahead: int | None
     is_own: bool
-    outcome: Outcome
+    outcome: SimulatedRun
 
 
 def try_ways(profile: Profile, settings: Settings, *, gpus_per_node: int) -> list[Way]:
@@ -60,7 +60,7 @@ def try_ways(profile: Profile, settings: Settings, *, gpus_per_node: int) -> lis
     own = (cluster.actor_gpus, cluster.rollout_gpus, cluster.colocate, own_ahead)
     ways = [own]
     for actor, rollout in _splits(settings, gpus_per_node):
-        buffers = sorted({*BUFFERS, own_ahead} - {None}, key=int)
+        buffers = sorted({one for one in (*BUFFERS, own_ahead) if one is not None})
         ways += [(actor, rollout, False, ahead) for ahead in (None, *buffers)]
     if profile.loop.hand_over_seconds is not None and not cluster.colocate:
         total = cluster.actor_gpus + cluster.rollout_gpus
