@@ -54,10 +54,6 @@ class _Engine:
         self.progress = self.clock = self.busy = 0.0
         self.stamp = 0  # of the last change: an event that was foreseen before is void
 
-    @property
-    def load(self) -> int:
-        return len(self.running) + len(self.waiting)
-
 
 class Fleet:
     """All engines. Times are in seconds; those of events never go back.
@@ -73,6 +69,7 @@ class Fleet:
         self._prefill = 0.0 if rate is None else 1.0 / rate
         self._prompt = prompt_tokens
         self._engines = [_Engine(number) for number in range(count)]
+        self._loads = [0] * count
         self._events: list[tuple[float, int, int]] = []
         self._outside: deque[Response] = deque()
         self._concurrency, self._in_flight, self._serial = concurrency, 0, 0
@@ -87,8 +84,7 @@ class Fleet:
     def add(self, responses: Iterable[Response], now: float) -> None:
         """Hand in responses, in their order."""
         self._outside.extend(responses)
-        loads = [(engine.load, engine.number) for engine in self._engines]
-        heapq.heapify(loads)
+        loads = sorted(zip(self._loads, range(len(self._loads)), strict=True))  # which is a heap
         changed: dict[int, None] = {}
         clock = self._clock(now)
         while self._outside and self._in_flight < self._concurrency:
@@ -104,27 +100,27 @@ class Fleet:
         events, engines = self._events, self._engines
         if not self._paused_at < 0:  # in a pause
             return None
-        while events:
-            at, number, stamp = events[0]
-            engine = engines[number]
-            if engine.stamp == stamp:
-                break
+        while events and engines[events[0][1]].stamp != events[0][2]:
             heapq.heappop(events)
-        else:
+        if not events or events[0][0] + self._paused > limit:
             return None
-        if at + self._paused > limit:
-            return None
-        heapq.heappop(events)
+        at, number, stamp = events[0]
+        engine = engines[number]
         engine.busy += at - engine.clock
         engine.progress, _, response = heapq.heappop(engine.running)
         engine.clock = at
         self._in_flight -= 1
+        self._loads[number] -= 1
         response.is_done, response.left = True, 0.0
         if engine.waiting:
             self._begin(engine, engine.waiting.popleft())
         if self._outside:
             self._hand(engine, self._outside.popleft(), at)
-        self._foresee(engine)
+        if running := engine.running:  # what is foreseen takes the place of what came
+            after = (running[0][0] - engine.progress) * self._token_seconds[len(running)]
+            heapq.heapreplace(events, (engine.clock + after, number, stamp))
+        else:
+            heapq.heappop(events)
         return at + self._paused, response
 
     def pause(self, now: float) -> None:
@@ -157,6 +153,7 @@ class Fleet:
             engine.stamp += 1
         self._events.clear()
         self._outside.clear()
+        self._loads = [0] * len(self._loads)
         self._in_flight = 0
 
     def busy_seconds(self, now: float) -> float:
@@ -181,6 +178,7 @@ class Fleet:
 
     def _hand(self, engine: _Engine, response: Response, clock: float) -> None:
         self._in_flight += 1
+        self._loads[engine.number] += 1
         self._bring_to(engine, clock)
         if len(engine.running) < self._most:
             self._begin(engine, response)

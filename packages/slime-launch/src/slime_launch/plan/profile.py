@@ -168,7 +168,8 @@ class Profile:
         """Lengths of responses, at most ``most`` tokens each."""
         parts, tokens = zip(*self.lengths, strict=True)
         drawn = np.maximum(np.rint(np.interp(numbers.random(count), parts, tokens)), 1).astype(int)
-        return [int(one) for one in (drawn if most is None else np.minimum(drawn, most))]
+        lengths: list[int] = (drawn if most is None else np.minimum(drawn, most)).tolist()
+        return lengths
 
     def mean_length(self) -> float:
         """Mean tokens of a response."""

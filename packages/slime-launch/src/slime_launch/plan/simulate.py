@@ -377,7 +377,7 @@ class _Run:
     def _generate(self, limit: float) -> None:
         """Finish responses until a group is scored, or until ``limit``: nobody hands others in before."""
         finish, left, scored = self._fleet.finish, self._groups.unfinished, self._groups.scored
-        while found := finish(min(limit, scored[0][0]) if scored else limit):
+        while found := finish(scored[0][0] if scored and scored[0][0] < limit else limit):
             scored_at, number = self._scorers.scored_at(found[0]), found[1].group
             if left[number] > 1:
                 left[number] -= 1
