@@ -20,6 +20,10 @@ class PreflightError(ConfigError):
     """Something that the run needs is missing, malformed or taken; found before anything is started."""
 
 
+class ProfileError(ConfigError):
+    """A profile of a run's speeds that cannot be read or made, or that does not fit the command."""
+
+
 class RecipeError(ConfigError):
     """There is no such recipe, or it cannot be read or copied."""
 

@@ -15,7 +15,7 @@ from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
 from slime_launch.config import Settings
 from slime_launch.devices import find_device
-from slime_launch.errors import Problems
+from slime_launch.errors import FlagError, Problems
 from slime_launch.flags import read_train
 from slime_launch.names import absent_models, with_paths
 from slime_launch.parser import FlagGroup, build_parser, parse
@@ -46,6 +46,17 @@ class PlanConfig(Config):
     )
     gpus_per_node: int = flag(8, unit="GPUs", help="GPUs of a node", least=1)
     json: bool = flag(False, help="print the plan as JSON")
+    simulate: bool = flag(
+        False,
+        help="simulate the command in place of the plan, and other splits of its GPUs and other --async-buffer-size: "
+        "throughput, idle shares, staleness, and the command of the best; needs --profile",
+    )
+    profile: str | None = flag(
+        None,
+        metavar="FILE",
+        help="with --simulate: speeds of a run, as `slime-launch report RUN --profile FILE` writes them",
+    )
+    picture: str = flag("simulated.png", metavar="FILE", help="with --simulate: where the picture goes")
     write: str | None = flag(
         None,
         metavar="FILE",
@@ -53,9 +64,13 @@ class PlanConfig(Config):
     )
 
     def contradictions(self) -> Iterator[str]:
-        """A file whose name says another format."""
+        """A file whose name says another format; a simulation of no speeds."""
         if self.write is not None and not self.write.endswith(".toml"):
             yield f"--write {self.write} must end in .toml"
+        if self.simulate and self.profile is None:
+            yield "--simulate needs speeds; add --profile FILE, which `slime-launch report RUN --profile FILE` writes"
+        if not self.picture.endswith((".png", ".svg", ".pdf")):
+            yield f"--picture {self.picture} must end in .png, .svg or .pdf"
 
 
 def plan(argv: list[str]) -> int:
@@ -66,7 +81,7 @@ def plan(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         parser.print_help()
         return 0
-    own, words = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
+    own, words = split_words(argv, _own_flags(argv))
     problems = Problems()
     config = problems.attempt(lambda: PlanConfig(**parse(groups, parser, own)))
     device = None if config is None else problems.attempt(find_device, config.device, config.device_memory_gib)
@@ -77,6 +92,8 @@ def plan(argv: list[str]) -> int:
     if read is None:
         return _say(problems.lines, as_json=config.json)
     settings, found_already = read
+    if config.simulate:
+        return _simulate(config, settings, found_already, words)
     from slime_launch.plan.build import make_plan
     from slime_launch.plan.text import plan_text
 
@@ -88,6 +105,31 @@ def plan(argv: list[str]) -> int:
     if config.write is not None:
         write_whole(Path(config.write), as_config(settings, found.derived))
         print(f"\nslime-launch train --config {shlex.quote(config.write)}", file=sys.stderr)
+    return 0
+
+
+def _own_flags(argv: Sequence[str]) -> dict[str, bool]:
+    """The plan's own flags, and whether they have a value. Without --simulate, --profile is the trainers'."""
+    own = {spec.name: not spec.is_switch for spec in flag_specs(PlanConfig)}
+    if "--simulate" not in argv:
+        del own["--profile"]
+    return own
+
+
+def _simulate(config: PlanConfig, settings: Settings, problems: list[str], words: list[str]) -> int:
+    """Print the table and write the picture; 2 if there is a problem."""
+    if problems:
+        return _say(problems, as_json=config.json)
+    from slime_launch.plan.profile import read_profile
+    from slime_launch.plan.simulated import save_picture, simulate_command, simulated_text
+
+    profile, picture = read_profile(Path(str(config.profile))), Path(config.picture)
+    found = simulate_command(profile, settings, words, gpus_per_node=config.gpus_per_node)
+    try:
+        save_picture(found, picture)
+    except OSError as error:
+        raise FlagError(f"--picture {picture} cannot be written ({error.strerror}); give another file") from None
+    print(json.dumps(found.as_json(), indent=2, ensure_ascii=False) if config.json else simulated_text(found, picture))
     return 0
 
 

@@ -1,0 +1,102 @@
+"""Simulated steps against those of real runs: one profile, from two runs, and what it says of nine others.
+
+Runs of `async_loop` in other settings: the quick start's model, groups of four samples whose lengths are log-normal and
+do not depend on the texts, one engine and one trainer, a core each. The profile is that of two runs that take turns, of
+8 and of 24 prompts a step (`slime_launch.plan.of_run`). Then each setting is run, and simulated from that profile
+and the run's own settings. `error` is the simulated step over the real one, less 1, without its sign; steps are the
+mean of all but the first two. Nothing else should work on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from _records import Record
+from async_loop import GROUP, SEED, SKIPPED, run, step_seconds
+from quickstart import ROOT, get_model, write_data
+from quickstart_parts import Places
+
+from slime_launch.plan.of_run import profile_of_runs
+from slime_launch.plan.profile import Profile, write_profile
+from slime_launch.plan.simulate import SimulatedRun, setup_of, simulate
+
+GOAL = 15.0
+STEPS, QUICK_STEPS, SEEDS = 12, 4, 5
+PROFILED = (8, 24)
+AHEAD, OVER = "--async-buffer-size", "--over-sampling-batch-size"
+SETTINGS: dict[str, tuple[int, list[str]]] = {
+    "turns, 16 prompts": (16, []),
+    "turns, 4 prompts": (4, []),
+    "turns, two optimizer steps": (16, ["--num-steps-per-rollout", "2"]),
+    "1 ahead, 16 prompts": (16, [AHEAD, "1"]),
+    "2 ahead, 16 prompts": (16, [AHEAD, "2"]),
+    "2 ahead, 8 prompts, at most 1 behind": (8, [AHEAD, "2", "--max-weight-staleness", "1"]),
+    "4 ahead, weights every 2": (8, [AHEAD, "4", "--update-weights-interval", "2"]),
+    "over-sampling, 8 of 12": (8, [OVER, "12"]),
+    "partial rollouts, 8 of 12": (8, [OVER, "12", "--partial-rollout"]),
+}
+
+
+def main(out: Path, *, quick: bool) -> list[Record]:
+    """Run the two that the profile is made of, then the others.
+
+    Args:
+        out: Directory for logs, the profile and results.
+        quick: Four steps each instead of twelve.
+
+    Raises:
+        RuntimeError: There are not two cores, or a run failed.
+    """
+    if len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        raise RuntimeError(f"simulate_real needs two cores, one for each half, and may use {len(cores)}")
+    steps = QUICK_STEPS if quick else STEPS
+    places = Places.under(ROOT / "outputs" / "quickstart", SEED)
+    places.run.mkdir(parents=True, exist_ok=True)
+    get_model(places)
+    write_data(places, SEED)
+    for prompts in PROFILED:
+        print(f"to profile: {prompts} prompts, {steps} steps", flush=True)
+        run(places, out / f"profiled-{prompts}", steps, flags_of(prompts, []), cores)
+    profile = profile_of_runs([out / f"profiled-{prompts}" / "run" for prompts in PROFILED])
+    write_profile(profile, out / "profile.toml")
+    records = []
+    for number, (name, (prompts, further)) in enumerate(SETTINGS.items()):
+        print(f"{name}: {steps} steps", flush=True)
+        directory = out / f"run-{number}"
+        rows = run(places, directory, steps, flags_of(prompts, further), cores)
+        records += compared(name, rows, foreseen(profile, directory / "run", steps))
+    return records
+
+
+def flags_of(prompts: int, further: Sequence[str]) -> list[str]:
+    """Flags of a setting, which take the place of those of `async_loop`."""
+    steps = int(further[further.index("--num-steps-per-rollout") + 1]) if "--num-steps-per-rollout" in further else 1
+    size = str(prompts * GROUP // steps)
+    return ["--rollout-batch-size", str(prompts), "--global-batch-size", size, "--micro-batch-size", size, *further]
+
+
+def foreseen(profile: Profile, output_dir: Path, steps: int) -> list[SimulatedRun]:
+    """The run in a directory, simulated by its own settings, with several seeds."""
+    entries: Mapping[str, Any] = json.loads((output_dir / "settings.json").read_text(encoding="utf-8"))["settings"]
+    setup = setup_of({name: entry["value"] for name, entry in entries.items()}, steps=steps)
+    return [simulate(profile, dataclasses.replace(setup, seed=seed)) for seed in range(SEEDS)]
+
+
+def compared(name: str, rows: Sequence[Mapping[str, Any]], simulated: Sequence[SimulatedRun]) -> list[Record]:
+    """Seconds of a step of the real run and of the simulated ones, by how much they differ, and both stalenesses."""
+    real = step_seconds(rows)
+    step = fmean((one.ends[-1] - one.ends[SKIPPED - 1]) / (len(one.ends) - SKIPPED) for one in simulated)
+    stale = fmean(row.get("rollout/staleness/mean", 0.0) for row in rows)
+    return [
+        Record(name, "real", real, "s/step"),
+        Record(name, "simulated", step, "s/step"),
+        Record(name, "error", 100 * abs(step / real - 1), "%", more_is_better=False, goal=GOAL),
+        Record(name, "real staleness", stale, "versions"),
+        Record(name, "simulated staleness", fmean(one.mean_staleness for one in simulated), "versions"),
+    ]

@@ -1,0 +1,184 @@
+"""Other ways to run a command on the same number of GPUs: who has how many, and how far ahead is generated."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Sequence
+
+from slime_core.errors import ConfigError
+from slime_core.flags import flag_specs
+from slime_launch.config import CONFIGS, Settings
+from slime_launch.errors import ProfileError
+from slime_launch.plan.profile import Profile
+from slime_launch.plan.simulate import Setup, SimulatedRun, setup_of, simulate
+from slime_launch.validate import global_batch_size
+
+BUFFERS = (None, 1, 2, 4)
+MOST_SPLITS = 9
+MOST_STEPS, LEAST_STEPS, SAMPLES = 200, 16, 100_000
+"""Rollouts of a simulation: as many as have so many samples together, within these bounds."""
+AS_GOOD = 0.02
+"""Ways whose throughput differs by less are equally fast; the freshest of those is best."""
+CHANGED = (
+    *("--actor-num-nodes", "--actor-num-gpus-per-node", "--rollout-num-gpus", "--rollout-max-num-gpus", "--colocate"),
+    *("--offload", "--offload-train", "--offload-rollout", "--no-offload-train", "--no-offload-rollout"),
+    "--async-buffer-size",
+)
+NOT_AHEAD = ("--over-sampling-batch-size", "--partial-rollout", "--mask-offpolicy-in-partial-rollout")
+"""Flags that a run which generates ahead cannot have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run the command, and what came of it.
+
+    Attributes:
+        rollout_gpus: GPUs that generate; with ``shared`` the same that train.
+        ahead: ``--async-buffer-size``; ``None`` without.
+        is_own: Whether it is the command's own.
+    """
+
+    actor_gpus: int
+    rollout_gpus: int
+    shared: bool
+    ahead: int | None
+    is_own: bool
+    outcome: SimulatedRun
+
+
+def try_ways(profile: Profile, settings: Settings, *, gpus_per_node: int) -> list[Way]:
+    """Simulate the command and its other ways.
+
+    Raises:
+        ProfileError: The profile does not fit the command, or the command does not generate and train.
+    """
+    _check(profile, settings)
+    samples = settings.rollout.selection.rollout_batch_size * settings.samples_per_prompt
+    setup = setup_of(settings.flags(), steps=min(MOST_STEPS, max(LEAST_STEPS, SAMPLES // samples)))
+    cluster, own_ahead = settings.cluster, settings.rollout.selection.async_buffer_size
+    own = (cluster.actor_gpus, cluster.rollout_gpus, cluster.colocate, own_ahead)
+    ways = [own]
+    for actor, rollout in _splits(settings, gpus_per_node):
+        buffers = sorted({one for one in (*BUFFERS, own_ahead) if one is not None})
+        ways += [(actor, rollout, False, ahead) for ahead in (None, *buffers)]
+    if profile.loop.hand_over_seconds is not None and not cluster.colocate:
+        total = cluster.actor_gpus + cluster.rollout_gpus
+        if _trains_on(settings, total, gpus_per_node):
+            ways.append((total, total, True, None))
+    return [
+        Way(
+            actor_gpus=actor,
+            rollout_gpus=rollout,
+            shared=shared,
+            ahead=ahead,
+            is_own=(actor, rollout, shared, ahead) == own,
+            outcome=simulate(profile, _changed(setup, settings, actor, rollout, shared=shared, ahead=ahead)),
+        )
+        for actor, rollout, shared, ahead in dict.fromkeys(ways)
+    ]
+
+
+def best_of(ways: Sequence[Way]) -> Way:
+    """The fastest; of those that are about as fast, the one with the freshest samples, then the command's own."""
+    fastest = max(way.outcome.samples_per_second for way in ways)
+    good = [way for way in ways if way.outcome.samples_per_second >= (1 - AS_GOOD) * fastest]
+    return min(good, key=lambda way: (round(way.outcome.mean_staleness, 1), not way.is_own, way.ahead or 0))
+
+
+def command_of(way: Way, words: Sequence[str], settings: Settings, *, gpus_per_node: int) -> str:
+    """The command that runs it so, for a shell."""
+    kept = list(words) if way.is_own else [*_without(words, way), *_flags_of(way, gpus_per_node)]
+    return shlex.join(["slime-launch", "train", *kept])
+
+
+def in_config_file(way: Way, settings: Settings) -> list[str]:
+    """Flags of the file of ``--config`` that must go for this way: a command line cannot take them back."""
+    gone = () if way.is_own else [name for name in _gone(way) if name not in _flags_of(way, 1)]
+    dests = ((name, name.removeprefix("--").replace("-", "_")) for name in gone)
+    return [name for name, dest in dests if settings.origins.get(dest) == "config file"]
+
+
+def _check(profile: Profile, settings: Settings) -> None:
+    if not (settings.generates and settings.trains) or settings.only_evaluates:
+        raise ProfileError("--simulate is about runs that generate and train, and this command does not do both")
+    if settings.rollout.rollout_function is not None or settings.engine.rollout_external_engine_addrs:
+        raise ProfileError(
+            "--simulate knows slime's own rollouts on its own engines; leave out --rollout-function-path and "
+            "--rollout-external-engine-addrs"
+        )
+    gpus = settings.engine.rollout_num_gpus_per_engine
+    if gpus != profile.engine.gpus:
+        raise ProfileError(
+            f"the profile is of engines of {profile.engine.gpus} GPUs, and --rollout-num-gpus-per-engine is {gpus}; "
+            "give the same, or a profile of such engines"
+        )
+    if not settings.cluster.rollout_gpus:
+        raise ProfileError("nothing says how many GPUs generate; give --rollout-num-gpus or --colocate")
+    if (settings.trainer_sleeps or settings.engines_sleep) and profile.loop.hand_over_seconds is None:
+        raise ProfileError(
+            "the profile has no loop.hand_over_seconds, which this command needs (--colocate, --offload-…); add it, or "
+            "take the profile of such a run"
+        )
+
+
+def _splits(settings: Settings, gpus_per_node: int) -> list[tuple[int, int]]:
+    """GPUs that train and that generate: the possible splits, at most some, evenly spread."""
+    cluster, size = settings.cluster, settings.engine.rollout_num_gpus_per_engine
+    total = cluster.actor_gpus if cluster.colocate else cluster.actor_gpus + cluster.rollout_gpus
+    found = [
+        (total - rollout, rollout)
+        for rollout in range(size, total, size)
+        if _trains_on(settings, total - rollout, gpus_per_node)
+    ]
+    if len(found) <= MOST_SPLITS:
+        return found
+    own = (cluster.actor_gpus, cluster.rollout_gpus)
+    places = {round(number * (len(found) - 1) / (MOST_SPLITS - 1)) for number in range(MOST_SPLITS)}
+    return [split for place, split in enumerate(found) if place in places or split == own]
+
+
+def _trains_on(settings: Settings, gpus: int, gpus_per_node: int) -> bool:
+    """Whether trainers can have so many: whole nodes, and a batch that is shared out evenly."""
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        return False
+    try:
+        return global_batch_size(settings) % settings.megatron.data_parallel_size(gpus) == 0
+    except ConfigError:
+        return False
+
+
+def _changed(setup: Setup, settings: Settings, actor: int, rollout: int, *, shared: bool, ahead: int | None) -> Setup:
+    own = (settings.cluster.actor_gpus, settings.cluster.rollout_gpus, settings.cluster.colocate)
+    return dataclasses.replace(
+        setup,
+        actor_gpus=actor,
+        engines=max(1, rollout // settings.engine.rollout_num_gpus_per_engine),
+        ahead=ahead,
+        in_flight=None if ahead is not None else setup.in_flight,
+        partial=ahead is None and setup.partial,
+        hands_over=setup.hands_over if (actor, rollout, shared) == own else shared,
+    )
+
+
+def _gone(way: Way) -> tuple[str, ...]:
+    return CHANGED if way.ahead is None else (*CHANGED, *NOT_AHEAD)
+
+
+def _without(words: Sequence[str], way: Way) -> Iterator[str]:
+    """The words but for flags that this way has otherwise."""
+    has_value = {spec.name: not spec.is_switch for config in CONFIGS.values() for spec in flag_specs(config)}
+    gone, rest = _gone(way), iter(words)
+    for word in rest:
+        name, _, attached = word.partition("=")
+        if name not in gone:
+            yield word
+        elif has_value[name] and not attached:
+            next(rest, None)
+
+
+def _flags_of(way: Way, gpus_per_node: int) -> list[str]:
+    nodes = max(1, way.actor_gpus // gpus_per_node)
+    words = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(way.actor_gpus // nodes)]
+    words += ["--colocate"] if way.shared else ["--rollout-num-gpus", str(way.rollout_gpus)]
+    return words + ([] if way.ahead is None else ["--async-buffer-size", str(way.ahead)])

@@ -1,0 +1,181 @@
+"""The simulation: cases that can be worked out by hand, and what holds in every run."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Profile, TrainerSpeed
+from slime_launch.plan.simulate import Setup, simulate
+
+# One response alone gets 10 tokens a second, and any number together no more.
+PROFILE = Profile(
+    lengths=((0.0, 10), (1.0, 10)),
+    engine=EngineSpeed(decode=((1, 10.0),), most_running=100),
+    trainer=TrainerSpeed(token_seconds=0.01, fixed_seconds=1.0, send_seconds=0.5),
+)
+SETUP = Setup(actor_gpus=1, engines=1, prompts=2, samples=2, steps=12)
+GENERATE, TRAIN, SEND = 4 * 10 / 10, 1.0 + 40 * 0.01, 0.5
+
+
+def of(profile=None, setup=None, **changes):
+    """A simulation of the case above, with other settings."""
+    own = {field.name for field in dataclasses.fields(Setup)}
+    setup = dataclasses.replace(setup or SETUP, **{name: value for name, value in changes.items() if name in own})
+    others = {name: value for name, value in changes.items() if name not in own}
+    return simulate(dataclasses.replace(profile or PROFILE, **others), setup)
+
+
+def seconds(outcome):
+    """Seconds of a step, once it has got going."""
+    return 3600 / outcome.steps_per_hour
+
+
+def test_without_async_a_step_is_generate_and_train_and_send():
+    outcome = of()
+    step = GENERATE + TRAIN + SEND
+    assert outcome.ends == pytest.approx([step * (number + 1) for number in range(12)])
+    assert outcome.samples_per_second == pytest.approx(4 / step)
+    assert outcome.tokens_per_second == pytest.approx(40 / step)
+    assert outcome.trainers_idle == pytest.approx(1 - TRAIN / step)
+    assert outcome.engines_idle == pytest.approx(1 - GENERATE / step)
+    assert (outcome.mean_staleness, outcome.most_staleness) == (0, 0)
+
+
+def test_generating_ahead_a_step_is_the_longer_half_and_the_pause():
+    outcome = of(ahead=2)
+    assert seconds(outcome) == pytest.approx(GENERATE + SEND, rel=0.1)
+    trainer = TrainerSpeed(token_seconds=0.2, send_seconds=0.5)
+    assert seconds(of(ahead=2, trainer=trainer)) == pytest.approx(8.0 + SEND)  # engines are done before
+    assert of(ahead=2, trainer=trainer).trainers_idle == pytest.approx(SEND / 8.5)
+
+
+def test_of_one_rollout_ahead_the_engines_wait_where_they_are_the_faster_half():
+    outcome = of(ahead=1, trainer=TrainerSpeed(token_seconds=0.2, send_seconds=0.5))
+    assert seconds(outcome) == pytest.approx(8.5)
+    assert outcome.engines_idle == pytest.approx(1 - GENERATE / 8.5)
+    assert outcome.most_staleness == 1
+
+
+def test_responses_of_two_lengths_share_an_engine_until_the_short_one_is_finished():
+    """10 and 30 tokens: 2 seconds together at 5 tokens per second each, then 20 tokens at 10."""
+    profile = dataclasses.replace(PROFILE, lengths=((0.0, 10), (0.499, 10), (0.501, 30), (1.0, 30)))
+    outcome = simulate(profile, dataclasses.replace(SETUP, prompts=1, steps=40))
+    train = {tokens: 1 + tokens * 0.01 + SEND for tokens in (20, 40, 60)}
+    steps = [after - before for before, after in zip([0.0, *outcome.ends], outcome.ends, strict=False)]
+    allowed = sorted({2 + train[20], 4 + train[40], 6 + train[60]})
+    assert {min(allowed, key=lambda one: abs(one - step)) for step in steps} == set(allowed)
+    assert all(min(abs(one - step) for one in allowed) < 1e-6 for step in steps)
+
+
+def test_an_engine_runs_no_more_responses_than_it_may():
+    """Each alone has 10 tokens per second, and two at a time 20: four of 10 tokens take two turns."""
+    engine = EngineSpeed(decode=((1, 10.0), (2, 20.0)), most_running=2)
+    assert seconds(of(engine=engine)) == pytest.approx(2.0 + TRAIN + SEND)
+    assert seconds(of(engine=engine, concurrency=1)) == pytest.approx(4.0 + TRAIN + SEND)
+
+
+def test_responses_are_shared_out_evenly_to_engines():
+    assert seconds(of(engines=2)) == pytest.approx(GENERATE / 2 + TRAIN + SEND)
+    assert seconds(of(engines=4)) == pytest.approx(GENERATE / 4 + TRAIN + SEND)
+    assert seconds(of(engines=8)) == pytest.approx(GENERATE / 4 + TRAIN + SEND)
+
+
+def test_prompts_hold_decoding_up():
+    engine = EngineSpeed(decode=((1, 10.0),), most_running=100, prefill_tokens_per_second=100.0)
+    assert seconds(of(engine=engine, prompt_tokens=50)) == pytest.approx(GENERATE + 4 * 0.5 + TRAIN + SEND)
+
+
+@pytest.mark.parametrize(("workers", "waiting"), [(None, 3.0), (4, 3.0), (2, 6.0), (1, 12.0)])
+def test_scores_come_after_the_last_response_as_many_at_a_time_as_there_are_workers(workers, waiting):
+    outcome = of(reward_seconds=3.0, reward_workers=workers)
+    assert seconds(outcome) == pytest.approx(GENERATE + waiting + TRAIN + SEND)
+
+
+def test_more_gpus_train_faster_and_further_steps_cost_their_fixed_part():
+    assert seconds(of(actor_gpus=4)) == pytest.approx(GENERATE + 1 + 0.1 + SEND)
+    assert seconds(of(optimizer_steps=2)) == pytest.approx(GENERATE + 2 + 0.4 + SEND)
+
+
+def test_what_else_the_loop_does_takes_its_time():
+    loop = LoopSpeed(prepare_seconds=1, between_seconds=2, save_seconds=12, evaluate_seconds=24, hand_over_seconds=4)
+    plain = GENERATE + TRAIN + SEND + 3
+    assert of(loop=loop).ends[-1] == pytest.approx(12 * plain)
+    assert of(loop=loop, hands_over=True).ends[-1] == pytest.approx(12 * (plain + 4))
+    assert of(loop=loop, save_interval=6).ends[-1] == pytest.approx(12 * plain + 2 * 12)
+    assert of(loop=loop, evaluate_interval=5).ends[-1] == pytest.approx(12 * plain + 3 * 24)  # at the end, too
+
+
+def test_weights_that_are_sent_less_often_are_older():
+    outcome = of(update_interval=3)
+    assert outcome.ends[-1] == pytest.approx(12 * (GENERATE + TRAIN) + 4 * SEND)
+    assert (outcome.mean_staleness, outcome.most_staleness) == (1.0, 2)
+
+
+def test_over_sampling_trains_on_the_first_and_partial_rollouts_keep_the_tokens_of_the_others():
+    profile = dataclasses.replace(PROFILE, lengths=((0.0, 5), (0.9, 50), (1.0, 500)))
+    plain = of(profile, prompts=8, steps=40, engines=4)
+    cut = of(profile, prompts=8, steps=40, engines=4, in_flight=16)
+    partial = of(profile, prompts=8, steps=40, engines=4, in_flight=16, partial=True)
+    assert plain.samples_per_second < partial.samples_per_second
+    assert cut.tokens_per_second < partial.tokens_per_second  # what was cut off is generated again
+    assert partial.most_staleness > 0
+
+
+def test_a_filter_has_more_groups_generated():
+    outcome = of(dropped=0.5, steps=60)
+    assert outcome.dropped > 0
+    assert outcome.started == outcome.trained + outcome.dropped + outcome.left
+    assert seconds(outcome) > seconds(of(steps=60))
+
+
+def test_the_same_seed_gives_the_same_run():
+    profile = dataclasses.replace(PROFILE, lengths=((0.0, 1), (1.0, 100)))
+    assert of(profile, ahead=2) == of(profile, ahead=2)
+    assert of(profile, ahead=2).ends != of(profile, ahead=2, seed=2).ends
+
+
+setups = st.builds(
+    Setup,
+    actor_gpus=st.integers(1, 4),
+    engines=st.integers(1, 3),
+    prompts=st.integers(1, 5),
+    samples=st.integers(1, 3),
+    steps=st.integers(1, 10),
+    in_flight=st.none() | st.integers(5, 8),
+    partial=st.booleans(),
+    ahead=st.none() | st.integers(1, 3),
+    most_stale=st.none() | st.integers(0, 3),
+    update_interval=st.just(1),
+    concurrency=st.sampled_from([1, 4, 1000]),
+    seed=st.integers(0, 9),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups, st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.7]), st.sampled_from([None, 50.0]))
+def test_in_every_run_no_group_is_lost_and_none_is_too_old(setup, dropped, reward, prefill):
+    engine = EngineSpeed(decode=((1, 10.0), (4, 25.0)), most_running=5, prefill_tokens_per_second=prefill)
+    profile = dataclasses.replace(
+        PROFILE,
+        lengths=((0.0, 1), (0.8, 10), (1.0, 90)),
+        engine=engine,
+        dropped=dropped,
+        reward_seconds=reward,
+        reward_workers=2,
+        prompt_tokens=7,
+    )
+    if setup.ahead is not None:  # as commands are checked
+        setup = dataclasses.replace(setup, in_flight=None, partial=False)
+    outcome = simulate(profile, setup)
+    assert len(outcome.ends) == setup.steps and outcome.ends == sorted(outcome.ends)
+    assert outcome.started == outcome.trained + outcome.dropped + outcome.left
+    assert outcome.trained == setup.steps * setup.prompts
+    assert outcome.most_staleness <= (setup.steps if setup.most_stale is None else setup.most_stale)
+    assert 0 <= outcome.trainers_idle <= 1 and -1e-9 <= outcome.engines_idle <= 1
+    if setup.ahead is None and setup.in_flight is None:
+        assert outcome.most_staleness == 0
+    if setup.most_stale == 0 and setup.ahead is not None:  # nothing is generated ahead
+        turns = simulate(profile, dataclasses.replace(setup, ahead=None, most_stale=None))
+        assert dropped or outcome.ends == pytest.approx(turns.ends)
