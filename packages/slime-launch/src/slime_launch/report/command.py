@@ -14,6 +14,8 @@ from slime_core.flags import Config, flag, flag_specs
 from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.plan.command import split_words
+from slime_launch.plan.of_run import profile_of_runs
+from slime_launch.plan.profile import write_profile
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import page
 from slime_launch.report.serve import make_server
@@ -36,6 +38,9 @@ class ReportConfig(Config):
     )
     trace: str | None = flag(
         None, metavar="FILE", help="write the timeline as a Chrome trace too, which ui.perfetto.dev opens"
+    )
+    profile: str | None = flag(
+        None, metavar="FILE", help="write the runs' speeds too, for `slime-launch plan --simulate --profile FILE`"
     )
     json: str | None = flag(None, metavar="FILE", help="write what the page shows as JSON too")
     serve: bool = flag(False, help="show the page of a run that goes on at a port of 127.0.0.1, until Ctrl-C")
@@ -69,6 +74,11 @@ def report(argv: Sequence[str]) -> int:
     if config.trace is not None:
         write_whole(Path(config.trace), json.dumps(chrome_trace(data)))
         print(f"timeline: {config.trace}, for https://ui.perfetto.dev")
+    if config.profile is not None:
+        write_profile(found := profile_of_runs(directories), Path(config.profile))
+        print(f"speeds: {config.profile}")
+        for note in found.notes:
+            print(f"  a guess in it: {note}")
     if config.json is not None:
         write_whole(Path(config.json), json.dumps(data))
     return 0
