@@ -101,7 +101,7 @@ def write_samples(directory: Path, rollout: int, dice: random.Random) -> None:
         log_probs = [round(-dice.expovariate(3), 4) for _ in range(TOKENS)]
         texts = [" " + dice.choice(WORDS) for _ in range(TOKENS)]
         index = 512 * rollout + number
-        sample = {"rollout": rollout, "weight_version": rollout, "index": index, "group": index // 8}
+        sample: dict[str, Any] = {"rollout": rollout, "weight_version": rollout, "index": index, "group": index // 8}
         sample |= {"trajectory": index, "prompt": " ".join(dice.choices(WORDS, k=60)), "label": "42", "dropped": None}
         sample |= {"reward": float(dice.random() < 0.5), "rewards": None, "status": "completed", "failure": None}
         sample |= {"length": TOKENS, "cut": None, "tokens": texts, "mask": None, "versions": [rollout] * TOKENS}

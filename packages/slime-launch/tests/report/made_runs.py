@@ -104,13 +104,13 @@ def make_curves(rng: np.random.Generator, rollouts: int) -> tuple[dict[str, Any]
     charts = [
         {"title": "Reward", "kind": "rollout", "names": ["rollout/raw_reward"], "unit": ""},
         {"title": "KL divergence", "kind": "train", "names": ["train/kl"], "unit": "nats"},
-        {"title": "Response length", "kind": "rollout", "names": [f"rollout/response_len/{end}" for end in ("mean", "max")],
-         "unit": "tokens"},
+        {"title": "Response length", "kind": "rollout", "unit": "tokens",
+         "names": [f"rollout/response_len/{end}" for end in ("mean", "max")]},
         {"title": "Throughput", "kind": "rollout", "names": ["perf/tokens_per_second"], "unit": "tokens/s"},
         {"title": "Entropy", "kind": "train", "names": ["train/entropy"], "unit": "nats"},
         {"title": "Drift of log-probs", "kind": "train", "names": ["train/log_prob_drift"], "unit": ""},
-        {"title": "Idle share", "kind": "rollout", "names": [f"perf/idle_share/{who}" for who in ("trainers", "engines")],
-         "unit": ""},
+        {"title": "Idle share", "kind": "rollout", "unit": "",
+         "names": [f"perf/idle_share/{who}" for who in ("trainers", "engines")]},
     ]  # fmt: skip
     series = {"rollout": rollout, "train": train}
     return {kind: {"x": x.tolist(), "series": each} for kind, each in series.items()}, charts

@@ -18,7 +18,7 @@ from slime_launch.plan.of_run import profile_of_runs
 from slime_launch.plan.profile import write_profile
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import page
-from slime_launch.report.serve import make_server
+from slime_launch.report.serve import ADDRESS, make_server
 from slime_launch.report.trace import chrome_trace
 
 PAGE_FILE = "report.html"
@@ -89,7 +89,7 @@ def _serve(directories: Sequence[Path], port: int) -> int:
         server = make_server(directories, port)
     except OSError as error:
         raise FlagError(f"--port {port} cannot be used ({error}); give another, or 0 for a free one") from None
-    print(f"open http://{server.server_address[0]}:{server.server_port}/ ; Ctrl-C ends it")
+    print(f"open http://{ADDRESS}:{server.server_port}/ ; Ctrl-C ends it")
     sys.stdout.flush()
     with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
