@@ -101,17 +101,17 @@ def make_curves(rng: np.random.Generator, rollouts: int) -> tuple[dict[str, Any]
         "train/log_prob_drift": noisy(0.01 + 0.004 * rise, 0.001),
         **{f"train/other_{number}": noisy(rise, 0.1) for number in range(12)},
     }
+    lengths = [f"rollout/response_len/{end}" for end in ("mean", "max")]
+    shares = [f"perf/idle_share/{who}" for who in ("trainers", "engines")]
     charts = [
         {"title": "Reward", "kind": "rollout", "names": ["rollout/raw_reward"], "unit": ""},
         {"title": "KL divergence", "kind": "train", "names": ["train/kl"], "unit": "nats"},
-        {"title": "Response length", "kind": "rollout", "unit": "tokens",
-         "names": [f"rollout/response_len/{end}" for end in ("mean", "max")]},
+        {"title": "Response length", "kind": "rollout", "names": lengths, "unit": "tokens"},
         {"title": "Throughput", "kind": "rollout", "names": ["perf/tokens_per_second"], "unit": "tokens/s"},
         {"title": "Entropy", "kind": "train", "names": ["train/entropy"], "unit": "nats"},
         {"title": "Drift of log-probs", "kind": "train", "names": ["train/log_prob_drift"], "unit": ""},
-        {"title": "Idle share", "kind": "rollout", "unit": "",
-         "names": [f"perf/idle_share/{who}" for who in ("trainers", "engines")]},
-    ]  # fmt: skip
+        {"title": "Idle share", "kind": "rollout", "names": shares, "unit": ""},
+    ]
     series = {"rollout": rollout, "train": train}
     return {kind: {"x": x.tolist(), "series": each} for kind, each in series.items()}, charts
 
@@ -173,7 +173,7 @@ def make_sample(rng: np.random.Generator, number: int, rollout: int, length: int
     turns = group % 3 == 2
     third = tokens // 3
     inserted = [turns and third <= at < third + 4 for at in range(tokens)]
-    log_probs = np.round(-rng.exponential(0.4, tokens), 4)
+    log_probs = np.round(-rng.exponential(0.4, tokens), 3)
     texts = response_texts(rng, tokens)
     reward = float(rng.random() < 0.3 + 0.5 * rollout / 30)
     question = f"What is {number} times {rollout + 3}? Explain each step."
@@ -197,7 +197,7 @@ def make_sample(rng: np.random.Generator, number: int, rollout: int, length: int
         "mask": [int(not one) for one in inserted] if turns else None,
         "versions": [-1 if one else max(0, rollout - int(at > tokens // 2)) for at, one in enumerate(inserted)],
         "log_probs": [None if one else value for one, value in zip(inserted, log_probs.tolist(), strict=True)],
-        "train_log_probs": np.round(log_probs + rng.normal(0, 0.02, tokens), 4).tolist(),
+        "train_log_probs": np.round(log_probs + rng.normal(0, 0.02, tokens), 3).tolist(),
         "advantages": np.round(rng.normal(0, 0.2, tokens) + (reward - 0.5), 3).tolist(),
         "metadata": {"source": "made up", "difficulty": number % 5},
     }  # fmt: skip

@@ -222,11 +222,12 @@ def test_a_search_reads_prompts_and_responses(reader, one):
     reader.open(f"{one}#samples")
     reader.labelled("text").send_keys("what is 17 times")
     reader.wait(lambda: reader.count().startswith("1 of"))
-    reader.labelled("text").clear()
+    reader.labelled("clear").click()
+    reader.wait(lambda: reader.count().startswith("120 of"))
     samples = reader.js("return Report.run().samples.map(({ index, length, cut }) => ({ index, length, cut }))")
     longest = max((each for each in samples if not each["cut"]), key=lambda each: each["length"])["index"]
     words = "return Report.whole(Report.run().samples[arguments[0]]).then((one) => one.tokens.slice(-30).join(''))"
-    reader.labelled("text").send_keys(reader.js(words, longest).upper())
+    reader.labelled("text").send_keys(" ".join(reader.js(words, longest).upper().split()))
     reader.wait(lambda: reader.count().startswith("1 of"))
     reader.labelled("next").click()
     reader.wait(lambda: f"Sample {longest}" in reader.text(".detail"))

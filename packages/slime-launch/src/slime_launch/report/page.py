@@ -29,7 +29,7 @@ SCRIPTS = (
 LICENCES = {"uPlot": "vendor/uplot/LICENSE", "Tabulator": "vendor/tabulator/LICENSE"}
 PER_TOKEN = ("tokens", "mask", "versions", "log_probs", "train_log_probs", "advantages")
 PACK = 100
-LEVEL = 6
+LEVEL = 4  # a third of the time of 6, for a tenth more bytes
 _SOURCE_MAP = re.compile(r"\n(?://|/\*)# sourceMappingURL=.*\s*$")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 

@@ -34,11 +34,11 @@ Report.messageText = (message) => {
   return typeof content === "string" ? content : JSON.stringify(content);
 };
 
-/** What a text search reads; made once per sample. */
+/** What a text search reads, on one line and in small letters; made once per sample. */
 Report.searchText = async (sample) => {
   if (sample.searched === undefined) {
     const { tokens } = await Report.whole(sample);
-    sample.searched = `${Report.promptText(sample)}\n${(tokens ?? []).join("")}`.toLowerCase();
+    sample.searched = `${Report.promptText(sample)}\n${(tokens ?? []).join("")}`.toLowerCase().replaceAll(/\s+/g, " ");
   }
   return sample.searched;
 };

@@ -53,7 +53,7 @@ const search = async (words) => {
 };
 
 const refilter = async () => {
-  const words = parts.search.value.trim().toLowerCase();
+  const words = parts.search.value.trim().toLowerCase().replaceAll(/\s+/g, " ");
   asked = words;
   const ids = await search(words);
   if (asked !== words || !table) return;
