@@ -173,8 +173,10 @@ def make_sample(rng: np.random.Generator, number: int, rollout: int, length: int
     turns = group % 3 == 2
     third = tokens // 3
     inserted = [turns and third <= at < third + 4 for at in range(tokens)]
-    log_probs = np.round(-rng.exponential(0.4, tokens), 3)
     texts = response_texts(rng, tokens)
+    if turns:
+        texts[third : third + 4] = ["\n[calculator:", f" {number * (rollout + 3)}", "]", "\n"]
+    log_probs = np.round(-rng.exponential(0.4, tokens), 3)
     reward = float(rng.random() < 0.3 + 0.5 * rollout / 30)
     question = f"What is {number} times {rollout + 3}? Explain each step."
     messages = [{"role": "system", "content": "Use the calculator."}, {"role": "user", "content": question}]
@@ -198,7 +200,7 @@ def make_sample(rng: np.random.Generator, number: int, rollout: int, length: int
         "versions": [-1 if one else max(0, rollout - int(at > tokens // 2)) for at, one in enumerate(inserted)],
         "log_probs": [None if one else value for one, value in zip(inserted, log_probs.tolist(), strict=True)],
         "train_log_probs": np.round(log_probs + rng.normal(0, 0.02, tokens), 3).tolist(),
-        "advantages": np.round(rng.normal(0, 0.2, tokens) + (reward - 0.5), 3).tolist(),
+        "advantages": np.round(rng.normal(0, 0.3, tokens) + 0.4 * (reward - 0.5), 3).tolist(),
         "metadata": {"source": "made up", "difficulty": number % 5},
     }  # fmt: skip
 

@@ -138,6 +138,15 @@ def test_every_tab_opens_without_a_complaint_or_a_request(reader, one):
     assert reader.requests() == []
 
 
+def test_a_run_that_has_only_begun_has_every_tab(reader, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(page(make_data({"name": "new", "state": "running"})), encoding="utf-8")
+    reader.open(path.as_uri())
+    for name in TABS:
+        reader.tab(name)
+    assert reader.problems() == []
+
+
 def test_the_overview_shows_figures_curves_and_evaluations(reader, one):
     reader.open(one)
     panel = reader.text("#panel-overview")
@@ -210,7 +219,7 @@ def test_filters_leave_what_passes(reader, one):
         "return Math.min(...Tabulator.findTable('.samples')[0].getData('active').map((row) => row.length))"
     )
     assert least >= 60
-    reader.labelled("clear").click()
+    reader.labelled("clear filters").click()
     reader.wait(lambda: reader.count().startswith("120 of"))
     reader.labelled("reward to").send_keys("0")
     reader.wait(lambda: not reader.count().startswith("120"))
@@ -222,7 +231,7 @@ def test_a_search_reads_prompts_and_responses(reader, one):
     reader.open(f"{one}#samples")
     reader.labelled("text").send_keys("what is 17 times")
     reader.wait(lambda: reader.count().startswith("1 of"))
-    reader.labelled("clear").click()
+    reader.labelled("clear filters").click()
     reader.wait(lambda: reader.count().startswith("120 of"))
     samples = reader.js("return Report.run().samples.map(({ index, length, cut }) => ({ index, length, cut }))")
     longest = max((each for each in samples if not each["cut"]), key=lambda each: each["length"])["index"]

@@ -47,7 +47,7 @@ const plan = (chart, smooth) => {
     }
     line.place = series.length;
     const few = line.values.filter((value) => value !== null).length <= POINTS_SHOWN;
-    series.push({ stroke: () => colour(line.colour), width: 1.6, dash: line.dash, points: { show: few, size: 4, fill: () => colour(line.colour) } });
+    series.push({ stroke: () => colour(line.colour), width: 1.6, dash: line.dash, points: { show: few && (smooth === 1 || Boolean(line.low)), size: 4, fill: () => colour(line.colour) } });
     data.push(smooth > 1 && !line.low ? smoothed(line.values, smooth) : line.values);
   }
   series.forEach((one) => (one.spanGaps = true));
@@ -171,16 +171,25 @@ Report.recolour = () => cards.forEach((card) => card.redraw());
 const X_TITLES = { rollout: "rollout", train: "optimizer step", eval: "rollouts trained on" };
 const DASHES = [undefined, [6, 4], [2, 3], [10, 3, 2, 3]];
 
+/** Names without the parts that all of them begin with; of one name, its last part. */
+const shortNames = (names) => {
+  const split = names.map((name) => name.split("/"));
+  let same = 0;
+  while (split.every((parts) => same < parts.length - 1 && parts[same] === split[0][same])) same++;
+  return split.map((parts) => parts.slice(names.length === 1 ? 1 : same).join("/") || parts.join("/"));
+};
+
 /** The chart of some series over the runs that are shown: colours tell runs apart, or names in one run. */
 Report.chartOf = ({ title, kind, names, unit, note }) => {
   const runs = Report.shownRuns();
   const one = Report.data.runs.length === 1;
+  const short = shortNames(names);
   const lines = runs.flatMap(({ run, place }) => {
     const { x, series } = run.curves?.[kind] ?? { x: [], series: {} };
     return names
       .filter((name) => series[name])
       .map((name) => ({
-        label: [one ? "" : run.name, one || names.length > 1 ? name.split("/").slice(1).join("/") || name : ""].filter(Boolean).join(" · "),
+        label: [one ? "" : run.name, one || names.length > 1 ? short[names.indexOf(name)] : ""].filter(Boolean).join(" · "),
         colour: colourName(one ? names.indexOf(name) : place),
         dash: one ? undefined : DASHES[names.indexOf(name) % DASHES.length],
         x,

@@ -34,6 +34,12 @@ Report.messageText = (message) => {
   return typeof content === "string" ? content : JSON.stringify(content);
 };
 
+/** The beginning of a prompt on one line: of messages, of the last one. */
+Report.promptStart = (sample, most) => {
+  const text = typeof sample.prompt === "string" ? sample.prompt : Report.messageText(sample.prompt?.at?.(-1) ?? "");
+  return text.slice(0, most).replaceAll(/\s+/g, " ");
+};
+
 /** What a text search reads, on one line and in small letters; made once per sample. */
 Report.searchText = async (sample) => {
   if (sample.searched === undefined) {

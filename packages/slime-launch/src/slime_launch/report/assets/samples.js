@@ -19,7 +19,7 @@ let parts = null, table = null, built = null, shownOf = null, open = null, found
 const rows = (run) =>
   (run.samples ?? []).map((sample, id) => ({
     id, rollout: sample.rollout, index: sample.index, group: sample.group, reward: sample.reward, length: sample.length,
-    status: sample.failure ? "not scored" : sample.status, dropped: sample.dropped ?? "", prompt: Report.promptText(sample).slice(0, PROMPT_SHOWN).replaceAll(/\s+/g, " "),
+    status: sample.failure ? "not scored" : sample.status, dropped: sample.dropped ?? "", prompt: Report.promptStart(sample, PROMPT_SHOWN),
   }));
 
 const cell = (view) => {
@@ -148,9 +148,10 @@ const build = (panel) => {
     el("form", { class: "row filters", role: "search", "aria-label": "Filter samples", submit: (event) => event.preventDefault() },
       field("text", parts.search), el("div", { class: "field", role: "group", "aria-label": "Reward" }, el("span", {}, "reward"), from(lowReward, highReward, "reward")),
       el("div", { class: "field", role: "group", "aria-label": "Length" }, el("span", {}, "length"), from(lowLength, highLength, "length")),
-      field("rollout", rollout), field("status", parts.status), field("dropped", parts.dropped), el("button", { type: "button", click: reset }, "clear")),
+      field("rollout", rollout), field("status", parts.status), field("dropped", parts.dropped)),
     el("div", { class: "row" }, field("sort by", parts.sort), parts.down,
-      el("button", { type: "button", click: () => go(-1) }, "previous"), el("button", { type: "button", click: () => go(1) }, "next"), parts.count),
+      el("button", { type: "button", click: () => go(-1) }, "previous"), el("button", { type: "button", click: () => go(1) }, "next"),
+      el("button", { type: "button", click: reset }, "clear filters"), parts.count),
     el("div", { class: "split browser" }, parts.table, parts.detail),
   );
   parts.detail.append(el("p", { class: "empty" }, "Choose a sample in the table."));

@@ -88,7 +88,7 @@ Report.response = (sample, quantity) => {
   const said = el("div", { class: "token-values", role: "status" }, el("span", { class: "soft" }, "Point at a token, or focus the text and use the arrow keys."));
   const text = el("div", { class: "passage tokens", tabindex: "0", role: "group", "aria-label": "Response; arrow keys read tokens and their values" });
   const spans = (sample.tokens ?? []).map((token, at) => {
-    const span = el("span", {}, token);
+    const span = el("span", { class: sample.mask?.[at] === 0 ? "masked" : null }, token);
     span.dataset.at = at;
     return span;
   });
@@ -122,6 +122,6 @@ Report.response = (sample, quantity) => {
     }));
   };
   colourBy(quantity);
-  return { node: el("div", {}, legend, text, said), colourBy, jump: (at) => { point(at, true); text.focus({ preventScroll: true }); } };
+  return { node: el("div", {}, legend, said, text), colourBy, jump: (at) => { point(at, true); text.focus({ preventScroll: true }); } };
 };
 })();
