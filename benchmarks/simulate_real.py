@@ -24,7 +24,8 @@ from quickstart_parts import Places
 
 from slime_launch.plan.of_run import profile_of_runs
 from slime_launch.plan.profile import Profile, write_profile
-from slime_launch.plan.simulate import SimulatedRun, setup_of, simulate
+from slime_launch.plan.setup import setup_of
+from slime_launch.plan.simulate import SimulatedRun, simulate
 
 GOAL = 15.0
 STEPS, QUICK_STEPS, SEEDS = 12, 4, 5

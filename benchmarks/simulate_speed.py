@@ -21,7 +21,8 @@ from _records import Record
 
 from slime_launch.flags import parse_train
 from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed
-from slime_launch.plan.simulate import Setup, simulate
+from slime_launch.plan.setup import Setup
+from slime_launch.plan.simulate import simulate
 from slime_launch.plan.splits import try_ways
 
 GOAL_SECONDS = 10.0

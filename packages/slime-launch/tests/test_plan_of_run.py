@@ -7,7 +7,8 @@ import pytest
 from slime_launch.errors import ProfileError
 from slime_launch.flags import parse_train
 from slime_launch.plan.of_run import profile_of_run, profile_of_runs
-from slime_launch.plan.simulate import setup_of, simulate
+from slime_launch.plan.setup import setup_of
+from slime_launch.plan.simulate import simulate
 
 EACH, SHARED = 0.05, 0.01
 """Seconds of a decoding step, and more of it for each response that runs."""

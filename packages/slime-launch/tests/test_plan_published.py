@@ -26,7 +26,8 @@ import pytest
 
 from slime_launch.plan.cost import DECODING_BYTES, STEP_LATENCY, TRAINING
 from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed, mean_of
-from slime_launch.plan.simulate import Setup, simulate
+from slime_launch.plan.setup import Setup
+from slime_launch.plan.simulate import simulate
 
 PART = 8
 SAMPLES = 16

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Profile, TrainerSpeed
-from slime_launch.plan.simulate import Setup, simulate
+from slime_launch.plan.setup import Setup
+from slime_launch.plan.simulate import simulate
 
 # One response alone gets 10 tokens a second, and any number together no more.
 PROFILE = Profile(

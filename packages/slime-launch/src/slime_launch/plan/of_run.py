@@ -21,7 +21,8 @@ import numpy as np
 
 from slime_launch.errors import ProfileError
 from slime_launch.plan.profile import EngineSpeed, LoopSpeed, Points, Profile, TrainerSpeed, mean_of
-from slime_launch.plan.simulate import Setup, setup_of, simulate, sleeps
+from slime_launch.plan.setup import Setup, setup_of, sleeps
+from slime_launch.plan.simulate import simulate
 from slime_launch.tracking import METRICS_FILE, Row, read_rows
 
 SETTINGS_FILE = "settings.json"

@@ -13,84 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any, TypeAlias
 
-import numpy as np
 import simpy
 
-from slime_launch.plan.fleet import Fleet, Response, Scorers, lengths_of
+from slime_launch.plan.fleet import Fleet, Scorers, lengths_of
+from slime_launch.plan.groups import Group, GroupFlow
 from slime_launch.plan.profile import Profile
+from slime_launch.plan.setup import Setup
 
-Group: TypeAlias = list[Response]
 Process: TypeAlias = Generator[simpy.Event, Any, None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a command says of a run, as far as its speed goes.
-
-    Attributes:
-        engines: How many there are.
-        prompts: Groups that a rollout is trained on, each of ``samples`` responses.
-        steps: Rollouts that are simulated.
-        optimizer_steps: Of each rollout.
-        in_flight: Groups in flight for a rollout (``--over-sampling-batch-size``).
-        ahead: Rollouts generated ahead (``--async-buffer-size``); ``None`` in a run that takes turns.
-        most_stale: Most versions between a token and its training (``--max-weight-staleness``).
-        longest: Most tokens of a response.
-        concurrency: Most responses in flight.
-        hands_over: Whether trainers and engines give each other the GPUs.
-    """
-
-    actor_gpus: int
-    engines: int
-    prompts: int
-    samples: int
-    steps: int
-    optimizer_steps: int = 1
-    in_flight: int | None = None
-    partial: bool = False
-    ahead: int | None = None
-    most_stale: int | None = None
-    update_interval: int = 1
-    save_interval: int | None = None
-    evaluate_interval: int | None = None
-    longest: int | None = None
-    concurrency: int = 2**62
-    hands_over: bool = False
-    seed: int = 1
-
-
-def setup_of(flags: Mapping[str, Any], *, steps: int) -> Setup:
-    """The setup of a run's flags by their names in Python, such as `Settings.flags`, for at most so many steps."""
-    actor = flags["actor_num_nodes"] * flags["actor_num_gpus_per_node"]
-    rollout = flags["rollout_num_gpus"] or actor
-    return Setup(
-        actor_gpus=actor,
-        engines=max(1, rollout // flags["rollout_num_gpus_per_engine"]),
-        prompts=flags["rollout_batch_size"],
-        samples=flags["n_samples_per_prompt"],
-        steps=max(1, min(steps, flags["num_rollout"] or steps)),
-        optimizer_steps=flags["num_steps_per_rollout"],
-        in_flight=flags["over_sampling_batch_size"],
-        partial=flags["partial_rollout"],
-        ahead=flags["async_buffer_size"],
-        most_stale=flags["max_weight_staleness"],
-        update_interval=flags["update_weights_interval"],
-        save_interval=flags["save_interval"] if flags["save"] is not None else None,
-        evaluate_interval=flags["eval_interval"] if flags["eval_prompt_data"] or flags["eval_config"] else None,
-        longest=flags["rollout_max_response_len"],
-        concurrency=flags["rollout_concurrency"],
-        hands_over=sleeps(flags, "train") or sleeps(flags, "rollout"),
-    )
-
-
-def sleeps(flags: Mapping[str, Any], half: str) -> bool:
-    """Whether trainers (``train``) or engines (``rollout``) give their memory back while the others work."""
-    asked = flags["colocate"] or flags["offload"] or flags[f"offload_{half}"]
-    return bool(asked and not flags[f"no_offload_{half}"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,142 +73,6 @@ def simulate(profile: Profile, setup: Setup) -> SimulatedRun:
     return _Run(profile, setup).outcome()
 
 
-class _Collector:
-    """Which groups are in flight, and which are trained on: the rules of `slime_rollout.collect.Collector`."""
-
-    def __init__(self, env: simpy.Environment, profile: Profile, setup: Setup, fleet: Fleet) -> None:
-        self._env, self._profile, self._setup, self._fleet = env, profile, setup, fleet
-        self._numbers = np.random.default_rng(setup.seed)
-        self._drawn: deque[int] = deque()
-        self._buffer: deque[Group] = deque()
-        self.running: dict[int, Group] = {}
-        self.unfinished: dict[int, int] = {}  # responses of each group that are being generated
-        self.scored: deque[tuple[float, int]] = deque()  # groups that will be scored, and when, in that order
-        self.ready: deque[Group] = deque()
-        self._version = 0
-        self._is_waiting = False
-        self._is_complete: simpy.Event | None = None
-        self.changed: simpy.Event | None = None
-        self.started = self.dropped = self.repeated = 0
-
-    def collect(self, version: int) -> simpy.Event:
-        """Begin to wait for the groups that are trained from ``version``; the event has them."""
-        self._version, self._is_waiting = version, True
-        self._is_complete = complete = self._env.event()
-        aged = [group for group in self.ready if self._age(group) > self._most_stale]
-        if aged:
-            self.ready = deque(group for group in self.ready if self._age(group) <= self._most_stale)
-            for group in aged:
-                self._again(group)
-        self._start(self._room())
-        self._complete()
-        return complete
-
-    def take(self, number: int) -> None:
-        """A group is finished and scored."""
-        group = self.running.pop(number)
-        if self._profile.dropped and self._numbers.random() < self._profile.dropped:
-            self.dropped += 1
-        elif self._age(group) > self._most_stale:
-            self._again(group)
-        else:
-            self.ready.append(group)
-        self._start(self._room())
-        self._complete()
-
-    @property
-    def left(self) -> int:
-        """Groups that were begun and are not trained on."""
-        return len(self.running) + len(self.ready) + len(self._buffer)
-
-    def _complete(self) -> None:
-        """Give the groups out if there are enough, and look ahead, or give back what is left."""
-        wanted = self._setup.prompts
-        if self._is_complete is None or len(self.ready) < wanted:
-            return
-        groups = [self.ready.popleft() for _ in range(wanted)]
-        self._is_complete.succeed(groups)
-        self._is_complete, self._is_waiting = None, False
-        self._version += 1
-        if self._setup.ahead is not None:
-            self._start(self._room())
-        else:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        """What is in flight or left over waits for the next rollout; cut off, or as far as it is finished."""
-        if not self.running and not self.ready:
-            return
-        self._fleet.cut_off(self._env.now)
-        back = [*self.ready, *self.running.values()]
-        for group in self.running.values():
-            for response in group:
-                if not response.is_done and not self._setup.partial:
-                    response.begin_anew()
-        for waiting in (self.ready, self.running, self.unfinished, self.scored):
-            waiting.clear()
-        self._buffer.extend(sorted(back, key=lambda group: group[0].group))
-
-    def _room(self) -> int:
-        """As many groups as may be started (`Collector._wanted`, `_rollouts_ahead`)."""
-        have, wanted, setup = len(self.ready) + len(self.running), self._setup.prompts, self._setup
-        if setup.ahead is None:
-            if not self._is_waiting or have >= wanted:
-                return 0
-            return (setup.in_flight or wanted) - have
-        ahead = setup.ahead
-        if setup.most_stale is not None:
-            bound = setup.most_stale - (setup.update_interval - 1)
-            ahead = min(ahead, bound + 1 if self._is_waiting else bound)
-        return max(0, wanted * ahead - have)
-
-    def _start(self, count: int) -> None:
-        """Begin groups: those that were given back first."""
-        groups: list[Group] = []
-        for _ in range(count):
-            group = self._buffer.popleft() if self._buffer else self._new()
-            if self._age(group) > self._most_stale:
-                self.repeated += len(group)
-                for response in group:
-                    response.begin_anew()
-            groups.append(group)
-        self._begin(groups)
-
-    def _again(self, group: Group) -> None:
-        self.repeated += len(group)
-        for response in group:
-            response.begin_anew()
-        self._begin([group])
-
-    def _begin(self, groups: list[Group]) -> None:
-        if not groups:
-            return
-        self._fleet.add((one for group in groups for one in group if not one.is_done), self._env.now)
-        for group in groups:
-            left = sum(not response.is_done for response in group)
-            if left:
-                self.running[group[0].group], self.unfinished[group[0].group] = group, left
-            else:  # it is there already
-                self.ready.append(group)
-        if self.changed is not None:
-            self.changed.succeed()
-            self.changed = None
-
-    def _new(self) -> Group:
-        count = self._setup.samples
-        if len(self._drawn) < count:
-            self._drawn.extend(self._profile.draw(count * 4096, self._numbers, self._setup.longest))
-        number, self.started = self.started, self.started + 1
-        return [Response(number, length, float(length)) for length in (self._drawn.popleft() for _ in range(count))]
-
-    @property
-    def _most_stale(self) -> float:
-        return math.inf if self._setup.most_stale is None else self._setup.most_stale
-
-    def _age(self, group: Group) -> int:
-        return max((self._version - one.version for one in group if one.version >= 0), default=0)
-
-
 class _Run:
     """The two processes, and what is counted."""
 
@@ -286,7 +83,7 @@ class _Run:
             profile.engine, setup.engines, prompt_tokens=profile.prompt_tokens, concurrency=setup.concurrency
         )
         self._scorers = Scorers(profile.reward_seconds, profile.reward_workers)
-        self._groups = _Collector(self._env, profile, setup, self._fleet)
+        self._groups = GroupFlow(self._env, profile, setup, self._fleet)
         self._ends: list[float] = []
         self._tokens: list[int] = []
         self._busy: list[tuple[float, float]] = []  # seconds that trainers and engines have worked, at each end

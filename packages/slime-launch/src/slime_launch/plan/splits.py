@@ -11,7 +11,8 @@ from slime_core.flags import flag_specs
 from slime_launch.config import CONFIGS, Settings
 from slime_launch.errors import ProfileError
 from slime_launch.plan.profile import Profile
-from slime_launch.plan.simulate import Setup, SimulatedRun, setup_of, simulate
+from slime_launch.plan.setup import Setup, setup_of
+from slime_launch.plan.simulate import SimulatedRun, simulate
 from slime_launch.validate import global_batch_size
 
 BUFFERS = (None, 1, 2, 4)
