@@ -75,7 +75,7 @@ class RolloutHost:
 def spans_of(seconds: Mapping[str, float], began: float, ended: float) -> Iterator[Span]:
     """A batch's phases, one after the other since ``began``, and what was left until ``ended``: it was split."""
     for what, elapsed in {**seconds, "split": ended - began - sum(seconds.values())}.items():
-        yield Span("rollout", what, began, max(elapsed, 0.0))
+        yield Span("rollout", "score" if what == "reward" else what, began, max(elapsed, 0.0))
         began += elapsed
 
 

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from made_runs import make_data, make_run
 
+import test_collect as collected
+from slime_launch.report.collect import report_data
 from slime_launch.report.page import page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
@@ -136,6 +138,40 @@ def test_every_tab_opens_without_a_complaint_or_a_request(reader, one):
         reader.tab(name)
     assert reader.problems() == []
     assert reader.requests() == []
+
+
+def test_the_files_of_a_run_become_a_page_with_everything(reader, tmp_path):
+    """What is collected has the names that the page reads: nothing is empty."""
+    run = collected.make_run(tmp_path / "run")
+    loop = {"loop": [["generate", 100.0, 3.0], ["train", 103.0, 2.0]], "rank 0": [["optimizer", 104.0, 0.5]]}
+    with (run / "metrics.jsonl").open("a") as file:
+        row = {"kind": "timeline", "step": 1, "rollout_id": 1, "time": 105.0, "spans": loop}
+        file.write(json.dumps(row) + "\n")
+    shown = {"group": 0, "trajectory": 0, "prompt": "2 + 2 =", "label": "4", "reward": 1.0, "rewards": None}
+    shown |= {"status": "completed", "failure": None, "length": 2, "tokens": [" 4", "!"], "mask": None, "metadata": {}}
+    computed = {"0": {"train_log_probs": [-0.5, -0.75], "advantages": [0.25, 0.25]}}
+    collected.keep(run, 0, [collected.sample(0, log_probs=[-0.5, -0.7], **shown)], computed)
+    (run / "logs").mkdir()
+    event = {"time": "2026-01-01T00:00:00+00:00", "engine": "engine 1", "event": "replaced", "detail": "after 3 s"}
+    (run / "logs" / "engine_events.jsonl").write_text(json.dumps(event) + "\n")
+    path = tmp_path / "report.html"
+    path.write_text(page(report_data([run])), encoding="utf-8")
+    reader.open(path.as_uri())
+    wanted = {
+        "overview": ("2 of 2", "0.250 → 0.750", "--num-rollout 2"),
+        "time": ("optimizer", "rank 0", "trainers wait: generate"),
+        "samples": ("1 of 1", "2 + 2 ="),
+        "data": ("all_wrong", "engine 1", "replaced after 3 s"),
+        "settings": ("eval_prompt_data", "config file"),
+    }
+    for name in TABS:
+        reader.tab(name)
+        for words in wanted.get(name, ()):
+            assert words in reader.text(f"#panel-{name}"), (name, words)
+    reader.tab("samples")
+    reader.labelled("next").click()
+    reader.wait(lambda: "0.25" in reader.text(".detail"))
+    assert reader.problems() == []
 
 
 def test_a_run_that_has_only_begun_has_every_tab(reader, tmp_path):

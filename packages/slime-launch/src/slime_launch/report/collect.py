@@ -91,7 +91,7 @@ def run_data(directory: Path, name: str) -> Data:
         "samples": samples,
         "samples_total": total or len(samples),
         "settings": [[key, _text(value), origin] for key, (value, origin) in settings.items()],
-        "events": list(_events(directory / "logs" / "engine_events.jsonl", began)),
+        "events": list(_events(directory / "logs" / "engine_events.jsonl")),
     }
 
 
@@ -235,8 +235,8 @@ def _staleness(samples: Sequence[Data]) -> Data | None:
     return {"versions": sorted(counts), "tokens": [counts[age] for age in sorted(counts)]} if counts else None
 
 
-def _events(path: Path, began: float) -> Iterator[tuple[float, str, str]]:
-    """What happened to engines: seconds since the beginning, whom, what."""
+def _events(path: Path) -> Iterator[tuple[float, str, str]]:
+    """What happened to engines: seconds since 1970, whom, what."""
     if not path.exists():
         return
     from datetime import datetime
@@ -246,7 +246,7 @@ def _events(path: Path, began: float) -> Iterator[tuple[float, str, str]]:
             event = json.loads(line)
         except ValueError:
             break
-        moment = datetime.fromisoformat(event["time"]).timestamp() - began
+        moment = datetime.fromisoformat(event["time"]).timestamp()
         yield round(moment, 1), event["engine"], f"{event['event']} {event.get('detail', '')}".strip()
 
 

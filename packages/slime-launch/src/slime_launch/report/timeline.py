@@ -162,8 +162,8 @@ def _overlap(some: Sequence[tuple[float, float]], others: Iterable[tuple[float, 
 
 def timeline(lanes: Lanes, began: float) -> dict[str, Any]:
     """As the page takes it; of a long run its end."""
-    phases = list(dict.fromkeys(one.what for spans in lanes.values() for one in spans))
-    place = {what: at for at, what in enumerate(phases)}
+    kinds = list(dict.fromkeys(one.what for spans in lanes.values() for one in spans))
+    place = {what: at for at, what in enumerate(kinds)}
     starts = sorted((one.start for spans in lanes.values() for one in spans), reverse=True)
     since = starts[MOST_SPANS - 1] if len(starts) > MOST_SPANS else 0.0
     rows = [
@@ -177,4 +177,4 @@ def timeline(lanes: Lanes, began: float) -> dict[str, Any]:
         }
         for who, spans in lanes.items()
     ]
-    return {"phases": phases, "lanes": rows, "lost": lost_time(lanes)}
+    return {"kinds": kinds, "lanes": rows, "lost": lost_time(lanes)}

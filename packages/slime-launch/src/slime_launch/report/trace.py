@@ -19,11 +19,11 @@ def _events(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     first = min((run["began"] for run in runs), default=0.0)
     for process, run in enumerate(runs, 1):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": run["name"]}}
-        phases = run["timeline"]["phases"]
+        kinds = run["timeline"]["kinds"]
         for thread, lane in enumerate(run["timeline"]["lanes"], 1):
             place = {"pid": process, "tid": thread}
             yield {"ph": "M", "name": "thread_name", **place, "args": {"name": lane["who"]}}
             yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
             for start, seconds, what, rollout in lane["spans"]:
                 times = {"ts": round((run["began"] - first + start) * 1e6), "dur": round(seconds * 1e6)}
-                yield {"ph": "X", "name": phases[what], "cat": "slime", **place, **times, "args": {"rollout": rollout}}
+                yield {"ph": "X", "name": kinds[what], "cat": "slime", **place, **times, "args": {"rollout": rollout}}

@@ -2,7 +2,7 @@
 // The tab of the data: what became of every sample, how stale the tokens were, what happened when.
 (() => {
 const { el, number, section, percent } = Report;
-const WAYS = [["trained", "--c0", "trained on"], ["filtered", "--c1", "filtered out"], ["aborted", "--c3", "aborted"], ["buffered", "--c2", "in the buffer"], ["out", "--c4", "in flight"]];
+const WAYS = [["trained", "--c0", "trained on"], ["filtered", "--c1", "filtered out"], ["aborted", "--c3", "aborted"], ["waiting", "--c2", "waiting"]];
 let parts = null;
 
 const ledger = (counts) => {
@@ -21,12 +21,13 @@ const ledger = (counts) => {
   };
   const columns = [["samples", "text"], ["count", "number"], ["share", "number"]];
   const dropped = Object.entries(counts.dropped ?? {}).sort((a, b) => b[1] - a[1]);
+  const known = counts.generated != null;
   return [
-    el("p", {}, el("b", {}, number(counts.generated)), " samples were generated. ", counts.balances ? el("span", { class: "chip good" }, "✓ the ledger balances") : el("span", { class: "chip warn" }, "✗ the ledger does not balance")),
-    strip,
-    Report.table("What became of the samples", columns, WAYS.map(row), { class: "wide" }),
-    dropped.length ? el("h3", {}, "Why samples were dropped") : null,
-    dropped.length ? Report.table("Why samples were dropped", [["reason", "text"], ["count", "number"], ["share", "number"]], dropped.map(([reason, count]) => [reason, number(count), percent(count / whole)]), { class: "wide" }) : null,
+    !known ? el("p", { class: "empty" }, "No checkpoint of this run was found, which has the ledger.") : el("p", {}, el("b", {}, number(counts.generated)), " samples were generated. ", counts.balances ? el("span", { class: "chip good" }, "✓ the ledger balances") : el("span", { class: "chip warn" }, "✗ the ledger does not balance")),
+    known ? strip : null,
+    known ? Report.table("What became of the samples", columns, WAYS.map(row), { class: "wide" }) : null,
+    dropped.length ? el("h3", {}, "Why groups were dropped") : null,
+    dropped.length ? Report.table("Why groups were dropped", [["reason", "text"], ["groups", "number"]], dropped.map(([reason, count]) => [reason, number(count)]), { class: "wide" }) : null,
   ].filter(Boolean);
 };
 

@@ -180,7 +180,7 @@ Report.tabs.samples = {
     count();
     const id = opened();
     if (id >= 0) mark(id);
-    else if (other) parts.detail.replaceChildren(el("p", { class: "empty" }, run.samples?.length ? "Choose a sample in the table." : "No texts were kept of this run; --save-debug-rollout-data keeps them."));
+    else if (other) parts.detail.replaceChildren(el("p", { class: "empty" }, run.samples?.length ? "Choose a sample in the table." : "No texts were kept of this run; --report-samples keeps them."));
   },
   /** A link such as #samples?rollout=3&index=97. */
   follow: async (words) => {
