@@ -91,10 +91,19 @@ Report.select = (choices, value, change, attributes = {}) => {
   return node;
 };
 
-/** The same, with a choice that stays where it is still offered. */
+const filled = new WeakMap();
+/** Put what `make` makes of `source` into a node; nothing moves, and no focus is lost, where the source is as before. */
+Report.refill = (node, source, make) => {
+  const key = JSON.stringify(source);
+  if (filled.get(node) === key) return;
+  filled.set(node, key);
+  node.replaceChildren(...[make()].flat());
+};
+
+/** Other choices for a list; the chosen one stays where it is still offered. */
 Report.offer = (node, choices) => {
   const value = node.value;
-  node.replaceChildren(...Report.select(choices, value, () => {}).childNodes);
+  Report.refill(node, choices, () => [...Report.select(choices, value, () => {}).childNodes]);
   node.value = value;
   if (node.selectedIndex < 0) node.selectedIndex = 0;
 };

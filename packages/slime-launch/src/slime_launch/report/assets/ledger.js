@@ -52,9 +52,9 @@ Report.tabs.data = {
       panel.append(el("div", { class: "halves" }, section("What became of every sample", parts.ledger), section("Staleness", el("p", { class: "soft" }, "Tokens trained on, by how many versions the weights that sampled them were behind."), parts.staleness)), section("Events", parts.events));
     }
     const run = Report.run();
-    parts.ledger.replaceChildren(...ledger(run.ledger));
-    parts.staleness.replaceChildren(staleness(run.staleness));
-    parts.events.replaceChildren(events(run));
+    Report.refill(parts.ledger, run.ledger ?? null, () => ledger(run.ledger));
+    Report.refill(parts.staleness, run.staleness ?? null, () => staleness(run.staleness));
+    Report.refill(parts.events, [run.began, run.events], () => events(run));
   },
 };
 })();

@@ -84,7 +84,7 @@ const offerRuns = () => {
 const runChips = () => {
   const { runs } = Report.data;
   const box = document.getElementById("runs");
-  box.replaceChildren(...runs.map((run, place) => {
+  Report.refill(box, runs.map(({ name, state }) => [name, state]), () => runs.map((run, place) => {
     const check = el("input", { type: "checkbox", change: () => {
       if (check.checked) Report.state.hidden.delete(run.name);
       else Report.state.hidden.add(run.name);
@@ -101,7 +101,7 @@ const frame = () => {
   const { runs, slime, made } = Report.data;
   document.title = `${runs.map((run) => run.name).join(", ")} – slime report`;
   const choice = document.getElementById("run");
-  choice.replaceChildren(...Report.select(runs.map((run, place) => [String(place), run.name]), "0", () => {}).childNodes);
+  Report.offer(choice, runs.map((run, place) => [String(place), run.name]));
   choice.value = String(Report.state.run);
   document.querySelector("h1 span").textContent = runs.length === 1 ? `${runs[0].name} · ${runs[0].state}` : `${runs.length} runs`;
   document.getElementById("made").textContent = `slime ${slime} · made ${Report.moment(made)}`;

@@ -102,13 +102,14 @@ Report.tabs.overview = {
   render: (panel) => {
     if (!parts) build(panel);
     const { runs } = Report.data;
-    parts.head.replaceChildren(headline(runs));
+    const each = (...names) => runs.map((run) => [run.name, ...names.map((name) => run[name])]);
+    Report.refill(parts.head, each("headline"), () => headline(runs));
     parts.head.parentElement.classList.toggle("whole", runs.length === 1);
     parts.differs.hidden = runs.length === 1;
-    parts.differing.replaceChildren(differing(runs));
+    Report.refill(parts.differing, each("settings"), () => differing(runs));
     Report.fillGrid(parts.grid, cards, [...evalCharts(), ...Report.mainCharts().map(Report.chartOf)]);
-    parts.evals.replaceChildren(evalTable(runs));
-    parts.commands.replaceChildren(...commands(runs));
+    Report.refill(parts.evals, each("evals"), () => evalTable(runs));
+    Report.refill(parts.commands, each("command", "directory", "began", "ended"), () => commands(runs));
   },
 };
 })();

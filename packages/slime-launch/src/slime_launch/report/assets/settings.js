@@ -35,7 +35,7 @@ const draw = () => {
     ...row.values.flatMap((value, place) => [value === null ? el("span", { class: "soft" }, "not set") : el("code", {}, value), el("span", { class: row.origins[place] === "default" ? "soft" : "chip" }, row.origins[place] ?? "–")]),
   ]);
   parts.count.textContent = `${number(rows.length)} settings`;
-  parts.table.replaceChildren(rows.length ? Report.table("Settings and where their values come from", columns, cells, { class: "wide settings" }) : el("p", { class: "empty" }, "No setting passes the filter."));
+  Report.refill(parts.table, [columns, rows], () => rows.length ? Report.table("Settings and where their values come from", columns, cells, { class: "wide settings" }) : el("p", { class: "empty" }, "No setting passes the filter."));
 };
 
 const build = (panel) => {

@@ -70,11 +70,11 @@ Report.tabs.time = {
     const timeline = run.timeline ?? { kinds: [], lanes: [] };
     parts.missing.hidden = timeline.lanes.length > 0;
     drawing.node.hidden = timeline.lanes.length === 0;
-    parts.legend.replaceChildren(...legend(timeline.kinds));
+    Report.refill(parts.legend, timeline.kinds, () => legend(timeline.kinds));
     drawing.update(timeline, drawnOf === run.name);
     drawnOf = run.name;
-    parts.lost.replaceChildren(lostTable(run.timeline?.lost));
-    parts.sums.replaceChildren(sums(timeline));
+    Report.refill(parts.lost, timeline.lost ?? null, () => lostTable(timeline.lost));
+    Report.refill(parts.sums, timeline, () => sums(timeline));
   },
   recolour: () => drawing?.redraw(),
 };
