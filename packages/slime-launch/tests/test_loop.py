@@ -311,6 +311,7 @@ def outcome(home: Path) -> dict[str, object]:
     rows = [
         {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")}
         for row in read_rows(home / "out")
+        if row["kind"] != "timeline"
     ]
     events = EventAccumulator(str(home / "out" / "tensorboard"))
     events.Reload()
@@ -387,7 +388,7 @@ def test_weights_may_be_sent_less_often_and_a_killed_run_ends_the_same(clock, la
     often = {"update_weights_interval": "2", "save_interval": "3", "eval_interval": "7", "max_checkpoints_kept": "1"}
 
     def end(home: Path) -> tuple[object, ...]:
-        rows = [row for row in read_rows(home / "out") if row["kind"] != "eval"]
+        rows = [row for row in read_rows(home / "out") if row["kind"] in ("train", "rollout")]
         rewards = [row.get("rollout/raw_reward", row.get("train/loss")) for row in rows]
         return rewards, sorted(path.name for path in (home / "save").glob("iter_*"))
 

@@ -197,7 +197,7 @@ def test_engines_get_the_weights_before_the_trainers_are_busy_again_if_a_rollout
     monkeypatch.setattr(loop, "next_batch", lambda parts, rollout_id: rollout_id)
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr(loop, "save_if_due", save)
-    for name in ("restore_data_position", "evaluate_if_due", "record"):
+    for name in ("record_spans", "restore_data_position", "evaluate_if_due", "record"):
         monkeypatch.setattr(loop, name, lambda *args: None)
     loop.run_loop(run)
     assert done == ["train 0", "save 1", "train 1", "save 2", "train 2", "save 3"]
