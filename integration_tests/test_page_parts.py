@@ -157,7 +157,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_is_left_running_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pages.GONE_SECONDS", 0.5)
+    monkeypatch.setattr("pages.GONE_SECONDS", 2.0)
     with pytest.raises(PageError, match=r"left processes behind.*sleep 322"):
         run(tmp_path, "setsid sleep 322 &")
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "322"]]
