@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 from slime_launch.shown import MOST_TOKENS
 
+_NAME = re.compile(r"rollout_(\d+)(?:-rank_\d+)?\.json\.gz")
 MOST_BYTES = 4 * 2**20
 """Of files that a report reads; of a longer run, rollouts that are evenly spread."""
 
@@ -20,27 +23,24 @@ def read_kept(directory: Path, *, last: int) -> tuple[list[dict[str, Any]], int]
 
     A file that is torn is left out.
     """
-    files = sorted(
-        path for path in directory.glob("rollout_*.json.gz") if "-" not in path.name and _number(path) <= last
-    )
-    sizes = {path: sum(part.stat().st_size for part in _parts(path)) for path in files}
-    stride = -(-sum(sizes.values()) // MOST_BYTES) or 1
-    samples = [sample for path in files[::stride] for sample in _merged(path)]
-    return samples, round(len(samples) * len(files) / max(len(files[::stride]), 1))
+    parts = _rollouts(directory, last)
+    stride = -(-sum(file.stat().st_size for files in parts for file in files) // MOST_BYTES) or 1
+    samples = [sample for files in parts[::stride] for sample in _merged([Path(file.path) for file in files])]
+    return samples, round(len(samples) * len(parts) / max(len(parts[::stride]), 1))
 
 
-def _number(path: Path) -> int:
-    return int(path.name.removeprefix("rollout_").split(".")[0])
+def _rollouts(directory: Path, last: int) -> list[list[os.DirEntry[str]]]:
+    """The files of each rollout, in order: its own first, then those of the trainer's ranks."""
+    found: dict[int, list[os.DirEntry[str]]] = {}
+    if directory.is_dir():
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name.replace("-", "~")):
+            if (match := _NAME.fullmatch(entry.name)) is not None and int(match[1]) <= last:
+                found.setdefault(int(match[1]), []).append(entry)
+    return [files for _, files in sorted(found.items()) if "-" not in files[0].name]
 
 
-def _parts(path: Path) -> list[Path]:
-    """The file of a rollout, and those of the trainer's ranks."""
-    stem = path.name.removesuffix(".json.gz")
-    return [path, *sorted(path.parent.glob(f"{stem}-rank_*.json.gz"))]
-
-
-def _merged(path: Path) -> Iterator[dict[str, Any]]:
-    kept, *ranks = [_read(part) for part in _parts(path)]
+def _merged(files: list[Path]) -> Iterator[dict[str, Any]]:
+    kept, *ranks = map(_read, files)
     computed = {index: columns for rank in ranks for index, columns in rank.items()}
     for sample in kept:
         columns = computed.get(str(sample["index"]), {}) if sample["dropped"] is None else {}
