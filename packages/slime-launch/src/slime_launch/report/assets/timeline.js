@@ -3,7 +3,12 @@
 (() => {
 const { el, duration, colour } = Report;
 const LANE = 24, BAR = 16, AXIS = 24, LABELS = 112;
-const COLOURS = { generate: "--c0", score: "--c2", train: "--c1", send: "--c3", save: "--c5", evaluate: "--c4", wait: "--wait", start: "--c6", load: "--c6" };
+// What ranks do in a train phase has its colour, but for forward passes alone.
+const COLOURS = {
+  generate: "--c0", score: "--c2", train: "--c1", send: "--c3", save: "--c5", export: "--c5", evaluate: "--c4", wait: "--wait",
+  forward_backward: "--c1", critic: "--c1", optimizer: "--c6", log_probs: "--c7", ref_log_probs: "--c7", teacher_log_probs: "--c7",
+  values: "--c7", split: "--c6", "hand over": "--c6",
+};
 
 /** Colour of a kind of work; the same in every run. */
 Report.workColour = (what, place) => COLOURS[what] ?? Object.entries(COLOURS).find(([name]) => what.startsWith(name))?.[1] ?? Report.colourName(place);
