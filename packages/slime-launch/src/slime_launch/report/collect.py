@@ -72,7 +72,7 @@ def run_data(directory: Path, name: str) -> Data:
     ended = max(times, default=began)
     samples, total = read_kept(directory / SAMPLES_DIR, last=max((row["rollout_id"] for row in rows), default=-1))
     curves = {kind: curve for kind in ("rollout", "train", "eval") if (curve := _curves(rows, kind))["x"]}
-    evals = list(_evals(rows))
+    evals, ledger = list(_evals(rows)), _ledger(directory, settings, rows)
     return {
         "name": name,
         "directory": str(directory),
@@ -86,10 +86,10 @@ def run_data(directory: Path, name: str) -> Data:
         "charts": list(_charts(curves)),
         "evals": evals,
         "timeline": timeline(lanes, began),
-        "ledger": _ledger(directory, settings, rows),
+        "ledger": ledger,
         "staleness": _staleness(samples),
         "samples": samples,
-        "samples_total": total or len(samples),
+        "samples_total": max(total, (ledger or {}).get("generated", 0)),
         "settings": [[key, _text(value), origin] for key, (value, origin) in settings.items()],
         "events": list(_events(directory / "logs" / "engine_events.jsonl")),
     }
