@@ -1,6 +1,6 @@
 """The report page of a long run: seconds to write it, its size, and seconds until a browser shows it.
 
-The run is made up: 1,000 rollouts of 512 samples, of which 3,000 are shown, 250 tokens each on average; 23 series,
+The run is made up: 1,000 rollouts of 512 samples. 3,000 samples are shown, 250 tokens each on average; 23 series,
 nine lanes with 27,000 entries. The browser is Chromium without a window, on a fresh profile; it is left out where
 Chromium, its driver or selenium is missing. "Opens" is from the request to the drawn overview; "opens a sample" is a
 link into the sample browser, tokens coloured.

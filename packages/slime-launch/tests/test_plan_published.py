@@ -109,7 +109,7 @@ def one_step_off(
     """A row of verl's table.
 
     ``generate`` is with all that belongs to it and without on 16 GPUs, and without on 4; ``train`` is with log-probs on
-    16, of which 12 remain.
+    16 GPUs; beside generation only 12 train.
     """
     whole, many, few = generate
     shared = (few - many) / (1 / 4 - 1 / 16)  # of all tokens, on one GPU

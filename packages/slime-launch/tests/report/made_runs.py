@@ -206,7 +206,7 @@ def make_sample(rng: np.random.Generator, number: int, rollout: int, length: int
 
 
 def response_texts(rng: np.random.Generator, count: int) -> list[str]:
-    """So many tokens: words of sentences, some of which end a line."""
+    """Words of sentences, as many as asked for; some sentences end a line."""
     texts: list[str] = []
     while len(texts) < count:
         texts += [f" {word}" for word in SENTENCES[rng.integers(len(SENTENCES))].split()]

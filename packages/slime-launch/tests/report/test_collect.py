@@ -1,11 +1,14 @@
 import gzip
 import json
 import math
+import os
 
 import pytest
 
 from slime_launch.errors import PreflightError
+from slime_launch.manifest import Manifest, write_manifest
 from slime_launch.report.collect import report_data
+from slime_launch.report.page import to_json
 from slime_launch.report.samples import MOST_BYTES, read_kept
 from slime_launch.shown import MOST_TOKENS
 from slime_launch.tracking import Tracker
@@ -46,6 +49,11 @@ def sample(index, **fields):
     return {"rollout": 0, "index": index} | fields
 
 
+def manifest(ledger):
+    places = {"checkpoint": None, "output_dir": "out", "load": "load", "ref_load": "load"}
+    return Manifest(iteration=2, weight_version=2, source_state={"ledger": ledger}, flags={}, **places)
+
+
 def test_a_run_in_numbers(tmp_path):
     [run] = report_data([make_run(tmp_path / "runs" / "first")])["runs"]
     assert (run["name"], run["state"]) == ("first", "finished")
@@ -69,7 +77,9 @@ def test_a_run_that_began_has_no_rows_yet(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps({"settings": SETTINGS}))
     [run] = report_data([tmp_path])["runs"]
     assert run["curves"] == {} and run["samples"] == [] and run["timeline"]["lanes"] == []
-    assert run["state"] == "stopped" or run["state"] == "running"
+    assert run["state"] == "running"
+    os.utime(tmp_path / "settings.json", (1, 1))
+    assert report_data([tmp_path])["runs"][0]["state"] == "stopped"
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
@@ -87,12 +97,50 @@ def test_samples_get_what_the_trainer_computed_and_staleness_is_counted(tmp_path
     directory = make_run(tmp_path / "run")
     computed = {"0": {"train_log_probs": [-1.0, -2.0], "advantages": [0.5, 0.5]}, "7": {"advantages": [9.0]}}
     keep(directory, 0, [sample(0), sample(7, dropped="all_wrong")], computed)
-    keep(directory, 9, [sample(99)])  # of what came after a checkpoint that the run went on from
+    keep(directory, 2, [sample(99)])  # of what came after a checkpoint that the run went on from
     [run] = report_data([directory])["runs"]
     first, dropped = run["samples"]
     assert (first["train_log_probs"], first["advantages"]) == ([-1.0, -2.0], [0.5, 0.5])
     assert dropped["advantages"] is None
     assert run["staleness"] == {"versions": [0, 1], "tokens": [1, 1]}
+
+
+def test_numbers_that_are_not_finite_and_sets_with_like_names(tmp_path):
+    directory = make_run(tmp_path / "run")
+    tracker = Tracker(directory, iteration=2, tensorboard=False)
+    nothing = {"eval/held/stderr": math.nan, "eval/held24": math.nan}
+    tracker.log("eval", step=3, rollout_id=3, metrics={"eval/held": 0.5, "eval/held-b": 0.25, **nothing})
+    bad = {
+        "rollout/reward_failures": math.nan,
+        "rollout/dynamic_filter/drop_odd": math.nan,
+        "rollout/raw_reward": math.inf,
+    }
+    tracker.log("rollout", step=2, rollout_id=2, metrics=bad)
+    tracker.close()
+    keep(directory, 0, [sample(0, log_probs=[math.nan])])
+    data = report_data([directory])
+    held, other = data["runs"][0]["evals"][-2:]
+    assert (held["set"], held["low"], held["metrics"]) == ("held", None, {"stderr": None})
+    assert (other["set"], other["metrics"]) == ("held-b", {})
+    assert b"NaN" not in to_json(data)
+
+
+def test_the_ledger_is_that_of_the_runs_own_checkpoint_or_of_none(tmp_path, monkeypatch):
+    directory, save = make_run(tmp_path / "mine" / "out"), {"value": "save", "origin": "command line"}
+    (directory / "settings.json").write_text(json.dumps({"settings": SETTINGS | {"save": save}}))
+    elsewhere = tmp_path / "other" / "save"
+    elsewhere.mkdir(parents=True)
+    write_manifest(elsewhere, manifest({"generated": 99}))
+    monkeypatch.chdir(tmp_path / "other")  # the same relative path, of another run
+    assert "generated" not in report_data([directory])["runs"][0]["ledger"]
+    own = tmp_path / "mine" / "save"
+    own.mkdir()
+    counts = {"generated": 8, "trained": 4, "filtered": 2, "aborted": 1, "faults": 0}
+    write_manifest(own, manifest(counts))
+    [run] = report_data([directory])["runs"]
+    assert (run["ledger"]["waiting"], run["ledger"]["balances"], run["samples_total"]) == (1, True, 8)
+    (own / "manifest.json").write_text("{torn")
+    assert "generated" not in report_data([directory])["runs"][0]["ledger"]
 
 
 def test_what_was_cut_out_of_a_response_is_cut_out_of_its_numbers(tmp_path):

@@ -39,6 +39,7 @@ def test_what_it_shows_for_other_programs(run, tmp_path, capsys):
         (["nowhere"], "nowhere holds neither metrics.jsonl nor settings.json"),
         (["{run}", "--outptu", "x"], "--outptu"),
         (["{run}", "--port", "99999"], "--port"),
+        (["{run}", "--output", "{run}/no/such/page.html"], "page.html.partial cannot be written"),
     ],
 )
 def test_errors_are_a_line(run, capsys, words, said):

@@ -62,5 +62,6 @@ def test_a_browser_gets_the_page_and_new_data(run):
             again, nothing = get("/data.json", **{"If-None-Match": answer.headers["ETag"]})
             assert (again.status, nothing) == (304, b"")
             assert get("/../metrics.jsonl")[0].status == 404
+            assert get("/data.json", Host="a-site-elsewhere.example:80")[0].status == 403
         finally:
             server.shutdown()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gzip
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from slime_core.types.train import SHOWN
 from slime_megatron.config import MegatronConfig
 from slime_megatron.plan import PlannedBatch, StepPlan
 
+logger = logging.getLogger(__name__)
 COMPUTED = {
     "advantages": "advantages_N",
     "returns": "returns_N",
@@ -82,13 +84,19 @@ class ShownSamples:
                     self._rows.setdefault(sample.index, {})[name] = [round(value, 4) for value in row.tolist()]
 
     def write(self, directory: Path, rollout_id: int) -> None:
-        """Write ``rollout_0000012-rank_0.json.gz``, if this rank has some and no other has the same."""
+        """Write ``rollout_0000012-rank_0.json.gz``, if this rank has some and no other has the same.
+
+        Where it cannot, it says so in the log: what is only shown does not end a run.
+        """
         if not self._rows:
             return
         if not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank()):
-            directory.mkdir(parents=True, exist_ok=True)
-            with whole_file(directory / f"rollout_{rollout_id:07d}-rank_{dist.get_rank()}.json.gz") as partial:
-                partial.write_bytes(gzip.compress(json.dumps(self._rows).encode(), compresslevel=3))
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                with whole_file(directory / f"rollout_{rollout_id:07d}-rank_{dist.get_rank()}.json.gz") as partial:
+                    partial.write_bytes(gzip.compress(json.dumps(self._rows).encode(), compresslevel=3))
+            except OSError as error:
+                logger.warning("the report will lack what was computed for rollout %d: %s", rollout_id, error)
 
 
 def _computed(shard: TrainShard, plans: Sequence[StepPlan]) -> Columns:

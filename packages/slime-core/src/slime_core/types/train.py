@@ -168,7 +168,7 @@ _ROWS: dict[str, DTypeLike] = {
 
 
 SHOWN = "shown"
-"""The extra that is true of samples of which the run's report shows what was computed for them."""
+"""Name of the extra that marks the samples in the run's report: what is computed for these is kept."""
 
 
 class Span(NamedTuple):

@@ -236,7 +236,7 @@ def _made(config: type[Any], section: str, values: Any) -> Any:
 
 
 def _points(name: str, given: Any, above: float = -math.inf) -> Points:
-    """Pairs of numbers, the first of which grow."""
+    """Pairs of numbers, sorted by the first, which must grow from pair to pair."""
     try:
         points = tuple((float(first), float(second)) for first, second in given)
         firsts = [first for first, _ in points]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -11,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from slime_core.errors import SlimeError
 from slime_core.metrics import eval_scores
 from slime_launch.errors import PreflightError
 from slime_launch.manifest import read_manifest
@@ -70,7 +72,9 @@ def run_data(directory: Path, name: str) -> Data:
     times = [row["time"] for row in rows]
     began = min([*times[:1], *(spans[0].start for spans in lanes.values())], default=0.0)
     ended = max(times, default=began)
-    samples, total = read_kept(directory / SAMPLES_DIR, last=max((row["rollout_id"] for row in rows), default=-1))
+    # An evaluation's number is that of the rollout after it.
+    last = max((row["rollout_id"] for row in rows if row["kind"] != "eval"), default=-1)
+    samples, total = read_kept(directory / SAMPLES_DIR, last=last)
     curves = {kind: curve for kind in ("rollout", "train", "eval") if (curve := _curves(rows, kind))["x"]}
     evals, ledger = list(_evals(rows)), _ledger(directory, settings, rows)
     return {
@@ -117,7 +121,8 @@ def _state(rows: Sequence[Row], settings: dict[str, Any], directory: Path) -> st
     wanted, _ = settings.get("num_rollout", (None, None))
     if wanted is not None and done >= wanted:
         return "finished"
-    newest = max((path.stat().st_mtime for path in directory.glob("**/*.*l*g*") if path.is_file()), default=0.0)
+    written = [directory / METRICS_FILE, directory / SETTINGS_FILE, *directory.glob("logs/*.log")]
+    newest = max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
     return "running" if time.time() - newest < QUIET_SECONDS else "stopped"
 
 
@@ -148,7 +153,7 @@ def _headline(
     for name in dict.fromkeys(one["set"] for one in evals):
         scores = [one["score"] for one in evals if one["set"] == name]
         yield name, f"{scores[0]:.3f} → {scores[-1]:.3f}" if len(scores) > 1 else f"{scores[0]:.3f}"
-    if failed := sum(row.get("rollout/reward_failures", 0.0) for row in rollouts):
+    if failed := sum(row.get("rollout/reward_failures") or 0.0 for row in rollouts):
         yield "samples that could not be scored", f"{failed:.0f}"
 
 
@@ -189,36 +194,42 @@ def _evals(rows: Sequence[Row]) -> Iterator[Data]:
             continue
         scores = {name: value for name, value in eval_scores(row).items() if value is not None}
         for name, score in scores.items():
-            half = STDERRS * row.get(f"eval/{name}/stderr", float("nan"))
-            start = f"eval/{name}"
-            others = {
-                key.removeprefix(start).lstrip("-/"): value for key, value in row.items() if key.startswith(start)
-            }
-            others.pop("", None)
-            known = half == half
+            start, stderr = f"eval/{name}", row.get(f"eval/{name}/stderr")
+            own = [
+                key
+                for key in row
+                if key.startswith((f"{start}/", f"{start}-")) and key.removeprefix("eval/") not in scores
+            ]
+            half = None if stderr is None else STDERRS * stderr
             yield {
                 "set": name,
                 "rollouts": row["rollout_id"],
                 "score": _short(score),
-                "low": _short(score - half) if known else None,
-                "high": _short(score + half) if known else None,
-                "metrics": {key: _short(value) for key, value in others.items() if isinstance(value, int | float)},
+                "low": None if half is None else _short(score - half),
+                "high": None if half is None else _short(score + half),
+                "metrics": {key.removeprefix(start)[1:]: _short(row[key]) for key in own},
             }
 
 
 def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> Data | None:
-    """Where every sample went, as the last checkpoint has it, and why groups were dropped."""
+    """Where every sample went, as the last checkpoint has it, and why groups were dropped.
+
+    A relative --save is looked for where the run was most likely started: above its directory.
+    """
     counts = None
     save, _ = settings.get("save", (None, None))
-    for root in (Path(), *directory.resolve().parents) if save is not None else ():
-        manifest = read_manifest(root / save) if (root / save).is_dir() else None
+    for root in directory.resolve().parents if save is not None else ():
+        manifest = None
+        with contextlib.suppress(SlimeError):  # torn, or of an older slime: there is no ledger to show
+            manifest = read_manifest(root / save) if (root / save).is_dir() else None
         if manifest is not None and manifest.source_state is not None:
             counts = manifest.source_state.get("ledger")
             break
     dropped: Counter[str] = Counter()
     start = "rollout/dynamic_filter/drop_"
     for row in rows:
-        dropped.update({key.removeprefix(start): int(value) for key, value in row.items() if key.startswith(start)})
+        found = {key.removeprefix(start): value for key, value in row.items() if key.startswith(start)}
+        dropped.update({reason: int(value) for reason, value in found.items() if value})
     if counts is None:
         return {"dropped": dropped} if dropped else None
     ended = {name: int(counts.get(name, 0)) for name in ("generated", "trained", "filtered", "aborted")}

@@ -17,7 +17,7 @@ from slime_launch.plan.command import split_words
 from slime_launch.plan.of_run import profile_of_runs
 from slime_launch.plan.profile import write_profile
 from slime_launch.report.collect import report_data
-from slime_launch.report.page import page
+from slime_launch.report.page import page, to_json
 from slime_launch.report.serve import ADDRESS, make_server
 from slime_launch.report.trace import chrome_trace
 
@@ -51,7 +51,7 @@ def report(argv: Sequence[str]) -> int:
     """Write or serve the page; returns the exit code.
 
     Raises:
-        FlagError: No run is given, or the port is taken.
+        FlagError: No run is given, a file cannot be written, or the port is taken.
         PreflightError: A directory holds no run.
     """
     specs = flag_specs(ReportConfig)
@@ -67,6 +67,15 @@ def report(argv: Sequence[str]) -> int:
         raise FlagError("report needs a run's --output-dir, such as runs/first-run")
     if config.serve:
         return _serve(directories, config.port)
+    try:
+        _write(directories, config)
+    except OSError as error:
+        raise FlagError(f"{error.filename} cannot be written ({error.strerror}); give another file") from None
+    return 0
+
+
+def _write(directories: Sequence[Path], config: ReportConfig) -> None:
+    """Write the page, and what else is asked for."""
     data = report_data(directories)
     target = Path(config.output or directories[0] / PAGE_FILE)
     write_whole(target, page(data))
@@ -80,8 +89,7 @@ def report(argv: Sequence[str]) -> int:
         for note in found.notes:
             print(f"  a guess in it: {note}")
     if config.json is not None:
-        write_whole(Path(config.json), json.dumps(data))
-    return 0
+        write_whole(Path(config.json), to_json(data).decode())
 
 
 def _serve(directories: Sequence[Path], port: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from slime_launch.report.collect import report_data
-from slime_launch.report.page import page
+from slime_launch.report.page import page, to_json
 from slime_launch.tracking import METRICS_FILE
 
 ADDRESS = "127.0.0.1"
+HOSTS = (ADDRESS, "localhost")
+"""What a browser may call this server: a page of another site that has its name lead here would read the samples."""
 RATIO = 200.0
 """Collecting takes at most one part in so many of a core's time."""
 
@@ -37,7 +38,7 @@ class LiveData:
             now = self._clock()
             if changed != self._seen and now >= self._next:
                 data = report_data(self._directories, live=True)
-                self._body = gzip.compress(json.dumps(data).encode(), compresslevel=1)
+                self._body = gzip.compress(to_json(data), compresslevel=1)
                 self._seen = changed
                 self._next = now + RATIO * (self._clock() - now)
             return self._body, f'"{hash(str(self._seen)):x}"'
@@ -65,7 +66,9 @@ def make_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self.path == "/":
+            if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:
+                self._answer(b"", "text/plain", status=403)
+            elif self.path == "/":
                 self._answer(html, "text/html; charset=utf-8")
             elif self.path.partition("?")[0] == "/data.json":
                 body, tag = live.body()
