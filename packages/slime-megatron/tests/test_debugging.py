@@ -8,6 +8,7 @@ import numpy as np
 from slime_core.config import AlgorithmConfig
 from slime_core.types import TrainShard
 from slime_core.types.train import SHOWN
+from slime_megatron.debugging import ShownSamples
 
 KL = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
 
@@ -88,3 +89,16 @@ def test_what_a_report_shows_of_samples_and_of_time(
         assert spent["optimizer"] == report.seconds["optimizer"]
         starts = [span.start for span in report.spans]
         assert starts == sorted(starts)
+
+
+def test_what_cannot_be_written_for_a_report_ends_no_run(tmp_path, monkeypatch, caplog):
+    shown = ShownSamples()
+    shown._rows = {3: {"advantages": [1.0]}}
+    for name in ("get_tensor_model_parallel_rank", "get_context_parallel_rank"):
+        monkeypatch.setattr(f"megatron.core.parallel_state.{name}", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    (tmp_path / "samples").write_text("not a directory")
+    shown.write(tmp_path / "samples", 7)
+    assert "the report will lack what was computed for rollout 7" in caplog.text
+    shown.write(tmp_path / "other", 7)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["rollout_0000007-rank_0.json.gz"]
