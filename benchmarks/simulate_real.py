@@ -2,7 +2,7 @@
 
 Runs of `async_loop` in other settings: the quick start's model, groups of four samples whose lengths are log-normal and
 do not depend on the texts, one engine and one trainer, a core each. The profile is that of two runs that take turns, of
-8 and of 24 prompts a step (`slime_launch.plan.of_run`). Then each setting is run, and simulated from that profile
+2 and of 8 prompts a step (`slime_launch.plan.of_run`). Then each setting is run, and simulated from that profile
 and the run's own settings. `error` is the simulated step over the real one, less 1, without its sign; steps are the
 mean of all but the first two. Nothing else should work on the machine meanwhile.
 """
@@ -28,19 +28,20 @@ from slime_launch.plan.setup import setup_of
 from slime_launch.plan.simulate import SimulatedRun, simulate
 
 GOAL = 15.0
-STEPS, QUICK_STEPS, SEEDS = 12, 4, 5
-PROFILED = (8, 24)
+STEPS, QUICK_STEPS, SEEDS = 10, 4, 5
+PROFILED = (2, 8)
+LONGEST = 64
 AHEAD, OVER = "--async-buffer-size", "--over-sampling-batch-size"
 SETTINGS: dict[str, tuple[int, list[str]]] = {
-    "turns, 16 prompts": (16, []),
-    "turns, 4 prompts": (4, []),
-    "turns, two optimizer steps": (16, ["--num-steps-per-rollout", "2"]),
-    "1 ahead, 16 prompts": (16, [AHEAD, "1"]),
-    "2 ahead, 16 prompts": (16, [AHEAD, "2"]),
-    "2 ahead, 8 prompts, at most 1 behind": (8, [AHEAD, "2", "--max-weight-staleness", "1"]),
-    "4 ahead, weights every 2": (8, [AHEAD, "4", "--update-weights-interval", "2"]),
-    "over-sampling, 8 of 12": (8, [OVER, "12"]),
-    "partial rollouts, 8 of 12": (8, [OVER, "12", "--partial-rollout"]),
+    "turns, 6 prompts": (6, []),
+    "turns, 3 prompts": (3, []),
+    "turns, two optimizer steps": (6, ["--num-steps-per-rollout", "2"]),
+    "1 ahead, 6 prompts": (6, [AHEAD, "1"]),
+    "2 ahead, 6 prompts": (6, [AHEAD, "2"]),
+    "2 ahead, 4 prompts, at most 1 behind": (4, [AHEAD, "2", "--max-weight-staleness", "1"]),
+    "4 ahead, weights every 2": (4, [AHEAD, "4", "--update-weights-interval", "2"]),
+    "over-sampling, 4 of 6": (4, [OVER, "6"]),
+    "partial rollouts, 4 of 6": (4, [OVER, "6", "--partial-rollout"]),
 }
 
 
@@ -49,7 +50,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Directory for logs, the profile and results.
-        quick: Four steps each instead of twelve.
+        quick: Four steps each instead of ten.
 
     Raises:
         RuntimeError: There are not two cores, or a run failed.
@@ -79,7 +80,8 @@ def flags_of(prompts: int, further: Sequence[str]) -> list[str]:
     """Flags of a setting, which take the place of those of `async_loop`."""
     steps = int(further[further.index("--num-steps-per-rollout") + 1]) if "--num-steps-per-rollout" in further else 1
     size = str(prompts * GROUP // steps)
-    return ["--rollout-batch-size", str(prompts), "--global-batch-size", size, "--micro-batch-size", size, *further]
+    words = ["--rollout-batch-size", str(prompts), "--rollout-max-response-len", str(LONGEST)]
+    return [*words, "--global-batch-size", size, "--micro-batch-size", size, *further]
 
 
 def foreseen(profile: Profile, output_dir: Path, steps: int) -> list[SimulatedRun]:
