@@ -1,37 +1,54 @@
-"""`slime-launch report` for a long run: seconds and size for 1,000 steps of 512 samples, and how both grow tenfold.
+"""`slime-launch report`: the page of 1,000 steps of 512 samples and of ten times as many, in a browser, and live.
 
 The run's files are made up, with what a run on 16 ranks writes: about 40 metrics of each step, the spans of the loop
 and of the ranks, and the first 8 samples of each rollout with 300 tokens each. Seconds are wall time of the whole
-command, start of the interpreter included.
+command, start of the interpreter included. `opens` is from the browser's request to the drawn overview, and `opens a
+sample` a link into the sample browser, tokens colored; the browser is Chromium without a window on a fresh profile,
+left out where Chromium, its driver or selenium is missing. `--serve` is its CPU time over wall time, as a share of one
+core, while a step is added every two seconds and a page asks as a browser does: a run has a core busy at least.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from _records import Record
 
 STEPS, QUICK_STEPS, FACTOR = 1000, 100, 10
 SHOWN, TOKENS, RANKS = 8, 300, 16
 STEP_SECONDS = 60.0
-SECONDS_GOAL, MIB_GOAL = 5.0, 10.0
+SECONDS_GOAL, MIB_GOAL, OPEN_GOAL, SHARE_GOAL = 5.0, 10.0, 2.0, 1.0
+SERVED_SECONDS, QUICK_SERVED_SECONDS, POLL_SECONDS = 240.0, 20.0, 2.0
+OPEN_LIMIT = 60.0
 WORDS = ("the", "sum", "of", "two", "numbers", "is", "carry", "one", "so", "we", "get", "therefore", "check", "again")
+SHOWS = {
+    "opens": ("", "document.querySelector('#panel-overview canvas')"),
+    "opens the timeline": ("#time", "document.querySelector('#panel-time canvas')?.width > 400"),
+    "opens a sample": ("#samples?rollout=0&index=1", "document.querySelector('.tokens span')?.style.background"),
+}
+"""What is measured: the end of the page's address, and what is true when it is there."""
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:
-    """Measure both lengths.
+    """Measure all of it.
 
     Args:
         out: Where the runs' files go.
-        quick: A tenth of the steps.
+        quick: A tenth of the steps, and 20 seconds of `--serve`.
     """
     steps = QUICK_STEPS if quick else STEPS
     figures = {}
@@ -48,7 +65,96 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         Record(case, "size", size, "MiB", False, MIB_GOAL),
         Record(f"{FACTOR} times as long", "time", longer / seconds, "times", False, float(FACTOR)),
         Record(f"{FACTOR} times as long", "size", larger / size, "times", False, float(FACTOR)),
+        *in_browser(case, out / str(steps) / "report.html", out / "profile"),
+        Record(case, "--serve", 100 * served(out / str(steps), steps, quick=quick), "%", False, SHARE_GOAL),
     ]
+
+
+def served(directory: Path, steps: int, *, quick: bool) -> float:
+    """CPU time of `--serve` over wall time, after its start, while the run goes on."""
+    words = [sys.executable, "-m", "slime_launch.cli", "report", str(directory), "--serve"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    dice, tag = random.Random(8), ""
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        if found is None:
+            raise RuntimeError("report --serve did not say where it is")
+        watched = psutil.Process(process.pid)
+        began, before = time.perf_counter(), sum(watched.cpu_times()[:2])
+        changes = 0
+        while time.perf_counter() - began < (QUICK_SERVED_SECONDS if quick else SERVED_SECONDS):
+            with (directory / "metrics.jsonl").open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows(steps, dice))
+            write_samples(directory / "samples", steps, dice)
+            steps += 1
+            request = urllib.request.Request(f"{found[0]}data.json", headers={"If-None-Match": tag})
+            try:
+                with urllib.request.urlopen(request, timeout=OPEN_LIMIT) as answer:
+                    answer.read()
+                    changes, tag = changes + 1, answer.headers["ETag"]
+            except urllib.error.HTTPError as error:
+                if error.code != 304:
+                    raise
+            time.sleep(POLL_SECONDS)
+        share = (sum(watched.cpu_times()[:2]) - before) / (time.perf_counter() - began)
+        print(f"--serve: {changes} times new data", flush=True)
+        return share
+    finally:
+        process.terminate()
+        process.wait(OPEN_LIMIT)
+
+
+def in_browser(case: str, path: Path, profile: Path) -> list[Record]:
+    """Seconds until a browser shows a page, the fastest of three."""
+    driver = browser(profile)
+    if driver is None:
+        print("no Chromium, or no driver, or no selenium: opening is not measured")
+        return []
+    records = []
+    try:
+        seconds_to(driver, path.as_uri(), "true")  # starts the browser's processes
+        for metric, (end, shown) in SHOWS.items():
+            least = min(seconds_to(driver, path.as_uri() + end, shown) for _ in range(3))
+            records.append(Record(case, metric, least, "s", more_is_better=False, goal=OPEN_GOAL))
+    finally:
+        driver.quit()
+    return records
+
+
+def browser(profile: Path) -> Any:
+    """Chromium without a window, or `None`."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    try:
+        webdriver = importlib.import_module("selenium.webdriver")
+    except ImportError:
+        return None
+    if program is None or driver is None:
+        return None
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1360,900",
+        f"--user-data-dir={profile}",
+    ):
+        options.add_argument(word)
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+
+def seconds_to(driver: Any, address: str, shown: str) -> float:
+    """Seconds from asking for a page until an expression in it is true."""
+    driver.get("about:blank")
+    start = time.perf_counter()
+    driver.get(address)
+    while not driver.execute_script(f"return document.body.dataset.ready && {shown}"):
+        if time.perf_counter() - start > OPEN_LIMIT:
+            raise TimeoutError(f"{address} did not open within {OPEN_LIMIT:.0f} s")
+        time.sleep(0.01)
+    return time.perf_counter() - start
 
 
 def make_run(directory: Path, steps: int) -> Path:

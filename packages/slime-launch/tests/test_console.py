@@ -3,6 +3,10 @@ import os
 import pty
 import re
 import threading
+from collections.abc import Callable
+from typing import TextIO
+
+import pytest
 
 from slime_launch.console import RunConsole
 
@@ -51,9 +55,8 @@ def test_without_a_terminal_a_step_is_a_line(tmp_path):
     assert stream.getvalue() == "step 1/2  reward 0.500\n" == (tmp_path / "launch.log").read_text()
 
 
-def test_on_a_terminal_steps_are_a_live_table(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
+def on_terminal(use: Callable[[TextIO], None]) -> str:
+    """What arrives at a terminal that is used so."""
     parent, child = pty.openpty()
     shown: list[bytes] = []
 
@@ -70,6 +73,31 @@ def test_on_a_terminal_steps_are_a_live_table(tmp_path, monkeypatch):
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     with os.fdopen(child, "w", encoding="utf-8") as terminal:
+        use(terminal)
+    reader.join(20)
+    os.close(parent)
+    return b"".join(shown).decode()
+
+
+@pytest.fixture(autouse=True)
+def colors(monkeypatch):
+    """A terminal of usual size with colors, whatever the tests run in."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def one_step(terminal: TextIO) -> None:
+    console = RunConsole(terminal)
+    console.step("step 1/2  reward 0.500", CELLS)
+    with console.wait("generate") as wait:
+        wait.update("6 of 8", done=6, total=8)
+    console.close()
+
+
+def test_on_a_terminal_steps_are_a_live_table(tmp_path):
+    def use(terminal):
         console = RunConsole(terminal, tmp_path / "launch.log")
         console.step("step 1/2  reward 0.500", CELLS)
         with console.wait("generate") as wait:
@@ -77,9 +105,8 @@ def test_on_a_terminal_steps_are_a_live_table(tmp_path, monkeypatch):
             console.line("a line above it")
         console.step("step 2/2  reward 0.750", CELLS | {"step": "2/2", "reward": "0.750", "time left": "0:00:00"})
         console.close()
-    reader.join(20)
-    os.close(parent)
-    written = b"".join(shown).decode()
+
+    written = on_terminal(use)
     text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", written)
     lines = [line.split() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     bar = next(i for i, line in enumerate(lines) if "generate" in line)
@@ -90,3 +117,23 @@ def test_on_a_terminal_steps_are_a_live_table(tmp_path, monkeypatch):
     assert "\x1b[2K" in written  # it is drawn again in its place
     assert lines[-2:] == [["1/2", "0.500", "0.0100", "0:00:07"], ["2/2", "0.750", "0.0100", "0:00:00"]]
     assert (tmp_path / "launch.log").read_text().count("step ") == 2
+
+
+def colors_of(written: str) -> set[int]:
+    """The SGR codes of foreground and background colors."""
+    codes = {int(code) for found in re.findall("\x1b\\[([0-9;]+)m", written) for code in found.split(";")}
+    return {code for code in codes if 30 <= code <= 49 or 90 <= code <= 107}
+
+
+def test_no_color_takes_the_colors_and_leaves_the_table(monkeypatch):
+    assert colors_of(on_terminal(one_step))
+    monkeypatch.setenv("NO_COLOR", "1")
+    written = on_terminal(one_step)
+    assert not colors_of(written)
+    assert "\x1b[2K" in written
+    assert "6 of 8" in written
+
+
+def test_a_terminal_that_cannot_move_its_cursor_has_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert on_terminal(one_step).splitlines() == ["step 1/2  reward 0.500"]

@@ -1,4 +1,7 @@
-"""Terminal output: one line per step; on a terminal a table of the last steps, and a progress bar for every wait."""
+"""Terminal output: one line per step; on a terminal a table of the last steps, and a progress bar for every wait.
+
+``NO_COLOR`` takes the colors away; a terminal that cannot move its cursor (``TERM=dumb``) gets lines.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,7 @@ class RunConsole:
 
     def __init__(self, stream: TextIO | None = None, log_path: Path | None = None) -> None:
         self._rich = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._is_live = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._log = log_path.open("a", encoding="utf-8") if log_path is not None else None
         self.on_progress: Callable[[str, Any], None] = lambda what, marker: None
         self.silent: tuple[str, ...] = ()
@@ -96,7 +100,7 @@ class RunConsole:
 
     def step(self, text: str, cells: Cells) -> None:
         """Show a step: on a terminal as a row of the table, which stands there while something goes on; else a line."""
-        if not self._rich.is_terminal:
+        if not self._is_live:
             self.line(text)
             return
         self._steps.append(cells)
@@ -128,7 +132,7 @@ class RunConsole:
             refresh_per_second=5,
             redirect_stdout=False,
             redirect_stderr=False,
-            disable=not self._rich.is_terminal,
+            disable=not self._is_live,
         ) as progress:
             progress.steps = self._steps
             wait = Wait(what, progress, self)

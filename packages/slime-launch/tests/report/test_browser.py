@@ -1,7 +1,6 @@
 """The page in a real browser: every tab, filters, keys, colours, a live run, and text that tries to be executed."""
 
 import json
-import shutil
 import sys
 import threading
 from contextlib import contextmanager
@@ -19,38 +18,17 @@ import test_collect as collected
 from slime_launch.report.collect import report_data
 from slime_launch.report.page import page
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+pytest.importorskip("selenium", reason="selenium is not installed: pip install selenium")
+from selenium.common.exceptions import TimeoutException
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not BROWSER or not DRIVER, reason="no Chromium with its driver: apt-get install chromium chromium-driver"
-)
 TABS = ("overview", "curves", "time", "samples", "data", "settings")
 SECONDS = 30
 PLANTED = (
     "</script><script>window.planted = 1</script><img src=x onerror='window.planted = 1'>"
     "<svg onload='window.planted = 1'></svg><a href='javascript:window.planted = 1'>a link</a>"
 )
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER or ""
-    profile = tmp_path_factory.mktemp("profile")
-    for word in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1360,900",
-        "--disable-background-networking", "--no-first-run", f"--user-data-dir={profile}",
-    ):  # fmt: skip
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(60)
-    yield driver
-    driver.quit()
 
 
 class Reader:
@@ -75,6 +53,13 @@ class Reader:
 
     def text(self, selector):
         return self.js("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+
+    def shows(self, selector, words):
+        """Wait until the text is there: tables are filled in after their tab opens."""
+        try:
+            self.wait(lambda: words in self.text(selector))
+        except TimeoutException:
+            raise AssertionError(f"{words!r} is not in {self.text(selector)!r}") from None
 
     def tab(self, name):
         self.one(f"#tab-{name}").click()
@@ -167,7 +152,7 @@ def test_the_files_of_a_run_become_a_page_with_everything(reader, tmp_path):
     for name in TABS:
         reader.tab(name)
         for words in wanted.get(name, ()):
-            assert words in reader.text(f"#panel-{name}"), (name, words)
+            reader.shows(f"#panel-{name}", words)
     reader.tab("samples")
     reader.labelled("next").click()
     reader.wait(lambda: "0.25" in reader.text(".detail"))
@@ -224,7 +209,7 @@ def test_any_series_can_be_picked_and_smoothed(reader, one):
     assert reader.js(shown) == ["other_3"]
     reader.one("#panel-curves .picks label:not([hidden]) input").click()
     assert reader.js("return document.querySelectorAll('#panel-curves .card').length") == before + 1
-    assert "train/other_3" in reader.text("#panel-curves .card")
+    reader.shows("#panel-curves .card", "train/other_3")
     reader.choose("smooth over", "20 points")
     assert reader.problems() == []
 
@@ -237,10 +222,10 @@ def test_the_timeline_is_read_by_keys(reader, one):
     canvas.send_keys(Keys.ARROW_DOWN)
     assert reader.text("#panel-time .said").startswith("engine 0: generate, rollout 0")
     canvas.send_keys("++", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert "rollout 1" in reader.text("#panel-time .said")
+    reader.shows("#panel-time .said", "rollout 1")
     reader.labelled("go to rollout").send_keys("7\t")
     for words in ("trainers wait for generation", "51.0 %", "rank 3"):
-        assert words in reader.text("#panel-time")
+        reader.shows("#panel-time", words)
 
 
 def test_filters_leave_what_passes(reader, one):
@@ -296,7 +281,7 @@ def test_the_table_is_sorted_and_walked_by_keys(reader, one):
 def test_a_link_opens_a_sample_whose_tokens_are_coloured(reader, one):
     reader.open(f"{one}#samples?rollout=2&index=10")
     reader.wait(lambda: "Sample 10" in reader.text(".detail"))
-    assert "500 tokens left out" in reader.text(".detail .tokens")
+    reader.shows(".detail .tokens", "500 tokens left out")
     coloured = "return [...document.querySelectorAll('.tokens span')].filter((one) => one.style.background).length"
     for name in ("advantage", "log-prob drift", "surprise", "mask", "version", "turn"):
         reader.choose("colour by", name)
@@ -330,7 +315,7 @@ def test_the_tree_has_trajectories_and_turns(reader, one):
 def test_ledger_staleness_and_events(reader, one):
     reader.open(f"{one}#data")
     for words in ("the ledger balances", "zero_std", "4\u2009100\u2009000", "died: exit code 137"):
-        assert words in reader.text("#panel-data")
+        reader.shows("#panel-data", words)
 
 
 def test_settings_are_found_by_name_and_origin(reader, one):
@@ -339,7 +324,7 @@ def test_settings_are_found_by_name_and_origin(reader, one):
     reader.wait(lambda: "2 settings" in reader.text("#panel-settings"))
     reader.choose("origin", "derived")
     reader.wait(lambda: "1 settings" in reader.text("#panel-settings"))
-    assert "global_batch_size" in reader.text("#panel-settings table")
+    reader.shows("#panel-settings table", "global_batch_size")
 
 
 def test_tabs_by_keys_and_names_for_screen_readers(reader, one):
@@ -434,7 +419,7 @@ def test_nothing_of_a_run_is_executed(reader, tmp_path):
     reader.open(path.as_uri())
     for name in TABS:
         reader.tab(name)
-        assert "onerror=" in reader.text(f"#panel-{name}"), "it is shown as text"
+        reader.shows(f"#panel-{name}", "onerror=")
     reader.tab("curves")
     reader.labelled("pick all listed").click()
     reader.tab("samples")
@@ -444,7 +429,7 @@ def test_nothing_of_a_run_is_executed(reader, tmp_path):
     reader.one("#panel-time canvas")
     reader.tab("time")
     reader.one("#panel-time canvas").send_keys(Keys.ARROW_RIGHT)
-    assert "onerror=" in reader.text("#panel-time .said")
+    reader.shows("#panel-time .said", "onerror=")
     found = reader.js("return document.querySelectorAll('img, iframe, object, main script, main a, main svg').length")
     assert found == 0
     assert reader.js("return window.planted") is None
@@ -499,7 +484,7 @@ def test_a_live_run_is_followed_and_choices_stay(reader):
     current = {"data": make_data(make_run(rollouts=5, samples=20), live=True)}
     with served(current) as address:
         reader.open(address)
-        assert "5 of 5" in reader.text("#panel-overview")
+        reader.shows("#panel-overview", "5 of 5")
         reader.tab("samples")
         reader.choose("status", "truncated")
         reader.wait(lambda: reader.count().startswith("2 of 20"))
@@ -508,11 +493,11 @@ def test_a_live_run_is_followed_and_choices_stay(reader):
         reader.choose("colour by", "version")
         current["data"] = make_data(make_run(rollouts=6, samples=28), live=True)
         reader.wait(lambda: reader.count().startswith("4 of 28"))
-        assert "Sample 6" in reader.text(".detail")
+        reader.shows(".detail", "Sample 6")
         assert reader.labelled("colour by").get_attribute("value") == "version"
         assert reader.text("#live") == "live"
         reader.tab("overview")
-        assert "6 of 6" in reader.text("#panel-overview")
+        reader.shows("#panel-overview", "6 of 6")
         assert all(each.startswith(address) for each in reader.requests())
         current["data"] = make_data(make_run(rollouts=7, samples=28), live=False)
         reader.wait(lambda: "7 of 7" in reader.text("#panel-overview"))

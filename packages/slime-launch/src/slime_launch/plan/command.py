@@ -120,11 +120,19 @@ def _simulate(config: PlanConfig, settings: Settings, problems: list[str], words
     """Print the table and write the picture; 2 if there is a problem."""
     if problems:
         return _say(problems, as_json=config.json)
+    from slime_launch.console import RunConsole
     from slime_launch.plan.profile import read_profile
     from slime_launch.plan.simulated import save_picture, simulate_command, simulated_text
 
     profile, picture = read_profile(Path(str(config.profile))), Path(config.picture)
-    found = simulate_command(profile, settings, words, gpus_per_node=config.gpus_per_node)
+    with RunConsole(sys.stderr).wait("simulate") as wait:
+        found = simulate_command(
+            profile,
+            settings,
+            words,
+            gpus_per_node=config.gpus_per_node,
+            on_way=lambda done, total: wait.update(done=done, total=total),
+        )
     try:
         save_picture(found, picture)
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,22 @@ class Comparison:
         }
 
 
-def simulate_command(profile: Profile, settings: Settings, words: Sequence[str], *, gpus_per_node: int) -> Comparison:
+def simulate_command(
+    profile: Profile,
+    settings: Settings,
+    words: Sequence[str],
+    *,
+    gpus_per_node: int,
+    on_way: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
     """Simulate a command, whose words are those after ``slime-launch train``, and its other ways.
+
+    ``on_way`` hears how many are done, and of how many.
 
     Raises:
         ProfileError: The profile does not fit the command.
     """
-    ways = try_ways(profile, settings, gpus_per_node=gpus_per_node)
+    ways = try_ways(profile, settings, gpus_per_node=gpus_per_node, on_way=on_way)
     best = best_of(ways)
     return Comparison(
         ways=ways,

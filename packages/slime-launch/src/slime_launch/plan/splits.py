@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from slime_core.errors import ConfigError
 from slime_core.flags import flag_specs
@@ -48,8 +48,14 @@ class Way:
     outcome: SimulatedRun
 
 
-def try_ways(profile: Profile, settings: Settings, *, gpus_per_node: int) -> list[Way]:
-    """Simulate the command and its other ways.
+def try_ways(
+    profile: Profile,
+    settings: Settings,
+    *,
+    gpus_per_node: int,
+    on_way: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Way]:
+    """Simulate the command and its other ways; ``on_way`` hears how many are done, and of how many.
 
     Raises:
         ProfileError: The profile does not fit the command, or the command does not generate and train.
@@ -67,17 +73,23 @@ def try_ways(profile: Profile, settings: Settings, *, gpus_per_node: int) -> lis
         total = cluster.actor_gpus + cluster.rollout_gpus
         if _trains_on(settings, total, gpus_per_node):
             ways.append((total, total, True, None))
-    return [
-        Way(
-            actor_gpus=actor,
-            rollout_gpus=rollout,
-            shared=shared,
-            ahead=ahead,
-            is_own=(actor, rollout, shared, ahead) == own,
-            outcome=simulate(profile, _changed(setup, settings, actor, rollout, shared=shared, ahead=ahead)),
+    found: list[Way] = []
+    ways = list(dict.fromkeys(ways))
+    for actor, rollout, shared, ahead in ways:
+        on_way(len(found), len(ways))
+        changed = _changed(setup, settings, actor, rollout, shared=shared, ahead=ahead)
+        is_own = (actor, rollout, shared, ahead) == own
+        found.append(
+            Way(
+                actor_gpus=actor,
+                rollout_gpus=rollout,
+                shared=shared,
+                ahead=ahead,
+                is_own=is_own,
+                outcome=simulate(profile, changed),
+            )
         )
-        for actor, rollout, shared, ahead in dict.fromkeys(ways)
-    ]
+    return found
 
 
 def best_of(ways: Sequence[Way]) -> Way:

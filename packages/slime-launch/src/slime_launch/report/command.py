@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slime_core.files import write_whole
 from slime_core.flags import Config, flag, flag_specs
+from slime_launch.console import RunConsole
 from slime_launch.errors import FlagError
 from slime_launch.parser import FlagGroup, build_parser, parse
 from slime_launch.plan.command import split_words
@@ -76,9 +77,10 @@ def report(argv: Sequence[str]) -> int:
 
 def _write(directories: Sequence[Path], config: ReportConfig) -> None:
     """Write the page, and what else is asked for."""
-    data = report_data(directories)
     target = Path(config.output or directories[0] / PAGE_FILE)
-    write_whole(target, page(data))
+    with RunConsole(sys.stderr).wait("write the page"):
+        data = report_data(directories)
+        write_whole(target, page(data))
     print(f"open {target}")
     if config.trace is not None:
         write_whole(Path(config.trace), json.dumps(chrome_trace(data)))

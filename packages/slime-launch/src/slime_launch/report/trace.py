@@ -20,10 +20,11 @@ def _events(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for process, run in enumerate(runs, 1):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": run["name"]}}
         kinds = run["timeline"]["kinds"]
-        for thread, lane in enumerate(run["timeline"]["lanes"], 1):
-            place = {"pid": process, "tid": thread}
+        for number, lane in enumerate(run["timeline"]["lanes"], 1):
+            # Threads have numbers of their own in the whole trace, and none is its process's, which is the main thread.
+            place = {"pid": process, "tid": process * 1000 + number}
             yield {"ph": "M", "name": "thread_name", **place, "args": {"name": lane["who"]}}
-            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
+            yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": number}}
             for start, seconds, what, rollout in lane["spans"]:
                 times = {"ts": round((run["began"] - first + start) * 1e6), "dur": round(seconds * 1e6)}
                 yield {"ph": "X", "name": kinds[what], "cat": "slime", **place, **times, "args": {"rollout": rollout}}
