@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from slime_launch.shown import MOST_TOKENS
 
 _NAME = re.compile(r"rollout_(\d+)(?:-rank_\d+)?\.json\.gz")
@@ -52,6 +54,10 @@ def _merged(files: list[Path]) -> Iterator[dict[str, Any]]:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(gzip.decompress(path.read_bytes()))
+        text = gzip.decompress(path.read_bytes())
+        try:
+            return orjson.loads(text)
+        except ValueError:  # NaN, or half of a surrogate pair
+            return json.loads(text)
     except (OSError, EOFError, ValueError, zlib.error):
         return [] if "-" not in path.name else {}
