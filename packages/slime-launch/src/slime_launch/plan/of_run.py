@@ -116,6 +116,8 @@ def _lengths(runs: Sequence[_Run], notes: list[str]) -> Points:
     )
     samples = fmean(run.setup.prompts * run.setup.samples for run in runs)
     cut = fmean(row.get("rollout/truncated_ratio") or 0.0 for row in rows)
+    if cut > 0.5 and middle < most:  # they were cut at lengths of their own, as a user-defined function may ask for
+        cut = 0.0
     top = 1 - max(cut, 1 / (samples + 1))
     if top <= 0.5 or most <= middle:  # half of them and more are as long as they may be
         inner = [(max(1e-6, 1 - cut) if cut < 1 else 1e-6, most)] if least < most else []
@@ -162,15 +164,18 @@ def _most_running(run: _Run) -> int:
 def _decode(runs: Sequence[_Run], notes: list[str]) -> Points:
     """Speed of an engine by the number of responses: from its log, or as the times of rollouts say."""
     points = _of_logs(runs)
-    if len(points) > 1:
+    # An engine writes a line for every 40 tokens: of short responses those with most running are missed.
+    if len(points) > 1 and points[-1][0] >= max(map(_in_flight, runs)) / 2:
         return points
     if any(run.overlaps for run in runs):
-        return _of_flow(runs, notes)
+        return points if len(points) > 1 else _of_flow(runs, notes)
     # A step of r responses takes each + shared · r seconds: a rollout each · longest + shared · tokens of an engine.
     times = np.array([row["perf/generate_time"] for run in runs for row in run.rollouts])
     longest = np.array([row["rollout/response_len/max"] for run in runs for row in run.rollouts])
     tokens = np.array([row["rollout/response_tokens"] / run.setup.engines for run in runs for row in run.rollouts])
     each, shared = _two_parts(longest, tokens, times, LEAST_SPREAD)
+    if (each is None or shared is None) and len(points) > 1:
+        return points
     if each is None or shared is None:
         notes.append(
             "engine.decode: whether responses slow each other down cannot be seen in rollouts that are all alike; half "
@@ -180,6 +185,12 @@ def _decode(runs: Sequence[_Run], notes: list[str]) -> Points:
     most = max(map(_most_running, runs))
     counts = sorted({*(2**power for power in range(most.bit_length())), most})
     return tuple((float(count), count / (each + shared * count)) for count in counts)
+
+
+def _in_flight(run: _Run) -> float:
+    """Responses of an engine at a time, at most."""
+    setup = run.setup
+    return min(setup.prompts * setup.samples * (setup.ahead or 1), setup.concurrency) / setup.engines
 
 
 def _of_logs(runs: Sequence[_Run]) -> Points:
@@ -209,8 +220,7 @@ def _of_flow(runs: Sequence[_Run], notes: list[str]) -> Points:
     )
     run = next(run for run in runs if run.overlaps)
     setup = run.setup
-    running = min(setup.prompts * setup.samples * (setup.ahead or 1), setup.concurrency) / setup.engines
-    return ((max(1.0, running), max(1e-9, run.mean("rollout/response_tokens") / _interval(run) / setup.engines)),)
+    return ((max(1.0, _in_flight(run)), max(1e-9, run.mean("rollout/response_tokens") / _interval(run) / setup.engines)),)
 
 
 def _two_parts(first: Any, second: Any, times: Any, spread: float) -> tuple[float | None, float | None]:
