@@ -1,9 +1,9 @@
 """What sampling replay costs: a train step over kept tokens against one over the whole vocabulary, and bytes per token.
 
 SmolLM2-135M's shape with random weights, one micro-batch of 16 prompts with 8 samples each, 64 trained tokens a sample.
-`nucleus` keeps 1 to 200 tokens each, log-normal with a median of 4 as top-p leaves of a trained model; `top-k` keeps
-100. Sides alternate; times are CPU seconds of the process, the least of the rounds. Bytes are those of the sample's text
-(`Sample.kept_tokens`) and of the arrays that reach the trainer, per trained token.
+`nucleus` keeps 1 to 200 tokens each, log-normal with a median of 4, as top-p may leave of a trained model; `top-k`
+keeps 100. Sides alternate; times are CPU seconds of the process, the least of the rounds. Bytes are those of the
+sample's text (`Sample.kept_tokens`) and of the arrays that reach the trainer, per trained token.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     for name, size in KINDS.items():
         sets = [kept_sets(sample, size) for sample in samples]
         text = sum(len(kept_text(of_sample)) for of_sample in sets)
-        kept = [with_kept(*pair) for pair in zip(samples, sets, strict=True)]
-        arrays = sum(one.extras[KEPT_IDS].nbytes + one.extras[KEPT_COUNTS].nbytes for one in kept)
+        replayed = [with_kept(*pair) for pair in zip(samples, sets, strict=True)]
+        arrays = sum(one.extras[KEPT_IDS].nbytes + one.extras[KEPT_COUNTS].nbytes for one in replayed)
         tokens = len(samples) * RESPONSE
         records += [
-            Record(name, "kept", sum(map(len, sum(sets, []))) / tokens, "tokens"),
+            Record(name, "kept", sum(len(kept) for of_sample in sets for kept in of_sample) / tokens, "tokens"),
             Record(name, "text", text / tokens, "bytes/token", more_is_better=False),
             Record(name, "arrays", arrays / tokens, "bytes/token", more_is_better=False),
         ]
-        shards[name] = shard_of(kept)
+        shards[name] = shard_of(replayed)
     sides: dict[str, Side] = {name: lambda shard=shard: worker.train(shard) for name, shard in shards.items()}
     for warm_up in sides.values():
         warm_up()
