@@ -22,9 +22,14 @@ def nothing_kept(count: int) -> str:
     return ";" * count
 
 
+def is_kept(text: str, count: int) -> bool:
+    """Whether it may be the text of ``count`` sets; what is in them is not looked at."""
+    return text.count(";") == count and (not text or text.endswith(";"))
+
+
 def check_kept(where: str, text: Any, count: int) -> None:
     """Raise DataError unless it is the text of ``count`` sets. ``where`` says whose, such as ``sample 7``."""
     if not isinstance(text, str):
         raise DataError(f"{where}: kept_tokens must be text such as '5 17;5;', got {type(text).__name__}")
-    if text.count(";") != count or (text and not text.endswith(";")):
+    if not is_kept(text, count):
         raise DataError(f"{where}: kept_tokens has {text.count(';')} sets, each to end with ';', for {count} tokens")

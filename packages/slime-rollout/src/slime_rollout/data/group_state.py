@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from slime_core.types import Group, Sample, Status
+from slime_core.types.kept import is_kept
 
 PlainGroup = list[dict[str, Any]]
 
@@ -153,5 +154,5 @@ def _has_lengths(sample: Sample) -> bool:
         and (sample.loss_mask is None or len(sample.loss_mask) == length)
         and (sample.rollout_log_probs is None or len(sample.rollout_log_probs) == length)
         and (sample.teacher_log_probs is None or len(sample.teacher_log_probs) == length)
-        and (sample.kept_tokens is None or sample.kept_tokens.count(";") == length)
+        and (sample.kept_tokens is None or is_kept(sample.kept_tokens, length))
     )
