@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,9 @@ from slime_core.schedule import build_shards
 from slime_core.types import RolloutBatch, Sample, Status, TrainShard
 from slime_megatron.config import MegatronConfig
 from slime_rollout.config import RolloutConfig
+from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.server import EngineSpec
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.weights import TensorWeightChannel
 
@@ -91,6 +97,75 @@ def test_trainer_and_engine_agree_before_training_and_after_every_update(
             behind, _ = _difference(batch, trainer)
             print(f"engine one version behind: max |log-prob difference| {behind:.2e}")
             assert behind > TOLERANCE
+
+
+NARROWED = {
+    "top-p 0.8": {"rollout_top_p": 0.8},
+    "top-k 20": {"rollout_top_k": 20},
+    "min-p 0.05": {"rollout_min_p": 0.05},
+}
+
+
+@pytest.mark.real
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", NARROWED)
+def test_trainer_and_engine_agree_over_the_tokens_kept(
+    qwen3: Assets, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Two ranks, each with half of the vocabulary. Without the kept tokens, the ratio would be the kept mass."""
+    fleet: EngineFleet = request.getfixturevalue("unseeded_fleet" if "min-p" in name else "external_fleet")
+    shape = ModelShape.from_hf_config(qwen3.hf)
+    with ranks.Ranks(2, _config(qwen3, share_prompts="on", tensor_model_parallel_size=2), ALGORITHM, shape) as trainer:
+        trainer.call(ranks.push, TensorWeightChannel(fleet.engine_urls), 0)
+        rollout = RolloutConfig.of(
+            hf_checkpoint=str(qwen3.hf),
+            prompt_data=str(qwen3.prompts),
+            rollout_batch_size=8,
+            n_samples_per_prompt=8,
+            rollout_max_response_len=40,
+            custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
+            **NARROWED[name],
+        )
+        batch = RolloutManager(rollout, router_url=fleet.router_url, run_seed=7).generate(0)
+        largest, count = _difference(batch, trainer)
+        masses = [mass for sample in batch.samples for mass in _kept_masses(sample, qwen3)]
+        for sample in batch.samples:
+            sample.kept_tokens = None
+        over_all, ratios = _shards(batch), []
+        engine = {sample.index: sample.rollout_log_probs for sample in batch.samples}
+        for sample, row in zip(over_all[0].samples, trainer.call(ranks.log_probs, over_all)[0], strict=True):
+            ratios += [math.exp(a - b) for a, b in zip(row, engine[sample.index] or [], strict=True)]
+    ratio, mass = statistics.fmean(ratios), statistics.fmean(masses)
+    print(
+        f"{name}: max |log-prob difference| {largest:.2e} over {count} tokens; else ratio {ratio:.4f}, mass {mass:.4f}"
+    )
+    assert count >= MIN_TOKENS
+    assert largest < TOLERANCE
+    assert ratio == pytest.approx(mass, abs=1e-4)
+    assert ratio < 0.99
+
+
+@pytest.fixture
+def unseeded_fleet(qwen3: Assets, tmp_path: Path) -> Iterator[EngineFleet]:
+    """An engine for min-p, at which one with seeds ends."""
+    config = EngineConfig(sglang_python=qwen3.engine_python, engine_threads=1)
+    spec = EngineSpec(model_path=str(qwen3.hf), dtype="float32", context_length=256, seeded=False)
+    with EngineFleet.launch(config, [spec], log_dir=tmp_path / "unseeded") as fleet:
+        yield fleet
+
+
+@torch.no_grad()
+def _kept_masses(sample: Sample, assets: Assets) -> list[float]:
+    """The probability of the tokens kept at each place, by transformers."""
+    logits = _network(assets.hf)(torch.tensor([sample.tokens])).logits[0, :-1]
+    p_RV = logits.double().softmax(-1)[-sample.response_length :]
+    kept = str(sample.kept_tokens).split(";")[:-1]
+    return [p_V[[int(one) for one in ids.split()]].sum().item() for p_V, ids in zip(p_RV, kept, strict=True)]
+
+
+@functools.cache
+def _network(directory: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 @pytest.mark.timeout(200)

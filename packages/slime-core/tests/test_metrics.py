@@ -64,6 +64,13 @@ def test_responses_that_end_in_circles():
     assert rollout_metrics(samples)["repetition_frac"] == 0.5
 
 
+def test_kept_tokens_are_counted_where_a_token_was_sampled():
+    samples = [make_sample(0, 1.0, 2), make_sample(0, 0.0, 3)]
+    assert "kept_tokens/mean" not in rollout_metrics(samples)
+    samples[0].kept_tokens, samples[1].kept_tokens = "1 2 3;4;", ";5 6;;"
+    assert rollout_metrics(samples)["kept_tokens/mean"] == (3 + 1 + 2) / 3
+
+
 def test_no_samples_and_no_rewards():
     assert rollout_metrics([]) == {}
     assert "raw_reward" not in rollout_metrics([make_sample(0, None)])

@@ -246,6 +246,25 @@ def test_masks_and_engine_log_probs_are_handed_on():
     assert shard.steps[0].global_tokens == 2
 
 
+def test_kept_tokens_become_extras():
+    kept = make_sample(0, 0, loss_mask=[1, 0, 1], kept_tokens="5 9;;7;")
+    (shard,) = shards_of(RolloutBatch(rollout_id=0, groups=[[kept, make_sample(1, 0)]]), gbs=2)
+    first, second = sorted(shard.samples, key=lambda one: one.index)
+    assert (first.extras["kept_ids"].tolist(), first.extras["kept_counts"].tolist()) == ([5, 9, 7], [2, 0, 1])
+    assert (second.extras["kept_ids"], second.extras["kept_counts"]) == (None, None)
+
+
+@pytest.mark.parametrize("kept", [None, "5 9;5;;"])
+def test_trained_tokens_without_kept_tokens_are_refused_where_they_are_needed(kept):
+    sample = make_sample(0, 0, loss_mask=[1, 0, 1], kept_tokens=kept)
+    batch = RolloutBatch(rollout_id=0, groups=[[sample]])
+    with pytest.raises(DataError, match=r"sample 0 does not say which tokens .*; generate it with Trajectory"):
+        shards_of(batch, needs_kept=True)
+    shards_of(batch)
+    sample.loss_mask = [0, 1, 0] if kept else [0, 0, 0]
+    shards_of(batch, needs_kept=True)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -64,6 +64,7 @@ HOW = {
     "--rollout-max-num-gpus": ("--use-fault-tolerance", "8"),
     "--rollout-top-k": ("--custom-generate-function-path f.py:f", "5"),
     "--rollout-top-p": ("--custom-generate-function-path f.py:f", "0.5"),
+    "--rollout-min-p": ("--custom-generate-function-path f.py:f", "0.1"),
     "--eval-reward-key": ("--rm-type dapo --reward-key score", "acc"),
     "--mis-level": (MIS, "sequence"),
     "--mis-mode": (MIS, "clip"),

@@ -177,6 +177,39 @@ def test_values_go_to_targets_and_back():
     assert batch.values("teacher_log_probs") is None
 
 
+def with_kept(sets, *args, **kwargs):
+    made = sample(*args, **kwargs)
+    made.extras.update(
+        kept_ids=np.array([one for kept in sets for one in kept], np.int32),
+        kept_counts=np.array([len(kept) for kept in sets], np.int32),
+    )
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_kept_tokens_lie_at_their_targets(size):
+    samples = [
+        with_kept([[2, 7], [], [4]], [1], [2, 3, 4], mask=[1, 0, 1]),
+        with_kept([[5, 6, 8], [9]], [1], [5, 9], index=1),
+        sample([1], [3], index=2, mask=[0]),
+    ]
+    expected = {(2, (2, 7)), (4, (4,)), (5, (5, 6, 8)), (9, (9,))}
+    found = []
+    for rank in range(size):
+        batch = MicroBatch(samples, share_prompts="on", context=ContextParallel(rank, size)).pack()
+        ids = torch.split(batch.kept.ids, batch.kept.counts.tolist())
+        found += [(target, tuple(kept.tolist())) for target, kept in zip(batch.targets_M.tolist(), ids, strict=True)]
+    assert len(found) == 4
+    assert set(found) == expected
+
+
+def test_all_samples_have_kept_tokens_or_none_has():
+    mixed = [with_kept([[2]], [1], [2]), sample([1], [3], index=1)]
+    with pytest.raises(DataError, match="sample 1 has no kept tokens, and others of its micro-batch have"):
+        MicroBatch(mixed, share_prompts="on").pack()
+    assert MicroBatch(mixed[1:], share_prompts="on").pack().kept is None
+
+
 @pytest.mark.parametrize("multiple_of", [1, 2])
 def test_a_filler_computes_one_token_and_trains_none(multiple_of):
     batch = MicroBatch([], share_prompts="on", multiple_of=multiple_of).pack()

@@ -14,6 +14,7 @@ from slime_core.types import Status, WeightUpdate
 from slime_rollout.config import RolloutConfig
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.server import EngineSpec, equal_specs
 from slime_rollout.errors import GenerationError
 from slime_rollout.rollout import RolloutManager
 from slime_rollout.weights import TensorWeightChannel
@@ -41,6 +42,16 @@ def fleet(tiny_model, engine_python, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def unseeded_fleet(tiny_model, engine_python, tmp_path_factory):
+    """For min-p, at which an engine with seeds ends."""
+    config = EngineConfig(sglang_python=engine_python, engine_threads=1)
+    spec = EngineSpec(model_path=str(tiny_model), dtype="float32", context_length=256, seeded=False)
+    logs = tmp_path_factory.mktemp("unseeded")
+    with EngineFleet.launch(config, equal_specs(spec, 2, config), log_dir=logs) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def network(tiny_model):
     """The same model in transformers."""
     torch.set_num_threads(1)
@@ -58,7 +69,7 @@ def log_probs(network, sample, temperature=1.0):
 def manager(tiny_model, fleet, write_rows):
     path = write_rows(ROWS)
 
-    def build(*, run_seed=1, **changes):
+    def build(*, run_seed=1, router_url=fleet.router_url, **changes):
         config = {
             "hf_checkpoint": tiny_model,
             "prompt_data": path,
@@ -68,7 +79,7 @@ def manager(tiny_model, fleet, write_rows):
             "rm_type": "first_integer",
             **changes,
         }
-        return RolloutManager(RolloutConfig.of(**config), router_url=fleet.router_url, run_seed=run_seed)
+        return RolloutManager(RolloutConfig.of(**config), router_url=router_url, run_seed=run_seed)
 
     return build
 
@@ -124,14 +135,49 @@ def test_tokens_are_drawn_from_the_plain_distribution(manager, network):
     assert abs(deviations) < 4
 
 
-def test_nucleus_and_top_k_keep_what_they_name(manager, network):
-    """A token is among the likeliest three, and those before it have less than half of the probability."""
-    for sample in manager(rollout_top_k=3, rollout_top_p=0.5).generate(0).samples:
-        logp_RV = log_probs(network, sample)
-        logp_R1 = logp_RV.gather(1, torch.tensor(sample.response_tokens)[:, None])
-        likelier_RV = logp_RV > logp_R1 + 1e-4
-        assert likelier_RV.sum(-1).max() < 3
-        assert (logp_RV.exp() * likelier_RV).sum(-1).max() < 0.5
+NARROWED = {
+    "top-p": {"rollout_top_p": 0.8},
+    "top-k": {"rollout_top_k": 20},
+    "both": {"rollout_top_k": 9, "rollout_top_p": 0.7, "rollout_temperature": 0.7},
+    "min-p": {"rollout_min_p": 0.05},
+    "all three": {"rollout_top_k": 9, "rollout_top_p": 0.7, "rollout_min_p": 0.1},
+}
+
+
+def kept_by_the_definition(logp_V, top_k, top_p, min_p):
+    """The ids that top-k, then top-p of what that leaves by the whole softmax, then min-p keep."""
+    order = logp_V.argsort(descending=True)
+    p = logp_V.exp()[order]
+    keeps = (p.cumsum(0) - p < top_p) & (p >= p[0] * min_p)
+    return set(order[: len(order) if top_k == -1 else top_k][keeps[: len(order) if top_k == -1 else top_k]].tolist())
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_the_kept_tokens_are_those_of_the_settings_and_log_probs_are_over_them(manager, network, name, request):
+    flags = NARROWED[name]
+    if "rollout_min_p" in flags:
+        flags = flags | {"router_url": request.getfixturevalue("unseeded_fleet").router_url}
+    settings = {
+        key: flags.get(f"rollout_{key}", plain) for key, plain in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0))
+    }
+    worst, places, unlike = 0.0, 0, 0
+    for sample in manager(**flags).generate(0).samples:
+        logp_RV = log_probs(network, sample, flags.get("rollout_temperature", 1.0))
+        kept = [[int(one) for one in ids.split()] for ids in sample.kept_tokens.split(";")[:-1]]
+        assert len(kept) == sample.response_length
+        for ids, token, given, logp_V in zip(
+            kept, sample.response_tokens, sample.rollout_log_probs, logp_RV, strict=True
+        ):
+            assert token in ids
+            expected = logp_V[token] - logp_V[ids].logsumexp(0)
+            worst = max(worst, abs(expected.item() - given))
+            unlike += set(ids) != kept_by_the_definition(logp_V, **settings)
+            places += 1
+    print(
+        f"{name}: {unlike} of {places} sets are not transformers' by rounding; log-probs differ by {worst:.1e} at most"
+    )
+    assert worst < 1e-4
+    assert unlike <= places * 0.002  # a probability at the very edge may be rounded to either side
 
 
 def test_a_samples_tokens_depend_on_its_seed_alone(manager):

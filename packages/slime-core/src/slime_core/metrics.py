@@ -28,6 +28,7 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     - ``raw_reward``: mean reward of the scored trajectories (left out when there is none).
     - ``response_len/mean``, ``/median``, ``/max``, ``/min``: response tokens of the samples.
     - ``truncated_ratio``, ``aborted_ratio``, ``failed_ratio``: share of samples with that status.
+    - ``kept_tokens/mean``: under top-p, top-k or min-p, how many tokens one was sampled from.
     - ``repetition_frac``: share of the samples whose response ends in circles; see :func:`is_repetitive`.
     - ``zero_std/count``: groups whose rewards are all equal, and which therefore teach GRPO nothing; ``zero_std/ratio``
       their share; ``zero_std/count_<reward>`` those of one reward, by :func:`zero_variance_groups`.
@@ -46,6 +47,9 @@ def rollout_metrics(samples: Sequence[Sample], reward_key: str | None = None) ->
     rewards = [reward for group in groups for reward in group]
     for status in (Status.TRUNCATED, Status.ABORTED, Status.FAILED):
         metrics[f"{status}_ratio"] = sum(sample.status == status for sample in samples) / len(samples)
+    sets = [kept for sample in samples for kept in (sample.kept_tokens or "").split(";") if kept]
+    if sets:
+        metrics["kept_tokens/mean"] = sum(kept.count(" ") + 1 for kept in sets) / len(sets)
     metrics["repetition_frac"] = sum(is_repetitive(sample.response) for sample in samples) / len(samples)
     if rewards:
         constant = sum(min(group) == max(group) for group in groups)

@@ -17,8 +17,9 @@ from slime_core.micro_batches import MicroBatchLimits
 from slime_core.rewards import estimator_rewards
 from slime_core.step_plan import Cost, StepPlanner, token_count
 from slime_core.types import RolloutBatch, RolloutColumns, Status, TrainSample, TrainShard, TrainStep
-from slime_core.types.arrays import SAMPLE_COLUMNS, STATUSES, Columns, Ragged, json_rows, numbers
+from slime_core.types.arrays import KEPT, SAMPLE_COLUMNS, STATUSES, Columns, Ragged, json_rows, numbers, read_kept
 from slime_core.types.sample import scalar_reward
+from slime_core.types.train import KEPT_COUNTS, KEPT_IDS
 
 # A sample that failed before it was tokenized gets this one prompt token, so that no rank meets an empty sequence.
 _PLACEHOLDER_TOKENS = np.zeros(1, np.int32)
@@ -26,7 +27,7 @@ _UNTRAINED = [STATUSES.index(status) for status in (Status.ABORTED, Status.FAILE
 _CARRIED = ("weight_versions",)  # fields of a sample that the trainer does not need to understand
 RAW_REWARDS, TRAIN_REWARDS = "post_processed_raw_reward", "post_processed_reward"
 """Extra columns of a rollout whose rewards a user-defined function has made; they are not normalised again."""
-_NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {RAW_REWARDS, TRAIN_REWARDS}
+_NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {KEPT, RAW_REWARDS, TRAIN_REWARDS}
 Postprocess = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 """From a rollout's number and its samples to the samples to train on: the same ones, in the same order."""
 FILLER_INDEX = -1
@@ -50,6 +51,7 @@ def build_shards(
     virtual_pipeline_group: int = 1,
     cost: Cost = token_count,
     drop_untrained: bool = False,
+    needs_kept: bool = False,
     postprocess: Postprocess | None = None,
 ) -> list[TrainShard]:
     """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
@@ -78,15 +80,19 @@ def build_shards(
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
         drop_untrained: Leave out samples that cannot change the policy's weights (no trained token; a normalised reward
             of 0 where the loss ignores that), before the ranks are balanced. The denominators count them.
+        needs_kept: Tokens were sampled under top-p, top-k or min-p, so every trained one needs its kept tokens.
         postprocess: Changes masks, rewards, log-probs or extras of the samples before they are split.
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
-        DataError: The rollout is empty, a sample lacks a finite reward or a prompt, or a group is not a pair.
+        DataError: The rollout is empty, a sample lacks a finite reward, a prompt or kept tokens, or a group is not a
+            pair.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
     trajectories = _trajectories(columns)
     samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess)
+    if needs_kept:
+        _check_kept(samples)
     if pairs:
         samples = _pairs(columns, samples, global_batch_size, 2 if use_dynamic_batch_size else micro_batch_size)
     check_batch_sizes(
@@ -322,6 +328,8 @@ def train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str 
     lengths = numbers(columns, "response_length")
     _check_prompts(index, lengths, known["tokens"])
     extras = {name: _rows(columns, name) for name in columns if name not in _NOT_EXTRA}
+    if KEPT in columns:
+        extras |= _kept_extras(index, _rows(columns, KEPT))
     return [
         TrainSample(
             index=index[at],
@@ -350,6 +358,27 @@ def _trained_masks(columns: Columns, trained: Container[int]) -> list[NDArray[np
         else:
             masks.append(np.ones(lengths[at], np.uint8) if mask is None else mask)
     return masks
+
+
+def _kept_extras(index: Sequence[int], texts: Sequence[NDArray[np.uint8] | None]) -> dict[str, list[Any]]:
+    """The kept tokens of each sample as two arrays."""
+    read = [
+        (None, None) if text is None else read_kept(f"sample {number}", text)
+        for number, text in zip(index, texts, strict=True)
+    ]
+    ids, counts = zip(*read, strict=True)
+    return {KEPT_IDS: list(ids), KEPT_COUNTS: list(counts)}
+
+
+def _check_kept(samples: Sequence[TrainSample]) -> None:
+    for sample in samples:
+        counts, mask = sample.extras.get(KEPT_COUNTS), sample.loss_mask.astype(bool)
+        if mask.any() and (counts is None or not counts[mask].all()):
+            raise DataError(
+                f"sample {sample.index} does not say which tokens each of its own was sampled from, which "
+                "--rollout-top-p, --rollout-top-k and --rollout-min-p need for training; generate it with Trajectory "
+                "or generate_single, set sample.kept_tokens, or leave these flags out"
+            )
 
 
 def _check_prompts(index: Sequence[int], lengths: Sequence[int], tokens: Sequence[NDArray[Any]]) -> None:

@@ -2,6 +2,8 @@
 
 import torch
 import torch.distributed as dist
+from kept_cases import CASES as KEPT_CASES
+from kept_cases import run_case as run_kept_case
 from linear_cases import CASES as LINEAR_CASES
 from linear_cases import count_collectives
 from linear_cases import run_case as run_linear_case
@@ -54,5 +56,6 @@ def run_all(rank):
     with count_collectives():
         return {
             "logits": {name: run_case(name, rank) for name in CASES},
+            "kept": {name: run_kept_case(name, rank) for name in KEPT_CASES},
             "linear": {name: run_linear_case(name, rank) for name in LINEAR_CASES},
         }

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DamagedError, DataError, FormatVersionError
 from slime_core.types import RolloutBatch, RolloutColumns, Sample, Status
-from slime_core.types.arrays import SAMPLE_COLUMNS, Ragged, columns_of, read_npz, samples_of, write_npz
+from slime_core.types.arrays import (
+    KEPT,
+    SAMPLE_COLUMNS,
+    Ragged,
+    columns_of,
+    read_kept,
+    read_npz,
+    samples_of,
+    write_npz,
+)
+from slime_core.types.kept import kept_text
 
 TEXT = st.text(max_size=5)
 PLAIN = st.recursive(
@@ -46,6 +56,7 @@ def samples(draw):
         rollout_log_probs=maybe(per_token(st.floats())),
         teacher_log_probs=maybe(per_token(st.floats(width=32))),
         weight_versions=per_token(st.integers(-1, bound)),
+        kept_tokens=maybe(kept_text(per_token(st.lists(st.integers(0, 2**29), max_size=3)))),
         reward=draw(st.none() | st.integers() | st.floats() | st.dictionaries(TEXT, st.floats(), max_size=2)),
         status=draw(st.sampled_from(Status)),
         remove_sample=draw(st.booleans()),
@@ -80,6 +91,39 @@ def make_sample(**fields):
 def again(sample):
     (found,) = samples_of(columns_of([sample]))
     return found
+
+
+def as_bytes(text):
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+@given(st.lists(st.lists(st.integers(0, 999_999_999), max_size=4), max_size=6))
+def test_kept_tokens_are_read_as_they_were_written(sets):
+    ids, counts = read_kept("sample 7", as_bytes(kept_text(sets)))
+    assert (ids.dtype, counts.dtype) == (np.int32, np.int32)
+    assert ids.tolist() == [one for kept in sets for one in kept]
+    assert counts.tolist() == [len(kept) for kept in sets]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,2;", "may hold token ids, spaces and semicolons only"),
+        ("-1;", "may hold token ids, spaces and semicolons only"),
+        ("1;2147483648;", "has 2147483648, which is no token id"),
+    ],
+)
+def test_other_kept_tokens_are_refused(text, message):
+    with pytest.raises(DataError, match=f"sample 7: kept_tokens {message}"):
+        read_kept("sample 7", as_bytes(text))
+
+
+def test_samples_without_kept_tokens_have_no_column_for_them():
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1)
+    assert KEPT not in columns_of([sample])
+    other = Sample(index=1, group_index=0, prompt="p", tokens=[1, 2], response_length=1, kept_tokens="2 5;")
+    columns = columns_of([sample, other])
+    assert [one.kept_tokens for one in samples_of(columns)] == [None, "2 5;"]
 
 
 def test_the_bits_of_a_nan_survive():
@@ -153,6 +197,7 @@ FULL = make_sample(
     rollout_log_probs=[-1.0, -2.0],
     teacher_log_probs=[-3.0, -4.0],
     weight_versions=[5, 6],
+    kept_tokens="2 5;3;",
     reward=0.5,
     status=Status.TRUNCATED,
     remove_sample=True,
@@ -166,7 +211,7 @@ def test_every_field_is_carried():
     bare = make_sample(index=8, group_index=1, prompt="q", tokens=[4, 5], response_length=1)
     for field in dataclasses.fields(Sample):
         assert getattr(FULL, field.name) != getattr(bare, field.name), f"give {field.name} another value above"
-    assert columns_of([FULL]).keys() == SAMPLE_COLUMNS == {field.name for field in dataclasses.fields(Sample)}
+    assert columns_of([FULL]).keys() == SAMPLE_COLUMNS | {KEPT} == {field.name for field in dataclasses.fields(Sample)}
     assert samples_of(columns_of([FULL, bare])) == [FULL, bare]
     assert Sample.from_dict(FULL.to_dict()) == FULL
 

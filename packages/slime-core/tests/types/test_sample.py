@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from slime_core.errors import DataError
 from slime_core.types import Sample, Status
+from slime_core.types.kept import kept_text
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -30,6 +31,7 @@ def samples(draw):
         loss_mask=draw(st.none() | per_token(st.integers(0, 1))),
         rollout_log_probs=draw(st.none() | per_token(FINITE)),
         weight_versions=draw(per_token(st.integers(-1))),
+        kept_tokens=draw(st.none() | per_token(st.lists(st.integers(0, 200_000), max_size=3)).map(kept_text)),
         reward=draw(st.none() | FINITE | st.dictionaries(st.text(), FINITE)),
         status=draw(st.sampled_from(Status)),
         metadata=draw(st.dictionaries(st.text(), st.integers() | st.text())),
@@ -97,6 +99,36 @@ BASE = {"index": 7, "group_index": 0, "prompt": "p", "tokens": [1, 2, 3], "respo
 def test_validation_names_the_field_and_the_values(fields, message):
     with pytest.raises(DataError, match=message):
         Sample(**(BASE | fields))
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([[1], [2]], "sample 7: kept_tokens must be text such as '5 17;5;', got list"),
+        ("1;", "sample 7: kept_tokens has 1 sets, each to end with ';', for 2 tokens"),
+        ("1;2;3", "sample 7: kept_tokens has 2 sets, each to end with ';', for 2 tokens"),
+    ],
+)
+def test_kept_tokens_are_a_set_for_each_token(kept, message):
+    with pytest.raises(DataError, match=message):
+        Sample(**BASE, kept_tokens=kept)
+
+
+def test_kept_tokens_grow_with_the_response():
+    sample = Sample(index=7, group_index=0, prompt="p", tokens=[1])
+    sample.append_response([4], trained=False)
+    sample.append_response([2, 3], log_probs=[-1.0, -2.0], kept_tokens="2 9;3;")
+    sample.append_response([5], trained=False)
+    assert sample.kept_tokens == ";2 9;3;;"
+    with pytest.raises(DataError, match="trained tokens to append come without kept_tokens, unlike those before"):
+        sample.append_response([6], log_probs=[-1.0])
+    with pytest.raises(DataError, match="kept_tokens has 2 sets"):
+        sample.append_response([6], log_probs=[-1.0], kept_tokens="6;7;")
+    assert sample.kept_tokens == ";2 9;3;;"
+    plain = Sample(index=7, group_index=0, prompt="p", tokens=[1])
+    plain.append_response([2], log_probs=[-1.0])
+    with pytest.raises(DataError, match="trained tokens to append come with kept_tokens, unlike those before"):
+        plain.append_response([6], log_probs=[-1.0], kept_tokens="6;")
 
 
 def test_from_dict_refuses_unknown_and_missing_fields():

@@ -282,6 +282,7 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         context_parallel_size=megatron.context_parallel_size,
         cost=flops_model(recipe.shape).training if megatron.balance_by_flops else token_count,
         drop_untrained=True,
+        needs_kept=settings.rows is None and not settings.rollout.sampling.keeps_all_tokens,
         postprocess=data_postprocess(settings),
     )
 

@@ -14,7 +14,7 @@ from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.errors import Problems
 from slime_launch.idle import idle_flags
-from slime_rollout.config import SFT_ROLLOUT
+from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -118,20 +118,40 @@ def _problems_of_kind(settings: Settings) -> Iterator[str]:
 
 
 def _check_sampling(settings: Settings) -> None:
-    for name, value, everything in (
-        ("--rollout-top-p", settings.rollout.sampling.rollout_top_p, 1.0),
-        ("--rollout-top-k", settings.rollout.sampling.rollout_top_k, -1),
-    ):
-        if value != everything:
-            raise ConfigError(
-                f"{name} {value} samples from fewer tokens than the trainer's log-probs are of, so the policy would be "
-                f"trained on another distribution than its own; leave it out, or give "
-                f"{name.replace('rollout', 'eval')} for evaluation alone"
-            )
+    sampling = settings.rollout.sampling
+    if not sampling.keeps_all_tokens and settings.generates and settings.trains:
+        _check_kept(settings)
     if settings.rollout.selection.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
         raise ConfigError(
             "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
             "engine has not looked at all tokens of its last step; leave one of them out"
+        )
+
+
+def _check_kept(settings: Settings) -> None:
+    """What an engine and a teacher must be able to do for tokens that are sampled from a part of the vocabulary."""
+    top_k, flags = settings.rollout.sampling.rollout_top_k, "--rollout-top-p, --rollout-top-k or --rollout-min-p"
+    most = int(str(settings.engine.sglang_args.get("sampling-mask-max-tokens", MOST_LISTED)))
+    if top_k == 1:
+        raise ConfigError(
+            "--rollout-top-k 1 leaves every token one choice, so there is nothing to learn; give 2 or more, or "
+            "--eval-top-k 1 for evaluation alone"
+        )
+    if max(top_k, MOST_KEPT if top_k == -1 else 0) > most:
+        raise ConfigError(
+            f"{f'--rollout-top-k {top_k}' if top_k != -1 else flags} may keep more tokens than an engine lists, "
+            f"{most:,}; give --sglang-sampling-mask-max-tokens {max(top_k, MOST_LISTED)}"
+            f"{' or a smaller --rollout-top-k' if top_k != -1 else ', or leave it out'}"
+        )
+    if settings.engine.prefill_num_servers is not None:
+        raise ConfigError(
+            f"{flags} with --prefill-num-servers: such requests go to engines without the router, which alone joins "
+            "prefill and decoding; leave one of them out"
+        )
+    if settings.rollout.rewards.opd_type == "sglang":
+        raise ConfigError(
+            f"{flags} with --opd-type sglang: the teacher's log-probs are of the whole vocabulary, and the trainer's "
+            "of the tokens kept; leave them out, or give --opd-type megatron"
         )
 
 

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from slime_core.errors import DataError
 from slime_core.types import TrainSample, TrainShard
+from slime_core.types.train import KEPT_COUNTS, KEPT_IDS
 from slime_megatron.attention import AttentionLayout, Continuation, layout
 
 
@@ -47,6 +48,7 @@ class PackedBatch:
         targets_M: The targets themselves: trained response tokens, sample by sample.
         places_M: Which of the N targets they are; ``None`` where this rank has all of them.
         num_targets: N.
+        kept: What each of the M targets was sampled from; ``None`` where that is the whole vocabulary.
         computed_tokens: T without padding.
         computed_pairs: Pairs of such a token and one that it sees, or itself.
     """
@@ -61,6 +63,15 @@ class PackedBatch:
     num_targets: int
     computed_tokens: int
     computed_pairs: int
+    kept: KeptTokens | None = None
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """Token ids, each target's after those of the one before, and how many each has."""
+
+    ids: torch.Tensor
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ class MicroBatch:
             num_targets=len(rows_N),
             computed_tokens=row.computed,
             computed_pairs=row.pairs,
+            kept=_kept(self.samples, places_M, device),
         )
 
     def _shared_row(self) -> _Row:
@@ -188,6 +200,28 @@ def target_versions(samples: Sequence[TrainSample]) -> torch.Tensor:
         known = versions is not None and len(versions) > 0
         parts.append(np.asarray(versions)[mask] if known else np.full(np.count_nonzero(mask), -1))
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def _kept(
+    samples: Sequence[TrainSample], places_M: NDArray[np.int64], device: torch.device | None
+) -> KeptTokens | None:
+    """The kept tokens of the targets at these places. Raises DataError if some samples have them and others don't."""
+    samples = [sample for sample in samples if sample.loss_mask.any()]
+    counts: list[Any] = [sample.extras.get(KEPT_COUNTS) for sample in samples]
+    missing = [sample.index for sample, one in zip(samples, counts, strict=True) if one is None]
+    if len(missing) == len(samples):
+        return None
+    if missing:
+        raise DataError(f"sample {missing[0]} has no kept tokens, and others of its micro-batch have; give all of them")
+    masks = [_mask(sample) for sample in samples]
+    rows = [
+        sample.extras[KEPT_IDS][np.repeat(mask, one)] for sample, mask, one in zip(samples, masks, counts, strict=True)
+    ]
+    counts_N = np.concatenate([one[mask] for one, mask in zip(counts, masks, strict=True)])
+    here_N = np.zeros(len(counts_N), bool)
+    here_N[places_M] = True
+    ids_K = np.concatenate(rows)[np.repeat(here_N, counts_N)]
+    return KeptTokens(torch.from_numpy(ids_K).to(device), torch.from_numpy(counts_N[here_N]).to(device))
 
 
 WORTH_SHARING = 0.1  # of a micro-batch's tokens

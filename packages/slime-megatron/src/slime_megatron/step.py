@@ -16,7 +16,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from slime_core.config import AlgorithmConfig
-from slime_core.ops import Statistics, linear_log_probs_and_entropy, loss_weights, mis_weight_sums, reducer_weights
+from slime_core.ops import (
+    Statistics,
+    kept_log_probs_and_entropy,
+    linear_log_probs_and_entropy,
+    loss_weights,
+    mis_weight_sums,
+    reducer_weights,
+)
 from slime_core.ops.tokens import needed
 from slime_core.types import TrainStep
 from slime_megatron.losses import DRIFT_WEIGHT, Loss, LossInputs
@@ -45,17 +52,19 @@ class Head:
     def __call__(
         self, chunk: Any, hidden_1TD: torch.Tensor, batch: PackedBatch, *, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs of the targets [N], and entropies [N] if wanted; equal on tensor- and context-parallel ranks."""
+        """Log-probs of the targets [N], and entropies [N] if wanted; equal on tensor- and context-parallel ranks.
+
+        Both are over the tokens kept in sampling, where the samples say which.
+        """
         group = parallel_state.get_tensor_model_parallel_group()
-        log_probs_M, entropy_M = linear_log_probs_and_entropy(
-            hidden_1TD[0].index_select(0, batch.logit_rows_M),
-            output_weight(chunk),
-            batch.targets_M,
-            temperature=self.temperature,
-            group=group if group.size() > 1 else None,
-            vocab_size=self.vocab_size,
-            with_entropy=with_entropy,
-        )
+        hidden_MD, weight = hidden_1TD[0].index_select(0, batch.logit_rows_M), output_weight(chunk)
+        how: dict[str, Any] = {"temperature": self.temperature, "group": group if group.size() > 1 else None}
+        how["with_entropy"] = with_entropy
+        if (kept := batch.kept) is not None:
+            found = kept_log_probs_and_entropy(hidden_MD, weight, batch.targets_M, kept.ids, kept.counts, **how)
+        else:
+            found = linear_log_probs_and_entropy(hidden_MD, weight, batch.targets_M, vocab_size=self.vocab_size, **how)
+        log_probs_M, entropy_M = found
         return _whole(log_probs_M, batch), None if entropy_M is None else _whole(entropy_M, batch)
 
 

@@ -117,6 +117,11 @@ class DataConfig(Config):
             yield f"--apply-chat-template-kwargs sets {', '.join(own)}, which slime itself sets; leave out"
 
 
+MOST_LISTED, MOST_KEPT = 4096, 4000
+"""Tokens that an engine lists at most (SGLang's ``--sampling-mask-max-tokens``), those that tie with the last one
+included; and likeliest tokens that are sampled from where top-p or min-p would keep more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
     """How responses are sampled: by the engine's parameters, and by a custom generate function."""
@@ -131,6 +136,14 @@ class SamplingConfig(Config):
         1.0, help="nucleus sampling: total probability of the tokens kept", above=0, most=1, advice="1 keeps all tokens"
     )
     rollout_top_k: int = flag(-1, help="sample from this many likeliest tokens; -1 for all", unit="tokens")
+    rollout_min_p: float = flag(
+        0.0,
+        help="sample from tokens with at least this part of the likeliest one's probability, in evaluation too; "
+        "engines then take no seeds, which SGLang cannot combine with it",
+        least=0,
+        below=1,
+        advice="0 keeps all tokens",
+    )
     rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens", least=1)
     rollout_max_context_len: int | None = flag(
         None, help="longest prompt and response together; the model's own limit if not given", unit="tokens", least=1
@@ -162,6 +175,11 @@ class SamplingConfig(Config):
     max_turns: int = flag(
         10, help="most turns of the model in an interaction, as args.max_turns too", unit="turns", least=1
     )
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """Whether tokens are sampled from the whole vocabulary."""
+        return (self.rollout_top_p, self.rollout_top_k, self.rollout_min_p) == (1.0, -1, 0.0)
 
     def contradictions(self) -> Iterator[str]:
         """Stop strings and counts that mean nothing."""

@@ -173,6 +173,7 @@ class GenerationService:
                 context_length=spec.context_length,
                 seed=spec.seed,
                 memory_saver=spec.engines_sleep,
+                seeded=not spec.rollout.sampling.rollout_min_p,
             ),
             num_engines=spec.num_engines,
             log_dir=Path(spec.log_dir),

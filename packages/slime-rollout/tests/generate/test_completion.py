@@ -56,6 +56,31 @@ def test_log_probs_of_other_tokens(reply):
         read(reply(tokens=(5, 6)) | {"output_ids": [5, 9]})
 
 
+def with_kept(answer, kept, log_probs):
+    answer["meta_info"] |= {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": log_probs}
+    return Completion.from_json(orjson.dumps(answer), with_kept=True)
+
+
+def test_kept_tokens_and_log_probs_over_them(reply):
+    done = with_kept(reply(tokens=(5, 6)), [[5, 9], [6]], [-0.25, 0.0])
+    assert (done.kept_tokens, done.log_probs) == ("5 9;6;", [-0.25, 0.0])
+    assert done.certain({}).kept_tokens == "5 9;"
+    assert read(reply(tokens=(5, 6))).kept_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("kept", "log_probs", "message"),
+    [
+        (None, None, r"said of 0 of 2 tokens what they were sampled from, .*\(return_sampling_mask of SGLang 0.5.23\)"),
+        ([[5, 9]], [-0.25], "said of 1 of 2 tokens"),
+        ([[5, 9], [7]], [-0.25, 0.0], r"sampled token 6 \(place 1\) from tokens without it: \[7\]"),
+    ],
+)
+def test_an_engine_that_does_not_say_what_it_sampled_from(reply, kept, log_probs, message):
+    with pytest.raises(GenerationError, match=message):
+        with_kept(reply(tokens=(5, 6)), kept, log_probs)
+
+
 def test_logits_that_were_no_numbers(reply):
     """SGLang ends such a response with an end-of-text token in the last one's place, and calls it stopped."""
     with pytest.raises(GenerationError, match=r"logits were not numbers \(NaN\); look at the last weight update"):

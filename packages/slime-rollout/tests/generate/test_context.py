@@ -72,6 +72,33 @@ def test_request():
     }
 
 
+@pytest.mark.parametrize(
+    ("given", "top_k"), [({"top_p": 0.9}, 4000), ({"min_p": 0.1}, 4000), ({"top_k": 40}, 40), ({}, None)]
+)
+def test_what_was_sampled_from_is_asked_for_where_it_is_trained_on(engine, reply, given, top_k):
+    answer = reply(tokens=(5, 6))
+    sets = {"output_token_sampling_mask": [[5, 9], [6]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+    answer["meta_info"] |= sets
+    engine.answer = lambda number, body: answer
+
+    async def run(stream):
+        sample = Sample(index=0, group_index=0, prompt="p", tokens=[1])
+        async with EngineClient(engine.url, concurrency=1, timeout=20) as client:
+            context = GenerationContext(client=client, params=SamplingParams(**given), run_seed=1, stream=stream)
+            await generate_sample(sample, context)
+        return sample
+
+    sample = asyncio.run(run("rollout"))
+    assert sample.kept_tokens == (None if top_k is None else "5 9;6;")
+    assert sample.rollout_log_probs == ([-0.5, -1.5] if top_k is None else [-0.25, 0.0])
+    assert engine.bodies[-1].get("return_sampling_mask", False) is (top_k is not None)
+    assert engine.bodies[-1]["sampling_params"]["top_k"] == (top_k or -1)
+    sample = asyncio.run(run("eval/held"))
+    assert sample.kept_tokens is None
+    assert "return_sampling_mask" not in engine.bodies[-1]
+    assert engine.bodies[-1]["sampling_params"]["top_k"] == given.get("top_k", -1)
+
+
 def test_the_least_length_yields_to_the_longest():
     params = evaluation(eval_min_new_tokens=10)
     assert params.to_request(5)["min_new_tokens"] == 10

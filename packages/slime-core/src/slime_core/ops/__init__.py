@@ -16,6 +16,7 @@ from slime_core.ops.advantages import (
     whiten,
 )
 from slime_core.ops.diagnostics import Statistics, drift_statistics, policy_statistics, weight_statistics
+from slime_core.ops.kept_log_probs import kept_log_probs_and_entropy
 from slime_core.ops.linear_log_probs import linear_log_probs_and_entropy
 from slime_core.ops.log_probs import log_probs_and_entropy
 from slime_core.ops.losses import (
@@ -81,6 +82,7 @@ __all__ = [
     "gspo_loss",
     "gspo_token_loss",
     "icepop_weights",
+    "kept_log_probs_and_entropy",
     "kl_penalty",
     "linear_log_probs_and_entropy",
     "log_probs_and_entropy",

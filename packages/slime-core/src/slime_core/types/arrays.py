@@ -16,6 +16,7 @@ number of samples, R the response tokens of one. Any name besides these is an ex
 ``response``, ``label``, ``session_id``           row uint8  UTF-8
 ``prompt``, ``reward``, ``metadata``,             row uint8  JSON
 ``train_metadata``
+``kept_tokens``                                   row uint8  text, or no row; no column if no sample has one
 ================================================  =========  ============================================
 
 Numbers that these types would change are stored as int64 or float64, so that every value comes back to the last bit.
@@ -48,7 +49,10 @@ from slime_core.types.sample import Sample, Status
 FORMAT_VERSION = 1
 STATUSES = tuple(Status)
 
+KEPT = "kept_tokens"
 _LENGTHS = ".lengths"
+_END, _SPACE, _ZERO, _NINE = b"; 09"
+_MOST_DIGITS = 9
 _INTEGERS = ("tokens", "weight_versions")
 _NUMBERS = ("rollout_log_probs", "teacher_log_probs")
 _TEXTS = ("response", "label", "session_id")
@@ -56,7 +60,7 @@ _JSON = ("prompt", "reward", "metadata", "train_metadata")
 _PER_SAMPLE = ("index", "group_index", "trajectory_id", "response_length", "status", "remove_sample")
 _ROWS = (*_INTEGERS, *_NUMBERS, *_TEXTS, *_JSON, "loss_mask")
 SAMPLE_COLUMNS = frozenset((*_PER_SAMPLE, *_ROWS))
-"""The columns that a :class:`Sample` has fields for; all others are extras."""
+"""The columns that every :class:`Sample` has; all others but ``kept_tokens`` are extras."""
 
 # All that numpy, zipfile and json raise on bytes that were altered somewhere.
 _DAMAGE = (
@@ -113,7 +117,7 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
 def samples_of(columns: Columns) -> list[Sample]:
     """The reverse of :func:`columns_of`, without extras."""
     fields: dict[str, list[Any]] = {name: _plain(columns[name]) for name in SAMPLE_COLUMNS - {*_TEXTS, *_JSON}}
-    for name in _TEXTS:
+    for name in (*_TEXTS, *([KEPT] if KEPT in columns else [])):
         fields[name] = [None if row is None else _text(row) for row in ragged(columns, name).rows]
     for name in _JSON:
         fields[name] = json_rows(columns, name)
@@ -144,6 +148,26 @@ def ragged(columns: Columns, name: str) -> Ragged:
     if not isinstance(column, Ragged):
         raise DamagedError(f"the column {name} has no lengths; get the samples again")
     return column
+
+
+def read_kept(where: str, text: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The ids of all sets, one set after the other, and how many each has, from the text's bytes.
+
+    Raises:
+        DataError: Something else than digits, spaces and semicolons is in it, or a number is no token id.
+    """
+    is_digit = (text >= _ZERO) & (text <= _NINE)
+    is_end = text == _END
+    if not (is_digit | is_end | (text == _SPACE)).all():
+        raise DataError(f"{where}: kept_tokens may hold token ids, spaces and semicolons only")
+    begins = is_digit & ~np.concatenate([[False], is_digit[:-1]])
+    ends = np.flatnonzero(is_end)
+    before = np.searchsorted(np.flatnonzero(begins), ends)  # ids that begin before each set's end
+    words = text.tobytes().replace(b";", b" ").split()
+    if words and max(map(len, words)) > _MOST_DIGITS:
+        raise DataError(f"{where}: kept_tokens has {max(words, key=len).decode()}, which is no token id")
+    ids = np.array(words, np.bytes_).astype(np.int32) if words else np.zeros(0, np.int32)
+    return ids, np.diff(before, prepend=0).astype(np.int32)
 
 
 def write_npz(path: str | Path, head: dict[str, Any], columns: Columns) -> None:
@@ -211,7 +235,8 @@ def _columns_of(samples: Sequence[Sample]) -> Columns:
     columns["loss_mask"] = _masks([sample.loss_mask for sample in samples])
     for name in _NUMBERS:
         columns[name] = _numbers([getattr(sample, name) for sample in samples])
-    for name in (*_TEXTS, *_JSON):
+    kept = [KEPT] if any(sample.kept_tokens is not None for sample in samples) else []
+    for name in (*_TEXTS, *_JSON, *kept):
         columns[name] = _texts(samples, name)
     return columns
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_core.errors import DataError
 from slime_core.types import checks
+from slime_core.types.kept import check_kept, nothing_kept
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
@@ -45,6 +46,8 @@ class Sample:
         rollout_log_probs: R log-probs (nats) under the engine's weights; ``None`` if the engine gave none.
         teacher_log_probs: R log-probs (nats) of a teacher, for on-policy distillation; ``None`` without one.
         weight_versions: R numbers: the weight version that sampled each token, -1 for a token no engine sampled.
+        kept_tokens: R sets of token ids as text (:mod:`slime_core.types.kept`): what each token was sampled from under
+            top-p, top-k or min-p, for the trainer to normalize over; ``None`` where that is the whole vocabulary.
         reward: A number, or several by name; ``None`` before scoring.
         status: Where the sample stands.
         remove_sample: Train on none of its tokens. Its reward still counts in its group's mean.
@@ -65,6 +68,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     teacher_log_probs: list[float] | None = None
     weight_versions: list[int] = dataclasses.field(default_factory=list)
+    kept_tokens: str | None = None
     reward: float | dict[str, float] | None = None
     status: Status = Status.PENDING
     remove_sample: bool = False
@@ -116,11 +120,13 @@ class Sample:
         trained: bool = True,
         log_probs: Sequence[float] | None = None,
         weight_version: int | list[int] = -1,
+        kept_tokens: str | None = None,
     ) -> None:
         """Add tokens to the response: a turn of the model, or an observation that the model is not trained on.
 
-        Mask, log-probs and weight versions grow with it. Tokens that the engine gave no log-probs for get 0.0, which
-        only untrained ones may: of the trained tokens, all have log-probs or none has.
+        Mask, log-probs, weight versions and kept tokens grow with it. Tokens that the engine gave no log-probs for get
+        0.0, and those without a set of kept tokens an empty one, which only untrained ones may: of the trained tokens,
+        all have log-probs or none has, and all have such a set or none has.
 
         Args:
             tokens: n token ids.
@@ -128,10 +134,11 @@ class Sample:
             trained: Whether the loss counts them.
             log_probs: n log-probs (nats) from the engine.
             weight_version: The version that sampled them, or n versions; -1 if no engine did.
+            kept_tokens: n sets, as in the field of that name.
 
         Raises:
-            DataError: The lengths or types are wrong, or of the trained tokens some have log-probs and some don't. The
-                sample is then as it was.
+            DataError: The lengths or types are wrong, or of the trained tokens some have log-probs, or kept tokens, and
+                some don't. The sample is then as it was.
         """
         where, count, length = f"sample {self.index}", len(tokens), self.response_length
         if log_probs is not None and len(log_probs) != count:
@@ -141,9 +148,15 @@ class Sample:
         new_tokens = checks.integers(where, "tokens", list(tokens), least=0)
         new_log_probs = None if log_probs is None else checks.numbers(where, "log_probs", list(log_probs))
         versions = _versions(where, weight_version, count)
+        if kept_tokens is not None:
+            check_kept(where, kept_tokens, count)
         if count:
             had, mask = (self.rollout_log_probs if length else None), self.loss_mask or [1] * length
-            self._check_append(where, count, trained=trained, given=new_log_probs is not None, mask=mask)
+            had_kept = self.kept_tokens if length else None
+            self._check_append(where, count, trained=trained, mask=mask, log_probs=(had, new_log_probs))
+            self._check_append(where, count, trained=trained, mask=mask, kept_tokens=(had_kept, kept_tokens))
+            if kept_tokens is not None or had_kept is not None:
+                self.kept_tokens = (had_kept or nothing_kept(length)) + (kept_tokens or nothing_kept(count))
             missing = new_log_probs is None and had is None
             self.rollout_log_probs = None if missing else [*(had or [0.0] * length), *(new_log_probs or [0.0] * count)]
             if self.loss_mask is not None or not trained:
@@ -154,16 +167,17 @@ class Sample:
         self.response += text
         self.response_length += count
 
-    def _check_append(self, where: str, count: int, *, trained: bool, given: bool, mask: list[int]) -> None:
+    def _check_append(self, where: str, count: int, *, trained: bool, mask: list[int], **columns: Any) -> None:
+        """``columns`` are what the tokens before had, and what is given, by name."""
         if self.teacher_log_probs is not None:
             raise DataError(f"{where}: teacher_log_probs are there already; append first, then ask the teacher")
-        had = self.rollout_log_probs is not None and self.response_length > 0
-        if (any(mask) if given else trained) and given != had:
-            raise DataError(
-                f"{where}: the {count} {'trained' if trained else 'untrained'} tokens to append come "
-                f"{'with' if given else 'without'} log_probs, unlike those before; "
-                "give them for all trained tokens or for none"
-            )
+        for name, (before, given) in columns.items():
+            if (any(mask) if given is not None else trained and mask) and (given is None) != (before is None):
+                raise DataError(
+                    f"{where}: the {count} {'trained' if trained else 'untrained'} tokens to append come "
+                    f"{'without' if given is None else 'with'} {name}, unlike those before; "
+                    "give them for all trained tokens or for none"
+                )
 
     def validate(self, *, lists: bool = True) -> None:
         """Check every field, and make plain numbers and lists of those that other libraries gave.
@@ -223,6 +237,8 @@ class Sample:
             # No weight versions at all is what a sample has that no engine made.
             if values is not None and len(values) != length and (values or name != "weight_versions"):
                 raise DataError(f"{where}: {name} has {len(values)} entries, response_length is {length}")
+        if self.kept_tokens is not None:
+            check_kept(where, self.kept_tokens, length)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, the status as text, unchecked. Lists and dictionaries are not copied."""

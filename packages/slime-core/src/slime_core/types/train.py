@@ -171,6 +171,10 @@ SHOWN = "shown"
 """Name of the extra that marks the samples in the run's report: what is computed for these is kept."""
 
 
+KEPT_IDS, KEPT_COUNTS = "kept_ids", "kept_counts"
+"""Names of the extras that say what tokens were sampled from: ids, int32, and how many of them each token has [R]."""
+
+
 class Span(NamedTuple):
     """A stretch of time in which somebody did something.
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from slime_core.types import Group, Sample, Status
+from slime_core.types.kept import is_kept
 
 PlainGroup = list[dict[str, Any]]
 
@@ -135,6 +136,7 @@ def _sample(checked: _Checked) -> Sample:
     sample.rollout_log_probs = checked.rollout_log_probs
     sample.teacher_log_probs = checked.teacher_log_probs
     sample.weight_versions = checked.weight_versions
+    sample.kept_tokens = checked.kept_tokens
     sample.reward = checked.reward
     sample.status = checked.status
     sample.remove_sample = checked.remove_sample
@@ -152,4 +154,5 @@ def _has_lengths(sample: Sample) -> bool:
         and (sample.loss_mask is None or len(sample.loss_mask) == length)
         and (sample.rollout_log_probs is None or len(sample.rollout_log_probs) == length)
         and (sample.teacher_log_probs is None or len(sample.teacher_log_probs) == length)
+        and (sample.kept_tokens is None or is_kept(sample.kept_tokens, length))
     )

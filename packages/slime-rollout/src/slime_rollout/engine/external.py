@@ -96,8 +96,10 @@ def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights
             problems.append(
                 f"runs with --{name} {size}: weights reach engines with tensor parallelism on one node only"
             )
-        if not engine.deterministic:
+        if wanted.seeded and not engine.deterministic:
             problems.append("samples independently of the seeds: start it with --enable-deterministic-inference")
+        if engine.deterministic and not wanted.seeded:
+            problems.append("ends at --rollout-min-p: start it without --enable-deterministic-inference")
         if not engine.generates:
             problems.append("does not generate by itself: it is a prefill, decode, encoder or embedding engine")
         if not weights_follow and engine.weight_version == INCOMPLETE:

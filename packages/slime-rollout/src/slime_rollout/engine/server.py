@@ -64,6 +64,7 @@ class EngineSpec:
         nodes: Number of nodes that it runs on, each with as many of its GPUs; it is reached on the first of them.
         node_rank: Which of these nodes this process is for.
         meeting_point: ``HOST:PORT`` on the first node, where the processes of several nodes meet.
+        seeded: Whether requests have seeds that count; SGLang ends at the first one with both a seed and min-p.
     """
 
     model_path: str
@@ -83,6 +84,7 @@ class EngineSpec:
     nodes: int = 1
     node_rank: int = 0
     meeting_point: str | None = None
+    seeded: bool = True
 
     @property
     def url(self) -> str:
@@ -127,7 +129,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     }
     if spec.context_length is not None:
         flags["context-length"] = str(spec.context_length)
-    flags["enable-deterministic-inference"] = True  # `sampling_seed` counts only with this
+    flags["enable-deterministic-inference"] = spec.seeded  # `sampling_seed` counts only with this
     # For CUDA written from SGLang's documentation; not run there.
     flags |= (
         _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else {"base-gpu-id": str(spec.base_gpu_id)}

@@ -9,6 +9,8 @@ import itertools
 import logging
 import urllib.parse
 import uuid
+import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -39,6 +41,10 @@ class EngineClient:
     A request that may succeed later is retried (see :class:`~slime_rollout.http.Retries`), also after an answer with
     weights of a failed update. Each attempt has an id of its own, and the engines abort the previous one, which may
     still run.
+
+    sglang-router passes on the fields of a request that it knows, and ``return_sampling_mask`` is none of them:
+    requests that need it go straight to one of the router's engines, that with the fewest of them, and those of a
+    session to the same one.
 
     A request whose task is cancelled or whose deadline passes is aborted at the engines in the background. Leaving the
     client waits for that, five seconds at most, and stops what is in flight.
@@ -76,6 +82,7 @@ class EngineClient:
         self._prefix = f"{uuid.uuid4().hex}-"
         self._numbers = itertools.count()
         self._in_flight: dict[str, _Request] = {}
+        self._straight: Counter[str] = Counter()  # requests in flight that did not go through the router
         self._control: EngineControl | None = None
 
     @property
@@ -106,6 +113,7 @@ class EngineClient:
         *,
         rid: str | None = None,
         session_id: str | None = None,
+        with_kept: bool = False,
     ) -> Completion:
         """Sample one continuation.
 
@@ -115,6 +123,7 @@ class EngineClient:
             rid: Name of the request for :meth:`abort`, by default a new one. It must not be the beginning of another's:
                 an engine aborts all requests that begin with it.
             session_id: Requests of one session go to the same engine, if the router's policy supports that.
+            with_kept: Have the engine say which tokens top-p, top-k or min-p left each token to be sampled from.
 
         Returns:
             What was sampled; of an aborted request :meth:`Completion.certain` of the tokens so far.
@@ -125,16 +134,21 @@ class EngineClient:
         """
         control, request = self._opened(), self._enter(rid)
         body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
+        if with_kept:
+            body["return_sampling_mask"] = True
         headers, done = _headers(session_id), Completion.nothing()
         try:
             async with request.scope, self._place(request):
                 while not request.stopped:
                     content = self._next_attempt(request, body)
                     try:
-                        reply = await exchange(
-                            control.session, "POST", self._where, content, headers=headers, strict=True
-                        )
-                        done = Completion.from_json(reply)
+                        session = session_id if request.attempts == 1 else None  # whose engine may be the problem
+                        straight = self._straight_to_engine(control, session)
+                        async with straight if with_kept else contextlib.nullcontext(self._where) as where:
+                            reply = await exchange(
+                                control.session, "POST", where, content, headers=headers, strict=True
+                            )
+                        done = Completion.from_json(reply, with_kept=with_kept)
                         break
                     except FailedUpdateError as failed:
                         error = HttpError("POST", self._where, None, str(failed), taken=False)
@@ -194,6 +208,21 @@ class EngineClient:
             )
         self._in_flight[request.rid] = request
         return request
+
+    @contextlib.asynccontextmanager
+    async def _straight_to_engine(self, control: EngineControl, session_id: str | None) -> AsyncIterator[str]:
+        """The address of an engine: that of the session, or one with the fewest requests of this kind."""
+        urls = sorted(await control.engine_urls())
+        if not urls:
+            raise HttpError("POST", self._where, None, "the router lists no engine", taken=False)
+        url = min(urls, key=lambda one: self._straight[one])
+        if session_id is not None:
+            url = urls[zlib.crc32(session_id.encode()) % len(urls)]
+        self._straight[url] += 1
+        try:
+            yield f"{url}/generate"
+        finally:
+            self._straight[url] -= 1
 
     @contextlib.asynccontextmanager
     async def _place(self, request: _Request) -> AsyncIterator[None]:

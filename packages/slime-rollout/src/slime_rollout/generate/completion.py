@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from slime_core.types import Status
+from slime_core.types.kept import kept_text
 from slime_rollout.errors import GenerationError
 from slime_rollout.http import INCOMPLETE, excerpt
 
@@ -44,6 +45,8 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     weight_version: str
     output_token_logprobs: list[tuple[_LogProb, int, Any]] | None = None
+    output_token_sampling_mask: list[list[_Token]] | None = None
+    output_token_sampling_logprobs: list[_LogProb] | None = None
     weight_versions: list[_Span] | None = None
 
 
@@ -69,8 +72,10 @@ class Completion:
     Attributes:
         text: The tokens as text, without special tokens and stop strings; empty if the request was aborted.
         tokens: R token ids, the one that ended the response included.
-        log_probs: R log-probs (nats) of these tokens.
+        log_probs: R log-probs (nats) of these tokens; where ``kept`` is known, over the tokens kept.
         weight_versions: R numbers: the weight version that sampled each token; 0 for the weights at start.
+        kept: R sets of token ids: those that top-p, top-k or min-p left each token to be sampled from; ``None`` if that
+            was not asked for.
         status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
     """
@@ -81,10 +86,16 @@ class Completion:
     weight_versions: list[int]
     status: Status
     reason: str
+    kept: list[list[int]] | None = None
+
+    @property
+    def kept_tokens(self) -> str | None:
+        """The sets as `Sample.kept_tokens` has them."""
+        return None if self.kept is None else kept_text(self.kept)
 
     @classmethod
-    def from_json(cls, content: bytes) -> Completion:
-        """Read the body of a reply: JSON to checked fields in one pass.
+    def from_json(cls, content: bytes, *, with_kept: bool = False) -> Completion:
+        """Read the body of a reply: JSON to checked fields in one pass; ``with_kept`` wants the tokens kept, too.
 
         Raises `GenerationError` if it is invalid, and `FailedUpdateError` if the weights are those of an update that
         failed.
@@ -104,8 +115,9 @@ class Completion:
         return cls(
             text=reply.text,
             tokens=tokens,
-            log_probs=_log_probs(tokens, meta),
+            log_probs=_kept_log_probs(tokens, meta) if with_kept else _log_probs(tokens, meta),
             weight_versions=versions,
+            kept=meta.output_token_sampling_mask or [] if with_kept else None,
             status=_STATUS[meta.finish_reason.type],
             reason=meta.finish_reason.message or meta.finish_reason.type,
         )
@@ -129,6 +141,7 @@ class Completion:
             tokens=self.tokens[:kept],
             log_probs=self.log_probs[:kept],
             weight_versions=self.weight_versions[:kept],
+            kept=None if self.kept is None else self.kept[:kept],
         )
 
     @classmethod
@@ -157,6 +170,22 @@ def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
             f"an engine gave the log-prob of token {entries[place][1]} for token {tokens[place]} (place {place})"
         )
     return own
+
+
+def _kept_log_probs(tokens: list[int], meta: _Meta) -> list[float]:
+    """The log-prob of each token over the tokens kept, of which it is one."""
+    _log_probs(tokens, meta)
+    kept, log_probs = meta.output_token_sampling_mask or [], meta.output_token_sampling_logprobs or []
+    if not len(kept) == len(log_probs) == len(tokens):
+        raise GenerationError(
+            f"an engine said of {len(kept)} of {len(tokens)} tokens what they were sampled from, which training under "
+            "--rollout-top-p, --rollout-top-k or --rollout-min-p needs (return_sampling_mask of SGLang 0.5.23); take "
+            "such an engine, or leave these flags out"
+        )
+    for place, (ids, token) in enumerate(zip(kept, tokens, strict=True)):
+        if token not in ids:
+            raise GenerationError(f"an engine sampled token {token} (place {place}) from tokens without it: {ids[:8]}")
+    return log_probs
 
 
 def _not_a_number() -> GenerationError:

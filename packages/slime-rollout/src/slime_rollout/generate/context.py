@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
-from slime_rollout.config import RolloutConfig
+from slime_rollout.config import MOST_KEPT, RolloutConfig
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate.client import EngineClient
 from slime_rollout.generate.completion import Completion
@@ -21,7 +22,6 @@ ROLLOUT_STREAM = "rollout"
 
 # Settings of SGLang that take probability from a token or add some, at the values where they do not.
 _PLAIN = {
-    "min_p": 0.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -29,10 +29,15 @@ _PLAIN = {
 }
 
 DISTRIBUTION = frozenset(_PLAIN) - {"ignore_eos"} | {
-    *("temperature", "top_p", "top_k", "min_new_tokens", "logit_bias", "custom_params"),
+    *("temperature", "top_p", "top_k", "min_p", "min_new_tokens", "logit_bias", "custom_params"),
     *("json_schema", "regex", "ebnf", "structural_tag"),
 }
 """SGLang's settings that change which distribution a token is drawn from."""
+
+
+def keeps_all(sampling_params: Mapping[str, Any]) -> bool:
+    """Whether these settings of SGLang's sample from the whole vocabulary."""
+    return (sampling_params["top_p"], sampling_params["top_k"], sampling_params["min_p"]) == (1.0, -1, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,7 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_p: Nucleus of probability kept.
         top_k: Likeliest tokens kept, -1 for all.
+        min_p: Tokens kept have at least this part of the likeliest one's probability.
         max_new_tokens: Longest response, in tokens.
         max_context: Longest prompt and response together, in tokens; ``None`` leaves it to the engine.
         stop: Strings that end a response; the text then ends before the string, the tokens after it.
@@ -53,6 +59,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     max_new_tokens: int = 1024
     max_context: int | None = None
     stop: tuple[str, ...] = ()
@@ -66,6 +73,7 @@ class SamplingParams:
             temperature=config.sampling.rollout_temperature,
             top_p=config.sampling.rollout_top_p,
             top_k=config.sampling.rollout_top_k,
+            min_p=config.sampling.rollout_min_p,
             max_new_tokens=config.sampling.rollout_max_response_len,
             max_context=config.sampling.rollout_max_context_len,
             stop=config.sampling.rollout_stop,
@@ -79,6 +87,7 @@ class SamplingParams:
             temperature=held_out.temperature,
             top_p=held_out.top_p,
             top_k=held_out.top_k,
+            min_p=held_out.config.sampling.rollout_min_p,
             max_new_tokens=held_out.max_response_len,
             max_context=held_out.max_context_len,
             stop=held_out.stop,
@@ -106,6 +115,7 @@ class SamplingParams:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
             "max_new_tokens": longest,
             "min_new_tokens": min(self.min_new_tokens, longest),
             "stop": list(self.stop),
@@ -147,6 +157,20 @@ class GenerationContext:
         """Whether the samples are only scored, and not trained on."""
         return self.stream != ROLLOUT_STREAM
 
+    async def complete(
+        self, sample: Sample, turn: int = 0, *, room: int, changes: Mapping[str, Any] = MappingProxyType({})
+    ) -> Completion:
+        """What an engine adds to a sample's tokens, at most ``room`` tokens, with changed settings of SGLang's.
+
+        If these keep a part of the vocabulary only, and the sample is to be trained on, it says which for each token.
+        Raises what :meth:`EngineClient.generate` raises.
+        """
+        request = self.params.to_request(self.seed(sample, turn), max_new_tokens=room) | dict(changes)
+        with_kept = not self.evaluation and not keeps_all(request)
+        if with_kept and request["top_k"] == -1:
+            request["top_k"] = MOST_KEPT
+        return await self.client.generate(sample.tokens, request, session_id=sample.session_id, with_kept=with_kept)
+
     def seed(self, sample: Sample, turn: int = 0) -> int:
         """Seed of a sample's request; the engine combines it with each token's place in the sequence.
 
@@ -182,8 +206,7 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
     if not room:
         sample.status = Status.TRUNCATED
         return [sample]
-    request = context.params.to_request(context.seed(sample), max_new_tokens=room)
-    done = await context.client.generate(sample.tokens, request, session_id=sample.session_id)
+    done = await context.complete(sample, room=room)
     _extend(sample, done, context.tokenizer)
     return [sample]
 
@@ -193,7 +216,7 @@ def clear_response(sample: Sample) -> None:
     sample.tokens = sample.prompt_tokens
     sample.response, sample.response_length = "", 0
     sample.loss_mask = sample.rollout_log_probs = sample.teacher_log_probs = None
-    sample.weight_versions = []
+    sample.weight_versions, sample.kept_tokens = [], None
     sample.reward, sample.status = None, Status.PENDING
 
 
@@ -206,7 +229,12 @@ def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
     else:
         text = sample.response + done.text
     if done.tokens:
-        sample.append_response(done.tokens, log_probs=done.log_probs, weight_version=done.weight_versions)
+        sample.append_response(
+            done.tokens,
+            log_probs=done.log_probs,
+            weight_version=done.weight_versions,
+            kept_tokens=done.kept_tokens,
+        )
     elif not sample.response_length:
         sample.rollout_log_probs = []
     sample.response = text

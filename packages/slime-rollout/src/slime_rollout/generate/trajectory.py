@@ -132,11 +132,14 @@ class Trajectory:
         if self._context.stop.is_set():
             sample.status = Status.ABORTED
         elif room > 0:
-            request = self._context.params.to_request(self._context.seed(sample, turn), max_new_tokens=room) | changes
-            done = await self._context.client.generate(sample.tokens, request, session_id=sample.session_id)
-            self.last = done
+            self.last = done = await self._context.complete(sample, turn, room=room, changes=changes)
             if done.tokens:
-                sample.append_response(done.tokens, log_probs=done.log_probs, weight_version=done.weight_versions)
+                sample.append_response(
+                    done.tokens,
+                    log_probs=done.log_probs,
+                    weight_version=done.weight_versions,
+                    kept_tokens=done.kept_tokens,
+                )
             elif sample.rollout_log_probs is None:
                 sample.rollout_log_probs = [0.0] * sample.response_length
             sample.status = done.status
