@@ -7,17 +7,18 @@ import random
 from typing import Any
 
 from slime_core.types import Sample
-from slime_rollout.generate import generate_single
+from slime_rollout.generate import Trajectory
 
 MEDIAN, SIGMA = 20, 1.0
 """Of the lengths in tokens, and the spread of their logarithms."""
 
 
 async def custom_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The turn goes on to its length, whatever the model writes."""
+    """The turn goes on to its length, whatever the model writes; one that was cut off to what is left of it."""
     drawn = MEDIAN * math.exp(random.Random(sample.index).gauss(0.0, SIGMA))
     length = min(max(1, round(drawn)), args.rollout_max_response_len)
-    await generate_single(sample.prompt, max_new_tokens=length, ignore_eos=True)
+    trajectory = Trajectory.start(sample)
+    await trajectory.generate(max_new_tokens=max(1, length - sample.response_length), ignore_eos=True)
     return sample
 
 

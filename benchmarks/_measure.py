@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-Side = Callable[[], None]
+Side = Callable[[], object]
 
 
 def rounds_of(sides: Mapping[str, Side], clear: Callable[[], None], rounds: int) -> dict[str, dict[str, float]]:

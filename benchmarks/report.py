@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from _records import Record
 
 STEPS, QUICK_STEPS, FACTOR = 1000, 100, 10
@@ -97,7 +97,7 @@ def served(directory: Path, steps: int, *, quick: bool) -> float:
                 if error.code != 304:
                     raise
             time.sleep(POLL_SECONDS)
-        share = (sum(watched.cpu_times()[:2]) - before) / (time.perf_counter() - began)
+        share: float = (sum(watched.cpu_times()[:2]) - before) / (time.perf_counter() - began)
         print(f"--serve: {changes} times new data", flush=True)
         return share
     finally:

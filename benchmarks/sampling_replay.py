@@ -9,6 +9,7 @@ sample's text (`Sample.kept_tokens`) and of the arrays that reach the trainer, p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import socket
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
             Record(name, "arrays", arrays / tokens, "bytes/token", more_is_better=False),
         ]
         shards[name] = shard_of(replayed)
-    sides: dict[str, Side] = {name: lambda shard=shard: worker.train(shard) for name, shard in shards.items()}
+    sides: dict[str, Side] = {name: functools.partial(worker.train, shard) for name, shard in shards.items()}
     for warm_up in sides.values():
         warm_up()
     figures = rounds_of(sides, lambda: None, 2 if quick else 6)

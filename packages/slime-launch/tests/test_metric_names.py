@@ -46,7 +46,8 @@ AS_EVALUATED = ("loss", "accuracy", "chosen_reward", "rejected_reward", "reward_
 PASSES = ("actor", "reference", "teacher", "critic")
 GENERATE = """
 async def generate(args, sample, sampling_params):
-    sample.append_response([7], text="2", log_probs=[-1.0], weight_version=2)
+    kept = None if args.rollout_top_p == 1 else "7 8;"
+    sample.append_response([7], text="2", log_probs=[-1.0], weight_version=2, kept_tokens=kept)
     sample.status = "completed"
     return sample
 
@@ -201,7 +202,7 @@ def generating(model, tmp_path, **changes):
 
 def rollouts(model, tmp_path):
     """Rollouts of prompts, in every way of choosing; then one of rows."""
-    with generating(model, tmp_path) as manager:
+    with generating(model, tmp_path, rollout_top_p=0.9) as manager:
         yield manager.generate(2)
     nonzero = "slime_rollout.filters.check_reward_nonzero_std"
     with generating(model, tmp_path, over_sampling_batch_size=4, dynamic_sampling_filter_path=nonzero) as manager:

@@ -129,6 +129,27 @@ def test_an_engines_log_shows_its_speed(run):
     assert (few, many, fast / slow) == pytest.approx((2, 8, 3))
 
 
+def test_a_log_that_misses_the_busy_part_does_not_set_the_speed(run):
+    """Of 32 responses at a time it has lines of few, which are left at the end."""
+    runs = [run(name="small", prompts=2), run(name="large", prompts=16)]
+    (runs[1] / "logs").mkdir()
+    line = "Decode batch, #running-req: {}, #token: 9, gen throughput (token/s): {}, #queue-req: 0\n"
+    (runs[1] / "logs" / "engine_0.log").write_text((line.format(2, 30.0) + line.format(5, 50.0)) * 4)
+    for running, speed in profile_of_runs(runs).engine.decode:
+        assert speed == pytest.approx(running / (EACH + SHARED * running), rel=1e-3)
+    (runs[1] / "logs" / "engine_0.log").write_text((line.format(2, 30.0) + line.format(24, 90.0)) * 4)
+    assert [running for running, _ in profile_of_runs(runs).engine.decode] == [2, 24]
+
+
+def test_lengths_of_a_function_that_cuts_each_response_are_not_all_the_longest(run):
+    changed = {"rollout/truncated_ratio": 1.0, "rollout/response_len/max": 40.0, "rollout/response_len/mean": 14.0}
+    directory = run()
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(row | changed if row["kind"] == "rollout" else row) + "\n" for row in rows)
+    (directory / "metrics.jsonl").write_text(text)
+    assert profile_of_run(directory).mean_length() == pytest.approx(14, rel=0.02)
+
+
 def test_hand_overs_are_taken_out_of_the_phases(run):
     directory = run()
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

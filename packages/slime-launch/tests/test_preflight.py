@@ -137,7 +137,7 @@ def test_recorded_rollouts_of_a_loss_on_pairs_are_pairs(flags, to_words, tmp_pat
 def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{}\n")
-    flags |= {"--prompt-data": str(broken), "--rollout-top-p": "0.9", "--eval-interval": "2"}
+    flags |= {"--prompt-data": str(broken), "--rollout-top-k": "1", "--eval-interval": "2"}
     flags |= {"--load": str(tmp_path / "none"), "--custom-rm-path": "nowhere.to_be_found", "--sglang-router-port": "1"}
     flags |= {"--min-lr": "1", "--use-unbiased-kl": None}
     with pytest.raises(PreflightError) as caught:
@@ -145,7 +145,7 @@ def test_all_problems_of_a_command_are_reported_together(flags, to_words, tmp_pa
     lines = str(caught.value).splitlines()
     contradictions = ("--min-lr", "--use-unbiased-kl")
     files = ("broken.jsonl", "nowhere", str(tmp_path / "none"))
-    for problem in (*contradictions, "--rollout-top-p 0.9", "--eval-interval 2", *files):
+    for problem in (*contradictions, "--rollout-top-k 1", "--eval-interval 2", *files):
         assert sum(problem in line for line in lines) == 1, (problem, lines)
 
 

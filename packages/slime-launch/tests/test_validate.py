@@ -113,10 +113,6 @@ NARROW = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
     [
         ({"rollout_top_k": 1}, "--rollout-top-k 1 leaves every token one choice.* or --eval-top-k 1 for evaluation"),
         ({"rollout_top_k": 5000}, "--rollout-top-k 5000 may keep more tokens than an engine lists, 4,096; give "),
-        (
-            {"rollout_top_p": 0.9, "sglang_sampling_mask_max_tokens": 2000},
-            f"{NARROW} may keep more .* 2,000; give --sglang-sampling-mask-max-tokens 4096, or leave it out",
-        ),
         ({"rollout_min_p": 0.05, "prefill_num_servers": 1, "rollout_num_gpus": 2}, f"{NARROW} with --prefill-num"),
         (
             {"rollout_top_p": 0.9, "use_opd": None, "opd_type": "sglang", "rm_url": "http://127.0.0.1:1"},
@@ -131,8 +127,18 @@ def test_what_training_over_kept_tokens_cannot_have(flags, message):
 
 def test_training_over_kept_tokens():
     check_settings(settings(rollout_top_p=0.9, rollout_top_k=40, rollout_min_p=0.05))
-    check_settings(settings(rollout_top_k=5000, sglang_sampling_mask_max_tokens=5000))
     check_settings(settings(eval_top_k=1, eval_top_p=0.9))
+
+
+def test_what_an_engine_lists_at_most():
+    def listing(most, **flags):
+        given = settings(**flags)
+        engine = dataclasses.replace(given.engine, sglang_args={"sampling-mask-max-tokens": most})
+        return dataclasses.replace(given, engine=engine)
+
+    check_settings(listing("5000", rollout_top_k=5000))
+    with pytest.raises(ConfigError, match=f"{NARROW} may keep more .* 2,000; give --sglang.* 4096, or leave it out"):
+        check_settings(listing("2000", rollout_top_p=0.9))
 
 
 def test_a_group_of_one_learns_nothing_and_is_refused():

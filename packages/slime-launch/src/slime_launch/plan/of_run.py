@@ -219,8 +219,8 @@ def _of_flow(runs: Sequence[_Run], notes: list[str]) -> Points:
         "taken to be no faster. Give a run without --async-buffer-size"
     )
     run = next(run for run in runs if run.overlaps)
-    setup = run.setup
-    return ((max(1.0, _in_flight(run)), max(1e-9, run.mean("rollout/response_tokens") / _interval(run) / setup.engines)),)
+    speed = run.mean("rollout/response_tokens") / _interval(run) / run.setup.engines
+    return ((max(1.0, _in_flight(run)), max(1e-9, speed)),)
 
 
 def _two_parts(first: Any, second: Any, times: Any, spread: float) -> tuple[float | None, float | None]:
