@@ -1,8 +1,9 @@
-"""Simulated steps against those of real runs: one profile, from two runs, and what it says of nine others.
+"""Simulated steps against those of real runs: one profile, from three runs, and what it says of nine others.
 
 Runs of `async_loop` in other settings: the quick start's model, groups of four samples whose lengths are log-normal and
 do not depend on the texts, one engine and one trainer, a core each. The profile is that of two runs that take turns, of
-2 and of 8 prompts a step (`slime_launch.plan.of_run`). Then each setting is run, and simulated from that profile
+2 and of 8 prompts a step, and of one that overlaps (`slime_launch.plan.of_run`): both halves share the memory bandwidth
+of the machine. Then each setting is run, and simulated from that profile
 and the run's own settings. `error` is the simulated step over the real one, less 1, without its sign; steps are the
 mean of all but the first two. Nothing else should work on the machine meanwhile.
 """
@@ -29,7 +30,7 @@ from slime_launch.plan.simulate import SimulatedRun, simulate
 
 GOAL = 15.0
 STEPS, QUICK_STEPS, SEEDS = 10, 4, 5
-PROFILED = (2, 8)
+PROFILED: tuple[tuple[int, list[str]], ...] = ((2, []), (8, []), (8, ["--async-buffer-size", "2"]))
 LONGEST = 64
 AHEAD, OVER = "--async-buffer-size", "--over-sampling-batch-size"
 SETTINGS: dict[str, tuple[int, list[str]]] = {
@@ -46,7 +47,7 @@ SETTINGS: dict[str, tuple[int, list[str]]] = {
 
 
 def main(out: Path, *, quick: bool) -> list[Record]:
-    """Run the two that the profile is made of, then the others.
+    """Run those that the profile is made of, then the others.
 
     Args:
         out: Directory for logs, the profile and results.
@@ -62,10 +63,10 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     places.run.mkdir(parents=True, exist_ok=True)
     get_model(places)
     write_data(places, SEED)
-    for prompts in PROFILED:
-        print(f"to profile: {prompts} prompts, {steps} steps", flush=True)
-        run(places, out / f"profiled-{prompts}", steps, flags_of(prompts, []), cores)
-    profile = profile_of_runs([out / f"profiled-{prompts}" / "run" for prompts in PROFILED])
+    for number, (prompts, further) in enumerate(PROFILED):
+        print(f"to profile: {prompts} prompts {' '.join(further)}: {steps} steps", flush=True)
+        run(places, out / f"profiled-{number}", steps, flags_of(prompts, further), cores)
+    profile = profile_of_runs([out / f"profiled-{number}" / "run" for number in range(len(PROFILED))])
     write_profile(profile, out / "profile.toml")
     records = []
     for number, (name, (prompts, further)) in enumerate(SETTINGS.items()):

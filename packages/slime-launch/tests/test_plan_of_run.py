@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slime_launch.errors import ProfileError
 from slime_launch.flags import parse_train
-from slime_launch.plan.of_run import profile_of_run, profile_of_runs
+from slime_launch.plan.of_run import _bent, profile_of_run, profile_of_runs
 from slime_launch.plan.setup import setup_of
 from slime_launch.plan.simulate import simulate
 
@@ -20,7 +22,7 @@ MINIMAL = "--hf-checkpoint hf --load hf --prompt-data p --num-rollout 6 --n-samp
 def run(tmp_path):
     """Writes what a run leaves: of one engine, with responses of so many tokens, all alike."""
 
-    def write(*more, name="run", prompts=4, tokens=10, generate=None, rows=()):
+    def write(*more, name="run", prompts=4, tokens=10, generate=None, slower=1.0, rows=()):
         directory = tmp_path / name
         directory.mkdir()
         settings = parse_train(
@@ -34,7 +36,7 @@ def run(tmp_path):
             seconds = {
                 "generate": generate or tokens * (EACH + SHARED * samples),
                 "reward": 0.0,
-                "train": FIXED + TOKEN * samples * tokens,
+                "train": slower * (FIXED + TOKEN * samples * tokens),
                 "update_weights": SEND,
             }
             seconds["rollout"] = seconds["generate"] + PREPARE
@@ -65,6 +67,17 @@ def test_runs_of_two_batch_sizes_show_what_is_shared_and_what_is_fixed(run):
     assert profile.lengths[0][1] == profile.lengths[-1][1] == 10
     assert profile.loop.hand_over_seconds is None
     assert not profile.notes
+
+
+def test_a_run_that_overlaps_shows_how_much_slower_halves_are_together(run):
+    apart = [run(name="small", prompts=2), run(name="large", prompts=16)]
+    assert profile_of_runs(apart).loop.overlap_slowdown == 1
+    together = run("--async-buffer-size", "2", name="together", prompts=16, slower=1.25, generate=1.0)
+    profile = profile_of_runs([*apart, together])
+    assert profile.loop.overlap_slowdown == pytest.approx(1.25)
+    assert profile.trainer.token_seconds == pytest.approx(TOKEN)
+    for running, speed in profile.engine.decode:
+        assert speed == pytest.approx(running / (EACH + SHARED * running), rel=1e-3)
 
 
 def test_rollouts_that_are_all_alike_leave_guesses_and_those_are_said(run):
@@ -117,6 +130,13 @@ def test_lengths_have_the_mean_and_the_median_of_the_rollouts(run):
     assert profile.mean_length() == pytest.approx(60.0, rel=0.01)
     assert dict(profile.lengths)[0.5] == 20.0
     assert (profile.lengths[0], profile.lengths[-1]) == ((0.0, 4.0), (1.0, 400.0))
+
+
+@given(middle=st.floats(1, 1e4), more=st.floats(0.001, 1e4), top=st.floats(0.51, 1.0), bend=st.floats(0.01, 100))
+def test_lengths_grow_to_the_longest_whatever_is_rounded(middle, more, top, bend):
+    tokens = [length for _, length in _bent(1.0, middle, middle + more, top, bend)]
+    assert tokens == sorted(tokens)
+    assert tokens[-1] == middle + more
 
 
 def test_an_engines_log_shows_its_speed(run):

@@ -52,6 +52,17 @@ def test_generating_ahead_a_step_is_the_longer_half_and_the_pause():
     assert of(ahead=2, trainer=trainer).trainers_idle == pytest.approx(SEND / 8.5)
 
 
+def test_halves_that_share_a_machine_are_slower_while_both_work():
+    shared = LoopSpeed(overlap_slowdown=1.5)
+    assert of(loop=shared).ends == of().ends  # they take turns
+    outcome = of(ahead=2, loop=shared, steps=80)
+    assert seconds(outcome) == pytest.approx(GENERATE + 0.5 * TRAIN + SEND, rel=0.02)
+    assert outcome.engines_idle == pytest.approx(SEND / seconds(outcome), abs=0.01)
+    outcome = of(ahead=2, loop=shared, steps=80, trainer=TrainerSpeed(token_seconds=0.2, send_seconds=0.5))
+    assert seconds(outcome) == pytest.approx(8.0 + 0.5 * GENERATE + SEND, rel=0.02)
+    assert outcome.engines_idle == pytest.approx(1 - 1.5 * GENERATE / seconds(outcome), abs=0.01)
+
+
 def test_of_one_rollout_ahead_the_engines_wait_where_they_are_the_faster_half():
     outcome = of(ahead=1, trainer=TrainerSpeed(token_seconds=0.2, send_seconds=0.5))
     assert seconds(outcome) == pytest.approx(8.5)

@@ -4,7 +4,8 @@ All responses that run on an engine get a token at a time, so an engine is descr
 has got since it started. A response of n tokens that starts when they have got p is finished when they have got p + n,
 however the speed changes in between. So responses are ordered once, when they start.
 
-Engines have a clock of their own that stands still while they are paused; nothing has to be touched to pause them.
+Engines have a clock of their own, which stands still while they are paused, and is slow while something beside them
+takes a part of the machine. Nothing else has to be touched for that.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from slime_launch.plan.profile import EngineSpeed
-
-NEVER = -1.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -73,7 +72,8 @@ class Fleet:
         self._events: list[tuple[float, int, int]] = []
         self._outside: deque[Response] = deque()
         self._concurrency, self._in_flight, self._serial = concurrency, 0, 0
-        self._paused, self._paused_at = 0.0, NEVER
+        self._rate, self._since, self._clock_since = 1.0, 0.0, 0.0  # of the clock, and when it had what since then
+        self._busy, self._busy_clock = 0.0, 0.0  # seconds until then, of all engines, and the same by the clock
         self.version = 0
 
     @property
@@ -98,11 +98,11 @@ class Fleet:
     def finish(self, limit: float) -> tuple[float, Response] | None:
         """The next response that is finished and when, if not after ``limit``; one that waits takes its place."""
         events, engines = self._events, self._engines
-        if not self._paused_at < 0:  # in a pause
+        if not self._rate:  # in a pause
             return None
         while events and engines[events[0][1]].stamp != events[0][2]:
             heapq.heappop(events)
-        if not events or events[0][0] + self._paused > limit:
+        if not events or self._time(events[0][0]) > limit:
             return None
         at, number, stamp = events[0]
         engine = engines[number]
@@ -121,16 +121,18 @@ class Fleet:
             heapq.heapreplace(events, (engine.clock + after, number, stamp))
         else:
             heapq.heappop(events)
-        return at + self._paused, response
+        return self._time(at), response
 
-    def pause(self, now: float) -> None:
-        """Nothing is generated from now on."""
-        self._paused_at = now
+    def set_rate(self, now: float, rate: float) -> None:
+        """Generate at this part of the usual speed from now on; at 0 not at all."""
+        clock = self._clock(now)
+        self._busy, self._busy_clock = self.busy_seconds(now), self._busy_at(clock)
+        self._rate, self._since, self._clock_since = rate, now, clock
 
     def resume(self, now: float, version: int) -> None:
         """Go on with new weights; keys and values of what runs are computed again (``retract``)."""
-        self._paused += now - self._paused_at
-        self._paused_at, self.version = NEVER, version
+        self.set_rate(now, 1.0)
+        self.version = version
         if self._prefill:
             clock = self._clock(now)
             for engine in self._engines:
@@ -158,14 +160,22 @@ class Fleet:
 
     def busy_seconds(self, now: float) -> float:
         """Seconds in which an engine generated until now, of all engines together."""
-        clock = self._clock(now)
+        if not self._rate:
+            return self._busy
+        return self._busy + (self._busy_at(self._clock(now)) - self._busy_clock) / self._rate
+
+    def _busy_at(self, clock: float) -> float:
         return sum(
             engine.busy + (max(0.0, clock - engine.clock) if engine.running else 0.0) for engine in self._engines
         )
 
     def _clock(self, now: float) -> float:
-        """The engines' own time, which stands still in a pause."""
-        return (now if self._paused_at < 0 else self._paused_at) - self._paused
+        """The engines' own time."""
+        return self._clock_since + (now - self._since) * self._rate
+
+    def _time(self, clock: float) -> float:
+        """When the engines' own time is that; not in a pause."""
+        return self._since + (clock - self._clock_since) / self._rate
 
     def _bring_to(self, engine: _Engine, clock: float) -> None:
         if clock <= engine.clock:  # it computes prompts until then

@@ -3,7 +3,8 @@
 What those do not have is a guess, and `Profile.notes` says so: the lengths between minimum, median, mean and maximum;
 how an engine's speed depends on the number of responses, where neither its log nor runs of several batch sizes show it;
 what a prompt costs apart from its response; and which part of a hand-over belongs to which phase. A run in which
-engines and trainers take turns shows more than one in which they overlap.
+engines and trainers take turns shows more than one in which they overlap; both together show how much slower they are
+beside each other.
 """
 
 from __future__ import annotations
@@ -77,14 +78,20 @@ def profile_of_runs(output_dirs: Sequence[Path]) -> Profile:
     gpus = {run.flags["rollout_num_gpus_per_engine"] for run in runs}
     if len(gpus) > 1:
         raise ProfileError(f"engines of {' and '.join(map(str, sorted(gpus)))} GPUs; give runs with one kind of engine")
+    # Where halves overlap, neither is as fast as alone if they share a machine. So runs in which they take turns say
+    # how fast each is, if there are any, and the others how much slower they are together.
+    alone = [run for run in runs if not run.overlaps] or runs
     hand_over = _hand_over(runs)
+    lengths, decode = _lengths(runs, notes), _decode(alone, notes)
+    trainer = _trainer(alone, (hand_over or 0.0) / 3, notes)
+    loop = _loop(alone, hand_over, notes)
     profile = Profile(
-        lengths=_lengths(runs, notes),
+        lengths=lengths,
         dropped=_dropped(runs),
-        reward_seconds=fmean(run.mean("perf/reward_time") for run in runs),
-        engine=EngineSpeed(gpus=gpus.pop(), decode=_decode(runs, notes), most_running=max(map(_most_running, runs))),
-        trainer=_trainer(runs, (hand_over or 0.0) / 3, notes),
-        loop=_loop(runs, hand_over, notes),
+        reward_seconds=fmean(run.mean("perf/reward_time") for run in alone),
+        engine=EngineSpeed(gpus=gpus.pop(), decode=decode, most_running=max(map(_most_running, runs))),
+        trainer=trainer,
+        loop=dataclasses.replace(loop, overlap_slowdown=_slowdown(trainer, runs if len(alone) < len(runs) else [])),
     )
     return dataclasses.replace(_calibrated(profile, runs, notes), notes=tuple(notes))
 
@@ -136,7 +143,7 @@ def _lengths(runs: Sequence[_Run], notes: list[str]) -> Points:
 def _bent(least: float, middle: float, most: float, top: float, bend: float) -> Points:
     """Lengths grow from the median to the longest as a power of the part."""
     parts = np.linspace(0.0, 1.0, 17)[1:]
-    upper = [(0.5 + (top - 0.5) * part, middle + (most - middle) * part**bend) for part in parts.tolist()]
+    upper = [(0.5 + (top - 0.5) * part, min(most, middle + (most - middle) * part**bend)) for part in parts.tolist()]
     last = [] if top == 1 else [(1.0, most)]
     return tuple((part, max(1.0, tokens)) for part, tokens in [(0.0, least), (0.5, middle), *upper, *last])
 
@@ -254,6 +261,18 @@ def _trainer(runs: Sequence[_Run], moving: float, notes: list[str]) -> TrainerSp
     sent = [row["perf/update_weights_time"] for run in runs for row in run.rollouts if row["perf/update_weights_time"]]
     send = max(0.0, fmean(sent) - moving) if sent else 0.0
     return TrainerSpeed(gpus=gpus, token_seconds=each, fixed_seconds=fixed, send_seconds=send)
+
+
+def _slowdown(trainer: TrainerSpeed, runs: Sequence[_Run]) -> float:
+    """How many times as long trainers take beside engines at work, from runs in which they overlap."""
+    found = [
+        row["perf/train_time"] / trainer.seconds(row["rollout/response_tokens"], run.setup.actor_gpus, steps)
+        for run in runs
+        if run.overlaps
+        for steps in [run.setup.optimizer_steps]
+        for row in run.rollouts
+    ]
+    return max(1.0, median(found)) if found else 1.0
 
 
 def _hand_over(runs: Sequence[_Run]) -> float | None:

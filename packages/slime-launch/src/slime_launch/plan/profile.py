@@ -105,6 +105,8 @@ class LoopSpeed:
         between_seconds: From the record of one rollout to the begin of the next one.
         save_seconds: Of a checkpoint.
         evaluate_seconds: Of an evaluation.
+        overlap_slowdown: How many times as long engines and trainers take while both work, where they share a
+            machine's cores or its memory bandwidth; 1 where each has devices of its own.
         hand_over_seconds: Of all moves in a rollout by which trainers and engines give each other the GPUs; ``None`` if
             unknown, so that nothing can be said of ``--colocate``.
 
@@ -116,10 +118,12 @@ class LoopSpeed:
     between_seconds: float = 0.0
     save_seconds: float = 0.0
     evaluate_seconds: float = 0.0
+    overlap_slowdown: float = 1.0
     hand_over_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check("loop", self, prepare_seconds=0, between_seconds=0, save_seconds=0, evaluate_seconds=0)
+        _check("loop", self, overlap_slowdown=1)
         _check("loop", self, **({} if self.hand_over_seconds is None else {"hand_over_seconds": 0}))
 
 

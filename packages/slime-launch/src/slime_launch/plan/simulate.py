@@ -24,6 +24,8 @@ from slime_launch.plan.profile import Profile
 from slime_launch.plan.setup import Setup
 
 Process: TypeAlias = Generator[simpy.Event, Any, None]
+SLICES = 8
+"""Of an optimizer phase: before each is looked whether engines work beside it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,13 +126,11 @@ class _Run:
             groups: list[Group] = yield self._groups.collect(number)
             tokens = self._count(groups, number)
             yield env.timeout(before)
-            seconds = trainer.seconds(tokens, setup.actor_gpus, setup.optimizer_steps)
-            yield env.timeout(seconds)
-            self._training += seconds
+            yield from self._train(trainer.seconds(tokens, setup.actor_gpus, setup.optimizer_steps))
             done = number + 1
             saves, evaluates = self._is_due(done, setup.save_interval), self._is_due(done, setup.evaluate_interval)
             if done % setup.update_interval == 0 or saves or evaluates:
-                self._fleet.pause(env.now)
+                self._fleet.set_rate(env.now, 0.0)
                 yield env.timeout(trainer.send_seconds)
                 self._fleet.resume(env.now, done)
                 self._wake()
@@ -140,6 +140,23 @@ class _Run:
             self._ends.append(env.now)
             self._tokens.append(tokens)
             self._busy.append((self._training, self._fleet.busy_seconds(env.now)))
+
+    def _train(self, seconds: float) -> Process:
+        """Train for so long; it and the engines are slower while both work, where the profile says so."""
+        env, slowdown = self._env, self._profile.loop.overlap_slowdown
+        parts = SLICES if slowdown > 1 and self._setup.ahead is not None else 1
+        began = env.now
+        for _ in range(parts):
+            beside = slowdown if parts > 1 and self._fleet.in_flight else 1.0
+            self._set_rate(1 / beside)
+            yield env.timeout(seconds / parts * beside)
+        self._set_rate(1.0)
+        self._training += env.now - began
+
+    def _set_rate(self, rate: float) -> None:
+        if self._profile.loop.overlap_slowdown > 1:
+            self._fleet.set_rate(self._env.now, rate)
+            self._wake()
 
     def _is_due(self, done: int, interval: int | None) -> bool:
         return interval is not None and (done % interval == 0 or done == self._setup.steps)
