@@ -157,19 +157,18 @@ class GenerationContext:
         """Whether the samples are only scored, and not trained on."""
         return self.stream != ROLLOUT_STREAM
 
-    async def complete(
+    def request(
         self, sample: Sample, turn: int = 0, *, room: int, changes: Mapping[str, Any] = MappingProxyType({})
-    ) -> Completion:
-        """What an engine adds to a sample's tokens, at most ``room`` tokens, with changed settings of SGLang's.
+    ) -> dict[str, Any]:
+        """Arguments of :meth:`EngineClient.generate` for at most ``room`` tokens, with changed settings of SGLang's.
 
-        If these keep a part of the vocabulary only, and the sample is to be trained on, it says which for each token.
-        Raises what :meth:`EngineClient.generate` raises.
+        If these keep a part of the vocabulary only, and the sample is to be trained on, the engine says which.
         """
-        request = self.params.to_request(self.seed(sample, turn), max_new_tokens=room) | dict(changes)
-        with_kept = not self.evaluation and not keeps_all(request)
-        if with_kept and request["top_k"] == -1:
-            request["top_k"] = MOST_KEPT
-        return await self.client.generate(sample.tokens, request, session_id=sample.session_id, with_kept=with_kept)
+        params = self.params.to_request(self.seed(sample, turn), max_new_tokens=room) | dict(changes)
+        with_kept = not self.evaluation and not keeps_all(params)
+        if with_kept and params["top_k"] == -1:
+            params["top_k"] = MOST_KEPT
+        return {"sampling_params": params, "session_id": sample.session_id, "with_kept": with_kept}
 
     def seed(self, sample: Sample, turn: int = 0) -> int:
         """Seed of a sample's request; the engine combines it with each token's place in the sequence.
@@ -206,7 +205,7 @@ async def generate_sample(sample: Sample, context: GenerationContext) -> list[Sa
     if not room:
         sample.status = Status.TRUNCATED
         return [sample]
-    done = await context.complete(sample, room=room)
+    done = await context.client.generate(sample.tokens, **context.request(sample, room=room))
     _extend(sample, done, context.tokenizer)
     return [sample]
 

@@ -132,7 +132,8 @@ class Trajectory:
         if self._context.stop.is_set():
             sample.status = Status.ABORTED
         elif room > 0:
-            self.last = done = await self._context.complete(sample, turn, room=room, changes=changes)
+            request = self._context.request(sample, turn, room=room, changes=changes)
+            self.last = done = await self._context.client.generate(sample.tokens, **request)
             if done.tokens:
                 sample.append_response(
                     done.tokens,
