@@ -57,9 +57,8 @@ def build_shards(
     """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
 
     Every sample is in exactly one micro-batch, unless ``drop_untrained`` leaves it out. Steps take whole trajectories
-    in the rollout's order, ``global_batch_size`` each; mostly a trajectory is one sample. Within a step the ranks are
-    balanced by ``cost`` and have equally many micro-batches, the costliest first. The same rollout gives the same
-    shards.
+    in the rollout's order, ``global_batch_size`` each; mostly a trajectory is one sample. In a step, ranks are balanced
+    by ``cost`` and have equally many micro-batches, the costliest first. The same rollout gives the same shards.
 
     Aborted and failed samples are counted but train nothing: their reward takes no part in their group's mean.
     Where a step has too few samples for equally many micro-batches, an empty one gets a filler: :data:`FILLER_INDEX`.
@@ -85,14 +84,11 @@ def build_shards(
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
-        DataError: The rollout is empty, a sample lacks a finite reward, a prompt or kept tokens, or a group is not a
-            pair.
+        DataError: The rollout is empty, a group is not a pair, or a sample lacks a reward, a prompt or kept tokens.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
     trajectories = _trajectories(columns)
-    samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess)
-    if needs_kept:
-        _check_kept(samples)
+    samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_kept)
     if pairs:
         samples = _pairs(columns, samples, global_batch_size, 2 if use_dynamic_batch_size else micro_batch_size)
     check_batch_sizes(
@@ -133,14 +129,18 @@ def _prepared(
     rollout_id: int,
     trajectories: Sequence[list[int]],
     postprocess: Postprocess | None,
+    needs_kept: bool,
 ) -> list[TrainSample]:
     """The samples as ``postprocess`` leaves them, with the number of trained tokens of their trajectory."""
     samples = train_samples(columns, algorithm, reward_key)
     if not samples:
         raise DataError(f"rollout {rollout_id} has no samples")
+    if postprocess is not None:
+        samples = postprocess(rollout_id, samples)
+    if needs_kept:
+        _check_kept(samples)
     if postprocess is None:
         return samples
-    samples = postprocess(rollout_id, samples)
     counts = {at: sum(int(samples[part].loss_mask.sum()) for part in parts) for parts in trajectories for at in parts}
     return [dataclasses.replace(sample, trajectory_tokens=counts[at]) for at, sample in enumerate(samples)]
 

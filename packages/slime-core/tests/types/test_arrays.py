@@ -110,7 +110,7 @@ def test_kept_tokens_are_read_as_they_were_written(sets):
     [
         ("1,2;", "may hold token ids, spaces and semicolons only"),
         ("-1;", "may hold token ids, spaces and semicolons only"),
-        ("1;2147483648;", "has 2147483648, which is no token id"),
+        ("1;2147483648;", "has 2147483648, which is not a token id"),
     ],
 )
 def test_other_kept_tokens_are_refused(text, message):

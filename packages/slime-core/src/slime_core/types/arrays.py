@@ -154,7 +154,7 @@ def read_kept(where: str, text: NDArray[np.uint8]) -> tuple[NDArray[np.int32], N
     """The ids of all sets, one set after the other, and how many each has, from the text's bytes.
 
     Raises:
-        DataError: Something else than digits, spaces and semicolons is in it, or a number is no token id.
+        DataError: Something else than digits, spaces and semicolons is in it, or a number is not a token id.
     """
     is_digit = (text >= _ZERO) & (text <= _NINE)
     is_end = text == _END
@@ -165,7 +165,7 @@ def read_kept(where: str, text: NDArray[np.uint8]) -> tuple[NDArray[np.int32], N
     before = np.searchsorted(np.flatnonzero(begins), ends)  # ids that begin before each set's end
     words = text.tobytes().replace(b";", b" ").split()
     if words and max(map(len, words)) > _MOST_DIGITS:
-        raise DataError(f"{where}: kept_tokens has {max(words, key=len).decode()}, which is no token id")
+        raise DataError(f"{where}: kept_tokens has {max(words, key=len).decode()}, which is not a token id")
     ids = np.array(words, np.bytes_).astype(np.int32) if words else np.zeros(0, np.int32)
     return ids, np.diff(before, prepend=0).astype(np.int32)
 

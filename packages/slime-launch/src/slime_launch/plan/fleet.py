@@ -4,7 +4,7 @@ All responses that run on an engine get a token at a time, so an engine is descr
 has got since it started. A response of n tokens that starts when they have got p is finished when they have got p + n,
 however the speed changes in between. So responses are ordered once, when they start.
 
-Engines have a clock of their own, which stands still while they are paused, and is slow while something beside them
+Engines have a clock of their own, which stands still while they are paused, and is slow while something else
 takes a part of the machine. Nothing else has to be touched for that.
 """
 

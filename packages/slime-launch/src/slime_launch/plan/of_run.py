@@ -4,7 +4,7 @@ What those do not have is a guess, and `Profile.notes` says so: the lengths betw
 how an engine's speed depends on the number of responses, where neither its log nor runs of several batch sizes show it;
 what a prompt costs apart from its response; and which part of a hand-over belongs to which phase. A run in which
 engines and trainers take turns shows more than one in which they overlap; both together show how much slower they are
-beside each other.
+together.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from slime_launch.plan.setup import Setup
 
 Process: TypeAlias = Generator[simpy.Event, Any, None]
 SLICES = 8
-"""Of an optimizer phase: before each is looked whether engines work beside it."""
+"""Of an optimizer phase: before each is looked whether engines work too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
