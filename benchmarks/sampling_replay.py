@@ -1,6 +1,6 @@
 """What sampling replay costs: a train step over kept tokens against one over the whole vocabulary, and bytes per token.
 
-SmolLM2-135M's shape with random weights, one micro-batch of 16 prompts with 8 samples each, 64 trained tokens a sample.
+SmolLM2-135M's shape with random weights, one micro-batch of 16 prompts with 8 samples each, 16 trained tokens a sample.
 `nucleus` keeps 1 to 200 tokens each, log-normal with a median of 4, as top-p may leave of a trained model; `top-k`
 keeps 100. Sides alternate; times are CPU seconds of the process, the least of the rounds. Bytes are those of the
 sample's text (`Sample.kept_tokens`) and of the arrays that reach the trainer, per trained token.
@@ -28,7 +28,7 @@ from slime_launch.derived import computes_bfloat16
 from slime_megatron.config import MegatronConfig
 from slime_megatron.start import start_worker
 
-RESPONSE, TOP_K = 64, 100
+RESPONSE, TOP_K = 16, 100
 Sizes = Callable[[random.Random], int]
 KINDS: dict[str, Sizes] = {
     "nucleus": lambda dice: min(200, max(1, round(dice.lognormvariate(1.4, 1.2)))),
@@ -41,7 +41,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
 
     Args:
         out: Not used.
-        quick: Two rounds instead of six.
+        quick: One round instead of six.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -65,7 +65,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     sides: dict[str, Side] = {name: functools.partial(worker.train, shard) for name, shard in shards.items()}
     for warm_up in sides.values():
         warm_up()
-    figures = rounds_of(sides, lambda: None, 2 if quick else 6)
+    figures = rounds_of(sides, lambda: None, 1 if quick else 6)
     worker.close()
     whole = figures["whole vocabulary"]["seconds"]
     records.append(Record("whole vocabulary", "step", whole, "s", more_is_better=False))
