@@ -25,26 +25,35 @@ PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 40, 6, 16, 8
 
 
 def rollout() -> TrainShard:
-    """1,280 tokens with shared prompts, 768 of them trained; rewards have the mean 0 in each group."""
+    """1,280 tokens with shared prompts, 768 of them trained."""
+    return shard_of(samples_of(RESPONSE))
+
+
+def samples_of(response: int) -> list[TrainSample]:
+    """Random samples with so many response tokens, all trained; rewards have the mean 0 in each group."""
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(SHAPE.vocab_size) for _ in range(count)]
 
     prompts = [tokens(PROMPT) for _ in range(GROUPS)]
-    samples = [
+    return [
         TrainSample(
             index=index,
             group_index=index // GROUP_SIZE,
-            tokens=np.array(prompts[index // GROUP_SIZE] + tokens(RESPONSE), np.int32),
-            response_length=RESPONSE,
-            loss_mask=np.ones(RESPONSE, np.uint8),
-            trajectory_tokens=RESPONSE,
+            tokens=np.array(prompts[index // GROUP_SIZE] + tokens(response), np.int32),
+            response_length=response,
+            loss_mask=np.ones(response, np.uint8),
+            trajectory_tokens=response,
             reward=index % GROUP_SIZE - 3.5,
             raw_reward=float(index % GROUP_SIZE),
         )
         for index in range(GROUPS * GROUP_SIZE)
     ]
-    count = len(samples)
-    step = TrainStep(micro_batches=[list(range(count))], global_trajectories=count, global_tokens=count * RESPONSE)
+
+
+def shard_of(samples: list[TrainSample]) -> TrainShard:
+    """All samples in one micro-batch of one step."""
+    count, tokens = len(samples), sum(sample.trajectory_tokens for sample in samples)
+    step = TrainStep(micro_batches=[list(range(count))], global_trajectories=count, global_tokens=tokens)
     return TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[step])

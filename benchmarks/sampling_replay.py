@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 from _measure import Side, rounds_of
-from _quickstart_step import GROUP_SIZE, GROUPS, PROMPT, SHAPE
+from _quickstart_step import SHAPE, samples_of, shard_of
 from _records import Record
 
 from slime_core.config import AlgorithmConfig
-from slime_core.types import Rendezvous, TrainSample, TrainShard, TrainStep
+from slime_core.types import Rendezvous, TrainSample
 from slime_core.types.kept import kept_text
 from slime_core.types.train import KEPT_COUNTS, KEPT_IDS
 from slime_launch.derived import computes_bfloat16
@@ -48,7 +48,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         meeting = Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=probe.getsockname()[1])
     config = MegatronConfig(bf16=computes_bfloat16(), share_prompts="on")
     worker = start_worker(config, AlgorithmConfig(), SHAPE, meeting)
-    samples, records = plain_samples(), []
+    samples, records = samples_of(RESPONSE), []
     shards = {"whole vocabulary": shard_of(samples)}
     for name, size in KINDS.items():
         sets = [kept_sets(sample, size) for sample in samples]
@@ -73,36 +73,6 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         Record(name, "step / whole vocabulary", figures[name]["seconds"] / whole, "x", more_is_better=False)
         for name in KINDS
     ]
-
-
-def plain_samples() -> list[TrainSample]:
-    """Random tokens; rewards have the mean 0 in each group."""
-    dice = random.Random(0)
-
-    def tokens(count: int) -> list[int]:
-        return [dice.randrange(SHAPE.vocab_size) for _ in range(count)]
-
-    prompts = [tokens(PROMPT) for _ in range(GROUPS)]
-    return [
-        TrainSample(
-            index=index,
-            group_index=index // GROUP_SIZE,
-            tokens=np.array(prompts[index // GROUP_SIZE] + tokens(RESPONSE), np.int32),
-            response_length=RESPONSE,
-            loss_mask=np.ones(RESPONSE, np.uint8),
-            trajectory_tokens=RESPONSE,
-            reward=index % GROUP_SIZE - 3.5,
-            raw_reward=float(index % GROUP_SIZE),
-        )
-        for index in range(GROUPS * GROUP_SIZE)
-    ]
-
-
-def shard_of(samples: list[TrainSample]) -> TrainShard:
-    """All samples in one micro-batch of one step."""
-    count = len(samples)
-    step = TrainStep(micro_batches=[list(range(count))], global_trajectories=count, global_tokens=count * RESPONSE)
-    return TrainShard.of(rollout_id=0, temperature=1.0, samples=samples, steps=[step])
 
 
 def kept_sets(sample: TrainSample, size: Sizes) -> list[list[int]]:

@@ -44,6 +44,18 @@ def _config(assets: Assets, **values: object) -> MegatronConfig:
     return MegatronConfig(load=str(assets.torch_dist), trainer_threads=1, lr=1e-3, **values)
 
 
+def _rollouts(assets: Assets, **changes: object) -> RolloutConfig:
+    return RolloutConfig.of(
+        hf_checkpoint=str(assets.hf),
+        prompt_data=str(assets.prompts),
+        rollout_batch_size=8,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=40,
+        custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
+        **changes,
+    )
+
+
 def _shards(batch: RolloutBatch, data_parallel_size: int = 1) -> list[TrainShard]:
     return build_shards(
         batch,
@@ -72,14 +84,7 @@ def _difference(batch: RolloutBatch, trainer: ranks.Ranks) -> tuple[float, int]:
 def test_trainer_and_engine_agree_before_training_and_after_every_update(
     qwen3: Assets, external_fleet: EngineFleet
 ) -> None:
-    config = RolloutConfig.of(
-        hf_checkpoint=str(qwen3.hf),
-        prompt_data=str(qwen3.prompts),
-        rollout_batch_size=8,
-        n_samples_per_prompt=8,
-        rollout_max_response_len=40,
-        custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
-    )
+    config = _rollouts(qwen3)
     shape = ModelShape.from_hf_config(qwen3.hf)
     with ranks.Ranks(1, _config(qwen3, share_prompts="on"), ALGORITHM, shape) as trainer:
         manager = RolloutManager(config, router_url=external_fleet.router_url, run_seed=7)
@@ -117,15 +122,7 @@ def test_trainer_and_engine_agree_over_the_tokens_kept(
     shape = ModelShape.from_hf_config(qwen3.hf)
     with ranks.Ranks(2, _config(qwen3, share_prompts="on", tensor_model_parallel_size=2), ALGORITHM, shape) as trainer:
         trainer.call(ranks.push, TensorWeightChannel(fleet.engine_urls), 0)
-        rollout = RolloutConfig.of(
-            hf_checkpoint=str(qwen3.hf),
-            prompt_data=str(qwen3.prompts),
-            rollout_batch_size=8,
-            n_samples_per_prompt=8,
-            rollout_max_response_len=40,
-            custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
-            **NARROWED[name],
-        )
+        rollout = _rollouts(qwen3, **NARROWED[name])
         batch = RolloutManager(rollout, router_url=fleet.router_url, run_seed=7).generate(0)
         largest, count = _difference(batch, trainer)
         masses = [mass for sample in batch.samples for mass in _kept_masses(sample, qwen3)]

@@ -220,7 +220,7 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
     save, _ = settings.get("save", (None, None))
     for root in directory.resolve().parents if save is not None else ():
         manifest = None
-        with contextlib.suppress(SlimeError):  # torn, or of an older slime: there is no ledger to show
+        with contextlib.suppress(SlimeError):  # torn, or written by an older slime: show no ledger
             manifest = read_manifest(root / save) if (root / save).is_dir() else None
         if manifest is not None and manifest.source_state is not None:
             counts = manifest.source_state.get("ledger")

@@ -173,7 +173,7 @@ def _log_probs(tokens: list[int], meta: _Meta) -> list[float]:
 
 
 def _kept_log_probs(tokens: list[int], meta: _Meta) -> list[float]:
-    """The log-prob of each token over the tokens kept, of which it is one."""
+    """The log-prob of each token over the tokens kept. Raises GenerationError unless it is one of them."""
     _log_probs(tokens, meta)
     kept, log_probs = meta.output_token_sampling_mask or [], meta.output_token_sampling_logprobs or []
     if not len(kept) == len(log_probs) == len(tokens):
