@@ -39,7 +39,8 @@ def idle_flags(settings: Settings) -> Iterator[tuple[str, list[str]]]:
         (
             untrained,
             "nothing is trained",
-            _dests(AlgorithmConfig) - {"use_opd"} | {"rollout_data_postprocess_path"},
+            _dests(AlgorithmConfig) - {"use_opd"}
+            | {"rollout_data_postprocess_path", "max_logprob_drift", "logprob_drift_action"},
         ),
         (
             not settings.rollout.may_lag,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from slime_convert.shape import ModelShape
@@ -17,11 +17,13 @@ from slime_core.types import Span, SyncReport, TrainReport
 from slime_launch.calls import Call
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
+from slime_launch.errors import RunError
 from slime_launch.handover import Handover
 from slime_launch.resume import RunState
 from slime_launch.rollouts import RolloutWorker
 from slime_launch.shards import ReadyRollout, Recipe
 from slime_launch.step_metrics import (
+    drift_problem,
     eval_examples,
     eval_line,
     eval_row,
@@ -236,6 +238,17 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     )
     for line in example_lines(samples):
         parts.console.line(line)
+    watch_drift(parts, rollout_id, steps)
+
+
+def watch_drift(parts: Parts, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
+    """End the run, or say so, where trainer and engine disagree more than ``--max-logprob-drift``."""
+    run = parts.settings.run
+    if (problem := drift_problem(rollout_id, steps, run.max_logprob_drift)) is None:
+        return
+    if run.logprob_drift_action == "stop":
+        raise RunError(problem)
+    parts.console.line(problem)
 
 
 def record_spans(parts: Parts, rollout_id: int, others: Sequence[Span] = ()) -> None:

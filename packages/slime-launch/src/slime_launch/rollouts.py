@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import SlimeError
 from slime_core.types import EvalReport, Span
@@ -20,6 +20,9 @@ from slime_launch.shards import ReadyRollout, Recipe, prepare_rollout, read_roll
 from slime_launch.sources import SourceSpec, make_source
 from slime_rollout.data_service import DataService
 from slime_rollout.generation_service import ChannelSpec, Progress
+
+if TYPE_CHECKING:
+    from slime_rollout.data import Account
 
 CLOSE_SECONDS = 10.0
 
@@ -158,6 +161,11 @@ class RolloutWorker:
     def wake(self, *, weights_only: bool = False) -> None:
         """Have them take it again, with ``weights_only`` the weights' alone."""
         self._worker.call("call", "wake", weights_only)
+
+    def account(self) -> Account | None:
+        """What became of all samples so far, where they are counted."""
+        account: Account | None = self._worker.call("call", "account")
+        return account
 
     def state_dict(self) -> dict[str, Any]:
         """State of the source."""

@@ -105,7 +105,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
 
     Raises:
         Stopped: A signal asked the run to stop.
-        RunError: A part failed after the loop had begun.
+        RunError: A part failed after the loop had begun, or samples were lost or came twice.
         SlimeError: Something could not be started.
     """
     started = time.monotonic()
@@ -155,6 +155,7 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                     console=console,
                 )
             )
+            account = parts.rollout.account()
         except RayDiedError as error:  # without it nothing can be stopped in order; the supervisor ends every process
             print(f"slime-launch: {error}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -166,10 +167,17 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
             trainers.leave()
             stack.close()
     minutes = (time.monotonic() - started) / 60
-    report = make_report(tracker.rows, output_dir=output_dir, checkpoint=parts.state.resume_from, minutes=minutes)
+    report = make_report(
+        tracker.rows, output_dir=output_dir, checkpoint=parts.state.resume_from, minutes=minutes, account=account
+    )
     write_report(report)
     for line in report_lines(report):
         console.line(line)
+    if account is not None and account.problem is not None:
+        raise RunError(
+            f"{account.problem}; see logs/rollout.log for the first rollout with that, and look at user-defined data "
+            "sources, filters and rollout functions"
+        )
 
 
 def start_wandb(settings: Settings, output_dir: Path, *, resumed: bool) -> WandbRun | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.errors import DataError
 from slime_core.types import RolloutBatch, RolloutColumns
@@ -16,6 +16,9 @@ from slime_rollout.data_service import DataService, DataSpec
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.server import EngineLauncher
 from slime_rollout.generation_service import GenerationService, GenerationSpec, Progress
+
+if TYPE_CHECKING:
+    from slime_rollout.data import Account
 
 
 class BatchSource(Protocol):
@@ -29,6 +32,9 @@ class BatchSource(Protocol):
 
     def generate(self, rollout_id: int) -> RolloutBatch:
         """The batch of this number."""
+
+    def account(self) -> Account | None:
+        """What became of all samples so far, where they are counted."""
 
     def state_dict(self) -> dict[str, Any]:
         """What comes next."""
@@ -83,6 +89,9 @@ class RecordedRollouts:
         if not path.is_file():
             raise DataError(f"--load-debug-rollout-data: {path}, rollout {rollout_id}, does not exist")
         return dataclasses.replace(RolloutColumns.read(path), rollout_id=rollout_id).batch()
+
+    def account(self) -> None:
+        """Nobody counts them."""
 
     def state_dict(self) -> dict[str, Any]:
         """There is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ REASON_CHARACTERS = 100
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 80, 120
 RECENT = 10
 ROUNDING = 5e-8  # less is what float32 leaves of 0
+DRIFT = "train/train_rollout_logprob_abs_diff"
 PASS_RATES = "passrate/"
 NOT_OF_SAMPLES = ("tokens_per_second",)  # reported as perf/
 
@@ -137,6 +139,19 @@ def step_line(
     phases += [("update_weights", "sync")] if generated else []
     words.append(" ".join(f"{title} {row.get(f'perf/{name}_time', 0.0):.1f} s" for name, title in phases))
     return "  ".join(words)
+
+
+def drift_problem(rollout_id: int, steps: Sequence[Mapping[str, float]], most: float | None) -> str | None:
+    """What is wrong if log-probs of trainer and engine are further apart than allowed in a step of a rollout."""
+    found = [metrics[DRIFT] for metrics in steps if DRIFT in metrics]
+    if most is None or all(value <= most for value in found):
+        return None
+    worst = max(found, key=lambda value: math.inf if math.isnan(value) else value)
+    return (
+        f"step {rollout_id + 1}: the trainer's log-probs are {worst:.3g} nats from the engine's in the mean, and "
+        f"--max-logprob-drift allows {most:g}; stale tokens, another precision and weights that arrived wrong move "
+        "them apart: docs/explanation/exactness.md says by how much, or give a larger limit"
+    )
 
 
 def step_cells(number: int, num_rollout: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

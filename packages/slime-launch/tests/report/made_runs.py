@@ -63,8 +63,8 @@ def make_run(
         "evals": [make_eval(which, int(at), at / rollouts, rng) for which in ("aime", "heldout") for at in evaluated],
         "timeline": {"kinds": list(CLASSES), "lanes": lanes, "lost": lost},
         "ledger": {
-            "generated": generated, "trained": generated - 960, "filtered": 640, "aborted": 192, "buffered": 96,
-            "out": 32, "balances": True, "dropped": {"zero_std": 512, "too_long": 128},
+            "generated": generated, "trained": generated - 960, "filtered": 640, "aborted": 192, "waiting": 128,
+            "stale": 77, "balances": True, "dropped": {"zero_std": 512, "too_long": 128},
         },
         "staleness": {"versions": [0, 1, 2, 3], "tokens": [9_000_000, 4_100_000, 610_000, 12_000]},
         "samples": make_samples(rng, rollouts, samples, length),

@@ -314,7 +314,13 @@ def test_the_tree_has_trajectories_and_turns(reader, one):
 
 def test_ledger_staleness_and_events(reader, one):
     reader.open(f"{one}#data")
-    for words in ("the ledger balances", "zero_std", "4\u2009100\u2009000", "died: exit code 137"):
+    for words in (
+        "the ledger balances",
+        "77 were generated again",
+        "zero_std",
+        "4\u2009100\u2009000",
+        "died: exit code 137",
+    ):
         reader.shows("#panel-data", words)
 
 

@@ -141,6 +141,11 @@ def test_the_ledger_is_that_of_the_runs_own_checkpoint_or_of_none(tmp_path, monk
     assert (run["ledger"]["waiting"], run["ledger"]["balances"], run["samples_total"]) == (1, True, 8)
     (own / "manifest.json").write_text("{torn")
     assert "generated" not in report_data([directory])["runs"][0]["ledger"]
+    write_manifest(own, manifest(counts))
+    last = {"ledger": counts | {"trained": 5, "buffered": 0, "out": 0}, "ledger_balances": False}
+    (directory / "report.json").write_text(json.dumps(last))
+    [run] = report_data([directory])["runs"]  # it ended after its last checkpoint
+    assert (run["ledger"]["trained"], run["ledger"]["waiting"], run["ledger"]["balances"]) == (5, 0, False)
 
 
 def test_what_was_cut_out_of_a_response_is_cut_out_of_its_numbers(tmp_path):

@@ -27,7 +27,7 @@ from slime_core.ops.tokens import needed
 from slime_core.user_functions import load_function
 
 DRIFT_WEIGHT = "drift_weight"
-"""Sum of the weights under which ``mismatch_`` and ``train_rollout_logprob_`` are means.
+"""Sum of the weights under which ``mismatch_`` and ``train_rollout_`` are means.
 
 Where a user-defined function wrote a response, the engine's log-probs are unknown: the drift is that of the others.
 """
@@ -227,7 +227,8 @@ def _drift(inputs: LossInputs, old_N: torch.Tensor) -> Statistics:
         weights_T=inputs.weights_N,
         lengths=inputs.lengths,
     )
+    always = {DRIFT_WEIGHT: inputs.weights_N.sum(), "train_rollout_ratio": drift.moments["mismatch_ratio"][1]}
     if not inputs.algorithm.get_mismatch_metrics:
         name = "train_rollout_logprob_abs_diff"
         drift = Statistics(sums={name: drift.sums[name]}, maxima={name: drift.maxima[name]})
-    return Statistics.merged([drift, Statistics(sums={DRIFT_WEIGHT: inputs.weights_N.sum()})])
+    return Statistics.merged([drift, Statistics(sums=always)])

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 from slime_core.types import Drop, Group, Keep, Sample, Status, Verdict
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import Fate, SourceCalls, copied_group
+from slime_rollout.data import Account, Fate, SourceCalls, copied_group
 from slime_rollout.errors import FAILURES, GenerationError, withdraw
 from slime_rollout.filters import CustomFilter
 from slime_rollout.generate import EngineClient, GenerationContext, by_trajectory, number_parts
@@ -123,10 +123,14 @@ class Collector:
                 self._look_ahead()
             elif returned := await self._give_back():
                 collected.counts["groups_given_back"] = returned
-        in_flight = [work.handed_out for work in self._running] + [one.group for one in self._ready]
-        if problem := self._source.check_ledger(in_flight):
+        if problem := self.account().problem:
             logger.error("rollout %d: %s", rollout_id, problem)
         return collected
+
+    def account(self) -> Account:
+        """What became of all samples; those in flight are rightly out."""
+        in_flight = [work.handed_out for work in self._running] + [one.group for one in self._ready]
+        return Account(self._source.ledger.counts, self._source.check_ledger(in_flight))
 
     async def open(self) -> EngineClient:
         """Connect, if that has not been done since the last :meth:`close`; returns the client."""

@@ -13,7 +13,7 @@ from slime_core.metrics import length_metrics
 from slime_core.types import Group, RolloutBatch, Status
 from slime_rollout.config import RolloutConfig
 from slime_rollout.data.files import PromptFile
-from slime_rollout.data.ledger import Fate
+from slime_rollout.data.ledger import Account, Fate
 from slime_rollout.data.offline import PreferenceFields, SftFields, read_preferences, read_sft
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.generation_service import Progress
@@ -99,6 +99,10 @@ class DataService:
     def held_out(self, iteration: int) -> dict[str, RolloutBatch]:
         """All rows of each held-out set, by its name."""
         return {name: RolloutBatch(rollout_id=iteration, groups=groups) for name, groups in self._held_out.items()}
+
+    def account(self) -> Account:
+        """What became of all rows so far."""
+        return Account(self._started.ledger.counts, self._started.check_ledger())
 
     def state_dict(self) -> dict[str, Any]:
         """The data's position."""

@@ -18,7 +18,7 @@ from slime_launch.errors import PreflightError
 from slime_launch.manifest import read_manifest
 from slime_launch.metric_names import entry_of, table
 from slime_launch.report.samples import read_kept
-from slime_launch.report.summary import REWARD
+from slime_launch.report.summary import REPORT_FILE, REWARD
 from slime_launch.report.timeline import lanes_of, timeline
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
 from slime_launch.shown import SAMPLES_DIR
@@ -212,18 +212,19 @@ def _evals(rows: Sequence[Row]) -> Iterator[Data]:
 
 
 def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> Data | None:
-    """Where every sample went, as the last checkpoint has it, and why groups were dropped.
+    """Where every sample went, as the run's last words or else its last checkpoint has it, and why groups were dropped.
 
     A relative --save is looked for where the run was most likely started: above its directory.
     """
-    counts = None
+    counts, balances = _last_words(directory)
     save, _ = settings.get("save", (None, None))
-    for root in directory.resolve().parents if save is not None else ():
+    for root in directory.resolve().parents if counts is None and save is not None else ():
         manifest = None
         with contextlib.suppress(SlimeError):  # torn, or written by an older slime: show no ledger
             manifest = read_manifest(root / save) if (root / save).is_dir() else None
         if manifest is not None and manifest.source_state is not None:
             counts = manifest.source_state.get("ledger")
+            balances = not (counts or {}).get("faults")
             break
     dropped: Counter[str] = Counter()
     start = "rollout/dynamic_filter/drop_"
@@ -234,7 +235,16 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
         return {"dropped": dropped} if dropped else None
     ended = {name: int(counts.get(name, 0)) for name in ("generated", "trained", "filtered", "aborted")}
     left = ended["generated"] - ended["trained"] - ended["filtered"] - ended["aborted"]
-    return {**ended, "waiting": left, "balances": not counts.get("faults"), "dropped": dropped}
+    stale = int(sum(row.get("rollout/stale_samples") or 0 for row in rows))
+    return {**ended, "waiting": left, "stale": stale, "balances": balances, "dropped": dropped}
+
+
+def _last_words(directory: Path) -> tuple[dict[str, int] | None, bool]:
+    """The ledger in ``report.json`` of a run that ended, and whether it balances."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        report = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
+        return report.get("ledger"), bool(report.get("ledger_balances", True))
+    return None, True
 
 
 def _staleness(samples: Sequence[Data]) -> Data | None:

@@ -19,6 +19,7 @@ from slime_launch.tracking import TENSORBOARD_DIR, Row, read_rows
 
 if TYPE_CHECKING:
     from slime_launch.preflight import Checked
+    from slime_rollout.data import Account
 
 REPORT_FILE = "report.json"
 CURVE_FILE = "reward_curve.png"
@@ -60,6 +61,9 @@ class Report:
         unscored: Samples that could not be scored.
         seconds: Mean seconds per rollout of each phase.
         run_dir: The run's output directory.
+        ledger: What became of all samples, ``generated`` and the others of `slime_rollout.data.Ledger.counts`, and
+            ``stale``: how often one was generated again because it was too old. ``None`` where nobody counted.
+        ledger_balances: Whether they add up.
     """
 
     rollouts: int
@@ -82,10 +86,22 @@ class Report:
     checkpoint_dir: str | None
     reward_curve: str | None
     loss_curve: str | None
+    ledger: dict[str, int] | None = None
+    ledger_balances: bool = True
 
 
-def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | None, minutes: float) -> Report:
-    """Summarize a run from its metrics; ``checkpoint`` is its last one, ``minutes`` the wall time of this start."""
+def make_report(
+    rows: Sequence[Row],
+    *,
+    output_dir: Path,
+    checkpoint: Path | None,
+    minutes: float,
+    account: Account | None = None,
+) -> Report:
+    """Summarize a run from its metrics.
+
+    ``checkpoint`` is its last one, ``minutes`` the wall time of this start, ``account`` what became of the samples.
+    """
     rollouts = [row for row in rows if row["kind"] == "rollout"]
     evals = sorted((row for row in rows if row["kind"] == "eval"), key=lambda row: row["rollout_id"])
     before = evals[0] if evals and evals[0]["rollout_id"] == 0 else {}
@@ -107,7 +123,7 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
         samples_of="held-out prompts" if answered else "rollouts",
         rewards=rewards,
         losses=losses,
-        unscored=int(sum(row.get("rollout/reward_failures", 0.0) for row in rollouts)),
+        unscored=_sum(rollouts, "rollout/reward_failures"),
         seconds=_mean_seconds(rollouts),
         run_dir=str(output_dir),
         tensorboard_dir=str(tensorboard) if tensorboard.exists() else None,
@@ -115,6 +131,8 @@ def make_report(rows: Sequence[Row], *, output_dir: Path, checkpoint: Path | Non
         checkpoint_dir=str(checkpoint) if checkpoint is not None else None,
         reward_curve=str(output_dir / CURVE_FILE) if rewards else None,
         loss_curve=str(output_dir / LOSS_CURVE_FILE) if on_data else None,
+        ledger=None if account is None else account.counts | {"stale": _sum(rollouts, "rollout/stale_samples")},
+        ledger_balances=account is None or account.problem is None,
     )
 
 
@@ -148,6 +166,8 @@ def report_lines(report: Report) -> list[str]:
         titles = ("before training", "after training") if report.rollouts else ("held-out prompts",) * 2
     for title, samples in zip(titles, (report.samples_before, report.samples_after), strict=True):
         lines += [title, *(f"  {example_line(example)}" for example in samples)] if samples else []
+    if report.ledger is not None and report.ledger["generated"]:
+        lines.append(ledger_line(report.ledger, balances=report.ledger_balances))
     if report.unscored:
         lines.append(f"samples that could not be scored: {report.unscored}; logs/rollout.log says why")
     if len(report.rewards) > 1:
@@ -167,6 +187,15 @@ def report_lines(report: Report) -> list[str]:
     lines.append(f"logs                  {report.logs_dir}")
     lines.append(f"checkpoint            {report.checkpoint_dir or 'none; --save DIR writes one'}")
     return lines
+
+
+def ledger_line(counts: Mapping[str, int], *, balances: bool) -> str:
+    """What became of all samples, as a sum."""
+    waiting = counts["buffered"] + counts["out"]
+    terms = {"trained": counts["trained"], "filtered": counts["filtered"], "aborted": counts["aborted"]}
+    right = " + ".join(f"{count:,} {name}" for name, count in (terms | {"waiting": waiting}).items())
+    again = f"; {counts['stale']:,} generated again as too old" if counts["stale"] else ""
+    return f"samples: {counts['generated']:,} generated {'=' if balances else '≠'} {right}{again}"
 
 
 def report_if_finished(checked: Checked, output_dir: Path) -> bool:
@@ -256,6 +285,10 @@ def _mean_seconds(rollouts: Sequence[Row]) -> dict[str, float]:
         )
         for name in names
     }
+
+
+def _sum(rows: Sequence[Row], name: str) -> int:
+    return int(sum(row.get(name) or 0.0 for row in rows))
 
 
 def _titles(seconds: dict[str, float]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from slime_rollout.data.choose import (
 )
 from slime_rollout.data.dataset import PromptDataset, RowEncoder, TokenizedPrompt
 from slime_rollout.data.group_state import copied_group
-from slime_rollout.data.ledger import Fate, Ledger
+from slime_rollout.data.ledger import Account, Fate, Ledger
 from slime_rollout.data.offline import (
     PreferenceBatch,
     PreferenceDataset,
@@ -31,6 +31,7 @@ from slime_rollout.data.source import AccountedSource, RolloutDataSource, Rollou
 from slime_rollout.data.stream import StreamingPrompts
 
 __all__ = [
+    "Account",
     "AccountedSource",
     "ChatEncoder",
     "CustomSource",

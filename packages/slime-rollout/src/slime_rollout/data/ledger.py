@@ -6,7 +6,7 @@ import copy
 import enum
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_core.errors import DataError
 from slime_core.types import Group, Sample
@@ -20,6 +20,18 @@ class Fate(enum.StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     ABORTED = "aborted"
+
+
+class Account(NamedTuple):
+    """What became of the samples of a run so far.
+
+    Attributes:
+        counts: As :attr:`Ledger.counts` has them.
+        problem: What does not balance, or ``None``.
+    """
+
+    counts: dict[str, int]
+    problem: str | None
 
 
 class Ledger:

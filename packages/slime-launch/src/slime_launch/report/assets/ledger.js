@@ -26,6 +26,7 @@ const ledger = (counts) => {
     !known ? el("p", { class: "empty" }, "No checkpoint of this run was found, which has the ledger.") : el("p", {}, el("b", {}, number(counts.generated)), " samples were generated. ", counts.balances ? el("span", { class: "chip good" }, "✓ the ledger balances") : el("span", { class: "chip warn" }, "✗ the ledger does not balance")),
     known ? strip : null,
     known ? Report.table("What became of the samples", columns, WAYS.map(row), { class: "wide" }) : null,
+    counts.stale ? el("p", {}, number(counts.stale), " were generated again, because they had become too old.") : null,
     dropped.length ? el("h3", {}, "Why groups were dropped") : null,
     dropped.length ? Report.table("Why groups were dropped", [["reason", "text"], ["groups", "number"]], dropped.map(([reason, count]) => [reason, number(count)]), { class: "wide" }) : null,
   ].filter(Boolean);
