@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,34 +16,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import Joined, run_on_cluster
 from ended import FOREVER, Ended, end_run, finish, send, trained
-from launching import Assets, engine_python, train_command
+from launching import Assets, make_assets, train_command
 from learning import ON_TWO_RANKS, learn
 from resuming import ROLLOUTS, saving_command
-from tiny import make_model, write_prompts
 
 LEARNING_ROLLOUTS = 30
-
-
-def _assets(family: str, base: Path) -> Assets:
-    hf = make_model(family, base / "hf")
-    torch_dist = base / "torch_dist"
-    converter = Path(sys.executable).with_name("slime-convert")
-    subprocess.run(
-        [converter, "hf-to-torch-dist", "--hf-checkpoint", hf, "--save", torch_dist], check=True, timeout=120
-    )
-    return Assets(hf, torch_dist, write_prompts(base / "prompts.jsonl", 64), engine_python())
 
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     """A tiny Qwen3: untied embeddings, q and k norms."""
-    return _assets("qwen3", tmp_path_factory.mktemp("qwen3"))
+    return make_assets("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     """A tiny Llama: tied embeddings."""
-    return _assets("llama", tmp_path_factory.mktemp("llama"))
+    return make_assets("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")

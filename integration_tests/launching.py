@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tiny import make_model, write_prompts
 
 from slime_core.types import RolloutBatch
 from slime_launch.metric_names import unlisted
@@ -36,6 +37,17 @@ class Assets:
     torch_dist: Path
     prompts: Path
     engine_python: str
+
+
+def make_assets(family: str, base: Path) -> Assets:
+    """A tiny model of a family, as everything needs it."""
+    hf = make_model(family, base / "hf")
+    torch_dist = base / "torch_dist"
+    converter = Path(sys.executable).with_name("slime-convert")
+    subprocess.run(
+        [converter, "hf-to-torch-dist", "--hf-checkpoint", hf, "--save", torch_dist], check=True, timeout=120
+    )
+    return Assets(hf, torch_dist, write_prompts(base / "prompts.jsonl", 64), engine_python())
 
 
 def train_command(

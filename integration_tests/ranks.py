@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import socket
 from collections.abc import Callable
@@ -85,6 +86,29 @@ def train(worker: MegatronWorker, shards: list[Any]) -> dict[str, float]:
 def log_probs(worker: MegatronWorker, shards: list[Any]) -> list[list[float]]:
     """Log-probs of each sample's response tokens."""
     return [row.tolist() for row in worker.forward(shards[worker.data_parallel_rank])]
+
+
+def other_experts(worker: MegatronWorker, shards: list[Any]) -> tuple[int, int]:
+    """How many pairs of a token and a layer go to other experts than the engine named, as the trainer computes them
+    without replay, and how many there are. One rank."""
+    import torch
+
+    from slime_megatron.model import run
+    from slime_megatron.packing import MicroBatch
+    from slime_megatron.routing import Routing
+
+    [chunk], unlike, pairs = worker.model, 0, 0
+    for sample in shards[0].samples:
+        batch = MicroBatch([sample], share_prompts="off").pack(replays=True)
+        assert batch.routing is not None and batch.routing.engine_TW is not None
+        named = batch.routing.engine_TW.view(len(batch.tokens_T), chunk.config.num_layers, -1)
+        made = Routing(recording=True)
+        with torch.no_grad():
+            run(chunk, dataclasses.replace(batch, routing=made))
+        for layer, chosen in made.recorded.items():
+            unlike += int((chosen.sort(-1).values != named[:, layer].sort(-1).values).any(-1).sum())
+            pairs += len(chosen)
+    return unlike, pairs
 
 
 def push(worker: MegatronWorker, channel: Any, version: int) -> int:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 499  # no multiple of 128 and odd, so that vocabulary padding is always in play
 END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
@@ -46,22 +56,74 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+_ROUTED = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+    "tie_word_embeddings": False,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_THREE = _SHAPE | {"num_hidden_layers": 3}
+_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3": lambda: Qwen3Config(**_SHAPE, tie_word_embeddings=False),
+    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_THREE, **_EXPERTS, tie_word_embeddings=False),
+    "glm4-moe": lambda: Glm4MoeConfig(**_THREE, **_ROUTED, use_qk_norm=True, attention_bias=True),
+    "deepseek": lambda: DeepseekV3Config(**(_THREE | _LATENT), **_ROUTED),
+}
+
+
 def make_model(family: str, directory: Path, seed: int = 0) -> Path:
-    """Write a tiny random model of a family (`qwen3` or `llama`) with its tokenizer; return the directory."""
+    """Write a tiny random model of one of these families with its tokenizer; return the directory.
+
+    Experts come in threes that a router can hardly tell apart, and a token goes to two: which of the three is often
+    left to rounding.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(directory)
     torch.manual_seed(seed)
-    if family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=False))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True))
+    model = AutoModelForCausalLM.from_config(_CONFIGS[family](), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.1)
             elif "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith("mlp.gate.weight"):
+                for further in (1, 2):
+                    parameter[further::3] = parameter[::3] + 1e-8 * torch.randn_like(parameter[::3])
     model.save_pretrained(directory)
+    if family == "deepseek":  # published ones have it, and SGLang asks for it; transformers leaves it out
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(
+            json.dumps(config | {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"})
+        )
     return directory
 
 

@@ -13,6 +13,7 @@ from slime_core.rewards import estimator_rewards, normalize_group_rewards
 from slime_core.schedule import FILLER_INDEX, build_shards, check_batch_sizes
 from slime_core.types import RolloutBatch, Sample, Status
 from slime_core.types.arrays import Ragged
+from slime_core.types.routed import routed_text
 
 GRPO = AlgorithmConfig()
 
@@ -263,6 +264,36 @@ def test_trained_tokens_without_kept_tokens_are_refused_where_they_are_needed(ke
     shards_of(batch)
     sample.loss_mask = [0, 1, 0] if kept else [0, 0, 0]
     shards_of(batch, needs_kept=True)
+
+
+def test_the_engines_experts_become_extras():
+    known = make_sample(0, 0, routed_experts="2x1:AAECAw==")
+    wide = make_sample(1, 0, routed_experts="2x2:AAEAAg==", remove_sample=True)
+    batch = RolloutBatch(rollout_id=0, groups=[[known, wide, make_sample(2, 0, remove_sample=True)]])
+    known.loss_mask = [0, 0, 0]
+    (shard,) = shards_of(batch, gbs=3, needs_experts=True)
+    first, second, third = sorted(shard.samples, key=lambda one: one.index)
+    assert first.extras["routed_experts"].tolist() == [[0, 1], [2, 3]]
+    assert second.extras["routed_experts"].tolist() == [[256, 512]]
+    assert third.extras["routed_experts"] is None
+    (shard,) = shards_of(batch, gbs=3)
+    assert not any("routed_experts" in one.extras for one in shard.samples), "they are large"
+    other = make_sample(1, 0, routed_experts="1x1:AA==")
+    with pytest.raises(DataError, match=r"samples have \[1, 2\] numbers per token in routed_experts; one model made"):
+        shards_of(RolloutBatch(rollout_id=0, groups=[[known, other]]), gbs=2, needs_experts=True)
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+def test_experts_up_to_the_last_trained_token_are_needed_where_they_are_replayed(rows):
+    sample = make_sample(0, 0, loss_mask=[1, 1, 0], routed_experts=rows and "1x1:AA==")
+    batch, prompt = RolloutBatch(rollout_id=0, groups=[[sample]]), len(sample.prompt_tokens)
+    with pytest.raises(
+        DataError, match=f"names the engine's experts for {rows or 0} tokens, .* for the {prompt + 1} before its last"
+    ):
+        shards_of(batch, needs_experts=True)
+    shards_of(batch)
+    sample.routed_experts = routed_text(np.zeros((prompt + 1, 1), np.int32))
+    shards_of(batch, needs_experts=True)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def _entries(path, table):
 def test_a_rollout(tmp_path):
     sample = Sample(index=0, group_index=0, prompt="a", tokens=[1, 2], response_length=1, response="b", reward=1.0)
     sample.status, sample.rollout_log_probs, sample.teacher_log_probs = Status.COMPLETED, [-0.5], [-0.5]
-    sample.loss_mask, sample.weight_versions, sample.kept_tokens = [1], [0], "2 5;"
+    sample.loss_mask, sample.weight_versions = [1], [0]
+    sample.kept_tokens, sample.routed_experts = "2 5;", "2x1:AAE="
     RolloutBatch(rollout_id=0, groups=[[sample]]).columns().write(tmp_path / "rollout.npz")
     head, entries = _tables("Rollouts")
     assert _entries(tmp_path / "rollout.npz", entries).keys() == _keys("Rollouts") and head

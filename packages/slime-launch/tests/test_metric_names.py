@@ -70,7 +70,11 @@ class AloneAtWork:
 
     def __init__(self, algorithm, loss):
         self.config = types.SimpleNamespace(
-            save_debug_train_data=None, num_critic_only_steps=0, ref_update_interval=None, bf16=True
+            use_routing_replay=False,
+            save_debug_train_data=None,
+            num_critic_only_steps=0,
+            ref_update_interval=None,
+            bf16=True,
         )
         self.algorithm, self._loss = algorithm, loss
         self._output_dir, self._spans = Path(), []
@@ -96,7 +100,7 @@ class AloneAtWork:
 
     def _planner(self, temperature, timer):
         packed = types.SimpleNamespace(targets_M=[1], computed_tokens=4, computed_pairs=8)
-        batch = types.SimpleNamespace(pack=lambda device: packed)
+        batch = types.SimpleNamespace(pack=lambda device, **_: packed)
         step = types.SimpleNamespace(global_trajectories=4)
         for role in PASSES:
             self._evaluate(temperature, timer, role, [batch])

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 
@@ -18,6 +19,7 @@ from slime_launch.validate import (
     check_quantized,
     check_settings,
     check_shape,
+    check_whole_engines,
     engine_dtype,
     global_batch_size,
     notices,
@@ -113,7 +115,6 @@ NARROW = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
     [
         ({"rollout_top_k": 1}, "--rollout-top-k 1 leaves every token one choice.* or --eval-top-k 1 for evaluation"),
         ({"rollout_top_k": 5000}, "--rollout-top-k 5000 may keep more tokens than an engine lists, 4,096; give "),
-        ({"rollout_min_p": 0.05, "prefill_num_servers": 1, "rollout_num_gpus": 2}, f"{NARROW} with --prefill-num"),
         (
             {"rollout_top_p": 0.9, "use_opd": None, "opd_type": "sglang", "rm_url": "http://127.0.0.1:1"},
             f"{NARROW} with --opd-type sglang: .* or give --opd-type megatron",
@@ -123,6 +124,54 @@ NARROW = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
 def test_what_training_over_kept_tokens_cannot_have(flags, message):
     with pytest.raises(ConfigError, match=message):
         check_settings(settings(**flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"use_routing_replay": None, "use_rollout_logprobs": None},
+            "there is none with --use-rollout-logprobs; leave one of them out, or add --use-rollout-routing-replay",
+        ),
+        ({"use_routing_replay": None, "keep_old_actor": None}, "with --keep-old-actor: several weights choose experts"),
+        (
+            {"use_rollout_routing_replay": None, "moe_router_fusion": None},
+            "--use-rollout-routing-replay does not work with --moe-router-fusion",
+        ),
+        (
+            {"use_rollout_routing_replay": None, "loss_type": "dpo_loss"},
+            "--loss-type dpo_loss trains on rows, which no engine made",
+        ),
+    ],
+)
+def test_what_cannot_have_experts_chosen_again(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(settings(**flags))
+
+
+def test_routing_replay():
+    check_settings(settings(use_routing_replay=None, use_rollout_routing_replay=None, use_rollout_logprobs=None))
+    check_settings(settings(use_routing_replay=None))
+    with pytest.raises(ConfigError, match="--use-routing-replay does not work with --moe-router-fusion"):
+        settings(use_routing_replay=None, moe_router_fusion=None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ({"rollout_min_p": 0.05}, NARROW),
+        ({"use_rollout_routing_replay": None}, "--use-rollout-routing-replay"),
+        ({"rollout_top_p": 0.9, "debug_rollout_only": None}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("given", ["sglang_config", "prefill_num_servers"])
+def test_what_engines_split_in_two_cannot_say(flags, asked, given):
+    source = {"sglang_config": "s.yaml"} if given == "sglang_config" else {"prefill_num_servers": 1}
+    own = settings(**flags, **source, rollout_num_gpus=2)
+    problem = f"{asked} with prefill engines of --{given.replace('_', '-')}: "
+    with pytest.raises(ConfigError, match=problem) if asked else contextlib.nullcontext():
+        check_whole_engines(own)
 
 
 def test_training_over_kept_tokens():

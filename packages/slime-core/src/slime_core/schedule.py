@@ -17,9 +17,20 @@ from slime_core.micro_batches import MicroBatchLimits
 from slime_core.rewards import estimator_rewards
 from slime_core.step_plan import Cost, StepPlanner, token_count
 from slime_core.types import RolloutBatch, RolloutColumns, Status, TrainSample, TrainShard, TrainStep
-from slime_core.types.arrays import KEPT, SAMPLE_COLUMNS, STATUSES, Columns, Ragged, json_rows, numbers, read_kept
+from slime_core.types.arrays import (
+    KEPT,
+    ROUTED,
+    SAMPLE_COLUMNS,
+    STATUSES,
+    Columns,
+    Ragged,
+    json_rows,
+    numbers,
+    read_kept,
+)
+from slime_core.types.routed import routed_rows
 from slime_core.types.sample import scalar_reward
-from slime_core.types.train import KEPT_COUNTS, KEPT_IDS
+from slime_core.types.train import KEPT_COUNTS, KEPT_IDS, ROUTED_EXPERTS
 
 # A sample that failed before it was tokenized gets this one prompt token, so that no rank meets an empty sequence.
 _PLACEHOLDER_TOKENS = np.zeros(1, np.int32)
@@ -27,7 +38,7 @@ _UNTRAINED = [STATUSES.index(status) for status in (Status.ABORTED, Status.FAILE
 _CARRIED = ("weight_versions",)  # fields of a sample that the trainer does not need to understand
 RAW_REWARDS, TRAIN_REWARDS = "post_processed_raw_reward", "post_processed_reward"
 """Extra columns of a rollout whose rewards a user-defined function has made; they are not normalised again."""
-_NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {KEPT, RAW_REWARDS, TRAIN_REWARDS}
+_NOT_EXTRA = SAMPLE_COLUMNS - {*_CARRIED} | {KEPT, ROUTED, RAW_REWARDS, TRAIN_REWARDS}
 Postprocess = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 """From a rollout's number and its samples to the samples to train on: the same ones, in the same order."""
 FILLER_INDEX = -1
@@ -52,6 +63,7 @@ def build_shards(
     cost: Cost = token_count,
     drop_untrained: bool = False,
     needs_kept: bool = False,
+    needs_experts: bool = False,
     postprocess: Postprocess | None = None,
 ) -> list[TrainShard]:
     """Normalise rewards and split a rollout into a shard per rank, in optimizer steps and micro-batches.
@@ -69,28 +81,28 @@ def build_shards(
         micro_batch_size: Most samples in a micro-batch; not used with ``use_dynamic_batch_size``.
         global_batch_size: Trajectories in an optimizer step, over all ranks.
         reward_key: Which entry of a reward given by name.
-        keep_groups_together: Keep the samples of a prompt in one micro-batch, as far as they fit and suffice, so that
-            the trainer can compute their prompt once. Ranks may then differ in their number of samples.
+        keep_groups_together: Keep the samples of a prompt in one micro-batch where they fit, so it is computed once.
         pairs: Groups are preference pairs, which stay in one micro-batch and get their metadata's ``margin`` as extra.
         use_dynamic_batch_size: Limit a micro-batch by ``max_tokens_per_gpu`` instead.
         max_tokens_per_gpu: Most tokens, per context-parallel rank; a longer sample gets a micro-batch to itself.
         context_parallel_size: Number of ranks that share each sequence; a micro-batch holds as many times the tokens.
         virtual_pipeline_group: What the number of micro-batches must be a multiple of; 1 without a virtual pipeline.
         cost: What computing a sequence of so many tokens costs, such as ``FlopsModel(...).training``.
-        drop_untrained: Leave out samples that cannot change the policy's weights (no trained token; a normalised reward
-            of 0 where the loss ignores that), before the ranks are balanced. The denominators count them.
+        drop_untrained: Leave out samples that cannot change the weights, before ranks are balanced; they are counted.
         needs_kept: Tokens were sampled under top-p, top-k or min-p, so every trained one needs its kept tokens.
+        needs_experts: The trainer is to choose the engine's experts, so it must know them up to each trained token.
         postprocess: Changes masks, rewards, log-probs or extras of the samples before they are split.
 
     Raises:
         ConfigError: The sizes do not divide, or the token limit is missing.
-        DataError: The rollout is empty, a group is not a pair, or a sample lacks a reward, a prompt or kept tokens.
+        DataError: The rollout is empty, a group is not a pair, or a sample lacks a reward, a prompt or what it needs.
     """
     columns = (batch.columns() if isinstance(batch, RolloutBatch) else batch).samples
     trajectories = _trajectories(columns)
-    samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_kept)
-    if pairs:
-        samples = _pairs(columns, samples, global_batch_size, 2 if use_dynamic_batch_size else micro_batch_size)
+    samples = _prepared(columns, algorithm, reward_key, batch.rollout_id, trajectories, postprocess, needs_experts)
+    _check_replayed(samples, kept=needs_kept, experts=needs_experts)
+    size = 2 if use_dynamic_batch_size else micro_batch_size
+    samples = _pairs(columns, samples, global_batch_size, size) if pairs else samples
     check_batch_sizes(
         num_samples=len(trajectories),
         global_batch_size=global_batch_size,
@@ -101,12 +113,11 @@ def build_shards(
         context_parallel_size=context_parallel_size,
         virtual_pipeline_group=virtual_pipeline_group,
     )
-    tokens = max_tokens_per_gpu * context_parallel_size if use_dynamic_batch_size and max_tokens_per_gpu else None
-    samples_limit = None if tokens else micro_batch_size
+    most = max_tokens_per_gpu if use_dynamic_batch_size else None
     planner = StepPlanner(
         samples=samples,
         ranks=data_parallel_size,
-        limits=MicroBatchLimits(samples=samples_limit, tokens=tokens, multiple=virtual_pipeline_group),
+        limits=_limits(micro_batch_size, most, context_parallel_size, virtual_pipeline_group),
         by_group=keep_groups_together,
         pairs=pairs,
         cost=cost,
@@ -114,6 +125,13 @@ def build_shards(
     )
     chosen = _that_train(samples, algorithm) if drop_untrained and not pairs else range(len(samples))
     return _place(planner, trajectories, global_batch_size, chosen, batch.rollout_id, temperature)
+
+
+def _limits(samples: int, tokens: int | None, ranks: int, multiple: int) -> MicroBatchLimits:
+    """Of a micro-batch: its samples, or the tokens of each of the ranks that share a sequence."""
+    return MicroBatchLimits(
+        samples=None if tokens else samples, tokens=tokens * ranks if tokens else None, multiple=multiple
+    )
 
 
 def _that_train(samples: Sequence[TrainSample], algorithm: AlgorithmConfig) -> set[int]:
@@ -129,16 +147,14 @@ def _prepared(
     rollout_id: int,
     trajectories: Sequence[list[int]],
     postprocess: Postprocess | None,
-    needs_kept: bool,
+    with_experts: bool,
 ) -> list[TrainSample]:
     """The samples as ``postprocess`` leaves them, with the number of trained tokens of their trajectory."""
-    samples = train_samples(columns, algorithm, reward_key)
+    samples = train_samples(columns, algorithm, reward_key, with_experts=with_experts)
     if not samples:
         raise DataError(f"rollout {rollout_id} has no samples")
     if postprocess is not None:
         samples = postprocess(rollout_id, samples)
-    if needs_kept:
-        _check_kept(samples)
     if postprocess is None:
         return samples
     counts = {at: sum(int(samples[part].loss_mask.sum()) for part in parts) for parts in trajectories for at in parts}
@@ -300,7 +316,9 @@ def _check_dynamic(global_batch_size: int, ranks: int, group: int) -> None:
         )
 
 
-def train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str | None) -> list[TrainSample]:
+def train_samples(
+    columns: Columns, algorithm: AlgorithmConfig, reward_key: str | None, *, with_experts: bool = False
+) -> list[TrainSample]:
     """A view of each sample, with its reward as the estimator takes it; a `DataError` for one without a reward."""
     index, groups = numbers(columns, "index"), numbers(columns, "group_index")
     trajectories, given = _trajectory_ids(columns), json_rows(columns, "reward")
@@ -330,6 +348,8 @@ def train_samples(columns: Columns, algorithm: AlgorithmConfig, reward_key: str 
     extras = {name: _rows(columns, name) for name in columns if name not in _NOT_EXTRA}
     if KEPT in columns:
         extras |= _kept_extras(index, _rows(columns, KEPT))
+    if with_experts and ROUTED in columns:
+        extras[ROUTED_EXPERTS] = _expert_rows(index, _rows(columns, ROUTED))
     return [
         TrainSample(
             index=index[at],
@@ -370,6 +390,14 @@ def _kept_extras(index: Sequence[int], texts: Sequence[NDArray[np.uint8] | None]
     return {KEPT_IDS: list(ids), KEPT_COUNTS: list(counts)}
 
 
+def _check_replayed(samples: Sequence[TrainSample], *, kept: bool, experts: bool) -> None:
+    """Raise DataError for a sample that does not say what the trainer is to do again."""
+    if kept:
+        _check_kept(samples)
+    if experts:
+        _check_experts(samples)
+
+
 def _check_kept(samples: Sequence[TrainSample]) -> None:
     for sample in samples:
         counts, mask = sample.extras.get(KEPT_COUNTS), sample.loss_mask.astype(bool)
@@ -378,6 +406,32 @@ def _check_kept(samples: Sequence[TrainSample]) -> None:
                 f"sample {sample.index} does not say which tokens each of its own was sampled from, which "
                 "--rollout-top-p, --rollout-top-k and --rollout-min-p need for training; generate it with Trajectory "
                 "or generate_single, set sample.kept_tokens, or leave these flags out"
+            )
+
+
+def _expert_rows(index: Sequence[int], texts: Sequence[NDArray[np.uint8] | None]) -> list[Any]:
+    """The experts of each sample's tokens. Raises DataError if samples differ in the numbers of a token."""
+    found = [
+        None if text is None else routed_rows(f"sample {number}", text.tobytes().decode(errors="replace"))
+        for number, text in zip(index, texts, strict=True)
+    ]
+    widths = sorted({rows.shape[1] for rows in found if rows is not None})
+    if len(widths) > 1:
+        raise DataError(f"samples have {widths} numbers per token in routed_experts; one model made all of them")
+    return found
+
+
+def _check_experts(samples: Sequence[TrainSample]) -> None:
+    for sample in samples:
+        trained, rows = np.flatnonzero(sample.loss_mask), sample.extras.get(ROUTED_EXPERTS)
+        known = 0 if rows is None else len(rows)
+        wanted = sample.prompt_length + int(trained[-1]) if len(trained) else 0
+        if known < wanted:
+            raise DataError(
+                f"sample {sample.index} names the engine's experts for {known} tokens, and "
+                f"--use-rollout-routing-replay needs them for the {wanted} before its last trained one; generate it "
+                "with Trajectory or "
+                "generate_single, set sample.routed_experts, or leave the flag out"
             )
 
 

@@ -14,6 +14,7 @@ from slime_core.errors import DamagedError, DataError, FormatVersionError
 from slime_core.types import RolloutBatch, RolloutColumns, Sample, Status
 from slime_core.types.arrays import (
     KEPT,
+    ROUTED,
     SAMPLE_COLUMNS,
     Ragged,
     columns_of,
@@ -118,9 +119,9 @@ def test_other_kept_tokens_are_refused(text, message):
         read_kept("sample 7", as_bytes(text))
 
 
-def test_samples_without_kept_tokens_have_no_column_for_them():
+def test_samples_without_kept_tokens_or_experts_have_no_column_for_them():
     sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2], response_length=1)
-    assert KEPT not in columns_of([sample])
+    assert not {KEPT, ROUTED} & columns_of([sample]).keys()
     other = Sample(index=1, group_index=0, prompt="p", tokens=[1, 2], response_length=1, kept_tokens="2 5;")
     columns = columns_of([sample, other])
     assert [one.kept_tokens for one in samples_of(columns)] == [None, "2 5;"]
@@ -198,6 +199,7 @@ FULL = make_sample(
     teacher_log_probs=[-3.0, -4.0],
     weight_versions=[5, 6],
     kept_tokens="2 5;3;",
+    routed_experts="2x1:AAE=",
     reward=0.5,
     status=Status.TRUNCATED,
     remove_sample=True,
@@ -211,7 +213,11 @@ def test_every_field_is_carried():
     bare = make_sample(index=8, group_index=1, prompt="q", tokens=[4, 5], response_length=1)
     for field in dataclasses.fields(Sample):
         assert getattr(FULL, field.name) != getattr(bare, field.name), f"give {field.name} another value above"
-    assert columns_of([FULL]).keys() == SAMPLE_COLUMNS | {KEPT} == {field.name for field in dataclasses.fields(Sample)}
+    assert (
+        columns_of([FULL]).keys()
+        == SAMPLE_COLUMNS | {KEPT, ROUTED}
+        == {field.name for field in dataclasses.fields(Sample)}
+    )
     assert samples_of(columns_of([FULL, bare])) == [FULL, bare]
     assert Sample.from_dict(FULL.to_dict()) == FULL
 

@@ -242,6 +242,20 @@ class RunConfig(Config):
         help="directory, with {rollout_id} in its name, that each checkpoint is exported to as a Hugging Face model",
         may_change=True,
     )
+    max_logprob_drift: float | None = flag(
+        None,
+        unit="nats",
+        help="largest mean distance of the trainer's log-probs from the engine's in an optimizer step, which "
+        "train/train_rollout_logprob_abs_diff has; beyond it the run ends",
+        above=0,
+        may_change=True,
+    )
+    logprob_drift_action: str = flag(
+        "stop",
+        choices=("stop", "warn"),
+        help="what follows on a distance beyond --max-logprob-drift: the run ends, or says so and goes on",
+        may_change=True,
+    )
     log_passrate: bool = flag(
         False, help="track pass@1, pass@2, pass@4 … of the samples that are trained on", may_change=True
     )
@@ -253,6 +267,8 @@ class RunConfig(Config):
         """Settings of debugging that need each other."""
         if self.num_rollout is None and self.num_epoch is None:
             yield "missing --num-rollout, or --num-epoch; see --help"
+        if self.logprob_drift_action != "stop" and self.max_logprob_drift is None:
+            yield f"--logprob-drift-action {self.logprob_drift_action} needs --max-logprob-drift, its limit; add that"
         if self.debug_rollout_only and (self.debug_train_only or self.load_debug_rollout_data is not None):
             other = "--debug-train-only" if self.debug_train_only else "--load-debug-rollout-data"
             yield f"--debug-rollout-only trains nothing and {other} generates nothing; give one of them"

@@ -22,7 +22,14 @@ from slime_launch.names import with_paths
 from slime_launch.overrides import Overrides, read_overrides
 from slime_launch.resume import StartWeights, find_run, start_weights
 from slime_launch.room import check_room, existing
-from slime_launch.validate import check_quantized, check_settings, check_shape, engine_dtype, num_engines
+from slime_launch.validate import (
+    check_quantized,
+    check_settings,
+    check_shape,
+    check_whole_engines,
+    engine_dtype,
+    num_engines,
+)
 from slime_launch.wandb_run import check_wandb
 from slime_megatron.checkpoint import check_checkpoint, find_checkpoint, teacher_source
 from slime_megatron.fits import check_fits
@@ -299,6 +306,8 @@ def check_engines(settings: Settings, *, elsewhere: bool = False) -> EnginePlan 
             f"--sglang-config {engine.sglang_config}: no model gets the trainer's weights; give one "
             "`update_weights: true`, or the path of --hf-checkpoint"
         )
+    if any(spec.worker_type == "prefill" for spec in plan.trained.generating):
+        check_whole_engines(settings)
     if not elsewhere:
         check_runs_here(plan)
     return plan

@@ -283,6 +283,7 @@ def split_rollout(batch: RolloutBatch | RolloutColumns, recipe: Recipe) -> list[
         cost=flops_model(recipe.shape).training if megatron.balance_by_flops else token_count,
         drop_untrained=True,
         needs_kept=settings.rows is None and not settings.rollout.sampling.keeps_all_tokens,
+        needs_experts=settings.rows is None and settings.rollout.sampling.use_rollout_routing_replay,
         postprocess=data_postprocess(settings),
     )
 

@@ -14,7 +14,10 @@ from slime_launch.config import Settings
 from slime_launch.devices import run_device
 from slime_launch.errors import Problems
 from slime_launch.idle import idle_flags
+from slime_megatron.config import FUSED_ROUTERS
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
+
+_KEEPING = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
 
 
 def global_batch_size(settings: Settings) -> int:
@@ -121,6 +124,8 @@ def _check_sampling(settings: Settings) -> None:
     sampling = settings.rollout.sampling
     if not sampling.keeps_all_tokens and settings.generates and settings.trains:
         _check_kept(settings)
+    if settings.trains:
+        Problems(list(_problems_of_routing(settings))).report()
     if settings.rollout.selection.partial_rollout and "speculative-algorithm" in settings.engine.sglang_args:
         raise ConfigError(
             "--partial-rollout does not work with --sglang-speculative-algorithm: of a response that is cut off, an "
@@ -130,7 +135,7 @@ def _check_sampling(settings: Settings) -> None:
 
 def _check_kept(settings: Settings) -> None:
     """What an engine and a teacher must be able to do for tokens that are sampled from a part of the vocabulary."""
-    top_k, flags = settings.rollout.sampling.rollout_top_k, "--rollout-top-p, --rollout-top-k or --rollout-min-p"
+    top_k, flags = settings.rollout.sampling.rollout_top_k, _KEEPING
     most = int(str(settings.engine.sglang_args.get("sampling-mask-max-tokens", MOST_LISTED)))
     if top_k == 1:
         raise ConfigError(
@@ -143,15 +148,46 @@ def _check_kept(settings: Settings) -> None:
             f"{most:,}; give --sglang-sampling-mask-max-tokens {max(top_k, MOST_LISTED)}"
             f"{' or a smaller --rollout-top-k' if top_k != -1 else ', or leave it out'}"
         )
-    if settings.engine.prefill_num_servers is not None:
-        raise ConfigError(
-            f"{flags} with --prefill-num-servers: such requests go to engines without the router, which alone joins "
-            "prefill and decoding; leave one of them out"
-        )
     if settings.rollout.rewards.opd_type == "sglang":
         raise ConfigError(
             f"{flags} with --opd-type sglang: the teacher's log-probs are of the whole vocabulary, and the trainer's "
             "of the tokens kept; leave them out, or give --opd-type megatron"
+        )
+
+
+def _problems_of_routing(settings: Settings) -> Iterator[str]:
+    """Settings under which experts cannot be chosen again."""
+    if settings.rollout.sampling.use_rollout_routing_replay:
+        flag = "--use-rollout-routing-replay"
+        if settings.megatron.megatron_args.get("moe_router_fusion"):
+            yield f"{flag} {FUSED_ROUTERS}"
+        if settings.algorithm.on_data:
+            loss = settings.algorithm.loss_type
+            yield f"{flag}: --loss-type {loss} trains on rows, which no engine made; leave it out"
+    elif settings.megatron.use_routing_replay:
+        advice = "leave one of them out, or add --use-rollout-routing-replay, for the engine's experts"
+        if settings.algorithm.use_rollout_logprobs:
+            yield (
+                "--use-routing-replay takes the experts of the pass that computes old log-probs, and there is none "
+                f"with --use-rollout-logprobs; {advice}"
+            )
+        if settings.algorithm.keep_old_actor:
+            yield f"--use-routing-replay with --keep-old-actor: several weights choose experts for a sample; {advice}"
+
+
+def check_whole_engines(settings: Settings) -> None:
+    """Refuse settings that engines split into prefill and decoding cannot serve.
+
+    Such requests go to engines without the router, which alone joins the two.
+    """
+    sampling = settings.rollout.sampling
+    asked = [_KEEPING] * (not sampling.keeps_all_tokens)
+    asked += ["--use-rollout-routing-replay"] * sampling.use_rollout_routing_replay
+    if asked and settings.trains:
+        source = "--sglang-config" if settings.engine.sglang_config is not None else "--prefill-num-servers"
+        raise ConfigError(
+            f"{asked[0]} with prefill engines of {source}: such requests go to engines without the router, which alone "
+            "joins prefill and decoding; take regular engines, or leave the other out"
         )
 
 
@@ -308,9 +344,12 @@ def check_shape(settings: Settings) -> ModelShape:
 
     Raises:
         ConvertError: The config cannot be read, or flags contradict it: all of them in one message.
+        ConfigError: Experts are to be chosen again, and it has none.
     """
     shape = ModelShape.from_hf_config(settings.rollout.data.hf_checkpoint)
     check_flags(shape, settings.shape)
+    if settings.rollout.sampling.use_rollout_routing_replay and shape.num_experts is None:
+        raise ConfigError("--use-rollout-routing-replay: the model has no experts; leave it out")
     return shape
 
 

@@ -21,6 +21,7 @@ TRANSFORMER_IMPLS = ("auto", "local", "transformer_engine")
 OPTIMIZERS = ("adam",)
 CKPT_FORMATS = ("torch_dist",)
 MAX_SEED = 2**32 - 1  # NumPy's
+FUSED_ROUTERS = "does not work with --moe-router-fusion, whose kernel chooses experts by itself; leave one of them out"
 _EXACT = "log-probs of the engine and of the trainer would differ"
 
 
@@ -90,6 +91,13 @@ class MegatronConfig(Config):
         "micro-batch; the gradients are the same; auto: where it saves a tenth of the tokens; without a value, on",
         may_change=True,
         bare="on",
+    )
+
+    use_routing_replay: bool = flag(
+        False,
+        help="train with the experts that routers chose where old log-probs were computed (R2); with "
+        "--use-rollout-routing-replay with the engine's",
+        may_change=True,
     )
 
     only_train_params_name_list: tuple[str, ...] | None = flag(
@@ -405,6 +413,8 @@ class MegatronConfig(Config):
         if self.share_prompts == "on":
             for obstacle in self.sharing_obstacles:
                 yield f"--share-prompts on does not work with {obstacle}; leave one of the two out"
+        if self.use_routing_replay and self.megatron_args.get("moe_router_fusion"):
+            yield f"--use-routing-replay {FUSED_ROUTERS}"
         if self.profile and self.profile_step_end <= self.profile_step_start:
             yield (
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "

@@ -73,6 +73,8 @@ def misfits(config: MegatronConfig, shape: ModelShape) -> Iterator[str]:
     if shape.num_experts is None:
         if experts > 1:
             yield f"--expert-model-parallel-size {experts}: the model has no experts; leave it out"
+        if config.use_routing_replay:
+            yield "--use-routing-replay: the model has no experts; leave it out"
     else:
         yield from _not_divided("expert_model_parallel_size", experts, {"num_experts": shape.num_experts})
         ffn = {"moe_ffn_hidden_size": shape.moe_ffn_hidden_size or 0}

@@ -17,6 +17,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slime_convert.shape import ModelShape
+from slime_megatron import routing
 from slime_megatron.attention import PackedAttention, PackedParams
 from slime_megatron.config import MegatronConfig
 from slime_megatron.core_configs import transformer_config
@@ -91,7 +92,9 @@ def run(chunk: Any, batch: PackedBatch) -> torch.Tensor:
         if model.config.sequence_parallel and not model.pre_process:
             # Megatron-core 0.16.1 gives a rank its part on the first stage alone.
             padding_1T = scatter_to_sequence_parallel_region(batch.padding_T[:, None]).T
+    routing.begin(model, batch.routing)
     output: torch.Tensor = chunk(batch.tokens_T[None], None, None, packed_seq_params=packed, padding_mask=padding_1T)
+    routing.record(model, batch.routing)
     return output
 
 

@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 from slime_core.errors import DataError
 from slime_core.types import TrainSample, TrainShard
-from slime_core.types.train import KEPT_COUNTS, KEPT_IDS
+from slime_core.types.train import KEPT_COUNTS, KEPT_IDS, ROUTED_EXPERTS
 from slime_megatron.attention import AttentionLayout, Continuation, layout
+from slime_megatron.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class PackedBatch:
         targets_M: The targets themselves: trained response tokens, sample by sample.
         places_M: Which of the N targets they are; ``None`` where this rank has all of them.
         num_targets: N.
+        routing: Which experts the tokens are to go to; ``None`` where that is left to the routers.
         kept: What each of the M targets was sampled from; ``None`` where that is the whole vocabulary.
         computed_tokens: T without padding.
         computed_pairs: Pairs of such a token and one that it sees, or itself.
@@ -64,6 +66,7 @@ class PackedBatch:
     computed_tokens: int
     computed_pairs: int
     kept: KeptTokens | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class MicroBatch:
         self._context = context or ContextParallel()
         self._shared, self._beginning = _share(samples, share_prompts if self._context.size == 1 else "off")
         self._multiple_of = multiple_of
+        self._recorded: dict[int, torch.Tensor] = {}
         self.samples = tuple(sample for shared in self._shared for sample in shared)
         self.target_lengths = tuple(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
 
@@ -126,10 +130,14 @@ class MicroBatch:
             row[_mask(sample)] = part.numpy()
         return spread
 
-    def pack(self, device: torch.device | None = None) -> PackedBatch:
-        """Lay the samples out as one row of tokens on the device; on the CPU unless given."""
-        parallel = self._context.size > 1
-        row = _cut_row(self.samples, self._context, self._multiple_of) if parallel else self._shared_row()
+    def pack(self, device: torch.device | None = None, *, replays: bool = False, records: bool = False) -> PackedBatch:
+        """Lay the samples out as one row of tokens on the device; on the CPU unless given.
+
+        With ``replays`` tokens go to the experts that the engine chose, or else to those that were recorded; with
+        ``records`` the latter are noted, in this micro-batch, while it is computed.
+        """
+        parallel, width = self._context.size > 1, _width(self.samples) if replays or records else None
+        row = _cut_row(self.samples, self._context, self._multiple_of, width) if parallel else self._shared_row(width)
         rows_N, targets_N = np.concatenate(row.logit_rows), np.concatenate(row.targets)
         places_M = np.flatnonzero(rows_N >= 0)
         length = row.length + -row.length % self._multiple_of
@@ -147,17 +155,25 @@ class MicroBatch:
             computed_tokens=row.computed,
             computed_pairs=row.pairs,
             kept=_kept(self.samples, places_M, device),
+            routing=self._routing(row, length, records=records) if replays or records else None,
         )
 
-    def _shared_row(self) -> _Row:
+    def _routing(self, row: _Row, length: int, *, records: bool) -> Routing:
+        engine_TW = None
+        if row.experts:
+            known_TW = np.concatenate(row.experts)
+            engine_TW = torch.from_numpy(np.pad(known_TW, ((0, length - len(known_TW)), (0, 0)), constant_values=-1))
+        return Routing(engine_TW, self._recorded, recording=records and engine_TW is None)
+
+    def _shared_row(self, width: int | None) -> _Row:
         row, common = _Row(), self._beginning
         if common:
-            row.tokens.append(self.samples[0].tokens[:common])
-            row.positions.append(np.arange(common))
+            first = self.samples[0]
+            row.add(first.tokens[:common], np.arange(common), _experts(first, 0, common, width))
             row.runs.append(common)
         start = common
         for shared in self._shared:
-            start = _add_group(row, shared, start, common)
+            start = _add_group(row, shared, start, common, width)
         row.real = [np.ones(start, bool)]
         if not self._shared:
             start = 1
@@ -224,6 +240,23 @@ def _kept(
     return KeptTokens(torch.from_numpy(ids_K).to(device), torch.from_numpy(counts_N[here_N]).to(device))
 
 
+def _width(samples: Sequence[TrainSample]) -> int | None:
+    """How many numbers the engine gave for the experts of a token; ``None`` if it gave none for any sample."""
+    given = (sample.extras.get(ROUTED_EXPERTS) for sample in samples)
+    return next((rows.shape[1] for rows in given if rows is not None), None)
+
+
+def _experts(sample: TrainSample, start: int, end: int, width: int | None) -> NDArray[np.int16] | None:
+    """The engine's experts for some of a sample's inputs, -1 where they are unknown; ``None`` without a width."""
+    if width is None:
+        return None
+    rows, given = np.full((end - start, width), -1, np.int16), sample.extras.get(ROUTED_EXPERTS)
+    if given is not None:
+        known = given[start:end]
+        rows[: len(known)] = known
+    return rows
+
+
 WORTH_SHARING = 0.1  # of a micro-batch's tokens
 _NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -240,21 +273,29 @@ class _Row:
     targets: list[NDArray[np.int64]] = field(default_factory=lambda: [_NOTHING])
     runs: list[int] = field(default_factory=list)
     continuations: list[Continuation] = field(default_factory=list)
+    experts: list[NDArray[np.int16]] = field(default_factory=list)
     length: int = 0
     computed: int = 0
     pairs: int = 0
 
+    def add(self, tokens: NDArray[Any], positions: NDArray[Any], experts: NDArray[np.int16] | None) -> None:
+        """Append tokens, with their places in their sample, and with their experts if those are known."""
+        self.tokens.append(tokens)
+        self.positions.append(positions)
+        if experts is not None:
+            self.experts.append(experts)
 
-def _add_group(row: _Row, shared: Sequence[TrainSample], start: int, common: int) -> int:
+
+def _add_group(row: _Row, shared: Sequence[TrainSample], start: int, common: int, width: int | None) -> int:
     """Append the samples of one prompt, without its beginning that is in the row already; where they end."""
     prompt = shared[0].prompt_length
-    row.tokens.append(shared[0].tokens[common:prompt])
-    row.positions.append(np.arange(common, prompt))
+    first = shared[0]
+    row.add(first.tokens[common:prompt], np.arange(common, prompt), _experts(first, common, prompt, width))
     end = rest = start + prompt - common
     for sample in shared:
         inputs, mask = sample.response_length - 1, _mask(sample)
-        row.tokens.append(sample.tokens[prompt:-1])
-        row.positions.append(np.arange(prompt, prompt + inputs))
+        own = _experts(sample, prompt, prompt + inputs, width)
+        row.add(sample.tokens[prompt:-1], np.arange(prompt, prompt + inputs), own)
         row.logit_rows.append(np.concatenate([[rest - 1], np.arange(end, end + inputs)])[mask])
         row.targets.append(sample.tokens[prompt:][mask])
         end += inputs
@@ -282,7 +323,10 @@ def _joined(parts: Sequence[NDArray[Any]], length: int = 0) -> torch.Tensor:
 
 
 def _share(samples: Sequence[TrainSample], share_prompts: str) -> tuple[list[list[TrainSample]], int]:
-    """Samples that are laid out behind one prompt, and how many first tokens of all prompts are laid out once."""
+    """Samples that are laid out behind one prompt, and how many first tokens of all prompts are laid out once.
+
+    Where the engine's experts are known, they must be the same, too: a token that is computed once has one choice.
+    """
     shared: dict[object, list[TrainSample]] = {}
     for number, sample in enumerate(samples):
         if sample.prompt_length < 1 or sample.response_length < 1:
@@ -290,9 +334,10 @@ def _share(samples: Sequence[TrainSample], share_prompts: str) -> tuple[list[lis
                 f"sample {sample.index} has {sample.prompt_length} prompt and {sample.response_length} response "
                 "tokens; training needs at least one of each"
             )
-        key = (
-            (sample.group_index, sample.tokens[: sample.prompt_length].tobytes()) if share_prompts != "off" else number
-        )
+        key: object = number
+        if share_prompts != "off":
+            rows, end = sample.extras.get(ROUTED_EXPERTS), sample.prompt_length
+            key = sample.group_index, sample.tokens[:end].tobytes(), None if rows is None else rows[:end].tobytes()
         shared.setdefault(key, []).append(sample)
     groups = list(shared.values())
     if share_prompts == "off":
@@ -311,27 +356,33 @@ def _common_beginning(groups: Sequence[Sequence[TrainSample]]) -> int:
     """How many first tokens all prompts have in common; of each at least its last one is left."""
     if len(groups) < 2:
         return 0
-    prompts = [group[0].tokens[: group[0].prompt_length] for group in groups]
-    shortest = min(len(prompt) for prompt in prompts) - 1
-    alike = np.all([prompt[:shortest] == prompts[0][:shortest] for prompt in prompts], axis=0)
+    prompts = [group[0] for group in groups]
+    shortest = min(prompt.prompt_length for prompt in prompts) - 1
+    alike = np.all([prompt.tokens[:shortest] == prompts[0].tokens[:shortest] for prompt in prompts], axis=0)
+    if (width := _width(prompts)) is not None:
+        chosen = [_experts(prompt, 0, shortest, width) for prompt in prompts]
+        alike &= np.all([rows == chosen[0] for rows in chosen], axis=(0, 2))
     return int(alike.cumprod().sum())
 
 
-def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_of: int) -> _Row:
+def _cut_row(samples: Sequence[TrainSample], context: ContextParallel, multiple_of: int, width: int | None) -> _Row:
     """This rank's part of every sample."""
     row, start = _Row(), 0
     inputs = [sample.tokens[:-1] for sample in samples] or [np.zeros(1, np.int64)]
     unit = 2 * context.size * multiple_of
     lengths = [-(-len(tokens) // unit) * unit for tokens in inputs]
     row.length = sum(lengths) // context.size
-    for tokens, length in zip(inputs, lengths, strict=True):
+    known = [_experts(sample, 0, len(sample.tokens) - 1, width) for sample in samples] or [None]
+    for tokens, chosen, length in zip(inputs, known, lengths, strict=True):
         gathered = np.empty(length, np.int64)  # where each position lies among the tokens of all ranks
         for rank in range(context.size):
             own = _zigzag(length, context, rank)
             gathered[own] = rank * row.length + start + np.arange(len(own))
         own = _zigzag(length, context, context.rank)
-        row.tokens.append(np.pad(tokens, (0, length - len(tokens)))[own])
-        row.positions.append(own)
+        padding = (0, length - len(tokens))
+        if chosen is not None:
+            chosen = np.pad(chosen, (padding, (0, 0)), constant_values=-1)[own]
+        row.add(np.pad(tokens, padding)[own], own, chosen)
         row.real.append((own < len(tokens)) & bool(samples))
         real = own[own < len(tokens)]
         row.computed += len(real)

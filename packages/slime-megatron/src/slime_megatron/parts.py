@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from slime_convert.shape import ModelShape
 from slime_megatron.attention import PackedParams
+from slime_megatron.routing import ExpertChoice
 
 VALUE_HEAD = "value_head.weight"
 """The name of a value head in checkpoints."""
@@ -190,7 +191,14 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class LoadRouter(TopKRouter):  # type: ignore[misc]
-    """A router that counts no padding as load. Megatron-core 0.16.1 crashes at padding where routers have a bias."""
+    """A router that counts no padding as load, and can be told which experts to choose.
+
+    Megatron-core 0.16.1 crashes at padding where routers have a bias.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = ExpertChoice()
 
     def apply_z_loss(self, logits_TE: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attach this rank's part of ST-MoE's loss (Zoph et al., 2022, equation 5): the mean of log² Σ exp.

@@ -31,6 +31,7 @@ from slime_megatron.model import Chunks, bare, output_weight, run
 from slime_megatron.packing import MicroBatch, PackedBatch
 from slime_megatron.pairs import margins
 from slime_megatron.plan import PlannedBatch, StepPlan
+from slime_megatron.routing import forget
 
 Packed = Callable[[int], Iterator[PackedBatch]]
 """Gives the micro-batches on the device, each packed when it is asked for; called with the number of each chunk."""
@@ -39,7 +40,7 @@ Packed = Callable[[int], Iterator[PackedBatch]]
 # that were computed: samples that contribute nothing are not, and what they would have given is unknown.
 _SUMS = ("loss", "pg_loss", "entropy_loss", "kl_loss", "value_loss")
 _WEIGHT = "computed_weight"
-_DRIFT = ("mismatch_", "train_rollout_logprob_")
+_DRIFT = ("mismatch_", "train_rollout_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,8 @@ def _schedule(forward_step: Any, packed: Packed, model: Chunks, count: int, **ho
     """Run Megatron's schedule; what the loss function gave for each micro-batch, on the last stage."""
     if count == 0:
         return []
+    for chunk in model:
+        forget(bare(chunk))
     iterators = [packed(number) for number in range(len(model))]
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,

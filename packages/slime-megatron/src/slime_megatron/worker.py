@@ -288,7 +288,7 @@ class MegatronWorker:
         timer, head = self._timer(), self._head(shard.temperature)
         [plan] = self._planner(shard.temperature, timer).plan(shard)
         batches = [planned.batch for planned in plan.batches]
-        packed = partial(self._packed, batches, timer, "evaluate", head, 1)
+        packed = partial(self._packed, batches, timer, "evaluate", head, 1, replays=True)
         with torch.no_grad():
             return forward_backward(
                 self._actor.wrapped, plan, packed, self._loss, self.algorithm, head, forward_only=True
@@ -455,13 +455,16 @@ class MegatronWorker:
         head: Head | ValueReader,
         passes: int,
         chunk: int,
+        *,
+        replays: bool = False,
+        records: bool = False,
     ) -> Iterator[PackedBatch]:
         """The batches on the device, each packed when it is asked for: those before it can be freed by then.
 
         They are counted under ``phase`` with so many ``passes``, each as costly as a forward pass, for the first chunk.
         """
         for batch in batches:
-            packed = batch.pack(self._device.torch_device)
+            packed = batch.pack(self._device.torch_device, replays=replays, records=records)
             if chunk == 0:
                 logits = len(packed.targets_M) if isinstance(head, Head) else 0
                 timer.count(phase, packed, logits=logits, passes=passes)
@@ -472,8 +475,20 @@ class MegatronWorker:
     ) -> list[torch.Tensor]:
         phase = _PHASES["actor" if isinstance(role, int) else role]
         head = ValueReader() if role == "critic" else self._head(temperature)
+        # Reference, teacher and critic are other models, whose routers choose for themselves.
+        replays = role == "actor" or isinstance(role, int)
+        packed = partial(
+            self._packed,
+            batches,
+            timer,
+            phase,
+            head,
+            1,
+            replays=replays,
+            records=replays and self.config.use_routing_replay,
+        )
         with timer.phase(phase), self._model(role) as model:
-            return forward_values(model, partial(self._packed, batches, timer, phase, head, 1), batches, head)
+            return forward_values(model, packed, batches, head)
 
     def _optimize(
         self,
@@ -486,6 +501,7 @@ class MegatronWorker:
     ) -> dict[str, float]:
         """One optimizer step, and its metrics."""
         see = None if shown is None or loss.value_head else shown.see
+        replays = role is self._actor
         prefix = "critic_" if role is self._critic else ""
         with role.undone_on_error():
             with timer.phase(f"{prefix}forward_backward"):
@@ -493,7 +509,9 @@ class MegatronWorker:
                 batches = [planned.batch for planned in plan.batches]
                 # Adapters cost little; the base's weights have no gradient.
                 passes = 3 if role.config.lora is None else 2
-                packed = partial(self._packed, batches, timer, f"{prefix}forward_backward", head, passes)
+                packed = partial(
+                    self._packed, batches, timer, f"{prefix}forward_backward", head, passes, replays=replays
+                )
                 metrics = forward_backward(role.wrapped, plan, packed, loss, self.algorithm, head, see=see)
             with timer.phase(f"{prefix}optimizer"):
                 check_finite(metrics)

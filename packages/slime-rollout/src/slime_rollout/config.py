@@ -144,6 +144,11 @@ class SamplingConfig(Config):
         below=1,
         advice="0 keeps all tokens",
     )
+    use_rollout_routing_replay: bool = flag(
+        False,
+        help="have engines say which experts they chose for each token, and the trainer choose the same (R3), where it "
+        "computes old log-probs and trains",
+    )
     rollout_max_response_len: int = flag(1024, help="longest response", unit="tokens", least=1)
     rollout_max_context_len: int | None = flag(
         None, help="longest prompt and response together; the model's own limit if not given", unit="tokens", least=1

@@ -17,6 +17,7 @@ from slime_core.types import EvalReport, RolloutBatch
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings does not need it
     from slime_rollout.config import RolloutConfig
+    from slime_rollout.data import Account
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
     from slime_rollout.engine.fleet import Fleet
     from slime_rollout.engine.server import EngineLauncher
@@ -174,6 +175,7 @@ class GenerationService:
                 seed=spec.seed,
                 memory_saver=spec.engines_sleep,
                 seeded=not spec.rollout.sampling.rollout_min_p,
+                returns_experts=spec.rollout.sampling.use_rollout_routing_replay,
             ),
             num_engines=spec.num_engines,
             log_dir=Path(spec.log_dir),
@@ -222,6 +224,10 @@ class GenerationService:
         self._memory.require("evaluate", Held.EVERYTHING)
         with self._blame_engines():
             return self._built.evaluate(rollout_id)
+
+    def account(self) -> Account:
+        """What became of all samples so far."""
+        return self._built.account()
 
     def cancel(self) -> None:
         """End a :meth:`generate` or :meth:`evaluate` that is under way, which raises `CancelledError`."""

@@ -14,7 +14,15 @@ from slime_core.metrics import rollout_metrics
 from slime_core.types import EvalReport, Group, RolloutBatch, Sample
 from slime_rollout.collect import Collected, Collector
 from slime_rollout.config import RolloutConfig
-from slime_rollout.data import AccountedSource, Fate, PromptEncoder, SourceCalls, load_source, load_tokenizer
+from slime_rollout.data import (
+    Account,
+    AccountedSource,
+    Fate,
+    PromptEncoder,
+    SourceCalls,
+    load_source,
+    load_tokenizer,
+)
 from slime_rollout.engine.addresses import remember_key
 from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
@@ -113,6 +121,7 @@ class RolloutManager:
             run_seed=run_seed,
             tokenizer=data.tokenizer,
             args=hook_args,
+            with_experts=config.sampling.use_rollout_routing_replay,
         )
         keep = make_filter(config, hook_args)
         self._collector = Collector(config, self._calls, pipeline, keep, context, on_progress)
@@ -195,6 +204,14 @@ class RolloutManager:
         """
         self._sample_hooks.rollout_id = rollout_id
         return self._thread.run(self._evaluate(rollout_id))
+
+    def account(self) -> Account:
+        """What became of all samples so far."""
+
+        async def look() -> Account:
+            return self._collector.account()
+
+        return self._thread.run(look())
 
     def state_dict(self) -> dict[str, Any]:
         """State of the data source, as plain values; what is in flight is in it as it was handed out.

@@ -232,6 +232,7 @@ def plain_rows(draw):
         "teacher_log_probs": draw(st.none() | per_token(FLOATS)),
         "weight_versions": draw(st.just([]) | per_token(st.integers(-1, 3))),
         "kept_tokens": draw(st.none() | st.just("5 17;" * length)),
+        "routed_experts": draw(st.none() | st.just("2x1:AAE=" if length > 1 else "2x1:")),
         "reward": draw(
             st.none() | st.booleans() | st.integers(-3, 3) | FLOATS | st.dictionaries(st.text(max_size=2), FLOATS)
         ),

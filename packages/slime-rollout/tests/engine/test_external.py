@@ -29,6 +29,7 @@ INFO = {
         "dp_size": 1,
         "nnodes": 1,
         "enable_deterministic_inference": True,
+        "enable_return_routed_experts": False,
         "disaggregation_mode": "null",
         "encoder_only": False,
     },
@@ -135,6 +136,7 @@ SERVER = {
     "dp_size": 1,
     "nnodes": 1,
     "enable_deterministic_inference": True,
+    "enable_return_routed_experts": False,
     "disaggregation_mode": "null",
     "encoder_only": False,
 }
@@ -148,6 +150,7 @@ ENGINE = ExternalEngine(
     other_sizes={},
     weight_version="default",
     deterministic=True,
+    returns_experts=False,
     generates=True,
 )
 WANTED = EngineSpec(model_path="/here/model", dtype="bfloat16", context_length=100)
@@ -169,6 +172,7 @@ def test_an_engine_says_what_it_is(worker):
         ({"disaggregation_mode": "prefill"}, "generates", False),
         ({"encoder_only": True}, "generates", False),
         ({"enable_deterministic_inference": False}, "deterministic", False),
+        ({"enable_return_routed_experts": True}, "returns_experts", True),
     ],
 )
 def test_what_is_unusual_is_seen(worker, changes, field, value):
@@ -212,6 +216,15 @@ def test_one_line_for_what_does_not_fit(changes, line):
     (problem,) = mismatches([ENGINE, other], WANTED, weights_follow=False)
     assert problem.startswith("http://b:1 ")
     assert line in problem
+
+
+def test_an_engine_that_cannot_say_which_experts_it_chose():
+    wanted = dataclasses.replace(WANTED, returns_experts=True)
+    (problem,) = mismatches([ENGINE, dataclasses.replace(ENGINE, returns_experts=True)], wanted, weights_follow=False)
+    assert problem == (
+        "http://a:1 does not say which experts it chose, for --use-rollout-routing-replay: start it with "
+        "--enable-return-routed-experts"
+    )
 
 
 def test_all_lines_of_all_engines():

@@ -1,3 +1,6 @@
+import base64
+
+import numpy as np
 import orjson
 import pytest
 
@@ -103,6 +106,41 @@ def test_something_else(body):
 def test_an_unknown_finish_reason(reply):
     with pytest.raises(GenerationError, match="unknown form"):
         read(reply(finish={"type": "boredom"}))
+
+
+def with_experts(answer, numbers, rows):
+    answer["meta_info"]["routed_experts"] = base64.b64encode(np.array(numbers, "<i4").tobytes()).decode()
+    return Completion.from_json(orjson.dumps(answer), expert_rows=rows)
+
+
+def test_experts_are_a_row_for_each_token_but_the_last(reply):
+    done = with_experts(reply(tokens=(5, 6)), range(12), 1)
+    assert done.experts_TW.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert done.certain({}).experts_TW.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert done.certain({"stop": "abc"}).experts_TW is None
+    assert read(reply(tokens=(5, 6))).experts_TW is None
+    assert Completion.from_json(orjson.dumps(reply(tokens=())), expert_rows=1).experts_TW is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([], r"gave 0 numbers of experts for 3 tokens, .* \(return_routed_experts of SGLang 0.5.23"),
+        (range(7), "gave 7 numbers of experts for 3 tokens"),
+        ([0, -1, 2], "gave 3 numbers of experts for 3 tokens"),
+    ],
+)
+def test_an_engine_that_does_not_say_which_experts_it_chose(reply, numbers, message):
+    with pytest.raises(GenerationError, match=message):
+        with_experts(reply(tokens=(5, 6)), numbers, 1)
+
+
+@pytest.mark.parametrize("given", ["no base64", "AAA="])
+def test_experts_that_cannot_be_read(reply, given):
+    answer = reply(tokens=(5, 6))
+    answer["meta_info"]["routed_experts"] = given
+    with pytest.raises(GenerationError, match="an engine's routed_experts are invalid"):
+        Completion.from_json(orjson.dumps(answer), expert_rows=1)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 import asyncio
+import base64
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from slime_core.types import Sample, Status
+from slime_core.types.routed import routed_rows
 from slime_rollout.config import RolloutConfig
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.generate import (
@@ -97,6 +100,39 @@ def test_what_was_sampled_from_is_asked_for_where_it_is_trained_on(engine, reply
     assert sample.kept_tokens is None
     assert "return_sampling_mask" not in engine.bodies[-1]
     assert engine.bodies[-1]["sampling_params"]["top_k"] == given.get("top_k", -1)
+
+
+def test_experts_are_asked_for_from_the_first_unknown_token_on(engine, reply):
+    """Of samples that are trained on."""
+
+    def answer(number, body):
+        made = reply(tokens=(5, 6))
+        if body.get("return_routed_experts"):
+            rows = len(body["input_ids"]) + 1 - body["routed_experts_start_len"]
+            numbers = np.arange(2 * rows, dtype="<i4") + 100 * number
+            made["meta_info"]["routed_experts"] = base64.b64encode(numbers.tobytes()).decode()
+        return made
+
+    engine.answer = answer
+
+    async def run(sample, stream="rollout"):
+        async with EngineClient(engine.url, concurrency=1, timeout=20) as client:
+            params = SamplingParams(max_new_tokens=9)
+            context = GenerationContext(client=client, params=params, run_seed=1, stream=stream, with_experts=True)
+            await generate_sample(sample, context)
+        return engine.bodies[-1]
+
+    sample = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2])
+    assert asyncio.run(run(sample))["routed_experts_start_len"] == 0
+    assert len(routed_rows("s", sample.routed_experts)) == 3
+    sample.status = Status.ABORTED
+    assert asyncio.run(run(sample))["routed_experts_start_len"] == 3
+    rows = routed_rows("s", sample.routed_experts).tolist()
+    assert (rows[:3], len(rows)) == ([[0, 1], [2, 3], [4, 5]], len(sample.tokens) - 1)
+    assert rows[3] == [100, 101]
+    held_out = Sample(index=0, group_index=0, prompt="p", tokens=[1, 2])
+    assert "return_routed_experts" not in asyncio.run(run(held_out, "eval/held"))
+    assert held_out.routed_experts is None
 
 
 def test_the_least_length_yields_to_the_longest():

@@ -16,7 +16,7 @@ number of samples, R the response tokens of one. Any name besides these is an ex
 ``response``, ``label``, ``session_id``           row uint8  UTF-8
 ``prompt``, ``reward``, ``metadata``,             row uint8  JSON
 ``train_metadata``
-``kept_tokens``                                   row uint8  text, or no row; no column if no sample has one
+``kept_tokens``, ``routed_experts``               row uint8  text, or no row; no column if no sample has one
 ================================================  =========  ============================================
 
 Numbers that these types would change are stored as int64 or float64, so that every value comes back to the last bit.
@@ -49,7 +49,7 @@ from slime_core.types.sample import Sample, Status
 FORMAT_VERSION = 1
 STATUSES = tuple(Status)
 
-KEPT = "kept_tokens"
+KEPT, ROUTED = "kept_tokens", "routed_experts"
 _LENGTHS = ".lengths"
 _END, _SPACE, _ZERO, _NINE = b"; 09"
 _MOST_DIGITS = 9
@@ -60,7 +60,7 @@ _JSON = ("prompt", "reward", "metadata", "train_metadata")
 _PER_SAMPLE = ("index", "group_index", "trajectory_id", "response_length", "status", "remove_sample")
 _ROWS = (*_INTEGERS, *_NUMBERS, *_TEXTS, *_JSON, "loss_mask")
 SAMPLE_COLUMNS = frozenset((*_PER_SAMPLE, *_ROWS))
-"""The columns that every :class:`Sample` has; all others but ``kept_tokens`` are extras."""
+"""The columns that every :class:`Sample` has; all others but ``kept_tokens`` and ``routed_experts`` are extras."""
 
 # All that numpy, zipfile and json raise on bytes that were altered somewhere.
 _DAMAGE = (
@@ -117,7 +117,7 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
 def samples_of(columns: Columns) -> list[Sample]:
     """The reverse of :func:`columns_of`, without extras."""
     fields: dict[str, list[Any]] = {name: _plain(columns[name]) for name in SAMPLE_COLUMNS - {*_TEXTS, *_JSON}}
-    for name in (*_TEXTS, *([KEPT] if KEPT in columns else [])):
+    for name in (*_TEXTS, *(name for name in (KEPT, ROUTED) if name in columns)):
         fields[name] = [None if row is None else _text(row) for row in ragged(columns, name).rows]
     for name in _JSON:
         fields[name] = json_rows(columns, name)
@@ -235,8 +235,8 @@ def _columns_of(samples: Sequence[Sample]) -> Columns:
     columns["loss_mask"] = _masks([sample.loss_mask for sample in samples])
     for name in _NUMBERS:
         columns[name] = _numbers([getattr(sample, name) for sample in samples])
-    kept = [KEPT] if any(sample.kept_tokens is not None for sample in samples) else []
-    for name in (*_TEXTS, *_JSON, *kept):
+    some = [name for name in (KEPT, ROUTED) if any(getattr(sample, name) is not None for sample in samples)]
+    for name in (*_TEXTS, *_JSON, *some):
         columns[name] = _texts(samples, name)
     return columns
 

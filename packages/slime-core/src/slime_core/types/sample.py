@@ -7,9 +7,13 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slime_core.errors import DataError
 from slime_core.types import checks
 from slime_core.types.kept import check_kept, nothing_kept
+from slime_core.types.routed import count_routed, routed_rows, routed_text
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
@@ -48,6 +52,8 @@ class Sample:
         weight_versions: R numbers: the weight version that sampled each token, -1 for a token no engine sampled.
         kept_tokens: R sets of token ids as text (:mod:`slime_core.types.kept`): what each token was sampled from under
             top-p, top-k or min-p, for the trainer to normalize over; ``None`` where that is the whole vocabulary.
+        routed_experts: The experts that the engine chose for the first T of ``tokens``, at most all but one, as text
+            (:mod:`slime_core.types.routed`), for the trainer to choose the same. ``None`` if they are unknown.
         reward: A number, or several by name; ``None`` before scoring.
         status: Where the sample stands.
         remove_sample: Train on none of its tokens. Its reward still counts in its group's mean.
@@ -69,6 +75,7 @@ class Sample:
     teacher_log_probs: list[float] | None = None
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     kept_tokens: str | None = None
+    routed_experts: str | None = None
     reward: float | dict[str, float] | None = None
     status: Status = Status.PENDING
     remove_sample: bool = False
@@ -121,6 +128,7 @@ class Sample:
         log_probs: Sequence[float] | None = None,
         weight_version: int | list[int] = -1,
         kept_tokens: str | None = None,
+        routed_experts: NDArray[Any] | None = None,
     ) -> None:
         """Add tokens to the response: a turn of the model, or an observation that the model is not trained on.
 
@@ -135,6 +143,7 @@ class Sample:
             log_probs: n log-probs (nats) from the engine.
             weight_version: The version that sampled them, or n versions; -1 if no engine did.
             kept_tokens: n sets, as in the field of that name.
+            routed_experts: The rows of all tokens but the last that :attr:`routed_experts` has none of yet.
 
         Raises:
             DataError: The lengths or types are wrong, or of the trained tokens some have log-probs, or kept tokens, and
@@ -150,6 +159,7 @@ class Sample:
         versions = _versions(where, weight_version, count)
         if kept_tokens is not None:
             check_kept(where, kept_tokens, count)
+        routed = self.routed_experts if routed_experts is None else self._routed(where, routed_experts, count)
         if count:
             had, mask = (self.rollout_log_probs if length else None), self.loss_mask or [1] * length
             had_kept = self.kept_tokens if length else None
@@ -166,6 +176,18 @@ class Sample:
         self.tokens = [*self.tokens, *new_tokens]
         self.response += text
         self.response_length += count
+        self.routed_experts = routed
+
+    def _routed(self, where: str, rows_TW: NDArray[Any], count: int) -> str:
+        """All rows as text, after ``count`` tokens are appended."""
+        known = [] if self.routed_experts is None else [routed_rows(where, self.routed_experts)]
+        wanted = len(self.tokens) + count - 1
+        if sum(map(len, known)) + len(rows_TW) != wanted or any(rows.shape[1:] != rows_TW.shape[1:] for rows in known):
+            raise DataError(
+                f"{where}: routed_experts is known for {sum(map(len, known))} tokens, and {list(rows_TW.shape)} "
+                f"numbers more do not make the rows of {wanted}, all but the last"
+            )
+        return routed_text(np.concatenate([*known, rows_TW]))
 
     def _check_append(self, where: str, count: int, *, trained: bool, mask: list[int], **columns: Any) -> None:
         """``columns`` are what the tokens before had, and what is given, by name."""
@@ -239,6 +261,10 @@ class Sample:
                 raise DataError(f"{where}: {name} has {len(values)} entries, response_length is {length}")
         if self.kept_tokens is not None:
             check_kept(where, self.kept_tokens, length)
+        if self.routed_experts is not None:
+            most = max(len(self.tokens) - 1, 0)
+            if (count := count_routed(where, self.routed_experts)) > most:
+                raise DataError(f"{where}: routed_experts has rows of {count} tokens; at most {most} choose experts")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, the status as text, unchecked. Lists and dictionaries are not copied."""

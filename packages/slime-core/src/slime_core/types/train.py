@@ -174,6 +174,10 @@ SHOWN = "shown"
 KEPT_IDS, KEPT_COUNTS = "kept_ids", "kept_counts"
 """Names of the extras that say what tokens were sampled from: ids, int32, and how many of them each token has [R]."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the extra with the experts that the engine chose: a row of numbers for each token but the last ones, if it is
+not known for these (:mod:`slime_core.types.routed`)."""
+
 
 class Span(NamedTuple):
     """A stretch of time in which somebody did something.

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from slime_core.types import Group, Sample, Status
 from slime_core.types.kept import is_kept
+from slime_core.types.routed import is_routed
 
 PlainGroup = list[dict[str, Any]]
 
@@ -137,6 +138,7 @@ def _sample(checked: _Checked) -> Sample:
     sample.teacher_log_probs = checked.teacher_log_probs
     sample.weight_versions = checked.weight_versions
     sample.kept_tokens = checked.kept_tokens
+    sample.routed_experts = checked.routed_experts
     sample.reward = checked.reward
     sample.status = checked.status
     sample.remove_sample = checked.remove_sample
@@ -155,4 +157,5 @@ def _has_lengths(sample: Sample) -> bool:
         and (sample.rollout_log_probs is None or len(sample.rollout_log_probs) == length)
         and (sample.teacher_log_probs is None or len(sample.teacher_log_probs) == length)
         and (sample.kept_tokens is None or is_kept(sample.kept_tokens, length))
+        and (sample.routed_experts is None or is_routed(sample.routed_experts, max(len(sample.tokens) - 1, 0)))
     )

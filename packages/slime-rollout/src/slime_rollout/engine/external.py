@@ -48,6 +48,7 @@ class ExternalEngine:
     other_sizes: dict[str, int]  # pipeline and data parallel sizes and nodes that are not 1, by SGLang's flag
     weight_version: str
     deterministic: bool  # whether samples follow their seeds
+    returns_experts: bool  # whether it can say which experts it chose
     generates: bool  # whether it is a whole engine for text: no embedding, prefill, decode or encoder engine
 
     @classmethod
@@ -66,6 +67,7 @@ class ExternalEngine:
                 other_sizes={name: size for name, size in sizes.items() if size != 1},
                 weight_version=str(model["weight_version"]),
                 deterministic=bool(server["enable_deterministic_inference"]),
+                returns_experts=bool(server["enable_return_routed_experts"]),
                 generates=bool(model["is_generation"])
                 and server["disaggregation_mode"] == "null"
                 and not server["encoder_only"],
@@ -100,6 +102,11 @@ def mismatches(engines: Sequence[ExternalEngine], wanted: EngineSpec, *, weights
             problems.append("samples independently of the seeds: start it with --enable-deterministic-inference")
         if engine.deterministic and not wanted.seeded:
             problems.append("ends at --rollout-min-p: start it without --enable-deterministic-inference")
+        if wanted.returns_experts and not engine.returns_experts:
+            problems.append(
+                "does not say which experts it chose, for --use-rollout-routing-replay: start it with "
+                "--enable-return-routed-experts"
+            )
         if not engine.generates:
             problems.append("does not generate by itself: it is a prefill, decode, encoder or embedding engine")
         if not weights_follow and engine.weight_version == INCOMPLETE:

@@ -65,6 +65,7 @@ class EngineSpec:
         node_rank: Which of these nodes this process is for.
         meeting_point: ``HOST:PORT`` on the first node, where the processes of several nodes meet.
         seeded: Whether requests have seeds that count; SGLang ends at the first one with both a seed and min-p.
+        returns_experts: Whether requests will ask which experts were chosen.
     """
 
     model_path: str
@@ -85,6 +86,7 @@ class EngineSpec:
     node_rank: int = 0
     meeting_point: str | None = None
     seeded: bool = True
+    returns_experts: bool = False
 
     @property
     def url(self) -> str:
@@ -130,6 +132,7 @@ def server_command(config: EngineConfig, spec: EngineSpec) -> list[str]:
     if spec.context_length is not None:
         flags["context-length"] = str(spec.context_length)
     flags["enable-deterministic-inference"] = spec.seeded  # `sampling_seed` counts only with this
+    flags["enable-return-routed-experts"] = spec.returns_experts
     # For CUDA written from SGLang's documentation; not run there.
     flags |= (
         _cpu_flags(spec.context_length) if spec.runs_on(config) == "cpu" else {"base-gpu-id": str(spec.base_gpu_id)}

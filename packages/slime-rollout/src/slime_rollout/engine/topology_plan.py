@@ -316,6 +316,7 @@ def plan_engines(
             run,
             model_path=model.model_path or run.model_path,
             context_length=run.context_length if model.name in trained else None,
+            returns_experts=run.returns_experts and model.name in trained,
         )
         specs = list(_specs(model, base, config, ports))
         planned = _planned(model.name, specs, trained=model.name in trained)

@@ -42,9 +42,9 @@ class EngineClient:
     weights of a failed update. Each attempt has an id of its own, and the engines abort the previous one, which may
     still run.
 
-    sglang-router passes on the fields of a request that it knows, and ``return_sampling_mask`` is none of them:
-    requests that need it go straight to one of the router's engines, that with the fewest of them, and those of a
-    session to the same one.
+    sglang-router passes on the fields of a request that it knows; ``return_sampling_mask`` and
+    ``return_routed_experts`` are none of them. Requests that need one go straight to one of the router's engines, that
+    with the fewest of them, and those of a session to the same one.
 
     A request whose task is cancelled or whose deadline passes is aborted at the engines in the background. Leaving the
     client waits for that, five seconds at most, and stops what is in flight.
@@ -114,6 +114,7 @@ class EngineClient:
         rid: str | None = None,
         session_id: str | None = None,
         with_kept: bool = False,
+        experts_from: int | None = None,
     ) -> Completion:
         """Sample one continuation.
 
@@ -124,6 +125,8 @@ class EngineClient:
                 an engine aborts all requests that begin with it.
             session_id: Requests of one session go to the same engine, if the router's policy supports that.
             with_kept: Have the engine say which tokens top-p, top-k or min-p left each token to be sampled from.
+            experts_from: Have the engine say which experts it chose, for the input tokens from this one on and all that
+                it samples but the last.
 
         Returns:
             What was sampled; of an aborted request :meth:`Completion.certain` of the tokens so far.
@@ -136,6 +139,10 @@ class EngineClient:
         body = {"input_ids": list(input_ids), "sampling_params": sampling_params, "return_logprob": True}
         if with_kept:
             body["return_sampling_mask"] = True
+        rows = None
+        if experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+            rows = len(input_ids) - 1 - experts_from
         headers, done = _headers(session_id), Completion.nothing()
         try:
             async with request.scope, self._place(request):
@@ -144,11 +151,12 @@ class EngineClient:
                     try:
                         session = session_id if request.attempts == 1 else None  # whose engine may be the problem
                         straight = self._straight_to_engine(control, session)
-                        async with straight if with_kept else contextlib.nullcontext(self._where) as where:
+                        routed = not with_kept and rows is None
+                        async with contextlib.nullcontext(self._where) if routed else straight as where:
                             reply = await exchange(
                                 control.session, "POST", where, content, headers=headers, strict=True
                             )
-                        done = Completion.from_json(reply, with_kept=with_kept)
+                        done = Completion.from_json(reply, with_kept=with_kept, expert_rows=rows)
                         break
                     except FailedUpdateError as failed:
                         error = HttpError("POST", self._where, None, str(failed), taken=False)

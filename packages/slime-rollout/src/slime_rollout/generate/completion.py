@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from slime_core.types import Status
 from slime_core.types.kept import kept_text
@@ -48,6 +51,7 @@ class _Meta(msgspec.Struct):
     output_token_sampling_mask: list[list[_Token]] | None = None
     output_token_sampling_logprobs: list[_LogProb] | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -76,6 +80,8 @@ class Completion:
         weight_versions: R numbers: the weight version that sampled each token; 0 for the weights at start.
         kept: R sets of token ids: those that top-p, top-k or min-p left each token to be sampled from; ``None`` if that
             was not asked for.
+        experts_TW: The experts chosen, a row for each token but the last of those that were asked for; ``None`` if they
+            were not.
         status: Completed, truncated or aborted.
         reason: The engine's own words for why it ended.
     """
@@ -87,6 +93,7 @@ class Completion:
     status: Status
     reason: str
     kept: list[list[int]] | None = None
+    experts_TW: NDArray[np.int32] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def kept_tokens(self) -> str | None:
@@ -94,8 +101,11 @@ class Completion:
         return None if self.kept is None else kept_text(self.kept)
 
     @classmethod
-    def from_json(cls, content: bytes, *, with_kept: bool = False) -> Completion:
-        """Read the body of a reply: JSON to checked fields in one pass; ``with_kept`` wants the tokens kept, too.
+    def from_json(cls, content: bytes, *, with_kept: bool = False, expert_rows: int | None = None) -> Completion:
+        """Read the body of a reply: JSON to checked fields in one pass.
+
+        ``with_kept`` wants the tokens kept, too, and ``expert_rows`` the experts, of so many tokens of the input
+        besides those that were sampled.
 
         Raises `GenerationError` if it is invalid, and `FailedUpdateError` if the weights are those of an update that
         failed.
@@ -118,6 +128,7 @@ class Completion:
             log_probs=_kept_log_probs(tokens, meta) if with_kept else _log_probs(tokens, meta),
             weight_versions=versions,
             kept=meta.output_token_sampling_mask or [] if with_kept else None,
+            experts_TW=None if expert_rows is None or not tokens else _experts(meta, expert_rows + len(tokens)),
             status=_STATUS[meta.finish_reason.type],
             reason=meta.finish_reason.message or meta.finish_reason.type,
         )
@@ -142,6 +153,9 @@ class Completion:
             log_probs=self.log_probs[:kept],
             weight_versions=self.weight_versions[:kept],
             kept=None if self.kept is None else self.kept[:kept],
+            experts_TW=None
+            if self.experts_TW is None or not kept
+            else self.experts_TW[: kept - len(self.tokens) or None],
         )
 
     @classmethod
@@ -186,6 +200,21 @@ def _kept_log_probs(tokens: list[int], meta: _Meta) -> list[float]:
         if token not in ids:
             raise GenerationError(f"an engine sampled token {token} (place {place}) from tokens without it: {ids[:8]}")
     return log_probs
+
+
+def _experts(meta: _Meta, count: int) -> NDArray[np.int32]:
+    """The experts of ``count`` tokens, a row each. Raises GenerationError if there are others, or none."""
+    try:
+        flat = np.frombuffer(base64.b64decode(meta.routed_experts or "", validate=True), "<i4")
+    except ValueError as error:
+        raise GenerationError(f"an engine's routed_experts are invalid: {error}") from error
+    if not flat.size or not count or flat.size % count or flat.min() < 0:
+        raise GenerationError(
+            f"an engine gave {flat.size} numbers of experts for {count} tokens, which --use-rollout-routing-replay "
+            "needs (return_routed_experts of SGLang 0.5.23, a model with experts); take such an engine, or leave the "
+            "flag out"
+        )
+    return flat.reshape(count, -1)
 
 
 def _not_a_number() -> GenerationError:

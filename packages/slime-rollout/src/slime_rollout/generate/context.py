@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from slime_core.hooks import HookArgs
 from slime_core.types import Group, Sample, Status
+from slime_core.types.routed import count_routed
 from slime_rollout.config import MOST_KEPT, RolloutConfig
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate.client import EngineClient
@@ -141,7 +142,8 @@ class GenerationContext:
 
     ``stream`` says what the samples are for: ``rollout``, or ``eval/`` and the name of a held-out set. ``tokenizer`` is
     ``None`` only where nothing is tokenized or decoded. ``args`` holds every flag by its name, for hooks. Once ``stop``
-    is set no further request is sent, and what is unfinished goes back to the data source.
+    is set no further request is sent, and what is unfinished goes back to the data source. With ``with_experts``
+    engines say of samples that are to be trained on which experts they chose.
     """
 
     client: EngineClient
@@ -151,6 +153,7 @@ class GenerationContext:
     tokenizer: Any = None
     args: HookArgs = dataclasses.field(default_factory=lambda: HookArgs({}))
     stop: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    with_experts: bool = False
 
     @property
     def evaluation(self) -> bool:
@@ -168,7 +171,16 @@ class GenerationContext:
         with_kept = not self.evaluation and not keeps_all(params)
         if with_kept and params["top_k"] == -1:
             params["top_k"] = MOST_KEPT
-        return {"sampling_params": params, "session_id": sample.session_id, "with_kept": with_kept}
+        experts_from = None
+        if self.with_experts and not self.evaluation:
+            text = sample.routed_experts
+            experts_from = 0 if text is None else count_routed(f"sample {sample.index}", text)
+        return {
+            "sampling_params": params,
+            "session_id": sample.session_id,
+            "with_kept": with_kept,
+            "experts_from": experts_from,
+        }
 
     def seed(self, sample: Sample, turn: int = 0) -> int:
         """Seed of a sample's request; the engine combines it with each token's place in the sequence.
@@ -215,7 +227,7 @@ def clear_response(sample: Sample) -> None:
     sample.tokens = sample.prompt_tokens
     sample.response, sample.response_length = "", 0
     sample.loss_mask = sample.rollout_log_probs = sample.teacher_log_probs = None
-    sample.weight_versions, sample.kept_tokens = [], None
+    sample.weight_versions, sample.kept_tokens, sample.routed_experts = [], None, None
     sample.reward, sample.status = None, Status.PENDING
 
 
@@ -233,6 +245,7 @@ def _extend(sample: Sample, done: Completion, tokenizer: Any) -> None:
             log_probs=done.log_probs,
             weight_version=done.weight_versions,
             kept_tokens=done.kept_tokens,
+            routed_experts=done.experts_TW,
         )
     elif not sample.response_length:
         sample.rollout_log_probs = []

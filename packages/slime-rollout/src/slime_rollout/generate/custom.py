@@ -282,7 +282,8 @@ class HookCall:
             tokens.append(end)
         part.tokens = [*part.tokens, *tokens]
         part.response_length = len(tokens)
-        part.rollout_log_probs, part.weight_versions, part.kept_tokens = None, [], None
+        part.rollout_log_probs, part.weight_versions = None, []
+        part.kept_tokens = part.routed_experts = None
         part.metadata[TOKENIZED_KEY] = True
 
     def _whole(self, own: list[Sample], given: _Given) -> list[Sample]:

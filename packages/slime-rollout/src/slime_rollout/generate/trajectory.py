@@ -140,6 +140,7 @@ class Trajectory:
                     log_probs=done.log_probs,
                     weight_version=done.weight_versions,
                     kept_tokens=done.kept_tokens,
+                    routed_experts=done.experts_TW,
                 )
             elif sample.rollout_log_probs is None:
                 sample.rollout_log_probs = [0.0] * sample.response_length

@@ -9,8 +9,8 @@ This file stands in for modules that SGLang imports unconditionally but, on a CP
   no schema; declaring the schemas is enough. A torchvision that fits its torch has them
   itself; declaring them twice ends the process.
 
-``plugin`` registers ``sampling``, ``attention`` and ``prefill`` through SGLang's own plugin mechanism, which finds it
-by the entry point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
+``plugin`` registers ``sampling``, ``attention``, ``experts`` and ``prefill`` through SGLang's own plugin mechanism,
+which finds it by the entry point in the dist-info directory. ``models`` is found through SGLANG_EXTERNAL_MODEL_PACKAGE.
 """
 
 import contextlib
