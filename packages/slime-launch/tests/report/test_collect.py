@@ -125,6 +125,29 @@ def test_numbers_that_are_not_finite_and_sets_with_like_names(tmp_path):
     assert b"NaN" not in to_json(data)
 
 
+def test_held_out_rows_of_a_data_set_have_a_loss(tmp_path):
+    directory = make_run(tmp_path / "out")
+    rows = [
+        {
+            "kind": "eval",
+            "step": at,
+            "rollout_id": at,
+            "time": 1.0 + at,
+            "eval/held/loss": 2.0 - at,
+            "perf/eval_time": 1.0,
+        }
+        for at in (0, 1)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [run] = report_data([directory])["runs"]
+    assert [(one["set"], one["measure"], one["score"], one["metrics"]) for one in run["evals"]] == [
+        ("held", "loss", 2.0, {}),
+        ("held", "loss", 1.0, {}),
+    ]
+    assert {"title": "Held-out loss", "kind": "eval", "names": ["eval/held/loss"], "unit": ""} in run["charts"]
+    assert ("held", "2.000 → 1.000") in run["headline"]
+
+
 def test_the_ledger_is_that_of_the_runs_own_checkpoint_or_of_none(tmp_path, monkeypatch):
     directory, save = make_run(tmp_path / "mine" / "out"), {"value": "save", "origin": "command line"}
     (directory / "settings.json").write_text(json.dumps({"settings": SETTINGS | {"save": save}}))

@@ -18,7 +18,7 @@ from slime_launch.errors import PreflightError
 from slime_launch.manifest import read_manifest
 from slime_launch.metric_names import entry_of, table
 from slime_launch.report.samples import read_kept
-from slime_launch.report.summary import REPORT_FILE, REWARD
+from slime_launch.report.summary import HELD_OUT_LOSS, REPORT_FILE, REWARD, scores_of
 from slime_launch.report.timeline import lanes_of, timeline
 from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
 from slime_launch.shown import SAMPLES_DIR
@@ -183,26 +183,27 @@ def _charts(curves: Data) -> Iterator[Data]:
     for title, kind, names, unit in CHARTS:
         series = curves.get(kind, {"series": {}})["series"]
         wanted = names if names else tuple(f"eval/{name}" for name in eval_scores(series))
+        if not names and not wanted:  # rows of a data set have a loss
+            title, wanted = "Held-out loss", tuple(name for name in series if HELD_OUT_LOSS.fullmatch(name))
         if there := [name for name in wanted if name in series]:
             yield {"title": title, "kind": kind, "names": there, "unit": unit}
 
 
 def _evals(rows: Sequence[Row]) -> Iterator[Data]:
-    """Each score with its 95 % interval, as far as its standard error is known."""
+    """Each score with its 95 % interval, as far as its standard error is known; or the loss of rows of a data set."""
     for row in rows:
         if row["kind"] != "eval":
             continue
-        scores = {name: value for name, value in eval_scores(row).items() if value is not None}
+        measure = "score" if eval_scores(row) else "loss"
+        scores = {name: value for name, value in scores_of(row).items() if value is not None}
         for name, score in scores.items():
             start, stderr = f"eval/{name}", row.get(f"eval/{name}/stderr")
-            own = [
-                key
-                for key in row
-                if key.startswith((f"{start}/", f"{start}-")) and key.removeprefix("eval/") not in scores
-            ]
+            shown = {f"eval/{one}" for one in scores} | ({f"{start}/loss"} if measure == "loss" else set())
+            own = [key for key in row if key.startswith((f"{start}/", f"{start}-")) and key not in shown]
             half = None if stderr is None else STDERRS * stderr
             yield {
                 "set": name,
+                "measure": measure,
                 "rollouts": row["rollout_id"],
                 "score": _short(score),
                 "low": None if half is None else _short(score - half),

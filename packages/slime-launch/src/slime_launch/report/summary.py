@@ -26,7 +26,7 @@ CURVE_FILE = "reward_curve.png"
 LOSS_CURVE_FILE = "loss_curve.png"
 REWARD = "rollout/raw_reward"
 LOSS = "train/loss"
-_HELD_OUT = re.compile(r"eval/(?P<name>.+)/loss")
+HELD_OUT_LOSS = re.compile(r"eval/(?P<name>.+)/loss")
 PHASES = {
     "rollout": "generate and score",
     "data": "· read rows",
@@ -115,9 +115,9 @@ def make_report(
         steps=sum(row["kind"] == "train" for row in rows),
         minutes=minutes,
         training_minutes=sum(row.get("perf/step_time", 0.0) for row in rollouts) / 60,
-        eval_before=_scores(before),
-        eval_after=_scores(evals[-1]) if evals else {},
-        evals=[(row["rollout_id"], _scores(row)) for row in evals],
+        eval_before=scores_of(before),
+        eval_after=scores_of(evals[-1]) if evals else {},
+        evals=[(row["rollout_id"], scores_of(row)) for row in evals],
         samples_before=first.get("samples", []),
         samples_after=last.get("samples", []) if last is not first else [],
         samples_of="held-out prompts" if answered else "rollouts",
@@ -268,9 +268,9 @@ def _mean_losses(rows: Sequence[Row]) -> list[float]:
     return [fmean(values) for values in losses.values()]
 
 
-def _scores(row: Row) -> dict[str, float]:
+def scores_of(row: Row) -> dict[str, float]:
     """The score of each held-out set in an evaluation, or the loss where rows were not scored."""
-    found = {name: match["name"] for name in row if (match := _HELD_OUT.fullmatch(name))}
+    found = {name: match["name"] for name in row if (match := HELD_OUT_LOSS.fullmatch(name))}
     return eval_scores(row) or {set_name: row[name] for name, set_name in found.items()}
 
 
