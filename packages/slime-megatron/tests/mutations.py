@@ -12,8 +12,8 @@ def swapped_chunks(worker):
 
     cut = packing._cut_row
 
-    def swapped(samples, context, multiple_of):
-        row = cut(samples, context, multiple_of)
+    def swapped(samples, context, *further):
+        row = cut(samples, context, *further)
         if context.rank == 1:
             row.tokens = [np.roll(tokens, len(tokens) // 2) for tokens in row.tokens]
         return row

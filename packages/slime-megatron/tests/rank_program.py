@@ -328,8 +328,8 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer):
 
         pack, alive, most, models = MicroBatch.pack, [], [], {"packed": 0}
 
-        def watched(batch, device):
-            packed = pack(batch, device)
+        def watched(batch, device=None, **how):
+            packed = pack(batch, device, **how)
             alive[:] = [reference for reference in alive if reference() is not None]
             alive.append(weakref.ref(packed.tokens_T))
             most.append(len(alive))
