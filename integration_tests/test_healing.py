@@ -23,7 +23,7 @@ ROLLOUTS = 4
 RANKS = 2
 SECONDS = 500.0
 # Wall time; an engine's own log-probs are rounded by what else is in its batch.
-DIFFERENT = ("time", "perf/", "train/train_rollout_logprob_abs_diff")
+DIFFERENT = ("time", "perf/", "train/train_rollout_")
 # The advantages of a step are computed on every rank. In the rollout of number 2, rank 1 is struck once: at once, or
 # when it saves next.
 FAULT = """

@@ -46,16 +46,16 @@ def fleet(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def _rollouts(assets: Assets, **changes: object) -> RolloutConfig:
-    return RolloutConfig.of(
-        hf_checkpoint=str(assets.hf),
-        prompt_data=str(assets.prompts),
-        rollout_batch_size=4,
-        n_samples_per_prompt=4,
-        rollout_max_response_len=40,
-        use_rollout_routing_replay=True,
-        custom_rm_path=f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
-        **changes,
-    )
+    flags: dict[str, object] = {
+        "hf_checkpoint": str(assets.hf),
+        "prompt_data": str(assets.prompts),
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 40,
+        "use_rollout_routing_replay": True,
+        "custom_rm_path": f"{Path(__file__).with_name('reward.py')}:every_eighth_token",
+    }
+    return RolloutConfig.of(**(flags | changes))
 
 
 def _shards(batch: RolloutBatch, *, needs_experts: bool = True) -> list[TrainShard]:
@@ -84,7 +84,7 @@ def _differences(batch: RolloutBatch, trainer: ranks.Ranks, *, needs_experts: bo
     for sample, row in zip(shards[0].samples, trainer.call(ranks.log_probs, shards)[0], strict=True):
         far = [abs(ours - theirs) for ours, theirs in zip(row, engine[sample.index], strict=True)]
         first += far[0] > TOLERANCE
-        largest = max(largest, *(one for one, trained in zip(far[1:], sample.loss_mask[1:], strict=True) if trained))
+        largest = max([largest, *(one for one, trained in zip(far[1:], sample.loss_mask[1:], strict=True) if trained)])
     return largest, first
 
 
@@ -93,9 +93,11 @@ def test_the_trainer_takes_the_experts_that_the_engine_took(assets: Assets, flee
     config = MegatronConfig(load=str(assets.torch_dist), trainer_threads=1, lr=1e-3, share_prompts="on")
     with ranks.Ranks(1, config, ALGORITHM, ModelShape.from_hf_config(assets.hf)) as trainer:
         trainer.call(ranks.push, TensorWeightChannel(fleet.engine_urls), 0)
-        own = {"custom_generate_function_path": f"{Path(__file__).with_name('three_turns.py')}", "max_turns": 3}
-        for name, changes in (("one turn", {}), ("three turns", own)):
-            manager = RolloutManager(_rollouts(assets, **changes), router_url=fleet.router_url, run_seed=7)
+        turns = {"custom_generate_function_path": f"{Path(__file__).with_name('three_turns.py')}", "max_turns": 3}
+        # No two conversations begin alike: an engine would keep one of two computations of the same tokens.
+        apart = {"rollout_batch_size": 16, "n_samples_per_prompt": 1}
+        for seed, (name, changes) in enumerate({"one turn": {}, "three turns": turns | apart}.items()):
+            manager = RolloutManager(_rollouts(assets, **changes), router_url=fleet.router_url, run_seed=seed)
             batch = manager.generate(0)
             for sample in batch.samples:
                 wanted = len(sample.tokens) - 1 - sample.trained_mask[::-1].index(1)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy import unsignedinteger
+    from numpy.typing import NDArray
 
 _HEAD = re.compile(r"([1-9]\d{0,5})x([12]):")
 _FORM = "text such as '16x1:AAEC…' (slime_core.types.routed)"
@@ -22,13 +23,17 @@ _FORM = "text such as '16x1:AAEC…' (slime_core.types.routed)"
 
 def routed_text(rows_TW: NDArray[Any]) -> str:
     """The rows of T tokens as text. Numbers are 0 or more, and below 65536."""
+    import numpy as np
+
     size = 1 if not rows_TW.size or rows_TW.max() < 256 else 2
     data = np.ascontiguousarray(rows_TW, f"<u{size}").tobytes()
     return f"{rows_TW.shape[1]}x{size}:{base64.b64encode(data).decode()}"
 
 
-def routed_rows(where: str, text: str) -> NDArray[np.unsignedinteger[Any]]:
+def routed_rows(where: str, text: str) -> NDArray[unsignedinteger[Any]]:
     """The reverse of :func:`routed_text`: T × W. Raises DataError if it is something else."""
+    import numpy as np
+
     width, size = _head(where, text)
     try:
         data = base64.b64decode(text[text.index(":") + 1 :], validate=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from slime_core.errors import DataError
 from slime_core.types import checks
 from slime_core.types.kept import check_kept, nothing_kept
 from slime_core.types.routed import count_routed, routed_rows, routed_text
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
@@ -180,6 +180,8 @@ class Sample:
 
     def _routed(self, where: str, rows_TW: NDArray[Any], count: int) -> str:
         """All rows as text, after ``count`` tokens are appended."""
+        import numpy as np
+
         known = [] if self.routed_experts is None else [routed_rows(where, self.routed_experts)]
         wanted = len(self.tokens) + count - 1
         if sum(map(len, known)) + len(rows_TW) != wanted or any(rows.shape[1:] != rows_TW.shape[1:] for rows in known):
