@@ -12,8 +12,10 @@ import dataclasses
 import functools
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from _measure import Side, rounds_of
 from _quickstart_step import SHAPE, samples_of, shard_of
 from _records import Record
@@ -26,6 +28,9 @@ from slime_core.types.train import ROUTED_EXPERTS
 from slime_launch.derived import computes_bfloat16
 from slime_megatron.config import MegatronConfig
 from slime_megatron.start import start_worker
+
+if TYPE_CHECKING:
+    from slime_megatron.worker import MegatronWorker
 
 RESPONSE = 16
 MODEL = dataclasses.replace(
@@ -56,7 +61,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     config = MegatronConfig(bf16=computes_bfloat16(), share_prompts="on")
     worker = start_worker(config, AlgorithmConfig(), MODEL, meeting)
     samples = samples_of(RESPONSE)
-    replayed = [with_experts(sample) for sample in samples]
+    replayed = [with_own_experts(worker, sample) for sample in samples]
     texts = [routed_text(sample.extras[ROUTED_EXPERTS]) for sample in replayed]
     tokens = sum(len(sample.tokens) for sample in samples)
     sides: dict[str, Side] = {
@@ -79,16 +84,15 @@ def main(out: Path, *, quick: bool) -> list[Record]:
     ]
 
 
-def with_experts(sample: TrainSample) -> TrainSample:
-    """The sample with experts for all its inputs; those of a prompt are the same for all its samples."""
-    parts = [
-        drawn(np.random.default_rng([0, sample.group_index]), sample.prompt_length),
-        drawn(np.random.default_rng([1, sample.index]), sample.response_length - 1),
-    ]
-    return dataclasses.replace(sample, extras={ROUTED_EXPERTS: np.concatenate(parts).astype(np.uint8)})
+def with_own_experts(worker: MegatronWorker, sample: TrainSample) -> TrainSample:
+    """The sample with the experts that the routers choose for its inputs: both sides then have the same work."""
+    from slime_megatron.model import run
+    from slime_megatron.packing import MicroBatch
+    from slime_megatron.routing import Routing
 
-
-def drawn(dice: np.random.Generator, tokens: int) -> np.ndarray:
-    """Experts of so many tokens, a row each."""
-    scores = dice.random((tokens, MODEL.num_layers, MODEL.num_experts or 0))
-    return np.argsort(scores, axis=-1)[:, :, : MODEL.moe_router_topk].reshape(tokens, -1)
+    [chunk], made = worker.model, Routing(recording=True)
+    with torch.no_grad():
+        run(chunk, dataclasses.replace(MicroBatch([sample], share_prompts="off").pack(), routing=made))
+    rows_TLK = torch.stack([made.recorded[layer] for layer in range(MODEL.num_layers)], dim=1)
+    rows = rows_TLK.flatten(1).numpy().astype(np.uint8)
+    return dataclasses.replace(sample, extras={ROUTED_EXPERTS: rows})
