@@ -99,8 +99,7 @@ class Fleet:
 
     def signal(self, name, signum):
         """Send a signal to all processes of an engine or the router; returns their ids."""
-        pids = self.fleet.process_ids()[name]
-        assert pids
+        pids = wait_until(lambda: self.fleet.process_ids()[name], what=f"the processes of {name}")
         for pid in pids:
             os.kill(pid, signum)
         return pids
