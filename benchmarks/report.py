@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+from _extra_packages import extra_packages
 from _records import Record
 
 STEPS, QUICK_STEPS, FACTOR = 1000, 100, 10
@@ -50,6 +50,7 @@ def main(out: Path, *, quick: bool) -> list[Record]:
         out: Where the runs' files go.
         quick: A tenth of the steps, and 20 seconds of `--serve`.
     """
+    sys.path.append(str(extra_packages("report")))
     steps = QUICK_STEPS if quick else STEPS
     figures = {}
     for count in (steps, FACTOR * steps):
@@ -80,7 +81,7 @@ def served(directory: Path, steps: int, *, quick: bool) -> float:
         found = re.search(r"http://\S+", process.stdout.readline())
         if found is None:
             raise RuntimeError("report --serve did not say where it is")
-        watched = psutil.Process(process.pid)
+        watched = importlib.import_module("psutil").Process(process.pid)
         began, before = time.perf_counter(), sum(watched.cpu_times()[:2])
         changes = 0
         while time.perf_counter() - began < (QUICK_SERVED_SECONDS if quick else SERVED_SECONDS):

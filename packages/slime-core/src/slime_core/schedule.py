@@ -430,8 +430,7 @@ def _check_experts(samples: Sequence[TrainSample]) -> None:
             raise DataError(
                 f"sample {sample.index} names the engine's experts for {known} tokens, and "
                 f"--use-rollout-routing-replay needs them for the {wanted} before its last trained one; generate it "
-                "with Trajectory or "
-                "generate_single, set sample.routed_experts, or leave the flag out"
+                "with Trajectory or generate_single, set sample.routed_experts, or leave the flag out"
             )
 
 

@@ -11,7 +11,7 @@ from slime_launch.report.collect import report_data
 from slime_launch.report.page import to_json
 from slime_launch.report.samples import MOST_BYTES, read_kept
 from slime_launch.shown import MOST_TOKENS
-from slime_launch.tracking import Tracker
+from slime_launch.tracking import Tracker, read_rows
 
 SETTINGS = {
     "num_rollout": {"value": 2, "origin": "command line"},
@@ -166,9 +166,11 @@ def test_the_ledger_is_that_of_the_runs_own_checkpoint_or_of_none(tmp_path, monk
     assert "generated" not in report_data([directory])["runs"][0]["ledger"]
     write_manifest(own, manifest(counts))
     last = {"ledger": counts | {"trained": 5, "buffered": 0, "out": 0}, "ledger_balances": False}
-    (directory / "report.json").write_text(json.dumps(last))
-    [run] = report_data([directory])["runs"]  # it ended after its last checkpoint
-    assert (run["ledger"]["trained"], run["ledger"]["waiting"], run["ledger"]["balances"]) == (5, 0, False)
+    rollouts = sum(row["kind"] == "rollout" for row in read_rows(directory))
+    for ended_after, ledger in ((rollouts, (5, 0, False)), (rollouts - 1, (4, 1, True))):  # or was continued since
+        (directory / "report.json").write_text(json.dumps(last | {"rollouts": ended_after}))
+        [run] = report_data([directory])["runs"]
+        assert (run["ledger"]["trained"], run["ledger"]["waiting"], run["ledger"]["balances"]) == ledger
 
 
 def test_what_was_cut_out_of_a_response_is_cut_out_of_its_numbers(tmp_path):

@@ -217,7 +217,7 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
 
     A relative --save is looked for where the run was most likely started: above its directory.
     """
-    counts, balances = _last_words(directory)
+    counts, balances = _last_words(directory, sum(row["kind"] == "rollout" for row in rows))
     save, _ = settings.get("save", (None, None))
     for root in directory.resolve().parents if counts is None and save is not None else ():
         manifest = None
@@ -240,11 +240,12 @@ def _ledger(directory: Path, settings: dict[str, Any], rows: Sequence[Row]) -> D
     return {**ended, "waiting": left, "stale": stale, "balances": balances, "dropped": dropped}
 
 
-def _last_words(directory: Path) -> tuple[dict[str, int] | None, bool]:
-    """The ledger in ``report.json`` of a run that ended, and whether it balances."""
+def _last_words(directory: Path, rollouts: int) -> tuple[dict[str, int] | None, bool]:
+    """The ledger in ``report.json`` of a run that ended after so many rollouts, and whether it balances."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         report = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
-        return report.get("ledger"), bool(report.get("ledger_balances", True))
+        if report.get("rollouts") == rollouts:  # else it was continued since
+            return report.get("ledger"), bool(report.get("ledger_balances", True))
     return None, True
 
 
