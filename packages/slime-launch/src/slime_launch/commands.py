@@ -34,6 +34,7 @@ COMMANDS = {
     "completion": Command("slime_launch.completion:completion", "completion of flags for bash or zsh"),
     "plan": Command("slime_launch.plan.command:plan", "say what such a command would do and need; starts nothing"),
     "report": Command("slime_launch.report.command:report", "write a page about a run: curves, timeline, samples"),
+    "diff": Command("slime_launch.diff:diff", "the first step, sample, token and weight in which two runs part"),
     "submit": Command("slime_launch.submit:submit", "print the command that runs it on a Ray cluster as a job"),
     "sft": Command("slime_launch.train:sft", "train on conversations: train --loss-type sft_loss"),
     "recipes": Command("slime_launch.new_task:recipes", "list the recipes: name, what each runs on, title"),

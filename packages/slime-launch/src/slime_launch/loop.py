@@ -226,6 +226,7 @@ def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncRep
     samples = batch.examples if shows_examples(parts, rollout_id) else []
     parts.tracker.log("rollout", step=rollout_id, rollout_id=rollout_id, metrics=row, samples=samples)
     record_spans(parts, rollout_id, [*batch.spans, *report.spans])
+    parts.tracker.log_sums(batch, report)
     parts.console.step(
         step_line(
             batch,

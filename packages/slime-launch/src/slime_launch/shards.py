@@ -16,6 +16,7 @@ from slime_core.errors import DataError
 from slime_core.metrics import pass_rates
 from slime_core.schedule import RAW_REWARDS, TRAIN_REWARDS, build_shards
 from slime_core.step_plan import token_count
+from slime_core.sums import sample_sums, shard_sum
 from slime_core.types import Message, RolloutBatch, RolloutColumns, Sample, Span, TrainShard
 from slime_core.types.arrays import json_rows, numbers, ragged
 from slime_launch.config import Settings
@@ -62,6 +63,8 @@ class ReadyRollout:
         examples: Its first samples, for people to read.
         shards: References to the shards in Ray's object store, by data-parallel rank.
         spans: When it was generated, scored and split.
+        sample_sums: :func:`slime_core.sums.sample_sums`, and each sample's number as ``index``.
+        shard_sums: :func:`slime_core.sums.shard_sum` of each data-parallel rank.
     """
 
     rollout_id: int
@@ -73,6 +76,8 @@ class ReadyRollout:
     examples: list[Example]
     shards: list[Any]
     spans: list[Span] = dataclasses.field(default_factory=list)
+    sample_sums: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
+    shard_sums: list[int] = dataclasses.field(default_factory=list)
 
 
 def prepare_rollout(
@@ -177,6 +182,7 @@ def summary(columns: RolloutColumns, batch: RolloutBatch, recipe: Recipe) -> Rea
         failures=reward_failures(columns),
         examples=examples(batch.samples, scored=recipe.settings.rows is None),
         shards=[],
+        sample_sums=sample_sums(columns.samples) | {"index": np.asarray(columns.samples["index"])},
     )
 
 
@@ -204,6 +210,7 @@ def _asked(messages: Sequence[Message]) -> str:
 
 def put_shards(ready: ReadyRollout, shards: list[TrainShard], put: Callable[[TrainShard], Any]) -> ReadyRollout:
     """The rollout with references to its shards. Each shard's memory here is freed once ``put`` has stored it."""
+    ready.shard_sums.extend(map(shard_sum, shards))
     while shards:
         ready.shards.append(put(shards.pop(0)))
     return ready

@@ -23,9 +23,11 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from slime_core.files import write_whole
-from slime_core.types import Span
+from slime_core.types import Span, TrainReport
+from slime_launch.step_sums import SumLog
 
 if TYPE_CHECKING:
+    from slime_launch.shards import ReadyRollout
     from slime_launch.wandb_run import WandbRun
 
 METRICS_FILE = "metrics.jsonl"
@@ -64,6 +66,7 @@ class Tracker:
     def _open(self, iteration: int | None) -> None:
         old = read_rows(self._output_dir) if iteration is not None else []
         self.rows = [row for row in old if _is_before(row, iteration or 0)]
+        self._sums = SumLog(self._output_dir, iteration)
         path = self._output_dir / METRICS_FILE
         write_whole(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
@@ -113,6 +116,10 @@ class Tracker:
         if self._wandb_run is not None and values:
             self._wandb_run.log(row)
 
+    def log_sums(self, batch: ReadyRollout, report: TrainReport) -> None:
+        """Write the checksums of one rollout, for `slime-launch diff`; they are on disk when this returns."""
+        self._sums.log(batch, report)
+
     def has_eval(self, iteration: int) -> bool:
         """Whether the evaluation after ``iteration`` rollouts was done, in this process or before a restart."""
         return any(row["kind"] == "eval" and row["rollout_id"] == iteration for row in self.rows)
@@ -125,6 +132,7 @@ class Tracker:
 
     def _close_files(self) -> None:
         self._file.close()
+        self._sums.close()
         if self._events is not None:
             self._events.close()
 

@@ -54,6 +54,7 @@ from slime_megatron.roles import TrainedModel
 from slime_megatron.step import Head, ValueReader, forward_backward, forward_values
 from slime_megatron.sync import WeightExport, push_weights
 from slime_megatron.timer import PhaseTimer, reset_peak_memory
+from slime_megatron.weight_sums import WeightSums
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class MegatronWorker:
         self.config = config
         self._output_dir = Path(output_dir)
         self._spans: list[Span] = []
+        self._sums: WeightSums | None = None
         self._who = f"rank {rendezvous.rank}"
         self.algorithm = algorithm
         self.shape = shape
@@ -225,7 +227,7 @@ class MegatronWorker:
         plans = self._planner(shard.temperature, timer).plan(shard)
         if self.config.save_debug_train_data is not None:
             write_train_data(self.config.save_debug_train_data, shard, plans)
-        steps = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans]
+        steps, sums = [{"global_batch_size": float(plan.step.global_trajectories)} for plan in plans], None
         if self._actor.versions is not None:
             self._turn_of(self._actor)
             self._actor.versions.before_training()
@@ -242,11 +244,15 @@ class MegatronWorker:
             for plan, metrics in zip(plans, steps, strict=True):
                 metrics |= self._optimize(self._actor, self._loss, plan, self._head(shard.temperature), timer, shown)
             shown.write(self._output_dir / "samples", shard.rollout_id)
+            with timer.phase("weight_sums"):
+                self._sums = self._sums or WeightSums(self._actor.model)
+                sums = self._sums(self._actor.model)
         interval = self.config.ref_update_interval
         if interval and "reference" in self._actor.frozen and (shard.rollout_id + 1) % interval == 0:
             self._turn_of(self._actor)
             self._actor.update_frozen("reference")
         spans, self._spans = self._spans, []
+        names = [] if self._sums is None or torch.distributed.get_rank() else self._sums.names
         return TrainReport(
             rollout_id=shard.rollout_id,
             steps=steps,
@@ -254,6 +260,8 @@ class MegatronWorker:
             tokens=dict(timer.tokens),
             performance=timer.performance(self._device, bf16=self.config.bf16),
             spans=spans,
+            weight_names=names,
+            weight_sums=sums,
         )
 
     def forward(self, shard: TrainShard, role: Role = "actor") -> list[NDArray[np.float32]]:

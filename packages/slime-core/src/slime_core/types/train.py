@@ -205,6 +205,8 @@ class TrainReport:
         tokens: Tokens computed per phase on this rank, without padding; a shared prompt counts once.
         performance: Tokens per second, operations per second and memory over all ranks, by metric name.
         spans: When this rank did what since its last report.
+        weight_names: Names of the policy's weights.
+        weight_sums: Checksums of them after the last step [names, L], uint32; ``None`` if they were not trained.
     """
 
     rollout_id: int
@@ -213,6 +215,8 @@ class TrainReport:
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     performance: dict[str, float] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
+    weight_names: list[str] = dataclasses.field(default_factory=list)
+    weight_sums: NDArray[np.uint32] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,231 @@
+"""``slime-launch diff``: where two runs part, from what they have written down."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime_core.errors import SlimeError
+from slime_core.types import RolloutColumns
+from slime_core.types.arrays import Ragged
+from slime_launch.errors import FlagError, PreflightError
+from slime_launch.resolved import FILE_NAME as SETTINGS_FILE
+from slime_launch.step_sums import SUMS_FILE, StepSums, read_sums
+from slime_launch.tracking import Row, read_rows
+from slime_rollout.store import RolloutStore
+
+USAGE = """\
+usage: slime-launch diff RUN_A RUN_B
+
+Say in which rollout, sample, token, metric and weight two runs part first, and which settings differ. RUN is a run's
+--output-dir. Exit codes: 0 they are equal, as far as they go; 1 they part; 2 one is no run."""
+# In the order in which one follows from the other; all other fields come after these.
+FIELDS = (
+    *("prompt", "label", "tokens", "response_length", "kept_tokens", "routed_experts", "rollout_log_probs"),
+    *("weight_versions", "status", "reward", "remove_sample", "loss_mask", "teacher_log_probs"),
+)
+PLACES = frozenset({"output_dir", "save", "wandb_group", "wandb_run_id", "wandb_dir", "dump_details"})
+"""Settings that say where a run is, not what it computes."""
+MOST_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Parting:
+    """The first difference: of which rollout, and in words what of it."""
+
+    rollout_id: int
+    words: str
+
+
+def diff(argv: Sequence[str]) -> int:
+    """Compare two runs; the exit code.
+
+    Raises:
+        FlagError: There are not two.
+        PreflightError: A directory holds no run that can be compared.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    if len(argv) != 2 or any(word.startswith("-") for word in argv):
+        raise FlagError("diff needs two runs' --output-dir, such as runs/first runs/second")
+    first, second = (Run(Path(word)) for word in argv)
+    settings = [*settings_that_differ(first, second)]
+    rollouts, parting = first_parting(first, second)
+    for line in (*settings_lines(settings), *parting_lines(rollouts, parting, first, second)):
+        print(line)
+    return 0 if parting is None and not settings else 1
+
+
+class Run:
+    """What one run has written down."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if not (directory / SUMS_FILE).is_file():
+            raise PreflightError(
+                f"{directory} has no {SUMS_FILE}, which a run of `slime-launch train` writes; give its --output-dir"
+            )
+        with (directory / SETTINGS_FILE).open(encoding="utf-8") as file:
+            self.resolved: dict[str, Any] = json.load(file)
+        self.steps: dict[int, list[Row]] = {}
+        for row in read_rows(directory):
+            if row["kind"] == "train":
+                self.steps.setdefault(row["rollout_id"], []).append(row)
+
+    def setting(self, name: str) -> Any:
+        """The value of a setting."""
+        return self.resolved["settings"].get(name, {}).get("value")
+
+    def rollout(self, rollout_id: int) -> RolloutColumns | None:
+        """A rollout, if its file is still there."""
+        for directory in filter(None, (self.setting("save"), self.directory)):
+            store = RolloutStore(Path(directory) / "rollouts")
+            with contextlib.suppress(SlimeError):
+                if store.has(rollout_id):
+                    return store.read(rollout_id)
+        return None
+
+
+def settings_that_differ(first: Run, second: Run) -> Iterator[tuple[str, Any, Any]]:
+    """Settings, packages and variables of the environment that differ: name, and both values."""
+    for part, mark in (
+        ("settings", "--"),
+        ("packages", ""),
+        ("engine_packages", "the engines' "),
+        ("environment", "$"),
+    ):
+        one, other = first.resolved.get(part) or {}, second.resolved.get(part) or {}
+        for name in sorted(one.keys() | other.keys()):
+            values = [_value(found.get(name)) for found in (one, other)]
+            if values[0] != values[1] and not (part == "settings" and name in PLACES):
+                yield f"{mark}{name.replace('_', '-') if part == 'settings' else name}", values[0], values[1]
+
+
+def first_parting(first: Run, second: Run) -> tuple[int, Parting | None]:
+    """How many rollouts are equal from the beginning, and what differs in the next one; ``None`` if one has none."""
+    equal = 0
+    for one, other in zip_longest(read_sums(first.directory), read_sums(second.directory)):
+        if one is None or other is None:
+            break
+        if (words := next(differences(one, other, first, second), None)) is not None:
+            return equal, Parting(one.rollout_id, words)
+        equal += 1
+    return equal, None
+
+
+def differences(one: StepSums, other: StepSums, first: Run, second: Run) -> Iterator[str]:
+    """What differs in a rollout, in the order in which one thing follows from the other."""
+    if one.line != other.line:
+        yield from _in_samples(one, other, first, second)
+    if one.shards != other.shards:
+        ranks = [rank for rank, pair in enumerate(zip_longest(one.shards, other.shards)) if pair[0] != pair[1]]
+        yield f"data-parallel rank {ranks[0]} trains on other samples, or in another order; the samples are the same"
+    yield from _in_steps(first.steps.get(one.rollout_id, []), second.steps.get(one.rollout_id, []))
+    if one.line != other.line or one.names != other.names:
+        yield from _in_weights(one, other)
+
+
+def _in_samples(one: StepSums, other: StepSums, first: Run, second: Run) -> Iterator[str]:
+    if len(one.index) != len(other.index):
+        yield f"it has {len(one.index)} samples and {len(other.index)}"
+        return
+    if one.index != other.index:
+        yield "its samples have other numbers, or another order"
+    for name in [*FIELDS, *sorted((one.fields | other.fields) - {*FIELDS})]:
+        pair = one.field(name), other.field(name)
+        if pair[0] is None or pair[1] is None:
+            if pair[0] is not pair[1]:
+                yield f"only one run has {name}"
+            continue
+        places = np.flatnonzero(pair[0] != pair[1])
+        if len(places):
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            place = int(places[0])
+            found = _in_field(name, place, first.rollout(one.rollout_id), second.rollout(one.rollout_id))
+            yield f"sample {one.index[place]}{more} of {len(one.index)}: {name} differs{found}"
+
+
+def _in_field(name: str, place: int, first: RolloutColumns | None, second: RolloutColumns | None) -> str:
+    """Where in a field of a sample, if the rollouts are still on disk."""
+    if first is None or second is None:
+        return "; --save and --keep-rollouts in both runs would name the token"
+    columns = [one.samples.get(name) for one in (first, second)]
+    rows = [row for column in columns if isinstance(column, Ragged) and (row := column.rows[place]) is not None]
+    if len(rows) < 2:
+        return ""
+    shared = min(map(len, rows))
+    apart = np.flatnonzero(rows[0][:shared] != rows[1][:shared])
+    at = int(apart[0]) if len(apart) else shared
+    if rows[0].dtype == np.uint8 and name != "loss_mask":
+        texts = [row.tobytes()[max(at - 20, 0) : at + 40].decode(errors="replace") for row in rows]
+        return f" from byte {at} on: …{texts[0]}… and …{texts[1]}…"
+    values = [str(row[at]) if at < len(row) else "nothing" for row in rows]
+    return f" from number {at} on: {values[0]} and {values[1]}"
+
+
+def _in_steps(one: Sequence[Row], other: Sequence[Row]) -> Iterator[str]:
+    if len(one) != len(other):
+        yield f"it has {len(one)} optimizer steps and {len(other)}"
+    for number, (row, its) in enumerate(zip(one, other, strict=False)):
+        for name in (name for name in (*row, *(its.keys() - row.keys())) if name.startswith("train/")):
+            if not _same(row.get(name), its.get(name)):
+                yield f"optimizer step {number}: {name} is {row.get(name)} and {its.get(name)}"
+
+
+def _in_weights(one: StepSums, other: StepSums) -> Iterator[str]:
+    if one.names != other.names:
+        yield "the models have other weights"
+    elif one.weights.shape == other.weights.shape and len(one.weights):
+        apart = np.flatnonzero((one.weights != other.weights).any(axis=1))
+        if len(apart):
+            named = ", ".join(one.names[place] for place in apart[:MOST_SHOWN]) + ", …" * (len(apart) > MOST_SHOWN)
+            yield f"{len(apart)} of {len(one.names)} weights differ after it: {named}"
+    elif one.weights.shape != other.weights.shape:
+        yield "only one run has trained the weights"
+
+
+def settings_lines(found: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
+    """What differs in what the runs were given."""
+    if not found:
+        yield "settings, packages and environment are the same, but for where the runs are"
+        return
+    yield "these differ:"
+    for name, one, other in found:
+        yield f"  {name}: {_shown(one)} and {_shown(other)}"
+
+
+def parting_lines(rollouts: int, parting: Parting | None, first: Run, second: Run) -> Iterator[str]:
+    """Where the runs part, or that they do not."""
+    if parting is not None:
+        yield f"{rollouts} rollouts are equal; in rollout {parting.rollout_id} {parting.words}"
+        return
+    ends = [sum(1 for _ in read_sums(run.directory)) for run in (first, second)]
+    weights = max((len(one.names) for one in read_sums(first.directory)), default=0)
+    yield (
+        f"equal: {rollouts} rollouts to the last bit, with all samples, what each rank trains on, the metrics of every "
+        f"optimizer step, and {weights} weights after each"
+    )
+    if ends[0] != ends[1]:
+        yield f"the runs have {ends[0]} and {ends[1]} rollouts; those that both have were compared"
+
+
+def _value(entry: Any) -> Any:
+    return entry.get("value") if isinstance(entry, Mapping) else entry
+
+
+def _same(one: Any, other: Any) -> bool:
+    both_nan = all(isinstance(value, float) and math.isnan(value) for value in (one, other))
+    return both_nan or one == other
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)

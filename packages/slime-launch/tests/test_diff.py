@@ -1,0 +1,178 @@
+"""Where two runs part: each planted cause is named, and what is equal gets said so."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from slime_core.config import AlgorithmConfig
+from slime_core.schedule import build_shards
+from slime_core.sums import sample_sums, shard_sum
+from slime_core.types import RolloutBatch, Sample, TrainReport
+from slime_launch.diff import diff
+from slime_launch.errors import FlagError, PreflightError
+from slime_launch.shards import ReadyRollout
+from slime_launch.tracking import Tracker
+from slime_rollout.store import RolloutStore
+
+SETTINGS = {"seed": 1234, "lr": 1e-6, "output_dir": "a", "hf_checkpoint": "m"}
+ROLLOUTS, NAMES = 3, ["embedding.weight", "layers.0.weight", "output.weight"]
+
+
+@dataclasses.dataclass
+class Written:
+    """What a run works with, before it is written down."""
+
+    settings: dict = dataclasses.field(default_factory=lambda: dict(SETTINGS))
+    packages: dict = dataclasses.field(default_factory=lambda: {"torch": "2.13.0"})
+    engine_packages: dict = dataclasses.field(default_factory=lambda: {"sglang": "0.5.23"})
+    samples: list = dataclasses.field(default_factory=lambda: [samples(number) for number in range(ROLLOUTS)])
+    losses: list = dataclasses.field(default_factory=lambda: [0.5] * ROLLOUTS)
+    weights: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.arange(ROLLOUTS * len(NAMES) * 3, dtype=np.uint32).reshape(ROLLOUTS, len(NAMES), 3)
+    )
+    swapped: int | None = None
+
+    def write(self, directory, *, keeps=True):
+        directory.mkdir()
+        save = str(directory / "save")
+        entries = {name: {"value": value} for name, value in (self.settings | {"save": save}).items()}
+        found = {"settings": entries, "environment": {}, "packages": self.packages}
+        (directory / "settings.json").write_text(json.dumps(found | {"engine_packages": self.engine_packages}))
+        tracker = Tracker(directory, tensorboard=False)
+        for number, rows in enumerate(self.samples):
+            columns = RolloutBatch(rollout_id=number, groups=[rows]).columns()
+            if keeps:
+                RolloutStore(directory / "save" / "rollouts").write(columns)
+            shards = build_shards(
+                columns,
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                data_parallel_size=2,
+                micro_batch_size=1,
+                global_batch_size=len(rows),
+            )
+            if self.swapped == number:
+                shards.reverse()
+            ready = ReadyRollout(
+                rollout_id=number, weight_version=None, metrics={}, seconds={}, num_samples=len(rows), failures=[],
+                examples=[], shards=[], shard_sums=[shard_sum(one) for one in shards],
+                sample_sums=sample_sums(columns.samples) | {"index": np.asarray(columns.samples["index"])},
+            )  # fmt: skip
+            tracker.log("train", step=number, rollout_id=number, metrics={"train/loss": self.losses[number]})
+            report = TrainReport(rollout_id=number, steps=[], weight_names=NAMES, weight_sums=self.weights[number])
+            tracker.log_sums(ready, report)
+        tracker.close()
+        return str(directory)
+
+
+def samples(number):
+    return [
+        Sample(
+            index=4 * number + member, group_index=number, prompt=f"prompt {number}", tokens=[1, 2, 10 + member, 20],
+            response_length=2, rollout_log_probs=[-0.5, -1.0], reward=float(member % 2), status="completed",
+        )
+        for member in range(4)
+    ]  # fmt: skip
+
+
+def plant(change):
+    def planted():
+        written = Written()
+        change(written)
+        return written
+
+    return planted
+
+
+def set_mask(written):
+    written.samples[1][2].loss_mask = [1, 0]
+
+
+def set_token(written):
+    written.samples[2][3].tokens = [1, 2, 13, 21]
+
+
+def set_prompt(written):
+    for sample in written.samples[1]:
+        sample.prompt = "prompt one"
+
+
+def set_log_prob(written):
+    written.samples[0][1].rollout_log_probs = [-0.5, -1.0000001]
+
+
+def flip_bit(written):
+    written.weights = written.weights.copy()
+    written.weights[1, 2, 2] ^= 1
+
+
+PLANTED = {
+    "seed": (lambda one: one.settings.update(seed=7), ["--seed: 1234 and 7"]),
+    "one flag": (lambda one: one.settings.update(lr=2e-6), ["--lr: 1e-06 and 2e-06"]),
+    "a library": (lambda one: one.packages.update(torch="2.13.1"), ["torch: 2.13.0 and 2.13.1"]),
+    "an engine's version": (
+        lambda one: one.engine_packages.update(sglang="0.5.24"), ["the engines' sglang: 0.5.23 and 0.5.24"],
+    ),
+    "one prompt": (set_prompt, ["1 rollouts are equal; in rollout 1 sample 4 and 3 more of 4: prompt differs from"]),
+    "one token": (set_token, ["in rollout 2 sample 11 of 4: tokens differs from number 3 on: 20 and 21"]),
+    "one token's mask": (set_mask, ["in rollout 1 sample 6 of 4: loss_mask differs"]),
+    "an engine's log-prob": (
+        set_log_prob, ["0 rollouts are equal; in rollout 0 sample 1 of 4: rollout_log_probs differs from number 1"],
+    ),
+    "rank order": (
+        lambda one: setattr(one, "swapped", 1), ["in rollout 1 data-parallel rank 0 trains on other samples"],
+    ),
+    "a loss": (
+        lambda one: one.losses.__setitem__(2, 0.25), ["in rollout 2 optimizer step 0: train/loss is 0.5 and 0.25"],
+    ),
+    "a bit of a weight": (flip_bit, ["in rollout 1 1 of 3 weights differ after it: output.weight"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cause_is_found(tmp_path, capsys, name):
+    change, lines = PLANTED[name]
+    runs = Written().write(tmp_path / "a"), plant(change)().write(tmp_path / "b")
+    assert diff(runs) == 1
+    printed = capsys.readouterr().out
+    for line in lines:
+        assert line in printed
+
+
+def test_equal_runs_get_a_certificate(tmp_path, capsys):
+    runs = Written().write(tmp_path / "a"), Written().write(tmp_path / "b")
+    assert diff(runs) == 0
+    assert "equal: 3 rollouts to the last bit" in (out := capsys.readouterr().out) and "3 weights after each" in out
+
+
+def test_a_shorter_run_is_compared_as_far_as_it_goes(tmp_path, capsys):
+    shorter = Written()
+    shorter.samples = shorter.samples[:2]
+    assert diff((Written().write(tmp_path / "a"), shorter.write(tmp_path / "b"))) == 0
+    assert "the runs have 3 and 2 rollouts; those that both have were compared" in capsys.readouterr().out
+
+
+def test_without_the_rollouts_the_field_is_named(tmp_path, capsys):
+    runs = Written().write(tmp_path / "a"), plant(set_token)().write(tmp_path / "b", keeps=False)
+    assert diff(runs) == 1
+    assert "tokens differs; --save and --keep-rollouts in both runs would name the token" in capsys.readouterr().out
+
+
+def test_a_run_that_is_continued_goes_on_after_its_checkpoint(tmp_path):
+    written = Written()
+    directory = tmp_path / "a"
+    written.write(directory)
+    tracker = Tracker(directory, iteration=2, tensorboard=False)
+    tracker.close()
+    assert [json.loads(line)["rollout_id"] for line in (directory / "sums.jsonl").read_text().splitlines()] == [0, 1]
+
+
+def test_what_is_no_run(tmp_path, capsys):
+    with pytest.raises(FlagError, match="diff needs two runs' --output-dir"):
+        diff([str(tmp_path)])
+    with pytest.raises(PreflightError, match=r"has no sums.jsonl, which a run of `slime-launch train` writes"):
+        diff([str(tmp_path), str(tmp_path)])
+    assert diff(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: slime-launch diff RUN_A RUN_B")
