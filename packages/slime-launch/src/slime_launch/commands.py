@@ -35,6 +35,7 @@ COMMANDS = {
     "plan": Command("slime_launch.plan.command:plan", "say what such a command would do and need; starts nothing"),
     "report": Command("slime_launch.report.command:report", "write a page about a run: curves, timeline, samples"),
     "diff": Command("slime_launch.diff:diff", "the first step, sample, token and weight in which two runs part"),
+    "replay": Command("slime_launch.replay:replay", "train on a rollout of a run again, and compare with the run"),
     "submit": Command("slime_launch.submit:submit", "print the command that runs it on a Ray cluster as a job"),
     "sft": Command("slime_launch.train:sft", "train on conversations: train --loss-type sft_loss"),
     "recipes": Command("slime_launch.new_task:recipes", "list the recipes: name, what each runs on, title"),

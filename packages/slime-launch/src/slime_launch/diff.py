@@ -57,7 +57,7 @@ def diff(argv: Sequence[str]) -> int:
         return 0
     if len(argv) != 2 or any(word.startswith("-") for word in argv):
         raise FlagError("diff needs two runs' --output-dir, such as runs/first runs/second")
-    first, second = (Run(Path(word)) for word in argv)
+    first, second = (WrittenRun(Path(word)) for word in argv)
     settings = [*settings_that_differ(first, second)]
     rollouts, parting = first_parting(first, second)
     for line in (*settings_lines(settings), *parting_lines(rollouts, parting, first, second)):
@@ -65,7 +65,7 @@ def diff(argv: Sequence[str]) -> int:
     return 0 if parting is None and not settings else 1
 
 
-class Run:
+class WrittenRun:
     """What one run has written down."""
 
     def __init__(self, directory: Path) -> None:
@@ -95,7 +95,7 @@ class Run:
         return None
 
 
-def settings_that_differ(first: Run, second: Run) -> Iterator[tuple[str, Any, Any]]:
+def settings_that_differ(first: WrittenRun, second: WrittenRun) -> Iterator[tuple[str, Any, Any]]:
     """Settings, packages and variables of the environment that differ: name, and both values."""
     for part, mark in (
         ("settings", "--"),
@@ -110,7 +110,7 @@ def settings_that_differ(first: Run, second: Run) -> Iterator[tuple[str, Any, An
                 yield f"{mark}{name.replace('_', '-') if part == 'settings' else name}", values[0], values[1]
 
 
-def first_parting(first: Run, second: Run) -> tuple[int, Parting | None]:
+def first_parting(first: WrittenRun, second: WrittenRun) -> tuple[int, Parting | None]:
     """How many rollouts are equal from the beginning, and what differs in the next one; ``None`` if one has none."""
     equal = 0
     for one, other in zip_longest(read_sums(first.directory), read_sums(second.directory)):
@@ -122,7 +122,7 @@ def first_parting(first: Run, second: Run) -> tuple[int, Parting | None]:
     return equal, None
 
 
-def differences(one: StepSums, other: StepSums, first: Run, second: Run) -> Iterator[str]:
+def differences(one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     """What differs in a rollout, in the order in which one thing follows from the other."""
     if one.line != other.line:
         yield from _in_samples(one, other, first, second)
@@ -134,7 +134,7 @@ def differences(one: StepSums, other: StepSums, first: Run, second: Run) -> Iter
         yield from _in_weights(one, other)
 
 
-def _in_samples(one: StepSums, other: StepSums, first: Run, second: Run) -> Iterator[str]:
+def _in_samples(one: StepSums, other: StepSums, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     if len(one.index) != len(other.index):
         yield f"it has {len(one.index)} samples and {len(other.index)}"
         return
@@ -203,7 +203,7 @@ def settings_lines(found: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
         yield f"  {name}: {_shown(one)} and {_shown(other)}"
 
 
-def parting_lines(rollouts: int, parting: Parting | None, first: Run, second: Run) -> Iterator[str]:
+def parting_lines(rollouts: int, parting: Parting | None, first: WrittenRun, second: WrittenRun) -> Iterator[str]:
     """Where the runs part, or that they do not."""
     if parting is not None:
         yield f"{rollouts} rollouts are equal; in rollout {parting.rollout_id} {parting.words}"

@@ -264,7 +264,7 @@ def look_again(checked: Checked) -> Checked:
     Raises:
         SlimeError: It holds another run now.
     """
-    if find_run(checked.settings) == checked.manifest:
+    if checked.settings.megatron.save is None or find_run(checked.settings) == checked.manifest:
         return checked
     manifest, weights = find_weights(checked.settings)
     return dataclasses.replace(checked, manifest=manifest, weights=weights)

@@ -169,9 +169,9 @@ class RunState:
     @property
     def resume_from(self) -> Path | None:
         """Checkpoint directory to continue from; ``None`` where the run starts from ``--load``."""
-        if self._save is None or self._checkpoint is None:
+        if self._checkpoint is None:
             return None
-        return self._save / self._checkpoint
+        return (self._save or Path()) / self._checkpoint  # without --save, a replay's, which is absolute
 
     @property
     def can_resume(self) -> bool:

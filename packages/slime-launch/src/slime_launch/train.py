@@ -7,9 +7,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime_launch.config_file import with_config
 from slime_launch.flags import OTHERS, command, read_train
+
+if TYPE_CHECKING:
+    from slime_launch.preflight import Checked
 
 STOP_SECONDS = 10.0
 KILLED = (128 + 6, 128 + 9, 128 + 11)  # SIGABRT, SIGKILL, SIGSEGV
@@ -46,15 +50,21 @@ def train(argv: list[str]) -> int:
     settings, contradictions = read_train(argv)
     from slime_launch.preflight import preflight, with_output
     from slime_launch.report import report_if_finished
-    from slime_rollout.supervise import run_under_supervisor
 
     checked = preflight(settings, contradictions)
     output_dir = checked.settings.run.output_dir or (checked.manifest.output_dir if checked.manifest else None)
     output_dir = output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
     if checked.manifest is not None and report_if_finished(checked, Path(output_dir)):
         return 0
+    return supervise(with_output(checked, output_dir), Path(output_dir))
+
+
+def supervise(checked: Checked, output_dir: Path) -> int:
+    """Run what was checked below a supervisor, which ends all that is left of it; the exit code."""
+    from slime_rollout.supervise import run_under_supervisor
+
     with tempfile.NamedTemporaryFile(prefix="slime-launch-", suffix=".pickle") as file:
-        pickle.dump(with_output(checked, output_dir), file)
+        pickle.dump(checked, file)
         file.flush()
         driver = [sys.executable, "-m", "slime_launch.driver", file.name]
         code = run_under_supervisor(driver, grace=STOP_SECONDS)

@@ -1,0 +1,188 @@
+"""``slime-launch replay``: train on a rollout of a run again, and see whether the same comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slime_core.errors import DataError
+from slime_core.flags import Config, flag, flag_specs
+from slime_launch.diff import WrittenRun, differences, settings_that_differ
+from slime_launch.errors import FlagError, PreflightError
+from slime_launch.flags import read_train
+from slime_launch.manifest import read_manifest
+from slime_launch.parser import FlagGroup, build_parser, parse
+from slime_launch.plan.command import split_words
+from slime_launch.preflight import Checked, preflight
+from slime_launch.resume import ROLLOUT_DIR, StartWeights
+from slime_launch.step_sums import StepSums, read_sums
+from slime_launch.train import supervise
+from slime_megatron.checkpoint import find_checkpoint, iteration_directory
+from slime_megatron.errors import CheckpointError
+from slime_rollout.store import RolloutStore
+
+_LEFT_OUT = frozenset(
+    {
+        *("config", "output_dir", "save", "save_interval", "save_hf", "async_save", "keep_rollouts"),
+        *("num_rollout", "num_epoch", "load_debug_rollout_data", "debug_train_only", "save_debug_rollout_data"),
+        *("save_debug_train_data", "dump_details", "max_checkpoints_kept", "trainer_max_restarts", "use_wandb"),
+        *("eval_interval", "eval_prompt_data", "eval_config", "skip_eval_before_train", "async_buffer_size"),
+    }
+)
+"""Flags of a run that its replay does not take: where it writes to, how long it goes, and what only engines do."""
+_DERIVED = ("lr_decay_iters", "bf16", "use_distributed_optimizer")
+"""Flags whose value follows from the run's length, or from the machine."""
+
+
+DESCRIPTION = """\
+usage: slime-launch replay RUN --step N [flags]
+
+Train on rollout N of a run again, from the newest checkpoint before it, and say whether samples, metrics and weights
+come out equal to the last bit. RUN is the run's --output-dir. Exit codes: 0 they do; 1 they do not, or training failed;
+2 it cannot be done."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayConfig(Config):
+    """The flags of a replay."""
+
+    step: int | None = flag(None, metavar="N", help="the rollout, counted from 0", least=0)
+    output_dir: str | None = flag(None, metavar="DIR", help="where it writes; replays/N in RUN unless given")
+
+
+class Replay(NamedTuple):
+    """What is trained on again: rollouts ``first`` to ``last``, from ``checkpoint``; ``None`` is the beginning."""
+
+    first: int
+    last: int
+    checkpoint: Path | None
+    template: str
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Train again from the nearest checkpoint up to ``--step``; 0 if all comes out equal, 1 if something does not.
+
+    Raises:
+        FlagError: There is no run, or no number.
+        PreflightError: The directory holds no run, or what is needed of it is gone.
+    """
+    specs = flag_specs(ReplayConfig)
+    groups = [FlagGroup("replay", tuple(specs))]
+    parser = build_parser(groups, prog="slime-launch replay", description=DESCRIPTION)
+    if "--help" in argv or "-h" in argv:
+        parser.print_help()
+        return 0
+    own, runs = split_words(argv, {spec.name: not spec.is_switch for spec in specs})
+    config = ReplayConfig(**parse(groups, parser, [*own, *(word for word in runs if word.startswith("-"))]))
+    if len(runs) != 1 or config.step is None:
+        raise FlagError("replay needs a run's --output-dir and a rollout, such as runs/first-run --step 12")
+    run = WrittenRun(Path(runs[0]))
+    found = find_start(run, config.step)
+    output_dir = Path(config.output_dir or run.directory / "replays" / str(config.step))
+    output_dir.mkdir(parents=True, exist_ok=True)
+    checked = checked_replay(run, found, output_dir)
+    if (code := supervise(checked, output_dir)) != 0:
+        return code
+    words = list(outcome(run, WrittenRun(output_dir), found))
+    print("\n".join(words))
+    return 0 if len(words) == 1 else 1
+
+
+def find_start(run: WrittenRun, step: int) -> Replay:
+    """The newest checkpoint from which a rollout can be trained on again, with the rollouts that are still there.
+
+    Raises:
+        PreflightError: There is none, or the run has no such rollout.
+    """
+    numbers = [sums.rollout_id for sums in read_sums(run.directory)]
+    if step not in numbers:
+        raise PreflightError(
+            f"{run.directory} has no rollout {step}; it has {numbers[0]} to {numbers[-1]}"
+            if numbers
+            else f"{run.directory} was not trained on any rollout"
+        )
+    save = run.setting("save")
+    store_dir = Path(save or run.directory) / ROLLOUT_DIR
+    store, missing = RolloutStore(store_dir), None
+    for first, checkpoint in _checkpoints(save, step):
+        gone = [number for number in range(first, step + 1) if not store.has(number)]
+        if not gone:
+            template = str(store_dir / "rollout_{rollout_id:07d}.npz")
+            return Replay(first=first, last=step, checkpoint=checkpoint, template=template)
+        missing = gone[0] if missing is None else missing
+    raise PreflightError(
+        f"{store_dir} does not have rollout {missing} any more, which training on {step} again needs; keep them with "
+        "--keep-rollouts, or replay one after the last checkpoint"
+    )
+
+
+def _checkpoints(save: str | None, step: int) -> Iterator[tuple[int, Path | None]]:
+    """Checkpoints before a rollout, newest first, by the rollouts that they are trained on; last the beginning."""
+    for number in range(step, 0, -1) if save is not None else ():
+        directory = iteration_directory(str(save), number)
+        try:
+            yield number, find_checkpoint(directory).directory
+        except CheckpointError:
+            continue
+    yield 0, None
+
+
+def checked_replay(run: WrittenRun, found: Replay, output_dir: Path) -> Checked:
+    """The run's command with recorded rollouts, which begins at the checkpoint.
+
+    Raises:
+        SlimeError: Something that it needs is gone.
+    """
+    entries: dict[str, Any] = run.resolved["settings"]
+    values = {
+        name.replace("_", "-"): entry["value"]
+        for name, entry in entries.items()
+        if name not in _LEFT_OUT and entry["value"] is not None
+        if entry["origin"] in ("command line", "config file") or name in _DERIVED
+    }
+    config = output_dir / "run.yaml"
+    config.write_text(json.dumps(values, indent=1), encoding="utf-8")  # which is YAML, too
+    words = ["--config", str(config), "--output-dir", str(output_dir), "--num-rollout", str(found.last + 1)]
+    words += ["--load-debug-rollout-data", found.template, "--trainer-max-restarts", "0"]
+    checked = preflight(*read_train(words))
+    save = run.setting("save")
+    manifest = None if save is None else read_manifest(Path(save))
+    if manifest is None:
+        return checked
+    weights = StartWeights(load=manifest.load, ref_load=manifest.ref_load)
+    begins = dataclasses.replace(
+        manifest,
+        iteration=found.first,
+        weight_version=found.first,
+        checkpoint=None if found.checkpoint is None else str(found.checkpoint.resolve()),
+        source_state={},
+    )
+    return dataclasses.replace(checked, manifest=begins, weights=weights)
+
+
+def outcome(run: WrittenRun, again: WrittenRun, found: Replay) -> Iterator[str]:
+    """One line if all is equal; else what is not, and what of the packages and the environment differs."""
+    from_where = "the run's beginning" if found.checkpoint is None else f"checkpoint {found.first}"
+    ours, theirs = (_sums_of(one, found) for one in (run, again))
+    for number in range(found.first, found.last + 1):
+        if number not in theirs:
+            raise DataError(f"the replay has not trained on rollout {number}; see {again.directory}/logs")
+        if (words := next(differences(ours[number], theirs[number], run, again), None)) is not None:
+            yield f"trained again from {from_where}: in rollout {number} {words}"
+            for name, one, other in settings_that_differ(run, again):
+                if not name.startswith("--"):
+                    yield f"  {name}: {one} in the run, {other} now"
+            yield "the same step gives something else on the same samples: a kernel, a package, the machine or --seed"
+            return
+    weights = len(ours[found.last].names)
+    yield (
+        f"trained again from {from_where}: rollouts {found.first} to {found.last} are equal to the last bit, with the "
+        f"metrics of every optimizer step and {weights} weights after each"
+    )
+
+
+def _sums_of(run: WrittenRun, found: Replay) -> dict[int, StepSums]:
+    return {sums.rollout_id: sums for sums in read_sums(run.directory) if found.first <= sums.rollout_id <= found.last}

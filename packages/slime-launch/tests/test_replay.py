@@ -1,0 +1,95 @@
+"""From where a rollout is trained on again, and what is said of it.
+
+On real trainers: `integration_tests/test_replay.py` of the root.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import slime_launch.replay
+from slime_launch.diff import WrittenRun
+from slime_launch.errors import FlagError, PreflightError
+from slime_launch.replay import Replay, find_start, outcome, replay
+from slime_rollout.store import RolloutStore
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from written import Written
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Three rollouts, all kept, and checkpoints after the first and the second."""
+    directory = tmp_path / "run"
+    Written().write(directory)
+    taken = [directory / "save" / f"iter_{number:07d}" for number in (1, 2)]
+    for checkpoint in taken:
+        checkpoint.mkdir()
+
+    def find(path):
+        if Path(path) not in taken:
+            raise slime_launch.replay.CheckpointError(f"{path} is no checkpoint")
+        return type("Found", (), {"directory": Path(path)})
+
+    monkeypatch.setattr(slime_launch.replay, "find_checkpoint", find)
+    return WrittenRun(directory)
+
+
+def forget(run, rollout_id):
+    RolloutStore(run.directory / "save" / "rollouts").path(rollout_id).unlink()
+
+
+@pytest.mark.parametrize(
+    ("step", "first", "checkpoint"), [(2, 2, "iter_0000002"), (1, 1, "iter_0000001"), (0, 0, None)]
+)
+def test_it_begins_at_the_newest_checkpoint_before_it(run, step, first, checkpoint):
+    found = find_start(run, step)
+    assert (found.first, found.last) == (first, step)
+    assert (found.checkpoint and found.checkpoint.name) == checkpoint
+    assert Path(found.template.format(rollout_id=step)).is_file()
+
+
+def test_without_a_checkpoint_it_begins_at_the_beginning(run):
+    for checkpoint in (run.directory / "save").glob("iter_*"):
+        checkpoint.rmdir()
+    run.resolved["settings"]["save"]["value"] = None
+    (run.directory / "save" / "rollouts").rename(run.directory / "rollouts")
+    assert find_start(run, 2)[:3] == (0, 2, None)
+
+
+def test_what_is_gone_is_named(run):
+    forget(run, 2)
+    with pytest.raises(PreflightError, match=r"does not have rollout 2 any more.*--keep-rollouts"):
+        find_start(run, 2)
+    with pytest.raises(PreflightError, match="has no rollout 7; it has 0 to 2"):
+        find_start(run, 7)
+
+
+def test_what_the_command_takes(run, capsys):
+    for words in ([str(run.directory)], ["--step", "1"], [str(run.directory), "other", "--step", "1"]):
+        with pytest.raises(FlagError, match="replay needs a run's --output-dir and a rollout"):
+            replay(words)
+    with pytest.raises(FlagError, match="--lr"):
+        replay([str(run.directory), "--step", "1", "--lr", "1"])
+    assert replay(["--help"]) == 0 and "replays/N" in capsys.readouterr().out
+
+
+def test_what_comes_out_equal_is_one_line(run):
+    found = Replay(1, 2, run.directory / "save" / "iter_0000001", "")
+    [line] = outcome(run, run, found)
+    assert line.startswith("trained again from checkpoint 1: rollouts 1 to 2 are equal to the last bit")
+    assert line.endswith("and 3 weights after each")
+
+
+def test_what_does_not_is_named_with_what_else_is_other(run, tmp_path):
+    other = Written(packages={"torch": "2.14.0"})
+    other.weights = other.weights.copy()
+    other.weights[2, 1, 0] += 1
+    other.write(tmp_path / "again")
+    lines = list(outcome(run, WrittenRun(tmp_path / "again"), Replay(1, 2, None, "")))
+    assert lines[0] == (
+        "trained again from the run's beginning: in rollout 2 1 of 3 weights differ after it: layers.0.weight"
+    )
+    assert lines[1] == "  torch: 2.13.0 in the run, 2.14.0 now" and "something else on the same samples" in lines[2]
