@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 from _records import Record
-from report import rows
 
+from report import rows
 from slime_core.types import TrainReport
 from slime_launch.shards import ReadyRollout
 from slime_launch.step_sums import SumLog

@@ -16,6 +16,7 @@ from slime_core.config import AlgorithmConfig
 from slime_core.types import Rendezvous, TrainSample, WeightUpdate
 from slime_megatron.config import MegatronConfig
 from slime_megatron.start import start_worker
+from slime_rollout.engine import WeightSyncError
 
 if TYPE_CHECKING:
     from slime_megatron.worker import MegatronWorker
@@ -114,6 +115,31 @@ def other_experts(worker: MegatronWorker, shards: list[Any]) -> tuple[int, int]:
 def push(worker: MegatronWorker, channel: Any, version: int) -> int:
     """Send the weights; the version that the engines confirmed."""
     return worker.push(WeightUpdate(version=version), channel).version
+
+
+def misread(worker: MegatronWorker) -> list[str]:
+    """Weights that are gathered otherwise than they are."""
+    return worker.misread()
+
+
+def inspect(worker: MegatronWorker, channel: Any, version: int) -> str:
+    """What engines hold wrong, in words; nothing if they hold what is gathered."""
+    try:
+        worker.push(WeightUpdate(version=version), channel)
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+def nudge(worker: MegatronWorker, seed: int) -> None:
+    """Move every weight a little, as a step of training does."""
+    import torch
+
+    dice = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for chunk in worker.model:
+            for weight in chunk.parameters():
+                weight += 1e-3 * torch.randn(weight.shape, generator=dice)
 
 
 def save(worker: MegatronWorker, iteration: int) -> str:

@@ -1,5 +1,6 @@
 """The two halves of a run as stand-ins whose numbers follow from their state alone, and a clock that may kill them."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -7,6 +8,8 @@ import pickle
 import shutil
 import types
 from pathlib import Path
+
+import numpy as np
 
 from slime_core.memory import Held, MemoryState
 from slime_core.metrics import rollout_metrics
@@ -41,8 +44,14 @@ def digest(*values: object) -> int:
     return int(hashlib.sha256(repr(values).encode()).hexdigest()[:8], 16)
 
 
+def seen_by(weights: int, rows) -> list[float]:
+    """What weights make of tokens."""
+    return [-float(digest(weights, row, place) % 97) for row in map(list, rows) for place in range(1, len(row))]
+
+
+@dataclasses.dataclass
 class Engine:
-    engine_urls = ("http://engine",)
+    engine_urls: tuple[str, ...] = ("http://engine",)
     weights: int | None = None
 
 
@@ -97,6 +106,11 @@ class Rollout(Half):
     def begin_update(self, *, only_behind: bool = False) -> Engine | types.SimpleNamespace:
         self.memory.require("begin_update", Held.WEIGHTS)
         return types.SimpleNamespace(engine_urls=()) if only_behind and not self.behind else self.engine
+
+    def score(self, urls, rows):
+        self.memory.require("score", Held.EVERYTHING)
+        self.clock.tick("canary")
+        return Call(lambda: {url: seen_by(self.engine.weights, rows) for url in urls})
 
     def confirm_update(self, version: int) -> None:
         assert self.engine.weights is not None
@@ -195,6 +209,15 @@ class Trainers(Half):
         self.clock.tick(f"push {version}")
         engine.weights = self.weights
         return SyncReport(version=version, tensors=1, bytes=4, seconds=0.1)
+
+    def log_probs(self, shard, *, on_poll):
+        self.memory.require("log_probs", Held.WEIGHTS)
+        return [np.array(seen_by(self.weights, [sample.tokens.tolist() for sample in shard.samples]))]
+
+    def inspect(self, engine, version, *, on_poll):
+        self.memory.require("push", Held.WEIGHTS)
+        self.clock.tick("inspect")
+        return []
 
     def save(self, iteration, *, on_poll):
         self.memory.require("save", Held.EVERYTHING)

@@ -349,6 +349,7 @@ def test_a_trainer_that_dies_ends_the_generation(clock, flags, to_words, tmp_pat
         trainers=Dead(clock, tmp_path, tmp_path, None),
         rollout=Rollout(clock),
         memory=types.SimpleNamespace(to_generate=lambda: None),
+        canary=types.SimpleNamespace(is_pending=False),
         state=Nothing(),
         tracker=None,
         console=RunConsole(io.StringIO()),
@@ -430,3 +431,25 @@ def test_what_became_of_every_sample_is_the_last_word(launch, tmp_path, monkeypa
     assert "samples: 32 generated ≠ " in out
     assert err.startswith("slime-launch: the ledger does not balance: 32 generated, 31 trained; see logs/rollout.log")
     assert not json.loads((tmp_path / "other" / "out" / "report.json").read_text())["ledger_balances"]
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_a_weight_that_arrives_wrong_ends_the_run_before_it_is_used(
+    clock, flags, launch, tmp_path, monkeypatch, colocate
+):
+    """In the second update; what came before was trained on."""
+    if not colocate:
+        del flags["--colocate"]
+        flags["--rollout-num-gpus"] = "1"
+    push = Trainers.push_weights
+
+    def wrong(self, engine, version, **how):
+        report = push(self, engine, version, **how)
+        engine.weights += version
+        return report
+
+    monkeypatch.setattr(Trainers, "push_weights", wrong)
+    with pytest.raises(RunError, match="weight version 1: 1 of 1 engines compute other log-probs"):
+        launch(tmp_path / "run", skip_eval_before_train=None)
+    assert "trained 0" in clock.names and "inspect" in clock.names
+    assert "evaluate 1" not in clock.names and "generate 1" not in clock.names

@@ -11,6 +11,7 @@ import pytest
 
 from slime_core.types import SyncReport
 from slime_launch import loop
+from slime_launch.canary import Canary
 from slime_launch.console import RunConsole
 from slime_launch.handover import Handover
 from slime_launch.loop import Parts, push_weights, wait_for, watch_trainers
@@ -86,12 +87,15 @@ def parts(*urls: str, iteration: int = 4, version: int = 4) -> Parts:
         rollout=types.SimpleNamespace(selection=selection),
     )
     trainers = Trainers(rollout)
+    memory = Handover(settings, trainers, rollout, console)
+    shape = types.SimpleNamespace(vocab_size=10, num_experts=None, moe_router_topk=None)
     return Parts(
         settings=settings,
         shape=None,
         trainers=trainers,
         rollout=rollout,
-        memory=Handover(settings, trainers, rollout, console),
+        memory=memory,
+        canary=Canary(0.0, shape, trainers, rollout, memory),
         state=types.SimpleNamespace(iteration=iteration, weight_version=version, is_saving=False, is_exported=True),
         tracker=None,
         console=console,

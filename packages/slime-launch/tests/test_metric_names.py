@@ -8,6 +8,7 @@ import types
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from slime_core.config import AlgorithmConfig
 from slime_core.metrics import eval_metrics
 from slime_core.types import EvalReport, SleepReport, Status, SyncReport
+from slime_launch.canary import Canary
 from slime_launch.console import RunConsole
 from slime_launch.flags import parse_train
 from slime_launch.handover import Handover
@@ -58,6 +60,15 @@ def reward(args, sample):
 """
 
 
+class Sums:
+    """Checksums of no weights."""
+
+    names = ()
+
+    def __call__(self, model):
+        return np.zeros((0, 3), np.uint32)
+
+
 class AloneAtWork:
     """A worker's own naming of metrics, on one rank, without a model: what the model gives is given."""
 
@@ -77,7 +88,7 @@ class AloneAtWork:
             bf16=True,
         )
         self.algorithm, self._loss = algorithm, loss
-        self._output_dir, self._spans = Path(), []
+        self._output_dir, self._spans, self._sums = Path(), [], Sums()
         self._device = types.SimpleNamespace(is_cpu=False, torch_device=torch.device("cpu"))
         self._critic, self._actor = self._role(), self._role()
         self.trained = (self._actor, self._critic)
@@ -93,7 +104,9 @@ class AloneAtWork:
             "frozen": {},
             "versions": None,
         }
-        return types.SimpleNamespace(wrapped=[], config=nothing, undone_on_error=contextlib.nullcontext, **own)
+        return types.SimpleNamespace(
+            wrapped=[], model=[], config=nothing, undone_on_error=contextlib.nullcontext, **own
+        )
 
     def _timer(self):
         return worker.PhaseTimer(lambda: None, types.SimpleNamespace(packed=lambda **counts: 10), self._spans, "rank 0")
@@ -147,6 +160,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", lambda found, own, group: found.__setitem__(0, own))
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **more: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4096)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
@@ -263,6 +277,13 @@ class Half:
     def progress(self):
         """Asked meanwhile."""
 
+    def log_probs(self, shard, **how):
+        return [np.zeros(sample.response_length) for sample in shard.samples]
+
+    def score(self, urls, rows):
+        values = [0.0] * sum(len(row) - 1 for row in rows)
+        return types.SimpleNamespace(done=lambda: True, results=lambda: [dict.fromkeys(urls, values)])
+
 
 @pytest.fixture
 def written(alone, model, tmp_path, flags, to_words):
@@ -271,8 +292,14 @@ def written(alone, model, tmp_path, flags, to_words):
     memory.to_train()
     memory.to_send()
     memory.to_generate()
+    shape = types.SimpleNamespace(vocab_size=10, num_experts=None, moe_router_topk=None)
+    canary = Canary(1e-3, shape, Half(), Half(), memory)
+    canary.sent(types.SimpleNamespace(engine_urls=("http://engine",)), 1, lambda: None)
+    canary.check(lambda: None)
     tracker = Tracker(tmp_path)
-    for number, (kind, row) in enumerate(whole_rows([*rollouts(model, tmp_path)], reports(), memory.row())):
+    for number, (kind, row) in enumerate(
+        whole_rows([*rollouts(model, tmp_path)], reports(), memory.row() | canary.row())
+    ):
         tracker.log(kind, step=number, rollout_id=number, metrics=row)
     tracker.close()
     names = {name for row in read_rows(tmp_path) for name in row if "/" in name}

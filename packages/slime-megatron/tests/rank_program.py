@@ -22,6 +22,7 @@ from rank_checkpoints import Checkpoints
 from rank_engine import EngineLayers, pretend_engine
 from rank_gradients import whole_gradient
 from rank_host import HostOptimizer
+from rank_weights import WeightChecks
 
 
 class Channel:
@@ -54,7 +55,7 @@ class Channel:
         self.events.append(("end",))
 
 
-class Rank(Checkpoints, EngineLayers, HostOptimizer):
+class Rank(Checkpoints, EngineLayers, HostOptimizer, WeightChecks):
     """The commands."""
 
     worker = None
@@ -233,10 +234,6 @@ class Rank(Checkpoints, EngineLayers, HostOptimizer):
 
         push_weights(Watched(), Waiting(), WeightUpdate(version=1), 1)
         return seen[0]
-
-    def weights(self):
-        """The whole model under Hugging Face names."""
-        return self.push(0)[2]
 
     def set_weights(self, tensors):
         """Load a whole model, given under Megatron names, by this rank's part of it."""

@@ -59,6 +59,14 @@ def test_each_sender_has_all_weights_and_does_not_wait_for_one_that_fails(ranks,
                 np.testing.assert_array_equal(tensors[key], value, err_msg=key)
 
 
+@pytest.mark.parametrize("call", ["merge_tp", "to_hf"])
+def test_a_weight_that_is_gathered_wrong_is_named(ranks, tiny_model, tiny_config, call):
+    model, weight = tiny_model("qwen3"), "decoder.layers.1.self_attention.linear_qkv.weight"
+    ranks.start(2, tiny_config(load=model.checkpoint, tensor_model_parallel_size=2), model.shape)
+    assert ranks.call("misread_where", call, weight) == [[weight]] * 2
+    ranks.call("weights")
+
+
 def test_the_next_bucket_is_gathered_while_one_is_sent(ranks, tiny_model, tiny_config):
     model = tiny_model("qwen3")
     ranks.start(1, tiny_config(load=model.checkpoint), model.shape)

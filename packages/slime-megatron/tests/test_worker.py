@@ -250,7 +250,7 @@ def test_supervised_fine_tuning(ranks, tiny_model, tiny_config, make_samples, ma
     reports = ranks.call("train", make_shards(samples, data_parallel=2, micro_batch_size=3))
     same_step(reports[0].steps, [{"loss": loss.item(), "grad_norm": float(norm)}], ("loss", "grad_norm"), 2e-6)
     assert set(reports[0].steps[0]) == {"loss", "grad_norm", "lr", "global_batch_size"}
-    assert reports[0].seconds.keys() == {"forward_backward", "optimizer"}
+    assert reports[0].seconds.keys() == {"forward_backward", "optimizer", "weight_sums"}
     weights = ranks.first("weights")
     for key, value in plain.state_dict().items():
         if key in weights:
@@ -305,8 +305,11 @@ def test_sleep_and_wake_change_nothing(ranks, tiny_model, tiny_config, make_samp
         for _ in range(2):
             steps += ranks.first("train", shards).steps
             if interrupted:
-                before = ranks.call("held")
+                before, awake = ranks.call("held"), ranks.call("forward", shards)
                 half = ranks.call("sleep", True)
+                for rows, same in zip(ranks.call("forward", shards), awake, strict=True):
+                    for row, one in zip(rows, same, strict=True):
+                        np.testing.assert_array_equal(row, one)
                 sent.append(ranks.first("weights"))
                 asleep = ranks.call("sleep")
                 for (_, held, _), (first, _), (report, _) in zip(before, half, asleep, strict=True):
@@ -327,13 +330,15 @@ def test_what_a_sleeping_trainer_cannot_do(ranks, tiny_model, tiny_config, make_
     shards = make_shards(make_samples())
     ranks.call("sleep", True)
     ranks.call("weights")
-    for call in ("train", "forward", "evaluate"):
+    ranks.call("forward", shards)
+    for call in ("train", "evaluate"):
         error = ranks.first("error_of", call, shards)
         assert error.startswith(f"MemoryStateError: {call} needs all of its device memory (awake), and the trainer ")
         assert error.endswith("holds its weights alone in device memory (half asleep); call wake() first")
     ranks.call("sleep")
-    error = ranks.first("error_of", "weights")
-    assert error.endswith("holds nothing in device memory (asleep); call wake(weights_only=True) first")
+    for call in (["weights"], ["forward", shards]):
+        error = ranks.first("error_of", *call)
+        assert error.endswith("holds nothing in device memory (asleep); call wake(weights_only=True) first")
     assert "sleep would leave the trainer with nothing" in ranks.first("error_of", "sleep")
     ranks.call("wake", True)
     ranks.call("weights")

@@ -150,6 +150,9 @@ class TrainerWorker(Protocol):
         Each of them has a ``channel`` of its own, to other engines than the others'; what other ranks have is ignored.
         """
 
+    def misread(self) -> list[str]:
+        """Names of weights that :meth:`push` gathers otherwise than they are, on any rank."""
+
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when :meth:`saved` says so."""
 

@@ -63,6 +63,11 @@ class Handover:
         self._trainer_down(Held.NOTHING, shown)
         self._engines_up(Held.EVERYTHING, shown)
 
+    def to_inspect(self) -> None:
+        """Before the engines' weights are compared with the trainer's: both have those, engines nothing else."""
+        self._engines_down(Held.WEIGHTS)
+        self._trainer_up(Held.WEIGHTS)
+
     def to_restart(self) -> None:
         """The trainers are gone, whatever they held: engines give everything back for those that are started."""
         self._engines_down(Held.NOTHING)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from slime_convert.shape import ModelShape
 from slime_core.types import Span, SyncReport, TrainReport
 from slime_launch.calls import Call
+from slime_launch.canary import Canary
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole, Wait
 from slime_launch.errors import RunError
@@ -52,6 +53,7 @@ class Parts:
     trainers: TrainerGroup
     rollout: RolloutWorker
     memory: Handover
+    canary: Canary
     state: RunState
     tracker: Tracker
     console: RunConsole
@@ -77,6 +79,7 @@ def run_loop(parts: Parts) -> None:
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
             batch = next_batch(parts, rollout_id)
+        check_weights(parts, before_training=True)
         catch_up(parts)
         with timed(seconds, "train"):
             report = train(parts, batch)
@@ -109,6 +112,7 @@ def next_batch(parts: Parts, rollout_id: int) -> ReadyRollout:
     recipe = recipe_of(parts)
     if not parts.state.is_written_down(rollout_id):
         parts.memory.to_generate()
+        check_weights(parts)
     with parts.console.wait(what := "generate" if parts.settings.generates else "read", phase=what) as wait:
         if not parts.state.is_written_down(rollout_id):
             return wait_for(parts, parts.rollout.prepare(rollout_id, recipe), wait)
@@ -182,15 +186,32 @@ def push_weights(parts: Parts, *, version: int) -> SyncReport:
 
 def try_to_push(parts: Parts, channel: ChannelSpec, version: int, wait: Wait) -> SyncReport | None:
     """Send the weights; ``None`` if an engine failed meanwhile that is being replaced."""
+    poll = watch_trainers(parts, wait)
     try:
-        report = parts.trainers.push_weights(channel, version, on_poll=watch_trainers(parts, wait))
+        report = parts.trainers.push_weights(channel, version, on_poll=poll)
     except WeightSyncError as error:
         if not parts.rollout.fail_update(error.silent):
             raise
         parts.console.line(f"an engine failed while version {version} was sent: {error}")
         return None
     parts.rollout.confirm_update(version)
+    parts.canary.sent(channel, version, poll)
     return report
+
+
+def check_weights(parts: Parts, *, before_training: bool = False) -> None:
+    """Engines and trainer make the same of a few fixed tokens: before anything is generated with new weights.
+
+    With ``--async-buffer-size`` engines are busy, and their answers are waited for before the trainers train again.
+    """
+    canary = parts.canary
+    if not canary.is_pending or (before_training and parts.memory.engines_sleep and not canary.is_asked):
+        return
+    if parts.settings.rollout.selection.async_buffer_size is not None and not before_training:
+        canary.ask()
+        return
+    with parts.console.wait("compare log-probs of fixed tokens", phase="send") as wait:
+        canary.check(watch_trainers(parts, wait))
 
 
 def catch_up(parts: Parts, wait: Wait | None = None) -> None:
@@ -214,12 +235,13 @@ def catch_up(parts: Parts, wait: Wait | None = None) -> None:
                 parts.state.weight_version = version
     if wait is not None:
         parts.memory.to_generate(wait)
+        parts.canary.ask()
 
 
 def record(parts: Parts, batch: ReadyRollout, report: TrainReport, sync: SyncReport, seconds: dict[str, float]) -> None:
     """Write the metrics of one rollout, and its line."""
     rollout_id, steps = batch.rollout_id, train_rows(report)
-    row = rollout_row(batch, report, sync, seconds) | parts.memory.row()
+    row = rollout_row(batch, report, sync, seconds) | parts.memory.row() | parts.canary.row()
     first_step = rollout_id * parts.settings.run.num_steps_per_rollout
     for number, metrics in enumerate(steps, first_step):
         parts.tracker.log("train", step=number, rollout_id=rollout_id, metrics=metrics)
@@ -321,6 +343,7 @@ def score_prompts(parts: Parts, wait: Wait) -> None:
     """Generate for the held-out prompts, and score that."""
     iteration = parts.state.iteration
     parts.memory.to_generate()
+    check_weights(parts)
     report = wait_for(parts, parts.rollout.evaluate(iteration), wait)
     samples = eval_examples(report)
     parts.tracker.log("eval", step=iteration, rollout_id=iteration, metrics=eval_row(report), samples=samples)

@@ -28,7 +28,9 @@ CLOSE_SECONDS = 10.0
 
 
 class RolloutHost:
-    """A source of batches inside a Ray actor with two threads: one works, the other answers :meth:`progress`."""
+    """A source of batches inside a Ray actor with three threads: one works, one waits for engines that are asked for
+    log-probs meanwhile, and one answers :meth:`progress`.
+    """
 
     def __init__(
         self, directory: str, log_path: str, gpus: Sequence[int], spec: SourceSpec, room: EngineRoom | None
@@ -101,7 +103,7 @@ class RolloutWorker:
         actor = ray.remote(RolloutHost).options(
             scheduling_strategy=place.strategy(place.rollout_worker),
             num_cpus=0.5,
-            max_concurrency=2,
+            max_concurrency=3,
             runtime_env=KEEP_CHILDREN,
         )
         gpus = [place.gpus[bundle] for bundle in place.rollout] if place.gpus and room is None else []
@@ -153,6 +155,10 @@ class RolloutWorker:
         """Record that sending failed; returns whether the cause is an engine that is being replaced."""
         by_an_engine: bool = self._worker.call("call", "fail_update", silent)
         return by_an_engine
+
+    def score(self, urls: Sequence[str], rows: Sequence[Sequence[int]]) -> Call[dict[str, list[float]]]:
+        """Begin to ask for log-probs (nats) of tokens, but the first of each row, by engine."""
+        return Call({self._worker.start_call("call", "score", urls, rows): self._worker})
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Have the engines give memory back, with ``keep_weights`` all but weights."""

@@ -14,6 +14,7 @@ from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_core.errors import SlimeError
 from slime_launch.calls import Watch, Worker, gather, stopped_line
+from slime_launch.canary import Canary
 from slime_launch.config import Settings
 from slime_launch.console import RunConsole
 from slime_launch.derived import precision_notes
@@ -48,6 +49,7 @@ from slime_launch.stalls import StallWatch
 from slime_launch.tracking import Tracker, read_rows
 from slime_launch.trainers import TrainerGroup, TrainerSpec
 from slime_launch.validate import (
+    canary_limit,
     engine_dtype,
     is_quantized,
     notices,
@@ -112,14 +114,11 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
     settings, manifest = checked.settings, checked.manifest
     state = RunState(settings, manifest, checked.weights, output_dir=output_dir)
     if manifest is not None:
-        console.line(f"continuing the run in {settings.megatron.save} after {state.iteration} rollouts")
+        where = settings.megatron.save or state.resume_from
+        console.line(f"continuing the run in {where} after {state.iteration} rollouts")
     elif read_rows(output_dir):
         console.line(f"{output_dir} holds the metrics of an earlier run; this one replaces them")
-    for notice in (
-        *notices(settings),
-        *start_lines(checked),
-        *cluster_notices(os.environ.get("RAY_ADDRESS")),
-    ):
+    for notice in (*notices(settings), *start_lines(checked), *cluster_notices(os.environ.get("RAY_ADDRESS"))):
         console.line(notice)
     if settings.megatron.save is None and settings.trains and not settings.only_evaluates:
         console.line("no --save: this run writes no checkpoint and cannot be continued")
@@ -143,13 +142,15 @@ def drive(checked: Checked, output_dir: Path, console: RunConsole, watch: Watch)
                 wandb_run=start_wandb(settings, output_dir, resumed=manifest is not None),
             )
             stack.callback(tracker.close)
+            memory = Handover(settings, trainers, rollout, console)
             parts = turn_the_crank(
                 Parts(
                     settings=settings,
                     shape=checked.shape,
                     trainers=trainers,
                     rollout=rollout,
-                    memory=Handover(settings, trainers, rollout, console),
+                    memory=memory,
+                    canary=Canary(canary_limit(settings), checked.shape, trainers, rollout, memory),
                     state=state,
                     tracker=tracker,
                     console=console,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime_core.config import AlgorithmConfig
 from slime_core.interfaces import TrainerWorker, WeightChannel
-from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, WeightUpdate
+from slime_core.types import Rendezvous, SleepReport, SyncReport, TrainReport, TrainShard, WeightUpdate
 from slime_launch.calls import Question, Watch, Worker, gather, prepare
 from slime_launch.errors import RunError, TrainerLostError
 from slime_launch.placement import KEEP_CHILDREN, Placement, live_nodes, own_share, use_cluster_interface
@@ -22,6 +22,9 @@ from slime_rollout.engine.addresses import free_port
 from slime_rollout.generation_service import ChannelSpec
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from slime_convert.shape import ModelShape
     from slime_launch.overrides import Overrides
     from slime_megatron.config import MegatronConfig
@@ -55,6 +58,12 @@ class Channels(NamedTuple):
     """Settings of the channel of each rank that sends weights."""
 
     by_rank: dict[int, ChannelSpec]
+
+
+class Inspection(NamedTuple):
+    """Settings of the channel whose engines rank 0 compares weights with."""
+
+    channel: ChannelSpec
 
 
 class Seat(NamedTuple):
@@ -111,7 +120,7 @@ class TrainerRank:
         )
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the worker. :class:`Shards` become this rank's shard, :class:`Channels` its channel."""
+        """Call a method of the worker. :class:`Shards` become this rank's shard, the others a channel."""
         assert self._worker is not None
         given = [self._resolve(self._worker, argument) for argument in arguments]
         return getattr(self._worker, verb)(*given)
@@ -128,6 +137,8 @@ class TrainerRank:
             import ray
 
             return ray.get(argument.references[worker.data_parallel_rank])
+        if isinstance(argument, Inspection):
+            return argument.channel.inspector()
         if isinstance(argument, Channels):
             spec = argument.by_rank.get(self._rank)
             return None if spec is None else self._open(spec)
@@ -239,6 +250,22 @@ class TrainerGroup:
         """The loss of one step's shards and its metrics, without training on them."""
         metrics: dict[str, float] = self._rank_0("evaluate", Shards([*shards]), on_poll=on_poll)
         return metrics
+
+    def log_probs(self, shard: TrainShard, *, on_poll: Callable[[], None]) -> list[NDArray[np.float32]]:
+        """Log-probs of the policy for a small shard's samples; every data-parallel rank computes the same one."""
+        rows: list[NDArray[np.float32]] = self._rank_0("forward", shard, on_poll=on_poll)
+        return rows
+
+    def inspect(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> list[str]:
+        """Compare the engines' weights with the trainer's; gives those that are gathered otherwise than they are.
+
+        Raises:
+            WeightSyncError: An engine holds other weights than are gathered; the message names them.
+        """
+        misread: list[str] = self._rank_0("misread", on_poll=on_poll)
+        if not misread:
+            self._rank_0("push", WeightUpdate(version=version), Inspection(channel), (0,), on_poll=on_poll)
+        return misread
 
     def push_weights(self, channel: ChannelSpec, version: int, *, on_poll: Callable[[], None]) -> SyncReport:
         """Send the weights to the engines; the report is that of the first rank.

@@ -17,6 +17,8 @@ from slime_launch.idle import idle_flags
 from slime_megatron.config import FUSED_ROUTERS
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 
+CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.15}
+"""Mean distance in nats, by the engines' type; what was measured of both is in docs/explanation/exactness.md."""
 _KEEPING = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
 
 
@@ -389,6 +391,15 @@ def check_quantized(settings: Settings, elsewhere: bool = False) -> None:
 def engine_dtype(settings: Settings) -> str:
     """The type that engines compute in; beside quantized weights it is always bfloat16."""
     return "bfloat16" if settings.megatron.bf16 or is_quantized(settings) else "float32"
+
+
+def canary_limit(settings: Settings) -> float:
+    """The largest mean distance of the engines' log-probs from the trainer's after an update, in nats; 0 for none."""
+    if not (settings.generates and settings.trains):
+        return 0.0
+    if (given := settings.engine.weight_canary_limit) is not None:
+        return given
+    return 0.5 if is_quantized(settings) else CANARY_LIMITS[engine_dtype(settings)]
 
 
 def num_engines(settings: Settings) -> int:

@@ -65,6 +65,37 @@ class WeightExport:
             if dist.get_rank() == root:
                 yield from self._received(self._kept[experts], root)
 
+    def misread(self) -> list[str]:
+        """Weights, by Megatron's names, that :meth:`tensors` does not give as they are.
+
+        What is merged is split again and compared with this rank's part; what is translated, is translated back as a
+        checkpoint is loaded. All ranks call it.
+        """
+        return [
+            name
+            for experts in (False, True)
+            for name, weight, local, is_split in self._local_weights(False)
+            if ("local_experts" in name) == experts
+            and name != VALUE_HEAD
+            and not self._comes_back(weight, local, _tensor_group(experts) if is_split else None)
+        ]
+
+    def _comes_back(self, weight: str, local: torch.Tensor, group: Any | None) -> bool:
+        whole, size = local, 1 if group is None else group.size()
+        if group is not None and size > 1:
+            shards = [torch.empty_like(local) for _ in range(size)]
+            dist.all_gather(shards, local.contiguous(), group=group)
+        try:
+            if group is not None and size > 1:
+                whole = self._map.merge_tp(weight, shards)
+                if not torch.equal(self._map.split_tp(weight, whole, size)[group.rank()], local):
+                    return False
+            parts = dict(self._map.to_hf(weight, whole))
+            back = self._map.from_hf(weight, parts.__getitem__)
+            return torch.equal(back, self._map.padded(weight, whole))
+        except (ConvertError, RuntimeError):  # of another shape
+            return False
+
     def _hugging_face(self, name: str, whole: torch.Tensor) -> Iterator[NamedTensor]:
         """A weight as Hugging Face has it; a value head is that of a sequence classifier with one class."""
         if self._adapters:

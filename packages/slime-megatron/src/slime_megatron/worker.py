@@ -273,7 +273,7 @@ class MegatronWorker:
         Raises:
             ConfigError: This worker has no model for the role.
         """
-        self._check_holds("forward")
+        self._check_holds("forward", Held.WEIGHTS if role == "actor" else Held.EVERYTHING)
         self._check_role(role)
         timer = self._timer()
         seen = scored(shard) if self._loss.scores else shard
@@ -315,6 +315,14 @@ class MegatronWorker:
         size = self.config.update_weight_buffer_size
         with self._timer().phase("send"):
             return push_weights(self._export, channel, update, size, self._form, senders)
+
+    def misread(self) -> list[str]:
+        """Names of weights that :meth:`push` sends otherwise than they are, on any rank. All ranks call it."""
+        self._check_holds("misread", Held.WEIGHTS)
+        export = self._export or WeightExport(self.model, self.shape)
+        everywhere: list[list[str]] = [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, export.misread())
+        return sorted({name for names in everywhere for name in names})
 
     def save(self, iteration: int) -> str:
         """Write checkpoint ``iteration`` and return its directory. It is complete when all ranks have returned.
@@ -404,7 +412,8 @@ class MegatronWorker:
     @contextlib.contextmanager
     def _model(self, role: Role | int) -> Iterator[Chunks]:
         """The model of a role, or the policy of a kept version, for as long as the block runs."""
-        self._turn_of(self._critic if role == "critic" and self._critic is not None else self._actor)
+        if self._memory.held is Held.EVERYTHING:
+            self._turn_of(self._critic if role == "critic" and self._critic is not None else self._actor)
         if isinstance(role, int):
             with self._actor.as_version(role) as model:
                 yield model

@@ -16,6 +16,7 @@ from slime_core.memory import Held, MemoryState
 from slime_core.types import EvalReport, RolloutBatch
 
 if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings does not need it
+    from slime_rollout.canary import EngineCanary
     from slime_rollout.config import RolloutConfig
     from slime_rollout.data import Account
     from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
@@ -86,6 +87,12 @@ class ChannelSpec:
     colocate: bool
     key: str | None = dataclasses.field(default=None, repr=False)
 
+    def inspector(self) -> WeightChannel:
+        """What compares the engines' weights with those that it is given, and sends nothing."""
+        from slime_rollout.weights.inspector import WeightInspector
+
+        return WeightInspector(self.engine_urls, self.tp_size, self.sync.update_weight_timeout, self.key)
+
     def open(self) -> WeightChannel:
         """The sending end."""
         from slime_rollout.weights import open_channel
@@ -140,6 +147,7 @@ class GenerationService:
         self._engines: Fleet | None = None
         self._manager: RolloutManager | None = None
         self._receiver: DeltaReceiver | None = None
+        self._canary: EngineCanary | None = None
         self._version = 0
         self._is_up = False
         self._memory = MemoryState("the generation half")
@@ -272,6 +280,15 @@ class GenerationService:
     def fail_update(self, silent: Sequence[str] = ()) -> bool:
         """Record that sending failed; returns whether the cause is an engine that is being replaced."""
         return self._started.fail_update(silent)
+
+    def score(self, urls: Sequence[str], rows: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+        """What engines make of tokens, by engine: see :class:`slime_rollout.canary.EngineCanary`."""
+        from slime_rollout.canary import EngineCanary
+
+        self._memory.require("score", Held.EVERYTHING)
+        if self._canary is None:
+            self._canary = EngineCanary(key=self._spec.engine.key, timeout=self._spec.engine.update_request_timeout)
+        return self._canary(urls, rows)
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Stop generating, and have the engines give back their device memory, with ``keep_weights`` all but weights.

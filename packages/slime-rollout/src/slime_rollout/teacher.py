@@ -96,8 +96,9 @@ def generate_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/generate").rstrip("/") + "/generate"
 
 
-def request(tokens: list[int], start: int, **more: Any) -> dict[str, Any]:
-    """A request to SGLang for log-probs of the tokens after place ``start``, each given all before it."""
+def request(tokens: list[int] | list[list[int]], start: int, **more: Any) -> dict[str, Any]:
+    """A request to SGLang for log-probs of the tokens after place ``start``, each given all before it; also of several
+    lists of tokens at once."""
     return {
         "input_ids": tokens,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -74,6 +74,15 @@ class WeightSyncConfig(Config):
         "where SGLang reports a checksum of it (CPU engines without tensor parallelism, in the dtype that is sent)",
     )
 
+    weight_canary_limit: float | None = setting(
+        None,
+        help="after every update engines and trainer compute log-probs of a few fixed tokens: largest mean distance, "
+        "beyond which the run ends and names the wrong weight; 0 computes none; by default 0.0001 in fp32, 0.15 in "
+        "bf16, 0.5 beside quantized weights",
+        unit="nats",
+        least=0,
+    )
+
     @property
     def update_request_timeout(self) -> float:
         """Longest time in seconds that an engine may take to answer a request of an update, loading files apart."""

@@ -1,0 +1,176 @@
+"""A weight that arrives wrong at a real engine is noticed before anything is generated with it, and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+import ranks
+from launching import Assets, make_assets
+
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_launch.canary import Canary
+from slime_launch.errors import RunError
+from slime_launch.validate import CANARY_LIMITS
+from slime_megatron.config import MegatronConfig
+from slime_rollout.canary import EngineCanary
+from slime_rollout.engine import WeightSyncError
+from slime_rollout.engine.config import EngineConfig, WeightSyncConfig
+from slime_rollout.engine.fleet import EngineFleet
+from slime_rollout.engine.server import EngineSpec
+from slime_rollout.generation_service import ChannelSpec
+from slime_rollout.weights import TensorWeightChannel
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+ALGORITHM = AlgorithmConfig()
+UPDATES = 500
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    return make_assets("qwen3-moe", tmp_path_factory.mktemp("qwen3-moe"))
+
+
+def launch(assets: Assets, logs: Path, **differences: Any) -> EngineFleet:
+    """An engine for each of ``differences``."""
+    config = EngineConfig(
+        sglang_python=assets.engine_python,
+        engine_threads=1,
+        sglang_args={"max-total-tokens": "2048", "max-running-requests": "8"},
+    )
+    spec = EngineSpec(model_path=str(assets.hf), dtype="float32", context_length=128)
+    specs = [dataclasses.replace(spec, **other) for other in differences.values()]
+    return EngineFleet.launch(config, specs, log_dir=logs)
+
+
+@pytest.fixture(scope="module")
+def fleet(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineFleet]:
+    """Two engines as they should be, and one that computes with another rotary base."""
+    rope = {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    other = {"sglang_args": {"json-model-override-args": json.dumps(rope)}}
+    with launch(assets, tmp_path_factory.mktemp("logs"), first={}, second={}, third=other) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trainer(assets: Assets) -> Iterator[ranks.Ranks]:
+    config = MegatronConfig(
+        load=str(assets.torch_dist), trainer_threads=1, lr=1e-2, tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    with ranks.Ranks(2, config, ALGORITHM, ModelShape.from_hf_config(assets.hf)) as running:
+        yield running
+
+
+class Halves:
+    """Trainer and engines, as the canary asks them."""
+
+    def __init__(self, trainer: ranks.Ranks, assets: Assets, tp_size: int = 1) -> None:
+        self.tp_size = tp_size
+        self.trainer, self.engines = trainer, EngineCanary(key=None, timeout=60.0)
+        memory: Any = types.SimpleNamespace(to_inspect=lambda: None)
+        shape, own = ModelShape.from_hf_config(assets.hf), self
+        self.canary = Canary(CANARY_LIMITS["float32"], shape, own, own, memory)  # type: ignore[arg-type]
+        self.version = 0
+
+    def score(self, urls: Any, rows: Any) -> Any:
+        found = self.engines(urls, rows)
+        return types.SimpleNamespace(done=lambda: True, results=lambda: [found])
+
+    def log_probs(self, shard: Any, *, on_poll: Any) -> list[Any]:
+        return list(self.trainer.call(ranks.log_probs, [shard])[0])
+
+    def inspect(self, channel: ChannelSpec, version: int, *, on_poll: Any) -> list[str]:
+        misread = self.trainer.call(ranks.misread)[0]
+        if not misread and (problem := self.trainer.call(ranks.inspect, channel.inspector(), version)[0]):
+            raise WeightSyncError(problem)
+        return list(misread)
+
+    def update(self, urls: list[str], fault: str | None = None, wrong: list[str] | None = None) -> float:
+        """Send weights, with a fault to the engines of ``wrong``, or all; the distance that is found."""
+        self.version += 1
+        wrong = urls if wrong is None and fault is not None else wrong or []
+        for url in urls:
+            channel: Any = TensorWeightChannel((url,), tp_size=self.tp_size)
+            channel = faults.FaultyChannel(channel, fault) if fault is not None and url in wrong else channel
+            self.trainer.call(ranks.push, channel, self.version)
+        spec = ChannelSpec(
+            sync=WeightSyncConfig(),
+            engine_urls=tuple(urls),
+            tp_size=self.tp_size,
+            hf_checkpoint="",
+            receivers=(),
+            colocate=False,
+        )
+        self.canary.sent(spec, self.version, lambda: None)
+        self.canary.check(lambda: None)
+        return self.canary.row()["perf/weight_canary_abs_diff"]
+
+
+def test_faults_are_noticed_and_named(assets: Assets, fleet: EngineFleet, trainer: ranks.Ranks) -> None:
+    assert inject(Halves(trainer, assets), list(fleet.engine_urls[:2])) == []
+
+
+@pytest.mark.full
+def test_in_an_engine_of_two_ranks_all_are_noticed_and_all_but_experts_named(
+    assets: Assets, trainer: ranks.Ranks, tmp_path: Path
+) -> None:
+    """Split experts are laid out otherwise on a CPU: SGLang pads their rows there."""
+    with launch(assets, tmp_path, split={"tp_size": 2}) as running:
+        missed = inject(Halves(trainer, assets, 2), list(running.engine_urls))
+    assert missed == ["two experts change places", "gate and up change places", "an expert is missing"]
+
+
+def inject(halves: Halves, good: list[str]) -> list[str]:
+    """Have every fault be noticed, in turn in all engines and in the last; those whose weight is not named."""
+    named = {}
+    for number, (fault, (weight, _)) in enumerate(faults.FAULTS.items()):
+        halves.trainer.call(ranks.nudge, number)
+        wrong = good[-1:] if number % 2 else good
+        with pytest.raises(RunError, match="compute other log-probs of fixed tokens than the trainer") as caught:
+            print(f"{fault}: {halves.update(good, fault, wrong):.2g} is not noticed")
+        text = str(caught.value)
+        named[fault] = weight in text and all((f"{url} holds" in text) == (url in wrong) for url in good)
+        print(f"{fault}: {text[: text.index(' nats')][-40:]} nats; {text[text.index('; ') :][:160]}")
+        assert halves.update(good) < CANARY_LIMITS["float32"] / 10
+    return [fault for fault, found in named.items() if not found]
+
+
+def test_an_engine_that_computes_otherwise_holds_the_right_weights(
+    assets: Assets, fleet: EngineFleet, trainer: ranks.Ranks
+) -> None:
+    halves = Halves(trainer, assets)
+    with pytest.raises(
+        RunError, match=r"1 of 3 engines compute other.*every weight that can be compared is the trainer"
+    ) as caught:
+        halves.update(list(fleet.engine_urls))
+    assert fleet.engine_urls[2] in str(caught.value) and fleet.engine_urls[0] not in str(caught.value)
+
+
+def test_what_the_trainer_gathers_wrong_is_named(assets: Assets, fleet: EngineFleet, trainer: ranks.Ranks) -> None:
+    halves, good = Halves(trainer, assets), list(fleet.engine_urls[:1])
+    halves.update(good)
+    weight = "decoder.layers.1.self_attention.linear_qkv.weight"
+    trainer.call(faults.double_a_shard, weight)
+    with pytest.raises(RunError, match=f"the trainer sends these otherwise than it has them: {re.escape(weight)}$"):
+        halves.update(good)
+    trainer.call(faults.mend)
+    halves.update(good)
+
+
+@pytest.mark.full
+def test_no_false_alarm_in_500_updates(assets: Assets, fleet: EngineFleet, trainer: ranks.Ranks) -> None:
+    halves, good = Halves(trainer, assets), list(fleet.engine_urls[:2])
+    largest = 0.0
+    for number in range(UPDATES):
+        trainer.call(ranks.nudge, number)
+        largest = max(largest, halves.update(good))
+    print(f"{UPDATES} updates of 2 engines: log-probs of fixed tokens differ by {largest:.1e} nats on average at most")
+    assert largest < CANARY_LIMITS["float32"] / 10

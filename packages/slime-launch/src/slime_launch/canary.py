@@ -1,0 +1,148 @@
+"""After every update of weights: engines and trainer must make the same of a few fixed tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from slime_convert.shape import ModelShape
+from slime_core.config import AlgorithmConfig
+from slime_core.errors import SlimeError
+from slime_core.schedule import build_shards
+from slime_core.types import RolloutBatch, Sample, Status, TrainShard
+from slime_launch.calls import Call
+from slime_launch.errors import RunError
+from slime_launch.handover import Handover
+from slime_launch.rollouts import RolloutWorker
+from slime_launch.trainers import TrainerGroup
+from slime_rollout.canary import canary_rows, distance
+from slime_rollout.engine import WeightSyncError
+from slime_rollout.generation_service import ChannelSpec
+
+Poll = Callable[[], None]
+
+
+class Canary:
+    """Compares log-probs, and names the weight that differs: :meth:`sent` after an update, then :meth:`check`.
+
+    The trainer answers right after it has sent its weights; engines are asked once they can generate. ``limit`` is the
+    largest mean distance in nats; with 0 nothing is asked.
+    """
+
+    def __init__(
+        self, limit: float, shape: ModelShape, trainers: TrainerGroup, rollout: RolloutWorker, memory: Handover
+    ) -> None:
+        self._limit = limit
+        self._trainers, self._rollout, self._memory = trainers, rollout, memory
+        self._rows = canary_rows(shape.vocab_size, experts=shape.num_experts or 1, chosen=shape.moe_router_topk or 1)
+        self._shard = canary_shard(self._rows)
+        self._pending: tuple[ChannelSpec, int, list[float]] | None = None
+        self._asked: Call[dict[str, list[float]]] | None = None
+        self._seconds, self._largest = 0.0, float("nan")
+
+    def sent(self, channel: ChannelSpec, version: int, poll: Poll) -> None:
+        """Have the trainer answer: the engines of ``channel`` have its weights."""
+        if not self._limit:
+            return
+        start = time.monotonic()
+        if self._pending is not None and self._pending[1] == version:  # to engines that were replaced since
+            urls = dict.fromkeys((*self._pending[0].engine_urls, *channel.engine_urls))
+            channel = dataclasses.replace(channel, engine_urls=tuple(urls))
+        rows = self._trainers.log_probs(self._shard, on_poll=poll)
+        self._pending, self._asked = (channel, version, np.concatenate(rows).tolist()), None
+        self._seconds += time.monotonic() - start
+
+    def ask(self) -> None:
+        """Ask engines that can generate, without waiting: those that are busy answer after what they have begun."""
+        if self._pending is not None and self._asked is None:
+            self._asked = self._rollout.score(self._pending[0].engine_urls, self._rows)
+
+    def check(self, poll: Poll) -> None:
+        """Wait for the engines' answers, if there was an update since the last ones.
+
+        Raises:
+            RunError: An engine computes something else than the trainer; the message names the weights that differ.
+        """
+        self.ask()
+        if self._pending is None or self._asked is None:
+            return
+        start = time.monotonic()
+        while not self._asked.done():
+            poll()
+        [answers] = self._asked.results()
+        (channel, version, ours), self._pending, self._asked = self._pending, None, None
+        apart = {url: distance(ours, theirs) for url, theirs in answers.items()}
+        self._largest = max(apart.values(), default=float("nan"))
+        self._seconds += time.monotonic() - start
+        if wrong := {url: mean for url, mean in apart.items() if mean > self._limit}:
+            shown = ", ".join(f"{url} by {mean:.2g}" for url, mean in wrong.items())
+            raise RunError(
+                f"weight version {version}: {len(wrong)} of {len(apart)} engines compute other log-probs of fixed "
+                f"tokens than the trainer ({shown} nats a token on average, more than {self._limit:g}); "
+                f"{self._cause(channel, version, poll)}"
+            )
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether engines have not answered since they got weights."""
+        return self._pending is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether they are asked, and may be answering."""
+        return self._asked is not None
+
+    def row(self) -> dict[str, float]:
+        """Since the last time: seconds, and the largest mean distance of the last check in nats."""
+        if not self._limit:
+            return {}
+        row = {"perf/weight_canary_time": self._seconds}
+        if self._largest == self._largest:
+            row["perf/weight_canary_abs_diff"] = self._largest
+        self._seconds = 0.0
+        return row
+
+    def _cause(self, channel: ChannelSpec, version: int, poll: Poll) -> str:
+        """Which weights differ, in words."""
+        try:
+            self._memory.to_inspect()
+            misread = self._trainers.inspect(channel, version, on_poll=poll)
+        except WeightSyncError as error:
+            return f"{error}"
+        except SlimeError as error:
+            return f"which weights differ could not be found out: {error}"
+        if misread:
+            return f"the trainer sends these otherwise than it has them: {', '.join(misread)}"
+        return (
+            "every weight that can be compared is the trainer's, so the engine computes otherwise: compare its "
+            "configuration (rotary base, norms, scales, quantization) with the model's, or raise --weight-canary-limit"
+        )
+
+
+def canary_shard(rows: list[list[int]]) -> TrainShard:
+    """The tokens as a shard for one data-parallel rank: every token but each first is a response's."""
+    samples = [
+        Sample(
+            index=number,
+            group_index=number,
+            prompt="",
+            tokens=row,
+            response_length=len(row) - 1,
+            reward=0.0,
+            rollout_log_probs=[0.0] * (len(row) - 1),
+            status=Status.COMPLETED,
+        )
+        for number, row in enumerate(rows)
+    ]
+    [shard] = build_shards(
+        RolloutBatch(rollout_id=0, groups=[[sample] for sample in samples]),
+        algorithm=AlgorithmConfig(),
+        temperature=1.0,
+        data_parallel_size=1,
+        micro_batch_size=len(samples),
+        global_batch_size=len(samples),
+    )
+    return shard
