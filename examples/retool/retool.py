@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from slime_rollout import Trajectory
+from slime_rollout import Trajectory, call_tool
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -34,7 +34,7 @@ async def custom_generate(args: Any, sample: Any, sampling_params: dict[str, Any
         call = CALL.search(await trajectory.generate(stop=["</calculator>", "</python>"]))
         if call is None:
             break
-        result = await use(*call.groups())
+        result = await call_tool(use, *call.groups())
         failed = result.rpartition("\n")[2].startswith("error:") or "Traceback (most recent call last)" in result
         sample.metadata["results"] = sample.metadata.get("results", 0) + (not failed)
         trajectory.observe(f"<result>{result}</result>")

@@ -17,7 +17,7 @@ import re
 import string
 from typing import Any
 
-from slime_rollout import Trajectory, current, post
+from slime_rollout import Trajectory, call_tool, current, post
 from slime_rollout.errors import GenerationError
 
 INSTRUCTION = (
@@ -43,7 +43,8 @@ async def custom_generate(args: Any, sample: Any, sampling_params: dict[str, Any
         if query is None:
             break
         sample.metadata["queries"].append(query[1].strip())
-        trajectory.observe(f"\n\n<information>{await search(query[1].strip())}</information>\n\n")
+        found = await call_tool(search, query[1].strip())
+        trajectory.observe(f"\n\n<information>{found}</information>\n\n")
     answers = ANSWER.findall(said)  # what documents say between these tags is not an answer
     sample.metadata["answer"] = answers[-1].strip() if answers else None
     return sample

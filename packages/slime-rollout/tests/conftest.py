@@ -273,7 +273,7 @@ def manager(engine, tokenizer_dir, write_rows):
     path = write_rows([{"prompt": f"say a number: {number}", "label": str(number)} for number in range(6)])
     built = []
 
-    def build(*, on_progress=None, key=None, **changes):
+    def build(*, on_progress=None, key=None, turns=None, **changes):
         config = {
             "hf_checkpoint": tokenizer_dir,
             "prompt_data": path,
@@ -284,7 +284,12 @@ def manager(engine, tokenizer_dir, write_rows):
         }
         built.append(
             RolloutManager(
-                RolloutConfig.of(**config), router_url=engine.url, run_seed=5, on_progress=on_progress, key=key
+                RolloutConfig.of(**config),
+                router_url=engine.url,
+                run_seed=5,
+                on_progress=on_progress,
+                key=key,
+                turns=turns,
             )
         )
         return built[-1]

@@ -27,7 +27,7 @@ FLAGS = {spec.name for config in (RolloutConfig, EngineConfig) for spec in flag_
 # Those of the launcher and the trainer (a test of the whole command line looks for them there), of check-hooks, SGLang
 # and receive-weights.
 ELSEWHERE = {
-    *("--colocate", "--opd-kl-coef", "--opd-teacher-load", "--rollout-num-gpus", "--use-opd", "--use-tis"),
+    *("--colocate", "--opd-kl-coef", "--opd-teacher-load", "--rollout-num-gpus", "--save", "--use-opd", "--use-tis"),
     *("--custom-advantage-function-path",),
     *("--reply", "--run", "--time-limit"),
     *("--config", "--sglang-api-key"),

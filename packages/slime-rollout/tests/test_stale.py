@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 
 from slime_core.types import Status
+from slime_rollout.generate import TurnLog
 
 
 def test_finished_surplus_that_became_old_is_generated_anew(manager, engine, reply):
@@ -111,3 +112,59 @@ def test_what_is_generated_anew_begins_with_the_rows_prompt_not_with_a_functions
     assert [(sample.prompt, sample.tokens) for sample in samples] == [(f"you are a robot; {row}", [9, *tokens, 7])] * 6
     assert {version for sample in samples for version in sample.weight_versions} == {1}
     assert not any("rows_prompt" in sample.metadata for sample in [*batch.samples, *samples])
+
+
+TURNS = """
+from slime_rollout import Trajectory, call_tool
+calls = []
+
+def tool(index):
+    calls.append(index)
+    return index
+
+async def custom_generate(args, sample, sampling_params):
+    trajectory = Trajectory.start(sample)
+    await trajectory.generate(max_new_tokens=2)
+    trajectory.observe([int(await call_tool(tool, sample.index)) + 20])
+    await trajectory.generate(max_new_tokens=2)
+    return sample
+"""
+
+
+@pytest.fixture
+def turns(tmp_path):
+    log = TurnLog(tmp_path / "turns.jsonl")
+    yield log
+    log.close()
+
+
+def test_a_rollout_that_is_generated_again_calls_no_tool_again_and_a_written_one_is_forgotten(
+    manager, engine, reply, tmp_path, turns
+):
+    (tmp_path / "own.py").write_text(TURNS)
+    flags = {"custom_generate_function_path": f"{tmp_path}/own.py", "rollout_max_response_len": 20}
+    engine.answer = lambda number, body: reply(text="1", version="0")
+    first = manager(**flags, turns=turns)
+    whole = first.generate(0)
+    own = first._collector._pipeline._generate._function.__globals__["calls"]
+    asked, count = len(engine.bodies), len(own)
+    assert count == len(whole.samples) and asked == 2 * count
+    again = manager(**flags, turns=turns)  # as after a kill before the rollout was written down
+    own = again._collector._pipeline._generate._function.__globals__["calls"]
+    own.clear()
+    assert list(map(repr, again.generate(0).samples)) == list(map(repr, whole.samples))
+    assert len(engine.bodies) == asked and own == []
+    engine.answer = lambda number, body: reply(text="1", version="1")
+    again.generate(1)
+    assert len(engine.bodies) == 2 * asked
+    assert not {sample.index for sample in whole.samples} & turns._entries.keys()
+
+
+def test_turns_that_are_too_old_are_asked_again(manager, engine, reply, tmp_path, turns):
+    (tmp_path / "own.py").write_text(TURNS)
+    flags = {"custom_generate_function_path": f"{tmp_path}/own.py", "rollout_max_response_len": 20}
+    engine.answer = lambda number, body: reply(text="1", version="0")
+    manager(**flags, turns=turns).generate(0)
+    engine.answer = lambda number, body: reply(text="1", version="1")
+    batch = manager(**flags, turns=turns).generate(0, weight_version=1)
+    assert {version for sample in batch.samples for version in sample.weight_versions} == {1, -1}

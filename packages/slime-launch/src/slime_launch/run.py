@@ -62,6 +62,7 @@ from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.transports import Route, in_words, transports
+from slime_rollout.generate.turn_log import FILE_NAME as TURNS_FILE
 from slime_rollout.generation_service import GenerationSpec
 
 GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
@@ -312,7 +313,14 @@ def source_spec(checked: Checked, settings: Settings, log_dir: Path) -> SourceSp
         colocate=settings.placed.colocate,
         engines_sleep=settings.engines_sleep,
         weights_follow=settings.trains,
+        turn_log=turn_log_of(settings),
     )
+
+
+def turn_log_of(settings: Settings) -> str | None:
+    """Where turns and tools' results of custom generate functions are written down, in a run that can be continued."""
+    save, path = settings.megatron.save, settings.rollout.sampling.custom_generate_function_path
+    return None if save is None or path is None else str((Path(save) / TURNS_FILE).resolve())
 
 
 def answers_in_time(settings: Settings) -> EngineConfig:

@@ -13,14 +13,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slime_rollout.engine.addresses import auth_headers, get_model_url
     from slime_rollout.generate.custom import current
-    from slime_rollout.generate.trajectory import GenerateState, Trajectory, generate_single, post
+    from slime_rollout.generate.trajectory import GenerateState, Trajectory, call_tool, generate_single, post
 
-__all__ = ["GenerateState", "Trajectory", "auth_headers", "current", "generate_single", "get_model_url", "post"]
+__all__ = [
+    "GenerateState",
+    "Trajectory",
+    "auth_headers",
+    "call_tool",
+    "current",
+    "generate_single",
+    "get_model_url",
+    "post",
+]
 
 _MODULES = {
     "GenerateState": "generate.trajectory",
     "Trajectory": "generate.trajectory",
     "auth_headers": "engine.addresses",
+    "call_tool": "generate.trajectory",
     "current": "generate.custom",
     "generate_single": "generate.trajectory",
     "get_model_url": "engine.addresses",

@@ -64,6 +64,9 @@ class Collector:
 
     Without ``keep`` all groups are trained on. The client of ``context`` is opened and closed here, and its ``stop`` is
     replaced for each rollout.
+
+    Attributes:
+        settled: Trajectories that are part of a rollout, or dropped for good; whoever needs them no more clears it.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Collector:
         self._changed = asyncio.Event()
         self._rollout_id = self._version = 0
         self._is_open = False
+        self.settled: set[int] = set()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -320,6 +324,8 @@ class Collector:
             self._counts[f"dynamic_filter/drop_{verdict.reason}"] += 1
             ledger.settle([work.handed_out], Fate.FILTERED)
             self._examples.setdefault(verdict.reason, work.group)
+            if self._context.turns is not None:
+                self.settled.update(sample.trajectory for sample in work.handed_out)
             if self._config.hooks.rollout_all_samples_process_path is not None:
                 self._dropped.append(work.group)
             self._watch.forget(len(work.group))
@@ -341,6 +347,8 @@ class Collector:
     def _again(self, aged: _Work) -> None:
         self._counts["stale_samples"] += len(aged.group)
         self._watch.forget(len(aged.group))
+        if self._context.turns is not None:
+            self._context.turns.drop(sample.trajectory for sample in aged.handed_out)
         group = _prompts_of(copied_group(aged.handed_out))
         self._source.ledger.replace_out([group])
         if self._context.stop.is_set():

@@ -52,7 +52,7 @@ class GenerationSpec:
     ``float32`` or ``bfloat16``. ``context_length`` is the longest prompt plus response in tokens; ``None`` leaves it to
     the model's config. With ``colocate``, trainer and engines share their GPUs. With ``engines_sleep`` the service may
     be told to :meth:`~GenerationService.sleep`. Without ``weights_follow``, engines keep the weights that they were
-    started with.
+    started with. ``turn_log`` is the file of :class:`~slime_rollout.generate.TurnLog`, if there is one.
     """
 
     engine: EngineConfig
@@ -69,6 +69,7 @@ class GenerationSpec:
     colocate: bool = False
     engines_sleep: bool = False
     weights_follow: bool = True
+    turn_log: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,7 @@ class GenerationService:
         from slime_rollout.engine.addresses import require_this_machine, router_args
         from slime_rollout.engine.server import EngineSpec
         from slime_rollout.engine.start import start_engines
+        from slime_rollout.generate import TurnLog
         from slime_rollout.hooks import check_hooks, hook_args_of
         from slime_rollout.rollout import RolloutData, RolloutManager
         from slime_rollout.teacher import make_teacher
@@ -214,6 +216,7 @@ class GenerationService:
             retry_delays=retry_delays(spec.engine),
             cache_namespace=self._namespace,
             key=spec.engine.key,
+            turns=None if spec.turn_log is None else TurnLog(Path(spec.turn_log)),
         )
         self._progress = Progress(note="engines and router are up; the trainers are loading")
 

@@ -28,7 +28,7 @@ from slime_rollout.errors import REWARD_FAILURE
 from slime_rollout.eval_sets import read_eval_sets
 from slime_rollout.evaluate import Evaluator, HeldOutPrompts
 from slime_rollout.filters import make_filter
-from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams
+from slime_rollout.generate import EngineClient, GenerationContext, SamplingParams, TurnLog
 from slime_rollout.generate.context import with_router
 from slime_rollout.hooks import hook_args_of
 from slime_rollout.hooks.rollout_function import find_functions
@@ -77,6 +77,7 @@ class RolloutManager:
         teacher: The teacher of ``config``, if it has been checked already.
         retry_delays: Mean seconds before each retry of a request.
         cache_namespace: As for `EngineClient`, like ``key``.
+        turns: Where custom generate functions find what engines and tools have answered before a restart.
 
     Raises:
         ConfigError: The tokenizer or the reward function cannot be used.
@@ -97,8 +98,9 @@ class RolloutManager:
         retry_delays: Sequence[float] = RETRY_DELAYS,
         cache_namespace: Callable[[], str | None] = lambda: None,
         key: str | None = None,
+        turns: TurnLog | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._turns = config, turns
         hook_args = with_router(hook_args or hook_args_of(config), router_url, key)
         remember_key(hook_args)
         data = data or RolloutData.load(config, hook_args)
@@ -122,6 +124,7 @@ class RolloutManager:
             tokenizer=data.tokenizer,
             args=hook_args,
             with_experts=config.sampling.use_rollout_routing_replay,
+            turns=turns,
         )
         keep = make_filter(config, hook_args)
         self._collector = Collector(config, self._calls, pipeline, keep, context, on_progress)
@@ -161,6 +164,11 @@ class RolloutManager:
         self._sample_hooks.rollout_id = rollout_id
         start = time.perf_counter()
         own: dict[str, float] = {}
+        if self._turns is not None:
+            self._turns.forget(self._collector.settled)  # whoever asks for a rollout has written down the last one
+            self._collector.settled.clear()
+            most = self._config.selection.max_weight_staleness if self._config.may_lag else 0
+            self._turns.versions = (0 if most is None else version - most, version)
         if self._function is None:
             collected = self._thread.run(self._collector.collect(rollout_id, version))
         else:
@@ -168,6 +176,8 @@ class RolloutManager:
             collected = Collected(groups, {}, {"generate": time.perf_counter() - start, "reward": 0.0}, [])
         self._hooks.see_groups(collected.groups, collected.dropped, self._draw)
         samples = [sample for group in collected.groups for sample in group]
+        if self._turns is not None:
+            self._collector.settled.update(sample.trajectory for sample in samples)
         metrics = self._hooks.log(
             rollout_id,
             samples,

@@ -69,7 +69,7 @@ def say(engine, reply, tokenizer):
 def generate(engine, tokenizer):
     """Run a group through a way of generating; the samples of each unit."""
 
-    def run(make, group, *, stream="rollout", args=None, **params):
+    def run(make, group, *, stream="rollout", args=None, turns=None, **params):
         async def inside():
             async with EngineClient(engine.url, concurrency=8, timeout=20.0, retry_delays=()) as client:
                 context = GenerationContext(
@@ -79,6 +79,7 @@ def generate(engine, tokenizer):
                     stream=stream,
                     tokenizer=tokenizer,
                     args=HookArgs({"max_turns": 4, **(args or {})}),
+                    turns=turns,
                 )
                 return await asyncio.gather(*make(group, context))
 

@@ -11,7 +11,8 @@ from slime_rollout.generate.context import (
     single_turn,
 )
 from slime_rollout.generate.custom import by_trajectory, current, make_generate, number_parts
-from slime_rollout.generate.trajectory import Trajectory, generate_single
+from slime_rollout.generate.trajectory import Trajectory, call_tool, generate_single
+from slime_rollout.generate.turn_log import TurnLog
 
 __all__ = [
     "Completion",
@@ -20,7 +21,9 @@ __all__ = [
     "GenerationContext",
     "SamplingParams",
     "Trajectory",
+    "TurnLog",
     "by_trajectory",
+    "call_tool",
     "current",
     "generate_sample",
     "generate_single",

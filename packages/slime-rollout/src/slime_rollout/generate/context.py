@@ -17,6 +17,7 @@ from slime_rollout.config import MOST_KEPT, RolloutConfig
 from slime_rollout.eval_sets import EvalSet
 from slime_rollout.generate.client import EngineClient
 from slime_rollout.generate.completion import Completion
+from slime_rollout.generate.turn_log import TurnLog
 
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 ROLLOUT_STREAM = "rollout"
@@ -143,7 +144,8 @@ class GenerationContext:
     ``stream`` says what the samples are for: ``rollout``, or ``eval/`` and the name of a held-out set. ``tokenizer`` is
     ``None`` only where nothing is tokenized or decoded. ``args`` holds every flag by its name, for hooks. Once ``stop``
     is set no further request is sent, and what is unfinished goes back to the data source. With ``with_experts``
-    engines say of samples that are to be trained on which experts they chose.
+    engines say of samples that are to be trained on which experts they chose. ``turns`` knows what engines and tools
+    have answered before a restart; it is for samples of the run's rollouts alone.
     """
 
     client: EngineClient
@@ -154,6 +156,7 @@ class GenerationContext:
     args: HookArgs = dataclasses.field(default_factory=lambda: HookArgs({}))
     stop: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     with_experts: bool = False
+    turns: TurnLog | None = None
 
     @property
     def evaluation(self) -> bool:
@@ -181,6 +184,16 @@ class GenerationContext:
             "with_kept": with_kept,
             "experts_from": experts_from,
         }
+
+    async def next_turn(self, sample: Sample, request: dict[str, Any]) -> Completion:
+        """What an engine answers to a :meth:`request`, or has answered before a restart. Errors as of the client's."""
+        known = None if self.turns is None else self.turns.turn(sample, request)
+        if known is not None:
+            return known
+        done = await self.client.generate(sample.tokens, **request)
+        if self.turns is not None:
+            self.turns.add_turn(sample, request, done)
+        return done
 
     def seed(self, sample: Sample, turn: int = 0) -> int:
         """Seed of a sample's request; the engine combines it with each token's place in the sequence.

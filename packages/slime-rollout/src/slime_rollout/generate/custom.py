@@ -17,6 +17,7 @@ import copy
 import inspect
 import math
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
@@ -164,6 +165,7 @@ class HookCall:
     def __init__(self, context: GenerationContext, samples: Group, where: str, *, keeps_aborted: bool) -> None:
         self.context, self.samples = context, samples
         self.conversations: dict[int, Any] = {}
+        self._asked: Counter[tuple[int, str]] = Counter()
         self._where, self._keeps_aborted = where, keeps_aborted
         self._given = [_Given(sample) for sample in samples]
 
@@ -173,6 +175,12 @@ class HookCall:
         if len(self.samples) != 1:
             raise GenerationError(f"this function was called with {len(self.samples)} samples; say which one is meant")
         return self.samples[0]
+
+    def count(self, sample: Sample, asked: Any) -> int:
+        """How often the same was asked for a sample before, while it had as many tokens."""
+        key = (sample.index, f"{len(sample.tokens)} {asked!r}")
+        self._asked[key] += 1
+        return self._asked[key] - 1
 
     def prompt_of(self, sample: Sample) -> Prompt:
         """A sample's prompt before the call."""

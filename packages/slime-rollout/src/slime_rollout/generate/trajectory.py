@@ -8,7 +8,8 @@ for other systems find a `post` and the tokenizer here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 from slime_rollout.generate.context import DISTRIBUTION, GenerationContext
 from slime_rollout.generate.custom import HookCall, current
+from slime_rollout.generate.turn_log import as_json
 from slime_rollout.http import HttpError, excerpt, exchange, make_session
 
 TURNS_KEY = "turns"
@@ -133,7 +135,7 @@ class Trajectory:
             sample.status = Status.ABORTED
         elif room > 0:
             request = self._context.request(sample, turn, room=room, changes=changes)
-            self.last = done = await self._context.client.generate(sample.tokens, **request)
+            self.last = done = await self._context.next_turn(sample, request)
             if done.tokens:
                 sample.append_response(
                     done.tokens,
@@ -340,6 +342,50 @@ def _fits(call: HookCall, sample: Sample, conversation: Prompt) -> bool:
     if talk is None:
         return messages == as_messages(call.prompt_of(sample))
     return bool(talk.continues_in(messages))
+
+
+async def call_tool(function: Callable[..., Any], *arguments: Any, sample: Sample | None = None, **named: Any) -> Any:
+    """What a tool answers: ``function(*arguments, **named)``, awaited if it is async. For generate functions only.
+
+    In a run with ``--save`` the result is written down before it is returned. A run that was killed and continues calls
+    the function again for the same sample, and a tool whose result is there is not called a second time. That takes a
+    function that does the same where it is told the same: chance must come from ``sample.index``, not from the clock.
+
+    >>> async def custom_generate(args, sample, sampling_params):
+    ...     trajectory = Trajectory.start(sample)
+    ...     while not trajectory.done:
+    ...         query = find_query(await trajectory.generate())
+    ...         if query is None:
+    ...             break
+    ...         trajectory.observe(await call_tool(search, query))
+    ...     return sample
+
+    Args:
+        function: The tool. What it raises is raised here, and is not written down.
+        *arguments: Its arguments, which tell calls apart.
+        sample: The sample that it is called for; needed by functions for several samples.
+        **named: More of its arguments.
+
+    Returns:
+        Its result as JSON has it: tuples are lists.
+
+    Raises:
+        GenerationError: The result is not JSON, or it is not clear which sample this is for.
+    """
+    call = current()
+    owner, log = call.sample if sample is None else sample, call.context.turns
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+    asked: list[Any] = [name, list(arguments), named]
+    asked.append(call.count(owner, asked))
+    if log is not None and (known := log.tool(owner, asked)) is not None:
+        return known[0]
+    result = function(*arguments, **named)
+    if inspect.isawaitable(result):
+        result = await result
+    content = as_json(result, f"sample {owner.index}, {name}")
+    if log is not None:
+        log.add_tool(owner, asked, result)
+    return orjson.loads(content)
 
 
 async def post(url: str, payload: Any, *, timeout: float = 600.0) -> Any:

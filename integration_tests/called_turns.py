@@ -1,0 +1,31 @@
+"""A generate function of three turns with a tool between them, which keeps a list of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from slime_core.types import Sample
+from slime_rollout import Trajectory, call_tool
+
+FIRST_BLOCKED = 64
+"""From this sample on, the tool answers in its second turn only once the file `go` is there."""
+
+
+async def custom_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    trajectory = Trajectory.start(sample)
+    while not trajectory.done:
+        await trajectory.generate(max_new_tokens=3)
+        found = await call_tool(look, str(Path(args.save).parent), sample.index, trajectory.turns)
+        trajectory.observe(f" = {found['sum']} +")
+    return sample
+
+
+async def look(directory: str, index: int, turn: int) -> dict[str, int]:
+    """The sum of its two arguments, after the call is in the list."""
+    with Path(directory, "calls.txt").open("a") as file:
+        file.write(f"{index} {turn}\n")
+    while index >= FIRST_BLOCKED and turn == 2 and not Path(directory, "go").exists():
+        await asyncio.sleep(0.05)
+    return {"sum": index + turn, "index": index, "turn": turn}
