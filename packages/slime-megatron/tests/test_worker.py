@@ -178,7 +178,7 @@ def test_learning_rate_and_report(ranks, tiny_model, tiny_config, make_samples, 
     report = ranks.first("train", make_shards(make_samples(), steps=4))
     # The course is 0, 0.1, 0.075, 0.05, 0.025, 0: of five decay steps the last is one fourth above the end.
     assert [round(step["lr"], 6) for step in report.steps] == [0.0, 0.1, 0.075, 0.05]
-    assert report.seconds.keys() == {"log_probs", "forward_backward", "optimizer"}
+    assert report.seconds.keys() == {"log_probs", "forward_backward", "optimizer", "weight_sums"}
     rates = {f"{phase}_{unit}" for phase in ("log_probs", "forward_backward") for unit in ("tok_per_s", "tflops")}
     assert report.performance.keys() == {*rates, "peak_memory_bytes"}
     assert 1e8 < report.performance["peak_memory_bytes"] < 1e10
