@@ -16,6 +16,7 @@ from slime_core.flags import flag_specs
 from slime_launch.answers import table
 from slime_launch.flags import train_groups
 from slime_launch.plan.command import PlanConfig
+from slime_launch.replay import ReplayConfig
 from slime_launch.report.command import ReportConfig
 from slime_megatron.core_fields import core_fields
 from slime_rollout import cli as rollout
@@ -50,7 +51,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 TRAIN = {spec.name for group in train_groups() for spec in group.flags}
-PLAN = {spec.name for config in (PlanConfig, ReportConfig) for spec in flag_specs(config)}
+PLAN = {spec.name for config in (PlanConfig, ReportConfig, ReplayConfig) for spec in flag_specs(config)}
 KNOWN = TRAIN.union(PLAN, _options(convert_parser()), _options(rollout._parser()), *OTHERS.values())
 every_page = pytest.mark.parametrize("page", PAGES)
 THEIRS = {
