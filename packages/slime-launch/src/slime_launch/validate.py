@@ -18,7 +18,7 @@ from slime_megatron.config import FUSED_ROUTERS
 from slime_rollout.config import MOST_KEPT, MOST_LISTED, SFT_ROLLOUT
 
 CANARY_LIMITS = {"float32": 1e-4, "bfloat16": 0.15}
-"""Mean distance in nats, by the engines' type; what was measured of both is in docs/explanation/exactness.md."""
+"""Mean distance in nats, by the engines' type; docs/explanation/exactness.md has what was measured in fp32."""
 _KEEPING = "--rollout-top-p, --rollout-top-k or --rollout-min-p"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,11 @@ from slime_core.errors import SlimeError
 from slime_rollout.http import HttpError, call
 from slime_rollout.teacher import request
 
+logger = logging.getLogger(__name__)
+
 SEQUENCES, LENGTH = 1, 24
 _SEED, _TIMES = 20, 4
+_ADVICE = "use a SGLang that has input log-probs, or compare none with --weight-canary-limit 0"
 Rows = Sequence[Sequence[int]]
 
 
@@ -45,8 +49,8 @@ class EngineCanary:
         Engines that only prefill or only decode are left out: they answer nothing without the other kind.
 
         Raises:
-            CanaryError: An engine refuses, or gives no finite log-probs. One that does not answer is left out, too:
-                whoever watches the engines sees that.
+            CanaryError: An engine refuses, or answers in another form. One that does not answer is logged and left out:
+                whoever watches the engines sees that, too.
         """
         with ThreadPoolExecutor(max(1, len(urls))) as pool:
             found = list(pool.map(lambda url: self._ask(url, rows), urls))
@@ -63,8 +67,9 @@ class EngineCanary:
             answers = call("POST", f"{url}/generate", body, key=self._key, timeout=self._timeout)
         except HttpError as error:
             if error.status is None:
+                logger.warning("weights of %s are not compared with the trainer's: %s", url, error)
                 return None
-            raise CanaryError(f"{url} gives no log-probs of tokens: {error}") from error
+            raise CanaryError(f"{url} gives no log-probs of tokens: {error}; {_ADVICE}") from error
         return [value for row, answer in zip(rows, answers, strict=True) for value in _values(url, row, answer)]
 
 
@@ -72,9 +77,9 @@ def _values(url: str, row: Sequence[int], answer: Any) -> list[float]:
     try:
         entries = [(entry[0], entry[1]) for entry in answer["meta_info"]["input_token_logprobs"]]
     except (KeyError, TypeError, IndexError) as error:
-        raise CanaryError(f"{url} gives no log-probs of tokens: {str(answer)[:200]}") from error
+        raise CanaryError(f"{url} gives no log-probs of tokens: {str(answer)[:200]}; {_ADVICE}") from error
     if [token for _, token in entries] != list(row):
-        raise CanaryError(f"{url} gives log-probs of other tokens than it was asked about")
+        raise CanaryError(f"{url} gives log-probs of other tokens than it was asked about; {_ADVICE}")
     return [float(value) if isinstance(value, int | float) else math.nan for value, _ in entries[1:]]
 
 
