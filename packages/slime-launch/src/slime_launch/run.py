@@ -62,8 +62,7 @@ from slime_rollout.data_service import DataSpec
 from slime_rollout.engine import EngineRestartsError
 from slime_rollout.engine.config import EngineConfig
 from slime_rollout.engine.transports import Route, in_words, transports
-from slime_rollout.generate.turn_log import FILE_NAME as TURNS_FILE
-from slime_rollout.generation_service import GenerationSpec
+from slime_rollout.generation_service import TURNS_FILE, GenerationSpec
 
 GIVE_UP_SECONDS = 30.0  # to leave an update of weights that an engine does not answer
 

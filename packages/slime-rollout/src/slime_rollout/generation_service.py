@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # slow to import, and whoever only reads a channel's settings
     from slime_rollout.rollout import RolloutManager
     from slime_rollout.weights import DeltaReceiver
 
+TURNS_FILE = "turns.jsonl"
+"""Name of :class:`~slime_rollout.generate.TurnLog`'s file in ``--save``."""
 NOT_STARTED = "the engines are not started; call start() first"
 
 

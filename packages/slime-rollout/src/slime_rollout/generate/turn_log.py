@@ -28,7 +28,6 @@ from slime_core.types import Sample, Status
 from slime_rollout.errors import GenerationError
 from slime_rollout.generate.completion import Completion
 
-FILE_NAME = "turns.jsonl"
 _SYNC_SECONDS = 1.0
 _REWRITE_BYTES = 1 << 20
 """A file is rewritten once it holds twice what is still needed, and more than this."""
