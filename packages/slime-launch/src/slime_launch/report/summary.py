@@ -34,7 +34,7 @@ PHASES = {
     "reward": "· score what is left",
     "train": "train",
     "update_weights": "send weights",
-    "weight_canary": "· compare fixed log-probs",
+    "weight_canary": "· compare log-probs",
     "step": "whole step",
 }
 FIRST_AND_LAST = ("in the first rollout", "in the last rollout")
