@@ -114,3 +114,13 @@ def test_what_is_no_run(tmp_path, capsys):
         diff([str(tmp_path), str(tmp_path)])
     assert diff(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: slime-launch diff RUN_A RUN_B")
+
+
+def test_a_run_that_was_killed_before_its_first_rollout_is_not_equal_to_anything(tmp_path):
+    first, second = Written(), Written(samples=[])
+    runs = first.write(tmp_path / "a"), second.write(tmp_path / "b")
+    with pytest.raises(PreflightError, match=r"b was not trained on any rollout: its sums.jsonl is empty"):
+        diff(runs)
+    (tmp_path / "a" / "settings.json").write_text('{"settings": ')
+    with pytest.raises(PreflightError, match=r"settings.json cannot be read"):
+        diff(runs)

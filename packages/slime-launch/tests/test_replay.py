@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch):
 
     def find(path):
         if Path(path) not in taken:
-            raise slime_launch.replay.CheckpointError(f"{path} is no checkpoint")
+            raise slime_launch.replay.CheckpointError(f"{path} is not a checkpoint")
         return type("Found", (), {"directory": Path(path)})
 
     monkeypatch.setattr(slime_launch.replay, "find_checkpoint", find)

@@ -25,7 +25,7 @@ def sample_sums(columns: Columns) -> dict[str, NDArray[np.uint32]]:
 
 
 def shard_sum(shard: TrainShard) -> int:
-    """CRC-32 of which samples a rank trains on, in which micro-batches and order."""
+    """CRC-32 of the numbers of a rank's samples, and of their order in micro-batches."""
     order = [list(step.micro_batches) for step in shard.steps]
     return zlib.crc32(repr(order).encode(), _sum(np.asarray(shard.columns["index"])))
 

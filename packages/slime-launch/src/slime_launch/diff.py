@@ -26,7 +26,7 @@ USAGE = """\
 usage: slime-launch diff RUN_A RUN_B
 
 Say in which rollout, sample, token, metric and weight two runs part first, and which settings differ. RUN is a run's
---output-dir. Exit codes: 0 they are equal, as far as they go; 1 they part; 2 one is no run."""
+--output-dir. Exit codes: 0 the rollouts that both have are equal; 1 something differs; 2 one cannot be compared."""
 # In the order in which one follows from the other; all other fields come after these.
 FIELDS = (
     *("prompt", "label", "tokens", "response_length", "kept_tokens", "routed_experts", "rollout_log_probs"),
@@ -39,7 +39,7 @@ MOST_SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """The first difference: of which rollout, and in words what of it."""
+    """The first difference between two runs: the rollout, and a description for the user."""
 
     rollout_id: int
     words: str
@@ -74,8 +74,14 @@ class WrittenRun:
             raise PreflightError(
                 f"{directory} has no {SUMS_FILE}, which a run of `slime-launch train` writes; give its --output-dir"
             )
-        with (directory / SETTINGS_FILE).open(encoding="utf-8") as file:
-            self.resolved: dict[str, Any] = json.load(file)
+        if next(read_sums(directory), None) is None:
+            raise PreflightError(
+                f"{directory} was not trained on any rollout: its {SUMS_FILE} is empty; give another run"
+            )
+        try:
+            self.resolved: dict[str, Any] = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PreflightError(f"{directory / SETTINGS_FILE} cannot be read ({error}); give another run") from error
         self.steps: dict[int, list[Row]] = {}
         for row in read_rows(directory):
             if row["kind"] == "train":

@@ -66,7 +66,7 @@ def replay(argv: Sequence[str]) -> int:
     """Train again from the nearest checkpoint up to ``--step``; 0 if all comes out equal, 1 if something does not.
 
     Raises:
-        FlagError: There is no run, or no number.
+        FlagError: No run or no rollout is given.
         PreflightError: The directory holds no run, or what is needed of it is gone.
     """
     specs = flag_specs(ReplayConfig)
@@ -99,11 +99,7 @@ def find_start(run: WrittenRun, step: int) -> Replay:
     """
     numbers = [sums.rollout_id for sums in read_sums(run.directory)]
     if step not in numbers:
-        raise PreflightError(
-            f"{run.directory} has no rollout {step}; it has {numbers[0]} to {numbers[-1]}"
-            if numbers
-            else f"{run.directory} was not trained on any rollout"
-        )
+        raise PreflightError(f"{run.directory} has no rollout {step}; it has {numbers[0]} to {numbers[-1]}")
     save = run.setting("save")
     store_dir = Path(save or run.directory) / ROLLOUT_DIR
     store, missing = RolloutStore(store_dir), None
