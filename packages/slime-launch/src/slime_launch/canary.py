@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from slime_convert.errors import ConvertError
 from slime_convert.shape import ModelShape
 from slime_core.config import AlgorithmConfig
 from slime_core.errors import SlimeError
@@ -112,7 +113,7 @@ class Canary:
             misread = self._trainers.inspect(channel, version, on_poll=poll)
         except WeightSyncError as error:
             return f"{error}"
-        except SlimeError as error:
+        except (SlimeError, ConvertError) as error:
             return f"which weights differ could not be found out: {error}"
         if misread:
             return f"the trainer sends these otherwise than it has them: {', '.join(misread)}"

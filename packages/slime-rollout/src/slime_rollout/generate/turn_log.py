@@ -36,8 +36,8 @@ _REWRITE_BYTES = 1 << 20
 class TurnLog:
     """One file; one process writes it.
 
-    An entry is with the operating system before anybody uses it, so that it survives every kill of a process. It is on
-    disk within a second: after a loss of power the last turns may be asked again.
+    An entry is with the operating system before anybody uses it, so that it survives every kill of a process. The disk
+    is waited for once a second at most: after a loss of power the last turns may be asked again.
 
     Attributes:
         versions: Weight versions, from the oldest to the newest, whose tokens may be used; ``None`` allows all.
@@ -115,9 +115,9 @@ class TurnLog:
     def _add(self, sample: Sample, key: str, value: Any) -> None:
         content = as_json(value, f"sample {sample.index}")
         line = orjson.dumps({"sample": sample.index, "key": key, "value": orjson.Fragment(content)}) + b"\n"
-        self._entries.setdefault(sample.index, {})[key] = content
         if os.write(self._file, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._entries.setdefault(sample.index, {})[key] = content
         self._written += len(line)
         if time.monotonic() - self._synced > _SYNC_SECONDS:
             os.fdatasync(self._file)
